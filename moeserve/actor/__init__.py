@@ -1,0 +1,1 @@
+"""How anything talks to anything: inbox, actor, lifetime, supervision, wires."""

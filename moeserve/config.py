@@ -1,0 +1,106 @@
+"""One frozen tree of settings. Each field knows its command-line flag; `resolve` is where every "auto" becomes a number.
+
+Precedence: flag, then MOESERVE_* environment variable named by --help, then --config YAML, then the default here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DEMO = "demo"
+
+
+def _opt(default: Any, help: str, *, flag: str | None = "") -> Any:
+    """A field with its help text. flag: "" derives --the-name, None keeps it out of the command line (YAML only)."""
+    return field(default=default, metadata={"help": help, "flag": flag})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: str = _opt(DEMO, "Hugging Face model directory, or 'demo' for the built-in one", flag=None)
+    served_model_name: str | None = _opt(None, "name in the API (default: the directory's name)")
+    dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
+    max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)")
+    chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
+    generation_config: Literal["auto", "none"] = _opt(
+        "auto", "auto: the model's sampling defaults apply; none: moeserve's"
+    )
+    skip_tokenizer_init: bool = _opt(False, "token ids in, token ids out; no text", flag=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64")
+    kv_cache_bytes: int | None = _opt(None, "bytes for KV blocks (default: from free memory), e.g. 2GiB")
+    memory_utilization: float = _opt(0.9, "share of the memory limit that weights, work space and KV may use")
+    enable_prefix_caching: bool = _opt(True, "reuse the KV blocks of equal prompt beginnings")
+    host_store_bytes: int = _opt(0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int = _opt(256, "requests that run at once")
+    max_num_batched_tokens: int | None = _opt(None, "tokens per step (default: 2048)")
+    prefill_chunk: int | None = _opt(None, "most tokens of one request per step (default: the step's budget)")
+    depth: int = _opt(2, "steps in flight; 1 is for debugging", flag=None)
+    watermark: float = _opt(0.01, "share of KV blocks kept free when admitting", flag=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    device: Literal["auto", "cpu", "cuda"] = _opt("auto", "where the model runs")
+    threads: int | None = _opt(None, "CPU threads of the model runner (default: all cores allowed)")
+    determinism: Literal["auto", "fast", "batch"] = _opt(
+        "auto", "batch: a request's bits depend on nothing but itself (the default on CPU)"
+    )
+    null_runner: bool = _opt(False, "benchmarks only: made-up tokens at no cost of a model", flag=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = _opt("127.0.0.1", "address to listen on")
+    port: int = _opt(8000, "port to listen on; 0: any free one")
+    api_key: tuple[str, ...] = _opt((), "require one of these keys (better: --api-key-file)")
+    api_key_file: str | None = _opt(None, "file with one key per line")
+    admin_key_file: str | None = _opt(
+        None, "file with the keys for administrative routes (default: those routes are off)"
+    )
+    max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may")
+    max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None)
+    shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
+    strict: bool = _opt(False, "refuse unknown request fields instead of warning")
+    log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
+    log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
+    log_requests: bool = _opt(False, "one log line per finished request")
+    sse_ping_s: float = _opt(
+        15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that was asked for. Numbers that are still None are found by `resolve`."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: DeviceConfig = DeviceConfig()
+    server: ServerConfig = ServerConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the scheduler obeys: every number resolved. Counts in tokens, blocks and requests."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int  # null block included
+    watermark_blocks: int = 0
+    depth: int = 2
+    enable_prefix_caching: bool = True
+    store_cells: int = 0  # KV blocks that the host store can hold

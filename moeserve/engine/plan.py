@@ -1,0 +1,106 @@
+"""What one step does: the scheduler's only output, the runner's only input, and what comes back.
+
+R rows scheduled this step, S rows that sample (R rows where `samples_R`), N staged block-table entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.messages import Logprobs, PromptLogprobs
+from moeserve.sampling import TokenSampling
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A request takes a slot: the runner writes its tokens and sampling row before anything reads them.
+
+    tokens: prompt and, after a preemption or a replay, what was emitted since. num_prompt of them are prompt.
+    """
+
+    slot: int
+    tokens: I32
+    num_prompt: int
+    sampling: TokenSampling
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDiff:
+    """New entries of one KV group's block table: table[slots_N[i], indices_N[i]] = blocks_N[i]."""
+
+    slots_N: I32
+    indices_N: I32
+    blocks_N: I32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """Copy one KV block between the device pool and a cell of the block store, before the forward pass."""
+
+    block: int
+    cell: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Row i computes positions starts_R[i] .. starts_R[i]+counts_R[i]-1 of the request in slots_R[i].
+
+    A row with samples_R ends at its last known token and samples the next one; the runner keeps that token in
+    its own table, so the step after this one may be planned before it is known here.
+    """
+
+    step: int
+    slots_R: I32
+    starts_R: I32
+    counts_R: I32
+    samples_R: NDArray[np.bool_]
+    diffs: tuple[BlockDiff, ...]  # one per KV group
+    added: tuple[Added, ...] = ()
+    stores: tuple[BlockMove, ...] = ()  # device block -> store cell, run first
+    loads: tuple[BlockMove, ...] = ()  # store cell -> device block
+
+    def __post_init__(self) -> None:
+        rows = len(self.slots_R)
+        assert len(self.starts_R) == len(self.counts_R) == len(self.samples_R) == rows, self
+        assert rows == 0 or int(self.counts_R.min()) > 0, self
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts_R.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced. tokens_S follows the sampling rows of its plan, in their order.
+
+    The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing: its request
+    ends with that message and every other one goes on.
+    """
+
+    step: int
+    tokens_S: I32
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    device_us: int = 0
+    expert_peak_over_mean: float = 0.0
+
+
+class StepHandle(Protocol):
+    """A step on its way."""
+
+    async def result(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """What the engine core needs of whatever executes plans. Plans run strictly in the order of `start`."""
+
+    def start(self, plan: StepPlan) -> StepHandle: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Starting engines: in this process, or in children of their own."""

@@ -1,0 +1,1 @@
+"""A Hugging Face directory -> this rank's weights, packed for its kernels."""

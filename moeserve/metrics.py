@@ -1,0 +1,26 @@
+"""One record per step: metrics, traces, dashboards and benchmarks all read this and nothing else."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one engine step did and what it cost. Times in microseconds, `at_s` on the monotonic clock."""
+
+    step: int
+    at_s: float
+    num_tokens: int
+    num_requests: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_preempted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    plan_us: int = 0
+    settle_us: int = 0
+    device_us: int = 0
+    exposed_comm_us: int = 0
+    expert_peak_over_mean: float = 0.0

@@ -1,0 +1,1 @@
+"""Ranks and how they agree on a step."""

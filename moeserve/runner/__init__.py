@@ -1,0 +1,1 @@
+"""Makes one plan happen on one device: tables, inputs, forward, sampling."""

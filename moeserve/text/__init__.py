@@ -1,0 +1,1 @@
+"""Text in and out: tokenizer, detokenizer, stop strings, chat templates. No torch."""
