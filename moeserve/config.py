@@ -5,8 +5,11 @@ Precedence: flag, then MOESERVE_* environment variable named by --help, then --c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, Literal
+
+from moeserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO = "demo"
@@ -88,6 +91,27 @@ class Config:
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
     server: ServerConfig = ServerConfig()
+
+
+SECTIONS = {f.name: type(f.default) for f in fields(Config)}
+
+
+def config_of(model: str | None = None, **settings: Any) -> Config:
+    """A Config from flat keyword arguments, each under its field's own name, as `LLM` and `AsyncEngine` take them.
+
+    Raises ConfigError for an unknown name, with the nearest known one.
+    """
+    home = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind)}
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    if model is not None:
+        settings["model"] = model
+    for name, value in settings.items():
+        if name not in home:
+            near = get_close_matches(name, home, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(home))}"
+            raise ConfigError(f"unknown setting {name!r}{hint}")
+        values[home[name]][name] = value
+    return Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,115 @@
+"""`AsyncEngine`: the engine inside an asyncio program, no HTTP in between."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any
+
+from moeserve.config import Config, config_of
+from moeserve.errors import InvalidRequest
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.open import open_front_end
+from moeserve.frontend.outputs import CompletionOutput, RequestOutput
+from moeserve.sampling import SamplingParams
+
+Prompt = str | Mapping[str, Any]
+
+
+class AsyncEngine:
+    """async with AsyncEngine("demo") as engine:
+        async for out in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
+            print(out.outputs[0].text, end="")
+
+    Keyword arguments are the fields of `moeserve.config` (`dtype`, `max_model_len`, `max_num_seqs`, `threads`, ...);
+    or pass a whole `Config`. process=True puts the engine into a supervised process of its own.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: Config | None = None,
+        process: bool = False,
+        **settings: Any,
+    ) -> None:
+        self._config = config or config_of(model, **settings)
+        self._process = process
+        self._stack = AsyncExitStack()
+        self._front: FrontEnd | None = None
+
+    @property
+    def front(self) -> FrontEnd:
+        if self._front is None:
+            raise RuntimeError("use AsyncEngine as `async with AsyncEngine(...) as engine`")
+        return self._front
+
+    async def __aenter__(self) -> AsyncEngine:
+        async with AsyncExitStack() as stack:
+            front = await stack.enter_async_context(open_front_end(self._config, child=self._process))
+            await front.wait_ready()
+            self._front = front
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._front = None
+        await self._stack.aclose()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields what is new (one entry in `outputs` per piece). Leaving the loop early aborts the request.
+
+        prompt: a text, or {"prompt_token_ids": [...]}. Raises RequestError before the first piece if it is refused.
+        """
+        params = params or SamplingParams()
+        text, tokens = await read_prompt(self.front, prompt)
+        async with await self.front.generate(
+            tokens, params, priority=priority, request_id=request_id
+        ) as deltas:
+            open_sequences = params.n
+            async for delta in deltas:
+                open_sequences -= delta.finish_reason is not None
+                piece = RequestOutput(
+                    request_id, text, tokens, [CompletionOutput(i) for i in range(params.n)]
+                )
+                piece.add(delta)
+                piece.outputs = [piece.outputs[delta.index]]
+                piece.finished = open_sequences == 0
+                yield piece
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **kwargs: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """`generate` on the model's chat template filled with these messages."""
+        tokens = render_chat(self.front, messages)
+        async for piece in self.generate({"prompt_token_ids": tokens}, params, **kwargs):
+            yield piece
+
+
+async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list[int]]:
+    """A prompt's text (if it was given as text) and its token ids."""
+    if isinstance(prompt, str):
+        return prompt, await front.encode(prompt)
+    if "prompt_token_ids" in prompt:
+        return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+    if "prompt" in prompt:
+        return prompt["prompt"], await front.encode(prompt["prompt"])
+    raise InvalidRequest('a prompt is a text or {"prompt_token_ids": [...]}', param="prompt")
+
+
+def render_chat(front: FrontEnd, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    if front.tokenizer is None or front.chat_template is None:
+        raise InvalidRequest("this model has no chat template: use generate, or give one with chat_template=")
+    return front.chat_template.encode(
+        front.tokenizer, [dict(m) for m in messages], add_generation_prompt=True
+    )

@@ -1,0 +1,164 @@
+"""One request as its caller sees it: an async iterator of deltas over n sequences, and the text state of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from moeserve.errors import RequestError
+from moeserve.frontend.delta import Delta
+from moeserve.messages import FinishReason, Logprobs, PromptLogprobs
+from moeserve.sampling import SamplingParams, TokenSampling
+from moeserve.text.detokenizer import Detokenizer
+from moeserve.text.stop import StopMatcher
+
+
+class Sequence:
+    """One of a request's n sequences: what was submitted, what came back, and the text so far.
+
+    Prompt and emitted tokens stay here, so that a new engine can go on where a dead one stopped.
+    """
+
+    __slots__ = ("detok", "first_at", "index", "last_at", "owner", "rid", "sampling", "stops", "tokens")
+
+    def __init__(
+        self,
+        rid: int,
+        index: int,
+        owner: Generation,
+        sampling: TokenSampling,
+        detok: Detokenizer | None,
+        stops: StopMatcher | None,
+    ) -> None:
+        self.rid = rid
+        self.index = index
+        self.owner = owner
+        self.sampling = sampling
+        self.detok = detok
+        self.stops = stops
+        self.tokens: list[int] = []
+        self.first_at: float | None = None
+        self.last_at = 0.0
+
+    def advance(self, token: int, finish: int, stop_id: int | None) -> Delta:
+        """Takes one engine row and says what the caller learns from it.
+
+        token -1 carries none. A stop token ends the text before itself unless the user wants to see it.
+        """
+        if token >= 0:
+            self.tokens.append(token)
+        shown = finish != FinishReason.STOP or self.owner.params.include_stop_str_in_output
+        text = self.detok.push(token) if self.detok is not None and token >= 0 and shown else ""
+        delta = Delta(self.index, text, [token] if token >= 0 else [])
+        if finish:
+            delta.finish_reason = FinishReason.NAMES[finish]
+            delta.stop_reason = stop_id
+            if self.detok is not None:
+                delta.text += self.detok.flush()
+        if self.stops is not None:
+            self._cut(delta)
+        return delta
+
+    def _cut(self, delta: Delta) -> None:
+        """Holds back what may become a stop string, and ends the sequence at the first one."""
+        assert self.stops is not None
+        searching = len(self.tokens) >= self.owner.params.min_tokens
+        delta.text, found = self.stops.push(delta.text, search=searching)
+        if found is not None:
+            delta.finish_reason, delta.stop_reason = "stop", found
+        elif delta.finish_reason is not None:
+            delta.text += self.stops.flush()
+
+
+class Generation:
+    """The running request. `async for delta in generation` ends after the last sequence ended.
+
+    A reader that falls behind gets several tokens merged into one delta, so that memory stays bounded by the
+    answer itself. `aclose()`, leaving an `async with`, or cancelling the reader aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        submitted_at: float,
+        abort: Callable[[Generation], None],
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
+        self.prompt_token_ids = prompt
+        self.params = params
+        self.request_id = request_id
+        self.submitted_at = submitted_at
+        self.sequences: list[Sequence] = []
+        self.num_live = params.n
+        self.priority = priority
+        self.salt = salt
+        self._prompt_rows: list[Logprobs | None] | None = None
+        self._abort = abort
+        self._pending: dict[int, Delta] = {}
+        self._error: RequestError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, delta: Delta) -> None:
+        """Called by the front end. Merges with an undelivered delta of the same sequence."""
+        held = self._pending.get(delta.index)
+        if held is None:
+            self._pending[delta.index] = delta
+        else:
+            held.text += delta.text
+            held.token_ids += delta.token_ids
+            held.logprobs += delta.logprobs
+            held.finish_reason = delta.finish_reason
+            held.stop_reason = delta.stop_reason
+        self._wake()
+
+    def add_prompt_rows(self, piece: PromptLogprobs) -> None:
+        """Prompt logprobs come in chunks, and again after a preemption; each knows where it belongs."""
+        rows = self._prompt_rows or [None]
+        rows[piece.start : piece.start + len(piece.rows)] = piece.rows
+        self._prompt_rows = rows
+
+    def take_prompt_rows(self) -> list[Logprobs | None] | None:
+        rows, self._prompt_rows = self._prompt_rows, None
+        return rows
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the whole request with an error, after what was already delivered."""
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self.num_live == 0:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self._abort(self)
+                raise
+            finally:
+                self._waiter = None
+        return self._pending.pop(next(iter(self._pending)))
+
+    async def aclose(self) -> None:
+        """Aborts what still runs; the engine frees it before its next step. Idempotent."""
+        if self.num_live:
+            self._abort(self)
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()

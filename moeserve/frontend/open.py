@@ -1,0 +1,64 @@
+"""Opening a front end: read what text handling needs, start the engine behind it, keep both together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from moeserve.config import Config
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.launch.link import ChildEngine, EngineLink, LocalEngine
+from moeserve.loader.hf_config import generation_defaults
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_front_end(
+    config: Config, *, child: bool, max_queued: int | None = None
+) -> AsyncIterator[FrontEnd]:
+    """A running front end; the engine loads meanwhile (await `wait_ready()`).
+
+    child: the engine gets a process of its own and a supervisor; otherwise it runs on this loop with a thread.
+    Raises ConfigError at once for what can be seen from the model's files alone.
+    """
+    model_dir = resolve_model_dir(config.model.model)
+    link: EngineLink = ChildEngine(config) if child else LocalEngine(config)
+    await link.start()  # first of all: it is the longest
+    try:
+        front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued)
+        runs = asyncio.create_task(front.run(), name="front end")
+        try:
+            yield front
+        finally:
+            runs.cancel()
+            await asyncio.gather(runs, return_exceptions=True)
+    finally:
+        await link.stop(5.0)
+
+
+def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queued: int | None) -> FrontEnd:
+    asked = config.model
+    tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(model_dir)
+    template = None
+    if tokenizer is not None:
+        override = Path(asked.chat_template) if asked.chat_template else None
+        template = ChatTemplate.load(model_dir, override)
+    defaults = generation_defaults(model_dir) if asked.generation_config == "auto" else {}
+    if defaults:
+        log.info("sampling defaults from generation_config.json: %s", defaults)
+    return FrontEnd(
+        link,
+        model_name=asked.served_model_name or (asked.model if model_dir.name == "demo" else model_dir.name),
+        model_dir=model_dir,
+        tokenizer=tokenizer,
+        chat_template=template,
+        defaults=defaults,
+        max_queued=max_queued,
+    )

@@ -1,0 +1,56 @@
+"""Results of offline and asyncio use, with vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moeserve.frontend.delta import Delta
+from moeserve.messages import Logprobs
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n answers. logprobs[i] belongs to token_ids[i]; None if not asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its answers so far, or, from `AsyncEngine`, what is new since the last one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Accumulates one delta."""
+        out = self.outputs[delta.index]
+        out.text += delta.text
+        out.token_ids += delta.token_ids
+        if delta.logprobs:
+            out.logprobs = (out.logprobs or []) + delta.logprobs
+            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(
+                p.values[0] for p in delta.logprobs
+            )
+        out.finish_reason = delta.finish_reason
+        out.stop_reason = delta.stop_reason
+        if delta.cached_tokens is not None:
+            self.num_cached_tokens = max(self.num_cached_tokens, delta.cached_tokens)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.finished = all(o.finished for o in self.outputs)

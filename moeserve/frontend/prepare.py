@@ -1,0 +1,73 @@
+"""From what the user asked (`SamplingParams`) to what the engine obeys (`TokenSampling`), checked before anything runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from moeserve.errors import ContextLengthExceeded, InvalidRequest
+from moeserve.messages import Ready
+from moeserve.sampling import SamplingParams, TokenSampling
+
+_SEED_MASK = 2**63 - 1
+
+
+def check_prompt(prompt: Sequence[int], ready: Ready) -> None:
+    """Raises InvalidRequest for an empty prompt or an unknown token id, ContextLengthExceeded for a long one."""
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens", param="prompt")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= ready.vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequest(
+            f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt"
+        )
+    if len(prompt) >= ready.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(prompt)} tokens; this model's context holds {ready.max_model_len}, "
+            "prompt and answer together, so shorten the prompt",
+            param="prompt",
+        )
+
+
+def token_sampling(
+    params: SamplingParams,
+    prompt_len: int,
+    ready: Ready,
+    bad_seqs: tuple[tuple[int, ...], ...] = (),
+) -> list[TokenSampling]:
+    """One `TokenSampling` for each of the n sequences; sequence i samples with seed + i.
+
+    max_tokens is cut to what the context leaves (at least 1: `check_prompt` came first).
+    """
+    params.check(ready.vocab_size)
+    room = ready.max_model_len - prompt_len
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    ends = () if params.ignore_eos else ready.eos_token_ids
+    allowed = params.allowed_token_ids
+    seed = random.getrandbits(63) if params.seed is None else params.seed
+    shared = TokenSampling(
+        seed=0,
+        max_tokens=max_tokens,
+        temperature=0.0 if params.greedy else params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=min(params.min_tokens, max_tokens),
+        stop_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        logit_bias=params.logit_bias,
+        allowed_ids=None if allowed is None else tuple(allowed),
+        bad_seqs=bad_seqs,
+    )
+    return [_with_seed(shared, (seed + i) & _SEED_MASK) for i in range(params.n)]
+
+
+def _with_seed(sampling: TokenSampling, seed: int) -> TokenSampling:
+    return msgspec.structs.replace(sampling, seed=seed)
