@@ -149,8 +149,8 @@ class FrontEnd:
     # ---- the engine's news ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Handles what the engine says until cancelled, or until it is gone for good (EngineDied)."""
-        while True:
+        """Handles what the engine says until cancelled, or until it is gone for good (`failure` says why)."""
+        while not self.failure:
             for msg in await self._link.inbox.drain(wait=True):
                 match msg:
                     case StepOutput():
@@ -258,8 +258,6 @@ class FrontEnd:
         for sequence in list(self._sequences.values()):
             self._fail(sequence, EngineLost("the engine stopped while this request ran; send it again"))
         self._notify()
-        if self.state != "draining":
-            raise EngineDied(gone.cause)
 
     # ---- endings --------------------------------------------------------------------------------------------
 
@@ -289,6 +287,11 @@ class FrontEnd:
         if self.failure or self.ready is None:
             raise EngineDied(self.failure)
         return self.ready
+
+    async def died(self) -> str:
+        """Returns, with the cause, once the engine is gone for good."""
+        await self._until(lambda: bool(self.failure))
+        return self.failure
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the rest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ class LLM:
         except BaseException:
             self._stop_loop()
             raise
+        atexit.register(self.close)
 
     def generate(
         self,
@@ -101,6 +103,7 @@ class LLM:
         """Stops the engine and its threads."""
         if not self._closed:
             self._closed = True
+            atexit.unregister(self.close)
             try:
                 self._call(self._engine.__aexit__(None, None, None))
             finally:

@@ -1,0 +1,45 @@
+# make serve   set up .venv and serve the built-in demo model
+# make test    set up .venv with the development extras and run the whole test suite
+# make check   format, lint, types, layers, sizes
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: serve test check format bench clean
+
+serve: $(VENV)/.serve
+	@$(BIN)/moeserve serve $(ARGS)
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_size.py
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "moeserve needs Python 3.11 or newer; try: make PYTHON=python3.12"; exit 1; }
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.serve
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
