@@ -9,6 +9,7 @@
         Overloaded        503 with Retry-After: the queue is full, or the server drains or loads
         RequestFailed     500: a fault inside this one request (its sampling, say)
         EngineLost        503, retryable: the engine died while this request ran
+        Unreachable       no whole answer came: refused, reset, silent or cut off (only the client raises it)
       ConfigError       start-up stops at once with cause, remedy and exit code
         CheckpointError   the model's files are wrong (exit code 3)
         AddressInUse      (4)
@@ -32,6 +33,7 @@ class RequestError(MoeserveError):
     http_status = 400
     type = "invalid_request_error"
     code: str | None = None
+    request_id: str | None = None  # the client sets it from X-Request-Id
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -110,6 +112,14 @@ class EngineLost(RequestError):
     http_status = 503
     type = "server_error"
     code = "engine_lost"
+
+
+class Unreachable(RequestError):
+    """No whole answer came from the server: the connection was refused, broke, or stayed silent too long."""
+
+    http_status = 0
+    type = "connection_error"
+    code = "connection_error"
 
 
 class ConfigError(MoeserveError):

@@ -1,0 +1,236 @@
+"""AsyncClient: talk to moeserve, or to any OpenAI-compatible server, from asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, overload
+from urllib.parse import quote
+
+from moeserve.client.stream import Stream
+from moeserve.client.transport import Transport
+from moeserve.client.types import (
+    Answer,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Detokenized,
+    Model,
+    ModelList,
+    Tokenized,
+)
+from moeserve.errors import RequestError, Unreachable
+
+T = TypeVar("T", bound=Answer)
+FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
+
+
+class AsyncClient:
+    """One server, many concurrent requests.
+
+        async with AsyncClient("http://127.0.0.1:8000/v1") as client:
+            answer = await client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}])
+            print(answer.choices[0].message.content)
+
+    The names are those of `openai.AsyncOpenAI`; answers are typed objects. timeout_s: seconds of silence after which a
+    request fails. max_retries: further tries after a lost connection, 408, 409, 429 or 5xx, always before the first
+    byte of an answer; waits 0.5 to 8 s, or what the server asks for with `retry-after-ms` or `Retry-After` (<= 120 s).
+    Cancelling a task or leaving a stream closes its socket, and the server aborts the request.
+    Raises the `RequestError`s of `moeserve.errors` with http_status, code, param and request_id.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000/v1",
+        api_key: str | None = None,
+        *,
+        timeout_s: float = 600.0,
+        max_retries: int = 2,
+    ) -> None:
+        if timeout_s <= 0 or max_retries < 0:
+            raise ValueError(f"timeout_s must be > 0 and max_retries >= 0, got {timeout_s} and {max_retries}")
+        self.transport = Transport(base_url, api_key, timeout_s, max_retries)
+        self.chat = Chat(self.transport)
+        self.completions = Completions(self.transport)
+        self.models = Models(self.transport)
+        self.requests = Requests(self.transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes all connections; the server aborts what still runs on them."""
+        await self.transport.close()
+
+    async def tokenize(
+        self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **fields: Any
+    ) -> Tokenized:
+        """Token ids of a text, or of chat messages after the chat template."""
+        body = _without_none(prompt=prompt, messages=messages) | fields
+        return await self.transport.fetch("POST", f"{self.transport.root_url}/tokenize", Tokenized, body)
+
+    async def detokenize(self, tokens: Sequence[int], **fields: Any) -> Detokenized:
+        body = {"tokens": list(tokens)} | fields
+        return await self.transport.fetch("POST", f"{self.transport.root_url}/detokenize", Detokenized, body)
+
+    async def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Returns as soon as the server can answer; raises Unreachable with its last word after timeout_s seconds."""
+        loop = asyncio.get_running_loop()
+        deadline, poll_s, path = loop.time() + timeout_s, FIRST_POLL_S, "/readyz"
+        while True:
+            left_s = max(deadline - loop.time(), 0.05)
+            try:
+                url = self.transport.root_url + path
+                await self.transport.read("GET", url, timeout_s=min(left_s, 5.0), max_retries=0)
+                return
+            except RequestError as error:
+                if error.http_status in (401, 403):
+                    raise
+                if error.http_status in (404, 405) and path == "/readyz":
+                    path = "/health"  # another engine's server
+                    continue
+                if loop.time() + poll_s >= deadline:
+                    raise Unreachable(f"not ready after {timeout_s:g} s: {error.message}") from error
+            await asyncio.sleep(poll_s)
+            poll_s = min(poll_s * 1.5, LONGEST_POLL_S)
+
+
+class _Resource:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def _create(
+        self,
+        path: str,
+        whole: type[T],
+        chunk: type[T],
+        body: dict[str, Any],
+        extra_body: Mapping[str, Any] | None,
+        extra_headers: Mapping[str, str] | None,
+        timeout_s: float | None,
+    ) -> T | Stream[T]:
+        url = self._transport.base_url + path
+        body |= extra_body or {}
+        if not body.get("stream"):
+            return await self._transport.fetch("POST", url, whole, body, headers=extra_headers, timeout_s=timeout_s)
+        response = await self._transport.open("POST", url, body, headers=extra_headers, timeout_s=timeout_s)
+        return Stream(response, chunk, timeout_s or self._transport.timeout_s)
+
+
+class Chat:
+    def __init__(self, transport: Transport) -> None:
+        self.completions = ChatCompletions(transport)
+
+
+class ChatCompletions(_Resource):
+    @overload
+    async def create(
+        self,
+        *,
+        messages: Sequence[Mapping[str, Any]],
+        model: str | None = None,
+        stream: Literal[False] = False,
+        extra_body: Mapping[str, Any] | None = None,
+        extra_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> ChatCompletion: ...
+
+    @overload
+    async def create(
+        self,
+        *,
+        messages: Sequence[Mapping[str, Any]],
+        model: str | None = None,
+        stream: Literal[True],
+        extra_body: Mapping[str, Any] | None = None,
+        extra_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Stream[ChatCompletionChunk]: ...
+
+    async def create(
+        self,
+        *,
+        messages: Sequence[Mapping[str, Any]],
+        model: str | None = None,
+        stream: bool = False,
+        extra_body: Mapping[str, Any] | None = None,
+        extra_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Any:
+        """The answer to a conversation. `fields` and `extra_body` are further fields of the request's JSON, None ones
+        left out of `fields`; model may be left out where the server has one."""
+        body = _without_none(model=model, messages=messages, stream=stream or None, **fields)
+        how = (body, extra_body, extra_headers, timeout_s)
+        return await self._create("/chat/completions", ChatCompletion, ChatCompletionChunk, *how)
+
+
+class Completions(_Resource):
+    @overload
+    async def create(
+        self,
+        *,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        model: str | None = None,
+        stream: Literal[False] = False,
+        extra_body: Mapping[str, Any] | None = None,
+        extra_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Completion: ...
+
+    @overload
+    async def create(
+        self,
+        *,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        model: str | None = None,
+        stream: Literal[True],
+        extra_body: Mapping[str, Any] | None = None,
+        extra_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Stream[Completion]: ...
+
+    async def create(
+        self,
+        *,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        model: str | None = None,
+        stream: bool = False,
+        extra_body: Mapping[str, Any] | None = None,
+        extra_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Any:
+        """What follows a text, a list of token ids, or several of either. Other arguments as for chat."""
+        body = _without_none(model=model, prompt=prompt, stream=stream or None, **fields)
+        how = (body, extra_body, extra_headers, timeout_s)
+        return await self._create("/completions", Completion, Completion, *how)
+
+
+class Models(_Resource):
+    async def list(self) -> ModelList:
+        return await self._transport.fetch("GET", f"{self._transport.base_url}/models", ModelList)
+
+    async def retrieve(self, id: str) -> Model:
+        return await self._transport.fetch("GET", f"{self._transport.base_url}/models/{quote(id)}", Model)
+
+
+class Requests(_Resource):
+    async def abort(self, id: str) -> None:
+        """Ends the running request with this request id. Raises NotFound if none runs."""
+        url = f"{self._transport.base_url}/requests/{quote(id, safe='')}"
+        await self._transport.read("DELETE", url, max_retries=0)
+
+
+def _without_none(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,118 @@
+"""A streamed answer: iterate it; leave it early and the socket closes, which aborts the request on the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import ClientResponse
+
+from moeserve.client.faults import build_error, read_error
+from moeserve.client.sse import SSEParser
+from moeserve.client.transport import unreachable
+from moeserve.client.types import Answer
+from moeserve.errors import Unreachable
+
+T = TypeVar("T", bound=Answer)
+LONGEST_END_S = 1.0
+
+
+class Stream(Generic[T]):
+    """Async iterator and async context manager over the chunks of one answer.
+
+        async with await client.chat.completions.create(messages=..., stream=True) as stream:
+            async for chunk in stream: ...
+
+    `async for` without `async with` is fine too: the socket closes when the stream ends, fails, is cancelled or is
+    garbage. An error that the server sends inside the stream is raised; so is an end without `[DONE]`.
+    """
+
+    def __init__(self, response: ClientResponse, kind: type[T], silence_s: float) -> None:
+        self.headers: Mapping[str, str] = response.headers
+        self.request_id = response.headers.get("x-request-id")
+        self._response = response
+        self._decode = msgspec.json.Decoder(kind).decode
+        self._silence_s = silence_s
+        self._parser = SSEParser()
+        self._waiting: deque[bytes] = deque()
+        self._done = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            while not self._waiting:
+                if self._done:
+                    raise StopAsyncIteration
+                await self._receive()
+            data = self._waiting.popleft()
+            if data == b"[DONE]":
+                await self._finish()
+                raise StopAsyncIteration
+            return self._chunk(data)
+        except StopAsyncIteration:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    async def _receive(self) -> None:
+        url = str(self._response.url)
+        try:
+            piece = await self._response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(url, error, self._silence_s) from error
+        if not piece:
+            raise Unreachable(f"{url}: the stream ended before its [DONE]", code="stream_cut")
+        self._waiting.extend(self._parser.feed(piece))
+
+    def _chunk(self, data: bytes) -> T:
+        if b'"error"' in data and (found := read_error(data)) is not None:
+            raise build_error(0, found, self.headers)
+        try:
+            chunk = self._decode(data)
+        except msgspec.MsgspecError as error:
+            raise Unreachable(f"a chunk of the stream cannot be read: {error}", code="bad_answer") from error
+        chunk.request_id = self.request_id
+        return chunk
+
+    async def _finish(self) -> None:
+        """[DONE] came. Reads the end of the body too, so that the connection may serve the next request."""
+        self._done = True
+        self._waiting.clear()
+        try:
+            async with asyncio.timeout(LONGEST_END_S):
+                while await self._response.content.readany():
+                    pass
+        except (aiohttp.ClientError, OSError):
+            self._response.close()
+        else:
+            self._response.release()
+
+    def close(self) -> None:
+        """Closes the socket at once; the server aborts what still runs. Does nothing after the end."""
+        if not self._done:
+            self._done = True
+            self._waiting.clear()
+            self._response.close()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_done"):
+            self.close()

@@ -1,0 +1,119 @@
+"""HTTP with retries, under the client's resources: a request becomes an answer, a stream, or an error that says why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import ClientResponse, ClientSession, ClientTimeout
+
+from moeserve.client import retry
+from moeserve.client.faults import request_error
+from moeserve.client.types import Answer
+from moeserve.errors import Unreachable
+from moeserve.version import __version__
+
+T = TypeVar("T", bound=Answer)
+_BROKEN = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
+
+
+class Transport:
+    """One connection pool to one server."""
+
+    def __init__(self, base_url: str, api_key: str | None, timeout_s: float, max_retries: int) -> None:
+        self.base_url = base_url.rstrip("/")
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
+        self.root_url = self.base_url.removesuffix("/v1")
+        self.timeout_s = timeout_s
+        self.max_retries = max_retries
+        self._headers = {"User-Agent": f"moeserve/{__version__}"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._session: ClientSession | None = None
+
+    def session(self) -> ClientSession:
+        """Made on first use, because it belongs to the running loop."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)  # the server bounds concurrency, not a hidden queue here
+            self._session = ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def open(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        max_retries: int | None = None,
+    ) -> ClientResponse:
+        """A successful response whose body was not read yet. Retries happen here, before its first byte.
+
+        timeout_s bounds the silence between two reads, not the whole answer. Raises RequestError.
+        """
+        data = None if body is None else msgspec.json.encode(body)
+        sent = {**(headers or {}), **({"Content-Type": "application/json"} if data is not None else {})}
+        silence_s = self.timeout_s if timeout_s is None else timeout_s
+        timeout = ClientTimeout(total=None, sock_connect=min(30.0, silence_s), sock_read=silence_s)
+        tries_left = self.max_retries if max_retries is None else max_retries
+        attempt = 0
+        while True:
+            answered: Mapping[str, str] = {}
+            try:
+                response = await self.session().request(
+                    method, url, data=data, headers=sent, timeout=timeout, allow_redirects=False
+                )
+                if 200 <= response.status < 300:
+                    return response
+                answered, status = response.headers, response.status
+                async with response:
+                    fault: Exception = request_error(status, await response.read(), answered)
+                again = retry.should_retry(status, answered)
+            except _BROKEN as error:
+                fault, again = unreachable(url, error, silence_s), True
+            if not again or attempt >= tries_left:
+                raise fault
+            await asyncio.sleep(retry.delay_s(attempt, answered))
+            attempt += 1
+
+    async def fetch(self, method: str, url: str, kind: type[T], body: Any = None, **how: Any) -> T:
+        """One whole answer, decoded."""
+        answer: T = decode(await self.read(method, url, body, **how), kind)
+        return answer
+
+    async def read(self, method: str, url: str, body: Any = None, **how: Any) -> tuple[bytes, Mapping[str, str]]:
+        """One whole answer as bytes, with its headers."""
+        async with await self.open(method, url, body, **how) as response:
+            try:
+                return await response.read(), response.headers
+            except _BROKEN as error:
+                raise unreachable(url, error, self.timeout_s) from error
+
+
+def decode(answer: tuple[bytes, Mapping[str, str]], kind: type[T]) -> T:
+    body, headers = answer
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise Unreachable(f"the server's answer is not a {kind.__name__}: {error}", code="bad_answer") from error
+    decoded.request_id = headers.get("x-request-id")
+    return decoded
+
+
+def unreachable(url: str, error: BaseException, silence_s: float) -> Unreachable:
+    """Says in a user's words what happened to the connection."""
+    if isinstance(error, TimeoutError):
+        return Unreachable(f"{url}: no byte for {silence_s:g} s", code="timeout")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return Unreachable(f"cannot connect to {url}: {error.os_error}; is the server running there?")
+    return Unreachable(f"{url}: the connection broke: {error or type(error).__name__}")

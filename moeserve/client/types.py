@@ -1,0 +1,159 @@
+"""What an OpenAI-compatible server answers, as typed objects. Unknown fields are ignored, missing ones have defaults,
+because servers differ in both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """A top-level response. `request_id` is the server's X-Request-Id: the word to quote in a bug report."""
+
+    request_id: str | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob] | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    role: str = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int = 0
+    message: ChatMessage = msgspec.field(default_factory=ChatMessage)
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Answer, kw_only=True):
+    id: str = ""
+    object: str = "chat.completion"
+    created: int = 0
+    model: str = ""
+    choices: list[ChatChoice] = []
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChoiceDelta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int = 0
+    delta: ChoiceDelta = msgspec.field(default_factory=ChoiceDelta)
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(Answer, kw_only=True):
+    id: str = ""
+    object: str = "chat.completion.chunk"
+    created: int = 0
+    model: str = ""
+    choices: list[ChatChunkChoice] = []
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[int] | None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int = 0
+    text: str = ""
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(Answer, kw_only=True):
+    """A whole text completion, or one chunk of a streamed one: they have the same shape."""
+
+    id: str = ""
+    object: str = "text_completion"
+    created: int = 0
+    model: str = ""
+    choices: list[CompletionChoice] = []
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+class Model(Answer, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = ""
+    max_model_len: int | None = None
+
+
+class ModelList(Answer, kw_only=True):
+    object: str = "list"
+    data: list[Model] = []
+
+
+class Tokenized(Answer, kw_only=True):
+    tokens: list[int]
+    count: int = 0
+    max_model_len: int | None = None
+
+
+class Detokenized(Answer, kw_only=True):
+    prompt: str
+
+
+class ErrorBody(msgspec.Struct):
+    """The inside of OpenAI's {"error": {...}}; vLLM sends its code as a number."""
+
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorEnvelope(msgspec.Struct):
+    error: ErrorBody | str | None = None
