@@ -1,0 +1,120 @@
+"""A real server in processes of its own, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """A `moeserve serve` process. `log` is its stderr and stdout."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    flags: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def post(self, path: str, body: object) -> tuple[int, dict[str, object]]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def wait_ready(self, timeout_s: float = 40) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()}")
+            try:
+                if self.get("/readyz")[0] == 200:
+                    return
+            except (urllib.error.URLError, ConnectionError):
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"not ready in {timeout_s} s:\n{self.log.read_text()}")
+
+    def engine(self) -> psutil.Process:
+        """The engine process, a child of the server."""
+        children = [
+            p
+            for p in psutil.Process(self.process.pid).children(recursive=True)
+            if "moeserve.launch.engine_process" in " ".join(p.cmdline())
+        ]
+        assert len(children) == 1, children
+        return children[0]
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@contextmanager
+def running_server(log: Path, *flags: str) -> Iterator[Server]:
+    port = free_port()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moeserve.cli.main", "serve", "--port", str(port), *flags],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+    server = Server(process, port, log, list(flags))
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server on the demo model for all tests that leave it as they found it."""
+    with running_server(tmp_path_factory.mktemp("server") / "log", "--max-model-len", "1024") as it:
+        yield it
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    """A server that the test may kill."""
+    with running_server(tmp_path / "log") as it:
+        yield it

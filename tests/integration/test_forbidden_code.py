@@ -1,0 +1,32 @@
+"""What must not exist anywhere in the package: code that runs what it reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "moeserve"
+FORBIDDEN = re.compile(
+    r"\b(import pickle|from pickle|cloudpickle|torch\.load\(|recv_pyobj|send_pyobj|trust_remote_code=True)"
+    r"|(?<![\w.])(eval|exec)\("
+)
+
+
+def test_nothing_unpickles_or_evaluates():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if FORBIDDEN.search(line)
+    ]
+    assert found == []
+
+
+def test_decisions_and_the_front_end_load_no_torch():
+    import subprocess
+    import sys
+
+    modules = ["moeserve.frontend.front_end", "moeserve.server.run", "moeserve.cli.main", "moeserve.engine.core"]
+    code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert run.stdout.strip() == "[]"
