@@ -73,15 +73,11 @@ class AsyncEngine:
         """
         params = params or SamplingParams()
         text, tokens = await read_prompt(self.front, prompt)
-        async with await self.front.generate(
-            tokens, params, priority=priority, request_id=request_id
-        ) as deltas:
+        async with await self.front.generate(tokens, params, priority=priority, request_id=request_id) as deltas:
             open_sequences = params.n
             async for delta in deltas:
                 open_sequences -= delta.finish_reason is not None
-                piece = RequestOutput(
-                    request_id, text, tokens, [CompletionOutput(i) for i in range(params.n)]
-                )
+                piece = RequestOutput(request_id, text, tokens, [CompletionOutput(i) for i in range(params.n)])
                 piece.add(delta)
                 piece.outputs = [piece.outputs[delta.index]]
                 piece.finished = open_sequences == 0
@@ -110,6 +106,4 @@ async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list
 def render_chat(front: FrontEnd, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     if front.tokenizer is None or front.chat_template is None:
         raise InvalidRequest("this model has no chat template: use generate, or give one with chat_template=")
-    return front.chat_template.encode(
-        front.tokenizer, [dict(m) for m in messages], add_generation_prompt=True
-    )
+    return front.chat_template.encode(front.tokenizer, [dict(m) for m in messages], add_generation_prompt=True)

@@ -13,7 +13,7 @@ class Delta(msgspec.Struct, gc=False):
     text is new text, with stop strings already cut; it may be empty while a character or a possible stop string is
     incomplete. logprobs are aligned with token_ids (empty if not asked for). A sequence ends with the delta whose
     finish_reason is set: "stop", "length", "abort"; stop_reason is the stop string or the stop token that ended it.
-    prompt_logprobs comes once, with the first delta of sequence 0: entry i belongs to prompt token i, None for the first.
+    prompt_logprobs comes once, with the first delta of sequence 0: entry i belongs to prompt token i, entry 0 is None.
     """
 
     index: int

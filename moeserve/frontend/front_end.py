@@ -17,7 +17,7 @@ from typing import Any, Literal, assert_never
 
 import msgspec
 
-from moeserve.errors import EngineDied, EngineLost, Overloaded, RequestError, RequestFailed
+from moeserve.errors import EngineDied, EngineLost, InvalidRequest, Overloaded, RequestError, RequestFailed
 from moeserve.frontend.generation import Generation, Sequence
 from moeserve.frontend.prepare import check_prompt, token_sampling
 from moeserve.frontend.stats import FrontStats
@@ -36,8 +36,9 @@ from moeserve.messages import (
     Submit,
 )
 from moeserve.sampling import SamplingParams
-from moeserve.text.bad_words import bad_word_sequences
+from moeserve.text.bad_words import bad_sequences
 from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.detokenizer import Detokenizer, make_detokenizer
 from moeserve.text.stop import StopMatcher
 from moeserve.text.tokenizer import Tokenizer
 
@@ -97,30 +98,35 @@ class FrontEnd:
         """Checks, admits and submits. Raises RequestError before anything runs; otherwise the deltas follow."""
         ready = self._admit(params.n)
         check_prompt(prompt, ready)
-        bad = bad_word_sequences(self.tokenizer, tuple(params.bad_words)) if params.bad_words else ()
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
+        bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
         samplings = token_sampling(params, len(prompt), ready, bad)
         generation = Generation(prompt, params, request_id, self._now(), self._abort, priority, salt)
         for index, sampling in enumerate(samplings):
             if index and sampling.prompt_logprobs is not None:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # they come once
-            detok = self.tokenizer and self.tokenizer.stream(prompt, params.skip_special_tokens)
-            stops = params.stop_strings and StopMatcher(
-                params.stop_strings, include=params.include_stop_str_in_output
-            )
-            sequence = Sequence(next(self._rids), index, generation, sampling, detok, stops or None)
+            sequence = Sequence(next(self._rids), index, generation, sampling, *self._text_side(prompt, params))
             generation.sequences.append(sequence)
             self._sequences[sequence.rid] = sequence
             self._link.send(self._submission(sequence))
         self.stats.num_active = len(self._sequences)
         return generation
 
+    def _text_side(self, prompt: list[int], params: SamplingParams) -> tuple[Detokenizer | None, StopMatcher | None]:
+        if self.tokenizer is None:
+            return None, None
+        detok = make_detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+        stops = params.stop_strings
+        return detok, StopMatcher(stops, include_stop=params.include_stop_str_in_output) if stops else None
+
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, with the tokenizer's own special tokens around it if `special`."""
         if self.tokenizer is None:
-            raise RequestError("this server runs without a tokenizer: send token ids", param="prompt")
+            raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
         if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, special)
+            return self.tokenizer.encode(text, special=special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
 
     def _admit(self, num_sequences: int) -> Ready:
         if self.state == "draining":
@@ -180,29 +186,31 @@ class FrontEnd:
                 sequences[rid].owner.add_prompt_rows(piece)
         for rid, token, finish in zip(rids, tokens, out.finish, strict=True):
             sequence = sequences.get(rid)
-            if sequence is None:
-                continue  # aborted here, or ended by a stop string, while the engine still computed
-            if finish == FinishReason.ERROR:
-                self._fail(
-                    sequence, RequestFailed(out.errors.get(rid, "the request failed inside the engine"))
-                )
-                continue
-            delta = sequence.advance(token, finish, out.stop_ids.get(rid))
-            if token >= 0:
-                self._count_token(sequence, now)
-            if out.logprobs and rid in out.logprobs:
-                delta.logprobs.append(out.logprobs[rid])
-            if rid in out.cached:
-                delta.cached_tokens = out.cached[rid]
-                self.stats.cached_prompt_tokens += out.cached[rid]
-            if sequence.index == 0:
-                delta.prompt_logprobs = sequence.owner.take_prompt_rows()
-            if delta.finish_reason is not None:
-                if not finish:
-                    self._link.send(Abort([rid]))  # a stop string ended it; the engine does not know yet
-                self._end(sequence, delta.finish_reason)
-            if delta.text or delta.token_ids or delta.finish_reason is not None:
-                sequence.owner.push(delta)
+            # None: aborted here, or ended by a stop string, while the engine still computed
+            if sequence is not None:
+                self._advance(sequence, token, finish, out, now)
+
+    def _advance(self, sequence: Sequence, token: int, finish: int, out: StepOutput, now: float) -> None:
+        """One row of a step output, for a sequence that somebody still reads."""
+        rid = sequence.rid
+        if finish == FinishReason.ERROR:
+            self._fail(sequence, RequestFailed(out.errors.get(rid, "the request failed inside the engine")))
+            return
+        delta = sequence.advance(token, finish, out.stop_ids.get(rid))
+        if token >= 0:
+            self._count_token(sequence, now)
+        if rid in out.logprobs:
+            delta.logprobs.append(out.logprobs[rid])
+        if rid in out.cached:
+            delta.cached_tokens = out.cached[rid]
+            self.stats.cached_prompt_tokens += out.cached[rid]
+        if sequence.index == 0:
+            delta.prompt_logprobs = sequence.owner.take_prompt_rows()
+        if delta.finish_reason is not None:
+            if not finish:
+                self._link.send(Abort([rid]))  # a stop string ended it; the engine does not know yet
+            self._end(sequence, delta.finish_reason)
+        sequence.owner.push(delta)
 
     def _count_token(self, sequence: Sequence, now: float) -> None:
         stats = self.stats

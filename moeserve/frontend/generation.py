@@ -63,7 +63,7 @@ class Sequence:
         """Holds back what may become a stop string, and ends the sequence at the first one."""
         assert self.stops is not None
         searching = len(self.tokens) >= self.owner.params.min_tokens
-        delta.text, found = self.stops.push(delta.text, search=searching)
+        delta.text, found = self.stops.push(delta.text, active=searching)
         if found is not None:
             delta.finish_reason, delta.stop_reason = "stop", found
         elif delta.finish_reason is not None:

@@ -16,6 +16,7 @@ from moeserve.frontend.outputs import CompletionOutput, RequestOutput
 from moeserve.sampling import SamplingParams
 
 T = TypeVar("T")
+IN_FLIGHT = 2048  # requests that the engine holds at a time; the rest of a larger batch waits here
 BAR_DELAY_S = 2.0  # batches that are done sooner need no progress bar
 
 
@@ -78,13 +79,14 @@ class LLM:
         self, batch: list[Prompt], params: list[SamplingParams], priorities: list[int], use_tqdm: bool
     ) -> list[RequestOutput]:
         front = self._engine.front
+        room = asyncio.Semaphore(IN_FLIGHT)
         bar = tqdm(total=len(batch), unit="req", delay=BAR_DELAY_S, disable=not use_tqdm, dynamic_ncols=True)
 
         async def one(i: int) -> RequestOutput:
             text, tokens = await read_prompt(front, batch[i])
             outputs = [CompletionOutput(k) for k in range(params[i].n)]
             result = RequestOutput(str(i), text, tokens, outputs)
-            async with await front.generate(tokens, params[i], priority=priorities[i]) as deltas:
+            async with room, await front.generate(tokens, params[i], priority=priorities[i]) as deltas:
                 async for delta in deltas:
                     result.add(delta)
             bar.update()

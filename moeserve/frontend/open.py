@@ -11,7 +11,7 @@ from pathlib import Path
 from moeserve.config import Config
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.launch.link import ChildEngine, EngineLink, LocalEngine
-from moeserve.loader.hf_config import generation_defaults
+from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
@@ -20,9 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_front_end(
-    config: Config, *, child: bool, max_queued: int | None = None
-) -> AsyncIterator[FrontEnd]:
+async def open_front_end(config: Config, *, child: bool, max_queued: int | None = None) -> AsyncIterator[FrontEnd]:
     """A running front end; the engine loads meanwhile (await `wait_ready()`).
 
     child: the engine gets a process of its own and a supervisor; otherwise it runs on this loop with a thread.

@@ -44,9 +44,7 @@ class RequestOutput:
         out.token_ids += delta.token_ids
         if delta.logprobs:
             out.logprobs = (out.logprobs or []) + delta.logprobs
-            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(
-                p.values[0] for p in delta.logprobs
-            )
+            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(p.values[0] for p in delta.logprobs)
         out.finish_reason = delta.finish_reason
         out.stop_reason = delta.stop_reason
         if delta.cached_tokens is not None:

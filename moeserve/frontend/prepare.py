@@ -1,4 +1,4 @@
-"""From what the user asked (`SamplingParams`) to what the engine obeys (`TokenSampling`), checked before anything runs."""
+"""From what the user asked (`SamplingParams`) to what the engine obeys (`TokenSampling`), checked before it runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def check_prompt(prompt: Sequence[int], ready: Ready) -> None:
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= ready.vocab_size:
         bad = low if low < 0 else high
-        raise InvalidRequest(
-            f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt"
-        )
+        raise InvalidRequest(f"token id {bad} is outside the vocabulary of {ready.vocab_size} tokens", param="prompt")
     if len(prompt) >= ready.max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {len(prompt)} tokens; this model's context holds {ready.max_model_len}, "
