@@ -1,0 +1,59 @@
+"""The README's code blocks work as written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+SHELL = [code for language, code in BLOCKS if language == "bash"]
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+def test_python_block_prints_something(code, server):
+    code = code.replace("http://127.0.0.1:8000", server.url).replace(
+        "AsyncClient()", f"AsyncClient(base_url={server.url + '/v1'!r})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.strip()) > 20
+
+
+def test_curl_block_streams_an_answer(server):
+    (code,) = [c for c in SHELL if c.startswith("curl")]
+    code = code.replace("http://127.0.0.1:8000", server.url)
+    run = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.rstrip().endswith("data: [DONE]")
+    assert run.stdout.count("chat.completion.chunk") > 10
+
+
+def test_make_blocks_name_real_targets():
+    targets = [code.split()[1] for code in SHELL if code.startswith("make ")]
+    assert targets == ["serve", "test"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_serve_block_has_flags_that_exist():
+    from moeserve.cli.main import main
+
+    (code,) = [c for c in SHELL if c.startswith("moeserve serve")]
+    flag = code.split()[3]
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    assert ended.value.code == 0
+    assert flag == "--max-model-len"
+
+
+def test_files_named_in_the_reading_order_exist():
+    text = (ROOT / "README.md").read_text()
+    names = re.findall(r"`(moeserve/[\w/.]+|docs/[\w/.]+)`", text)
+    assert len(names) > 8
+    assert [n for n in names if not (ROOT / n).exists()] == []
