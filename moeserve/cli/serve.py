@@ -1,0 +1,27 @@
+"""`moeserve serve [MODEL]`: settings in, server up, exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from moeserve.cli.settings import add_flags, settle, unknown_variables
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser)
+    parser.usage = "%(prog)s [MODEL] [flags]"
+    parser.epilog = (
+        "Each flag has a MOESERVE_ variable (--max-model-len: MOESERVE_MAX_MODEL_LEN). A flag wins over the variable, "
+        "that over --config, that over the default in [brackets]. Numbers may be written 25.6k (decimal) or 2GiB."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    settled = settle(args)
+    for strange in unknown_variables():
+        print(f"moeserve serve: ignoring the unknown environment variable {strange}", file=sys.stderr)
+    from moeserve.server.run import serve
+
+    code: int = serve(settled.config)
+    return code
