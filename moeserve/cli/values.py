@@ -44,7 +44,7 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """`value` (text from a flag or a variable, or a YAML value) as `kind`. Raises ValueError saying what is expected."""
+    """`value` (text from a flag or a variable, or a YAML value) as `kind`; ValueError says what was expected."""
     kind, optional = strip_optional(kind)
     if value is None:
         if optional:
