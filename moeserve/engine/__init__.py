@@ -1,1 +1,1 @@
-"""Decides what runs next: requests, plans, scheduler, KV blocks, prefix cache, the core loop. Plain Python and NumPy."""
+"""Decides what runs next: requests, plans, scheduler, KV blocks, prefix cache, the core loop. No torch here."""

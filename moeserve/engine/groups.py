@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,42 @@ def groups_of(windows: tuple[int | None, ...], block_size: int) -> tuple[KVGroup
     for layer, window in enumerate(windows):
         by_window.setdefault(window, []).append(layer)
     return tuple(
-        KVGroup("full" if w is None else "window", block_size, tuple(layers), w)
-        for w, layers in by_window.items()
+        KVGroup("full" if w is None else "window", block_size, tuple(layers), w) for w, layers in by_window.items()
     )
+
+
+def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
+    """Most blocks that a request of num_tokens ever holds at once when it computes at most `chunk` per step.
+
+    window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
+    """
+    whole = -(-num_tokens // group.block_size)
+    if group.window is None:
+        return whole
+    span = group.window - 1 + chunk
+    return min(whole, -(-(span - 1) // group.block_size) + 1)
+
+
+def first_live_token(group: KVGroup, position: int) -> int:
+    """The oldest position that computing `position` or anything after it still reads."""
+    if group.window is None:
+        return 0
+    return max(0, position - group.window + 1)
+
+
+def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], limit: int) -> int:
+    """Largest n <= limit such that this group can go on at block n with cached blocks alone.
+
+    is_cached(i) says whether block i of the request's prefix is there. `full` needs blocks 0..n-1; `window`
+    needs only those that the first token of block n still reads, so it looks from the right.
+    """
+    if group.window is None:
+        return next((i for i in range(limit) if not is_cached(i)), limit)
+    n = limit
+    while n > 0:
+        first = first_live_token(group, n * group.block_size) // group.block_size
+        missing = next((i for i in range(n - 1, first - 1, -1) if not is_cached(i)), None)
+        if missing is None:
+            return n
+        n = missing  # any hit that needs block `missing` fails as well
+    return 0

@@ -1,0 +1,129 @@
+"""The pool of KV blocks: who holds which block, and which freed block still has content worth keeping.
+
+A block is free (no content), idle (nobody holds it, but its content can still be found by key) or held (by one
+or more requests). Block 0 is null: it pads tables and is never given out. Free blocks are reused first, the most
+recently freed one first (it is warm); idle ones are evicted in the order in which they were freed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from moeserve.engine.plan import I32
+
+Key = tuple[bytes, int]  # (chained content hash, KV group)
+
+
+class BlockPool:
+    """num_blocks blocks, the null block included. `on_evict(key, block)` sees content before it is lost."""
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[Key, int], None] | None = None) -> None:
+        assert num_blocks > 1, num_blocks
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack, its top is at _num_free
+        self._num_free = num_blocks - 1
+        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._refs = np.zeros(num_blocks, np.int32)
+        self._keyed = np.zeros(num_blocks, np.bool_)
+        self._keys: dict[int, Key] = {}
+        self._by_key: dict[Key, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` can give: free and idle ones."""
+        return self._num_free + len(self._idle)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose content can be found by key, held or idle."""
+        return len(self._by_key)
+
+    def take(self, count: int) -> I32:
+        """`count` blocks with undefined content, held once. The caller has checked `num_free`."""
+        assert count <= self.num_free, (count, self.num_free)
+        for _ in range(count - self._num_free):
+            self._evict()
+        self._num_free -= count
+        blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
+        self._refs[blocks] = 1
+        return blocks
+
+    def touch(self, block: int) -> None:
+        """Holds a cached block once more."""
+        if self._refs[block] == 0:
+            del self._idle[block]
+        self._refs[block] += 1
+
+    def release(self, blocks: I32) -> None:
+        """Gives up one hold on each of these distinct blocks, in table order: the last becomes the oldest."""
+        self._refs[blocks] -= 1
+        gone = blocks[self._refs[blocks] == 0]
+        keyed = self._keyed[gone]
+        for block in gone[keyed][::-1].tolist():
+            self._idle[block] = None
+        self._push(gone[~keyed][::-1])
+
+    def num_shared(self, blocks: list[int]) -> int:
+        """How many of these someone holds already."""
+        return int(np.count_nonzero(self._refs[blocks]))
+
+    def num_exclusive(self, blocks: I32) -> int:
+        """How many of these held blocks would come back if one holder let go."""
+        return int(np.count_nonzero(self._refs[blocks] == 1))
+
+    def find(self, key: Key) -> int | None:
+        """The block with that content, held or idle."""
+        return self._by_key.get(key)
+
+    def cache(self, block: int, key: Key) -> None:
+        """Makes a held block findable. The first block with a content keeps the key; later twins stay private."""
+        if key in self._by_key or self._keyed[block]:
+            return
+        self._by_key[key] = block
+        self._keys[block] = key
+        self._keyed[block] = True
+
+    def forget(self) -> None:
+        """Drops every key; idle blocks become free and held ones stay with their holders."""
+        idle = np.fromiter(self._idle, np.int32, len(self._idle))
+        self._idle.clear()
+        self._keys.clear()
+        self._by_key.clear()
+        self._keyed[:] = False
+        self._push(idle)
+
+    def audit(self) -> None:
+        """Each block is free, idle or held, never two, never none; each key leads to its block and back."""
+        free = self._free[: self._num_free]
+        idle = np.fromiter(self._idle, np.int32, len(self._idle))
+        times = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (self._refs > 0)
+        assert int(self._refs[0]) + int(times[0]) == 0, "the null block was given out"
+        assert (times[1:] == 1).all(), f"blocks not in exactly one state: {np.flatnonzero(times != 1)[:8]}"
+        assert (self._refs >= 0).all(), "a block was released more often than it was taken"
+        assert self._keyed[idle].all(), "an idle block has no key"
+        assert not self._keyed[free].any(), "a free block has a key"
+        assert len(self._keys) == len(self._by_key) == int(self._keyed.sum()), "keys and blocks disagree"
+        assert all(self._by_key[key] == block for block, key in self._keys.items()), "a key leads elsewhere"
+
+    def check_holds(self, holds: I32) -> None:
+        """holds[b] is how often the tables name block b: the ledger must say the same."""
+        wrong = np.flatnonzero(holds[1:] != self._refs[1:]) + 1
+        assert not len(wrong), f"blocks {wrong[:8]}: tables {holds[wrong[:8]]}, pool {self._refs[wrong[:8]]}"
+
+    def _evict(self) -> None:
+        block, _ = self._idle.popitem(last=False)
+        key = self._keys.pop(block)
+        del self._by_key[key]
+        self._keyed[block] = False
+        if self._on_evict is not None:
+            self._on_evict(key, block)
+        self._free[self._num_free] = block
+        self._num_free += 1
+
+    def _push(self, blocks: I32) -> None:
+        self._free[self._num_free : self._num_free + len(blocks)] = blocks
+        self._num_free += len(blocks)

@@ -1,0 +1,142 @@
+"""Finds and registers equal prompt beginnings: a chained hash per full block, per KV group.
+
+h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as little-endian int32.
+The root names everything besides tokens that K/V depend on, each tagged with its kind so that none can pose as
+another. A block may be registered as soon as the step that computes it is submitted: steps run in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+
+from moeserve.engine.blocks import BlockPool, Key
+from moeserve.engine.groups import KVGroup, first_live_token, longest_hit
+from moeserve.engine.plan import I32, BlockMove
+from moeserve.engine.requests import Request
+from moeserve.engine.store import BlockStore
+
+IN_STORE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a request need not compute: blocks[g][i] for the first num_blocks blocks of group g.
+
+    0: passed by the window, nobody will read it. IN_STORE: to be loaded into a new block.
+    """
+
+    num_blocks: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+class PrefixCache:
+    """Content of blocks by hash, in the pool and in the store behind it. Disabled, it finds and registers nothing."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: tuple[KVGroup, ...],
+        store: BlockStore | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._block_size = groups[0].block_size
+        self._store = store
+        self._enabled = enabled
+        self._epoch = 0
+        self._miss = Hit(0, tuple(() for _ in groups))
+
+    def match(self, request: Request) -> Hit:
+        """The longest beginning of the request that is cached, its last token excepted. Holds nothing yet."""
+        if not (self._enabled and request.reads_cache):
+            return self._miss
+        limit = (len(request.tokens) - 1) // self._block_size
+        self._extend(request, request.tokens, limit)
+        hashes = request.hashes
+        length = limit
+        for g, group in enumerate(self._groups):
+            if group.window is None:
+                length = longest_hit(group, self._finder(hashes, g), length)
+        # A shorter hit stays good for full groups but not for windows: repeat these until they all agree.
+        before = -1
+        while length != before:
+            before = length
+            for g, group in enumerate(self._groups):
+                if group.window is not None:
+                    length = longest_hit(group, self._finder(hashes, g), length)
+        return Hit(length, tuple(self._blocks(hashes, g, length) for g in range(len(self._groups))))
+
+    def claim(self, request: Request, hit: Hit) -> tuple[list[I32], list[BlockMove]]:
+        """Holds the blocks of a hit. Returns each group's table entries and the copies that fill new blocks."""
+        absent: list[tuple[int, int, int]] = []
+        tables = [np.array(blocks, np.int32) for blocks in hit.blocks]
+        for g, blocks in enumerate(hit.blocks):
+            for i, block in enumerate(blocks):
+                if block > 0:
+                    self._pool.touch(block)
+                elif block == IN_STORE:
+                    assert self._store is not None
+                    absent.append((g, i, self._store.load((request.hashes[i], g))))
+        loads = []
+        for (g, i, cell), block in zip(absent, self._pool.take(len(absent)).tolist(), strict=True):
+            tables[g][i] = block
+            self._pool.cache(block, (request.hashes[i], g))
+            loads.append(BlockMove(block, cell))
+        return tables, loads
+
+    def register(self, request: Request, tokens: I32, tables: list[I32], first: int, end: int) -> None:
+        """Makes blocks first..end-1 findable; tables[g] is the request's row, tokens its known tokens."""
+        if not self._enabled:
+            return
+        self._extend(request, tokens, end)
+        for g, table in enumerate(tables):
+            for i, block in enumerate(table[first:end].tolist(), first):
+                if block:
+                    self._pool.cache(block, (request.hashes[i], g))
+
+    def reset(self) -> None:
+        """No request that comes later finds what was computed until now."""
+        self._epoch += 1
+        self._pool.forget()
+        if self._store is not None:
+            self._store.clear()
+
+    def _extend(self, request: Request, tokens: I32, num_blocks: int) -> None:
+        hashes = request.hashes
+        if len(hashes) >= num_blocks:
+            return
+        if not hashes and not request.root:
+            request.root = self._root(request.salt)
+        parent = hashes[-1] if hashes else request.root
+        start = len(hashes) * self._block_size
+        data = tokens[start : num_blocks * self._block_size].astype("<i4", copy=False).tobytes()
+        step = 4 * self._block_size
+        for at in range(0, len(data), step):
+            parent = sha256(parent + data[at : at + step]).digest()
+            hashes.append(parent)
+
+    def _root(self, salt: str) -> bytes:
+        extras = [(b"salt", salt.encode())] if salt else []
+        if self._epoch:
+            extras.append((b"epoch", self._epoch.to_bytes(8, "little")))
+        tagged = b"".join(tag + b"\0" + len(value).to_bytes(8, "little") + value for tag, value in extras)
+        return sha256(b"moeserve kv 1\0" + tagged).digest()
+
+    def _finder(self, hashes: list[bytes], g: int) -> Callable[[int], bool]:
+        return lambda i: self._block((hashes[i], g)) is not None
+
+    def _block(self, key: Key) -> int | None:
+        block = self._pool.find(key)
+        if block is None and self._store is not None and self._store.lookup(key):
+            return IN_STORE
+        return block
+
+    def _blocks(self, hashes: list[bytes], g: int, length: int) -> tuple[int, ...]:
+        first = first_live_token(self._groups[g], length * self._block_size) // self._block_size
+        found = [self._block((hashes[i], g)) for i in range(first, length)]
+        return (*(0,) * first, *(block for block in found if block is not None))
