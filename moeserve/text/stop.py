@@ -1,0 +1,62 @@
+"""Stop strings: finds the first one, cuts exactly there, and holds back only what could still become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Fed with text as it appears; the text given back, joined, is the same however the input was split.
+
+    The match whose end comes first wins; of several that end together, the one earlier in `stops`. A match counts
+    only if it ends in text that was pushed with active=True (min_tokens reached).
+    """
+
+    __slots__ = ("_held", "_include", "_inert", "_stops")
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include_stop
+        self._held = ""  # seen, not given back: a possible beginning of a stop string
+        self._inert = 0  # characters of `_held` in which no match may end
+
+    def push(self, text: str, *, active: bool = True) -> tuple[str, str | None]:
+        """(text to give out, the stop string that ended it or None). After a match nothing may be pushed."""
+        if not self._stops:
+            return text, None
+        buffer = self._held + text
+        if not active:
+            self._inert = len(buffer)
+        elif (found := self._find(buffer)) is not None:
+            end, stop = found
+            self._held = ""
+            return buffer[: end if self._include else end - len(stop)], stop
+        keep = self._undecided(buffer)
+        given, self._held = buffer[:keep], buffer[keep:]
+        self._inert = max(self._inert - keep, 0)
+        return given, None
+
+    def flush(self) -> str:
+        """What was held back; the text has ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, buffer: str) -> tuple[int, str] | None:
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            start = buffer.find(stop, max(self._inert - len(stop) + 1, 0))
+            if start >= 0 and (best is None or start + len(stop) < best[0]):
+                best = (start + len(stop), stop)
+        return best
+
+    def _undecided(self, buffer: str) -> int:
+        """Where the longest ending of `buffer` begins that is the beginning of a stop string."""
+        keep = len(buffer)
+        for stop in self._stops:
+            start = max(len(buffer) - len(stop) + 1, 0)
+            while (start := buffer.find(stop[0], start, keep)) >= 0:
+                if stop.startswith(buffer[start:]):
+                    keep = start
+                    break
+                start += 1
+        return keep

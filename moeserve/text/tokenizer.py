@@ -1,0 +1,133 @@
+"""One tokenizer: text to ids and back, and the special-token facts of its model directory.
+
+A thin layer over Hugging Face `tokenizers` (tokenizer.json). Thread-safe: encode and decode release the GIL.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from moeserve.errors import CheckpointError, InvalidRequest
+from moeserve.text.control import MARK, ControlTokens
+from moeserve.text.pieces import Pieces
+
+MAX_TOKENIZER_BYTES = 200 * 2**20
+MAX_CONFIG_BYTES = 16 * 2**20
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """vocab_size counts ids including added tokens; `special_tokens` are the named ones, as chat templates see them."""
+
+    def __init__(self, backend: Backend, special_tokens: dict[str, str], eos_token_ids: tuple[int, ...]) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.special_tokens = special_tokens
+        self.eos_token_ids = eos_token_ids
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
+        self.bos_token_id = self._id_of("bos_token")
+        self.control = ControlTokens(backend)
+        self._visible = Pieces.of(backend, frozenset())
+        self._skipping = Pieces.of(backend, self.special_ids)
+
+    @classmethod
+    def load(cls, model_dir: Path | str) -> Tokenizer:
+        """Raises CheckpointError, at once, for a missing, huge or damaged file."""
+        folder = Path(model_dir)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path}: no such file. moeserve needs the fast tokenizer; save one with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...), or serve token ids only"
+            )
+        if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+            raise CheckpointError(f"{path}: {size:,} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES:,}")
+        try:
+            backend = Backend.from_buffer(path.read_bytes())
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path}: not a tokenizer: {str(error)[:200]}. Download it again") from error
+        special_tokens = _named_tokens(folder)
+        return cls(backend, special_tokens, _end_ids(folder, backend, special_tokens))
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of `text`. special: add what the tokenizer puts around every text, such as BOS."""
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequest("the text contains an unpaired surrogate, which is not Unicode") from error
+        return ids
+
+    def encode_prompt(self, rendered: str) -> list[int]:
+        """Ids of a rendered chat: the template's control tokens count, those that a user typed are plain text."""
+        if MARK in rendered:
+            return self.control.encode(rendered)
+        return self.encode(rendered, special=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def pieces(self, *, skip_special_tokens: bool) -> Pieces | None:
+        return self._skipping if skip_special_tokens else self._visible
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes, which need not be whole characters; empty for an id without a token."""
+        if self._visible is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        piece = self._visible[token_id]
+        return piece.encode() if isinstance(piece, str) else piece
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone, as a person reads it: special tokens by name, broken characters as U+FFFD."""
+        piece = self._visible[token_id] if self._visible is not None else self.token_bytes(token_id)
+        return piece if isinstance(piece, str) else piece.decode(errors="replace")
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        token_id: int | None = self.backend.token_to_id(token) if token is not None else None
+        return token_id
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON object of a model directory; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{path}: {size:,} bytes; at most {MAX_CONFIG_BYTES:,} are expected")
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {str(error)[:200]}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    return config
+
+
+def _named_tokens(folder: Path) -> dict[str, str]:
+    config = read_config(folder / "special_tokens_map.json") | read_config(folder / "tokenizer_config.json")
+    named = {}
+    for name in _NAMED:
+        token = config.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _end_ids(folder: Path, backend: Backend, named: dict[str, str]) -> tuple[int, ...]:
+    """End-of-text ids: generation_config.json's, else config.json's, and the tokenizer's own eos token."""
+    found = read_config(folder / "generation_config.json").get("eos_token_id")
+    if found is None:
+        found = read_config(folder / "config.json").get("eos_token_id")
+    ids = found if isinstance(found, list) else [found]
+    if "eos_token" in named:
+        ids = [*ids, backend.token_to_id(named["eos_token"])]
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and not isinstance(i, bool)))

@@ -1,0 +1,96 @@
+"""Loading, ids equal to transformers', and refusals."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from moeserve.errors import CheckpointError, InvalidRequest
+from moeserve.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer
+
+TEXTS = [
+    "Once upon a time",
+    " leading and trailing ",
+    "😀 漢字 naïve\r\n\t\x00 end",
+    "",
+    "<|im_start|>user</s><s>",
+    "\u202emirrored e\u0301\u0301",
+]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_ids_equal_transformers(kind, request):
+    from transformers import AutoTokenizer
+
+    ours = request.getfixturevalue(kind)
+    theirs = AutoTokenizer.from_pretrained(request.getfixturevalue(f"{kind}_dir"))
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs(text, add_special_tokens=special)["input_ids"]
+            assert ours.encode(text, special=special) == ids
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.vocab_size == len(theirs)
+    assert ours.special_ids == set(theirs.all_special_ids) | {
+        i for i, t in theirs.added_tokens_decoder.items() if t.special
+    }
+
+
+def test_special_facts(byte_level, sentencepiece):
+    assert sentencepiece.bos_token_id == 1
+    assert sentencepiece.eos_token_ids == (2,)
+    assert byte_level.bos_token_id is None
+    assert byte_level.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+def test_end_ids_come_from_the_generation_config_first(byte_level_dir, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((byte_level_dir / name).read_bytes())
+    own = Tokenizer.load(tmp_path).eos_token_ids
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert Tokenizer.load(tmp_path).eos_token_ids == (7, *own)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert Tokenizer.load(tmp_path).eos_token_ids == (3, 4, *own)
+
+
+def test_token_text_and_bytes(tokenizer):
+    ids = tokenizer.encode("漢😀 fox", special=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == "漢😀 fox"
+    assert tokenizer.token_text(tokenizer.vocab_size + 5) == ""
+    for token_id in tokenizer.special_ids:
+        assert tokenizer.token_text(token_id) == tokenizer.backend.id_to_token(token_id)
+
+
+def test_a_lone_surrogate_is_refused(tokenizer):
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode("a\ud800b")
+
+
+def test_bad_files_are_refused_at_once(tmp_path, byte_level_dir):
+    started = time.perf_counter()
+    with pytest.raises(CheckpointError, match="no such file"):
+        Tokenizer.load(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    whole = (byte_level_dir / "tokenizer.json").read_bytes()
+    for damaged in (b"", b"{}", b"\x00" * 50, whole[: len(whole) // 2], b"[" * 100_000):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+            Tokenizer.load(tmp_path)
+    with path.open("wb") as file:
+        file.truncate(MAX_TOKENIZER_BYTES + 1)  # a hole: no disk is used
+    with pytest.raises(CheckpointError, match="at most"):
+        Tokenizer.load(tmp_path)
+    path.write_bytes(whole)
+    for damaged in ("[1]", "{", "[" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match="tokenizer_config"):
+            Tokenizer.load(tmp_path)
+    assert time.perf_counter() - started < 2
+
+
+def test_padding_and_truncation_of_the_file_do_not_apply(byte_level_dir, tmp_path):
+    spec = json.loads((byte_level_dir / "tokenizer.json").read_text())
+    spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert len(Tokenizer.load(tmp_path).encode("Once upon a time a fox found it")) > 3
