@@ -93,7 +93,13 @@ class Config:
     server: ServerConfig = ServerConfig()
 
 
-SECTIONS = {f.name: type(f.default) for f in fields(Config)}
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "device": DeviceConfig,
+    "server": ServerConfig,
+}
 
 
 def config_of(model: str | None = None, **settings: Any) -> Config:

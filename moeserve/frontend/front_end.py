@@ -17,7 +17,7 @@ from typing import Any, Literal, assert_never
 
 import msgspec
 
-from moeserve.errors import EngineDied, EngineLost, InvalidRequest, Overloaded, RequestError, RequestFailed
+from moeserve.errors import EngineLost, InvalidRequest, MoeserveError, Overloaded, RequestError, RequestFailed
 from moeserve.frontend.generation import Generation, Sequence
 from moeserve.frontend.prepare import check_prompt, token_sampling
 from moeserve.frontend.stats import FrontStats
@@ -75,7 +75,7 @@ class FrontEnd:
         self.state: State = "loading"
         self.ready: Ready | None = None
         self.phase = Phase("starting", 0, 0.0)
-        self.failure = ""  # why the engine is gone for good
+        self.failure: MoeserveError | None = None  # why the engine is gone for good
         self._link = link
         self._max_queued = max_queued
         self._rids = itertools.count(1)
@@ -156,7 +156,7 @@ class FrontEnd:
 
     async def run(self) -> None:
         """Handles what the engine says until cancelled, or until it is gone for good (`failure` says why)."""
-        while not self.failure:
+        while self.failure is None:
             for msg in await self._link.inbox.drain(wait=True):
                 match msg:
                     case StepOutput():
@@ -262,7 +262,7 @@ class FrontEnd:
         if gone.restarting and self.state != "draining":
             self._notify()
             return
-        self.failure = gone.cause
+        self.failure = gone.error()
         for sequence in list(self._sequences.values()):
             self._fail(sequence, EngineLost("the engine stopped while this request ran; send it again"))
         self._notify()
@@ -290,16 +290,23 @@ class FrontEnd:
             self._notify()
 
     async def wait_ready(self) -> Ready:
-        """Returns when the engine serves. Raises EngineDied when it is gone for good."""
-        await self._until(lambda: self.state == "ready" or bool(self.failure))
-        if self.failure or self.ready is None:
-            raise EngineDied(self.failure)
+        """Returns when the engine serves. Raises ConfigError or EngineDied when it is gone for good."""
+        await self._until(lambda: self.state == "ready" or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+        assert self.ready is not None
         return self.ready
 
-    async def died(self) -> str:
+    async def died(self) -> MoeserveError:
         """Returns, with the cause, once the engine is gone for good."""
-        await self._until(lambda: bool(self.failure))
+        await self._until(lambda: self.failure is not None)
+        assert self.failure is not None
         return self.failure
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and the engine makes progress: what a readiness probe wants to know."""
+        return self.state == "ready" and self._link.healthy
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the rest."""
