@@ -1,1 +1,1 @@
-"""Starting engines: in this process, or in children of their own."""
+"""Starting engines: link.py for the front end's side, engine_process.py for the engine's. No torch before a wire."""

@@ -1,0 +1,72 @@
+"""The child's side of supervision: read what to do, and never outlive the parent.
+
+Two ties, because each has a gap. The kernel's parent-death signal (Linux) kills at once, even inside a long
+native call, but counts the death of the thread that started us, and is lost if the parent died before we asked
+for it. The lifeline is our stdin: the parent holds its other end for life and never writes after the document,
+so its end means the parent's end, whatever killed it; a thread sleeps on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+
+import msgspec
+
+LIFELINE_FD = 0
+PARENT_GONE_EXIT_CODE = 77
+_PR_SET_PDEATHSIG = 1
+
+
+class Birth(msgspec.Struct, frozen=True):
+    """The one line of JSON that a parent writes into its child's stdin."""
+
+    parent_pid: int
+    document: msgspec.Raw
+
+
+def adopt() -> bytes:
+    """Ties this process to its parent and returns the document (JSON) that the parent gave it.
+
+    The first thing a child does. Exits with code 77 if the parent is gone already.
+    """
+    _ask_for_death_signal()
+    line = _read_line()
+    if not line.endswith(b"\n"):
+        _end("the parent ended before it said what to do")
+    birth = msgspec.json.decode(line, type=Birth)
+    if os.getppid() != birth.parent_pid:  # it died before the kernel knew that we care
+        _end("the parent ended during start-up")
+    threading.Thread(target=_hold_lifeline, name="lifeline", daemon=True).start()
+    return bytes(birth.document)
+
+
+def _ask_for_death_signal() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _read_line() -> bytes:
+    parts = []
+    while True:
+        part = os.read(LIFELINE_FD, 65536)
+        parts.append(part)
+        if not part or part.endswith(b"\n"):
+            return b"".join(parts)
+
+
+def _hold_lifeline() -> None:
+    while os.read(LIFELINE_FD, 4096):
+        pass
+    _end("the parent is gone")
+
+
+def _end(why: str) -> None:
+    # The parent's terminal or log may be gone as well.
+    with suppress(OSError):
+        os.write(2, f"{os.path.basename(sys.argv[0])}: {why}; ending\n".encode())
+    os._exit(PARENT_GONE_EXIT_CODE)

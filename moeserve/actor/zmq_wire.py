@@ -1,0 +1,326 @@
+"""A wire between processes: ZeroMQ over `ipc://`, msgspec structs in msgpack, protocol version in the first frame.
+
+The listener (ROUTER) accepts one peer, the one that knows the token; whatever else arrives is dropped and
+counted. Nothing polls: ZeroMQ's descriptor wakes the loop (asyncio or uvloop), its monitor tells of a lost peer.
+TCP needs CURVE keys and belongs into `_check_address` and `_open` when it comes; all else stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import logging
+import os
+import struct
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from moeserve.actor.inbox import Inbox
+from moeserve.actor.wire import PeerGone, WireStats
+from moeserve.errors import ActorStopped, ConfigError, Overloaded
+from moeserve.messages import PROTOCOL_VERSION
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 128 * 2**20
+READ_BURST = 256  # frames per turn of the loop, so that a flood cannot starve everything else
+MAX_PATH_BYTES = 107  # sun_path of a Unix socket, its end mark excluded
+_GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_EVENTS = _GONE_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first frame in each direction. Without the right token its sender is a stranger."""
+
+    version: int
+    token: str
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The listener's answer to a peer that it knows but cannot talk to."""
+
+    cause: str
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_greeting = msgspec.msgpack.Decoder(Hello | Refusal).decode
+
+
+def listen(
+    address: str,
+    *,
+    token: str,
+    receives: Any,
+    inbox: Inbox[In],
+    notice: Callable[[PeerGone], Any] = lambda gone: gone,
+    limit: int = 10_000,
+    version: int = PROTOCOL_VERSION,
+) -> ZmqWire[Any, In]:
+    """Waits at `address` (`ipc:///path`, in a directory that only we can enter) for the one peer with `token`.
+
+    receives: the union of messages that may come. inbox: where they go. notice: what a lost peer looks like
+    there. limit: most frames on their way in each direction. Raises ConfigError if the address cannot be used.
+    """
+    return ZmqWire(zmq.ROUTER, address, token, receives, inbox, notice, limit, version)
+
+
+def connect(
+    address: str,
+    *,
+    token: str,
+    receives: Any,
+    inbox: Inbox[In],
+    notice: Callable[[PeerGone], Any] = lambda gone: gone,
+    limit: int = 10_000,
+    version: int = PROTOCOL_VERSION,
+) -> ZmqWire[Any, In]:
+    """The other end of `listen`. May send at once; what it sends arrives after its hello."""
+    return ZmqWire(zmq.DEALER, address, token, receives, inbox, notice, limit, version)
+
+
+class ZmqWire(Generic[Out, In]):
+    """One end of a ZeroMQ wire; make it with `listen` or `connect`, inside a running loop."""
+
+    def __init__(
+        self,
+        kind: zmq.SocketType,
+        address: str,
+        token: str,
+        receives: Any,
+        inbox: Inbox[In],
+        notice: Callable[[PeerGone], In],
+        limit: int,
+        version: int,
+    ) -> None:
+        _check_address(address)
+        self.address = address
+        self.inbox = inbox
+        self.stats = WireStats()
+        self.greeted = False  # both ends know each other, or did
+        self._kind = kind
+        self._notice = notice
+        self._hello = Hello(version, token)
+        self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
+        self._route: list[bytes] = []  # how ZeroMQ addresses the peer: its identity on a ROUTER
+        self._peer_fd: int | None = None
+        self._gone: str | None = None  # why there is no peer any more
+        self._loop = asyncio.get_running_loop()
+        self._connected: asyncio.Future[None] = self._loop.create_future()
+        self._open(limit)
+
+    def _open(self, limit: int) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = socket = self._context.socket(self._kind)
+        socket.set_hwm(limit)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        # A peer that comes back is another process; it gets another wire.
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._monitor = socket.get_monitor_socket(_EVENTS)
+        try:
+            if self._kind == zmq.ROUTER:
+                socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                socket.bind(self.address)
+                os.chmod(self.address.removeprefix("ipc://"), 0o600)
+            else:
+                socket.connect(self.address)
+        except (zmq.ZMQError, OSError) as exc:
+            self._release()
+            raise ConfigError(f"cannot use {self.address} for messages between processes: {exc}") from exc
+        self._loop.add_reader(socket.FD, self._read)
+        self._loop.add_reader(self._monitor.FD, self._on_monitor)
+        if self._kind == zmq.DEALER:
+            socket.send(_encode(self._hello), zmq.NOBLOCK)
+        # The descriptors report changes only, and there may have been one already.
+        self._loop.call_soon(self._read)
+        self._loop.call_soon(self._on_monitor)
+
+    # Sending
+
+    def send(self, msg: Out) -> None:
+        frame = _encode(msg)
+        if self._gone is not None or (self._kind == zmq.ROUTER and not self.greeted):
+            raise ActorStopped(f"{self.inbox.owner}: {self._gone or 'nobody has connected yet'}")
+        if len(frame) > MAX_FRAME_BYTES:
+            raise ValueError(f"a {type(msg).__name__} of {len(frame)} bytes exceeds the wire's {MAX_FRAME_BYTES}")
+        self._send_frame(frame, type(msg).__name__)
+        self.stats.sent += 1
+        self.stats.sent_bytes += len(frame)
+
+    def _send_frame(self, frame: bytes, what: str) -> None:
+        try:
+            self._socket.send_multipart([*self._route, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            raise Overloaded(f"{self.inbox.owner}: the peer does not read; {what} was not sent") from None
+        except zmq.ZMQError as exc:
+            if exc.errno != errno.EHOSTUNREACH:
+                raise
+            self._finish("the connection was closed by the other process")
+            raise ActorStopped(f"{self.inbox.owner}: {self._gone}") from None
+        # Sending may swallow the descriptor's news of an incoming frame; see zmq_getsockopt(3), ZMQ_FD.
+        if int(self._socket.EVENTS) & zmq.POLLIN:  # type: ignore[call-overload]
+            self._loop.call_soon(self._read)
+
+    # Receiving
+
+    def _read(self) -> None:
+        if self._gone is not None:
+            return
+        for _ in range(READ_BURST):
+            if self.inbox.full:
+                self.inbox.when_room(self._read)  # meanwhile ZeroMQ holds the peer back
+                return
+            if not self._read_one():
+                return
+        self._loop.call_soon(self._read)
+
+    def _read_one(self) -> bool:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        *route, frame = frames
+        addresses = [part.bytes for part in route]
+        if not self.greeted:
+            self._greet(addresses, frame)
+        elif addresses != self._route:
+            self._drop("a stranger")
+        else:
+            self._deliver(frame.bytes)
+        return True
+
+    def _deliver(self, frame: bytes) -> None:
+        try:
+            msg = self._decode(frame)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            self._drop(f"{len(frame)} bytes that are no message ({exc})")
+            return
+        self.stats.received += 1
+        self.stats.received_bytes += len(frame)
+        if not self.inbox.closed:
+            self.inbox.put(msg, force=True)  # `_read` has looked at the limit
+
+    def _greet(self, route: list[bytes], frame: zmq.Frame) -> None:
+        try:
+            greeting = _decode_greeting(frame.bytes)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            self._drop("no hello")
+            return
+        if isinstance(greeting, Refusal):
+            if self._kind == zmq.DEALER:
+                self._lose(greeting.cause)
+            else:
+                self._drop("a refusal")
+        elif not hmac.compare_digest(greeting.token.encode(), self._hello.token.encode()):
+            self._drop("a wrong token")
+        else:
+            self._route = route
+            self._peer_fd = int(frame.get(zmq.SRCFD))
+            self._know(greeting)
+
+    def _know(self, hello: Hello) -> None:
+        ours = self._hello.version
+        if hello.version != ours:
+            cause = (
+                f"the other process speaks message protocol {hello.version}, this one {ours}: "
+                "moeserve was changed while it ran; restart it"
+            )
+            if self._kind == zmq.ROUTER:
+                self._send_frame(_encode(Refusal(cause)), "Refusal")
+            self._lose(cause)
+            return
+        if self._kind == zmq.ROUTER:
+            self._send_frame(_encode(self._hello), "Hello")
+        self.greeted = True
+        if not self._connected.done():
+            self._connected.set_result(None)
+
+    def _drop(self, what: str) -> None:
+        self.stats.dropped += 1
+        if self.stats.dropped.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of frames is no flood of log lines
+            log.warning("%s: dropped %s (%d so far)", self.inbox.owner, what, self.stats.dropped)
+
+    # The peer's end, and ours
+
+    def _on_monitor(self) -> None:
+        if self._gone is not None:
+            return
+        gone: set[int] = set()
+        while True:
+            try:
+                event, fd = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                break
+            if event & _GONE_EVENTS:
+                gone.add(fd)
+            else:
+                gone.discard(fd)  # the number was given to a new connection
+        if gone:
+            self._read_rest()  # the hello may be among it
+        if gone and (self._kind == zmq.DEALER or self._peer_fd in gone):
+            self._lose("the connection was closed by the other process")
+
+    def _finish(self, cause: str) -> None:
+        self._read_rest()
+        self._lose(cause)
+
+    def _read_rest(self) -> None:
+        """What was sent before the end comes before the notice, whatever the inbox's limit."""
+        while self._gone is None and self._read_one():
+            pass
+
+    def _lose(self, cause: str) -> None:
+        if self._gone is not None:
+            return
+        self._gone = cause
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
+        if not self._connected.done():
+            self._connected.set_exception(ActorStopped(f"{self.inbox.owner}: {cause}"))
+            self._connected.exception()  # whoever awaits it sees it; nobody has to
+        if not self.inbox.closed:
+            self.inbox.put(self._notice(PeerGone(cause)), force=True)
+
+    async def connected(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.shield(self._connected)
+        except TimeoutError:
+            raise TimeoutError(f"{self.inbox.owner}: nobody has connected within {deadline_s:g} s") from None
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if self._socket.closed:
+            return
+        if self._gone is None:
+            self._gone = "closed"
+            self._loop.remove_reader(self._socket.FD)
+            self._loop.remove_reader(self._monitor.FD)
+        if not self._connected.done():
+            self._connected.cancel()
+        self._release(linger_s)
+
+    def _release(self, linger_s: float = 0.0) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(int(linger_s * 1000))
+        self._context.term()  # at most linger_s
+
+
+def _check_address(address: str) -> None:
+    path = address.removeprefix("ipc://")
+    if path == address:
+        raise ConfigError(f"{address}: only ipc:// addresses are built; tcp:// needs CURVE keys")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"{path} is longer than the {MAX_PATH_BYTES} bytes of a socket path; set TMPDIR to a shorter one"
+        )
+    mode = os.stat(os.path.dirname(path) or ".").st_mode & 0o777
+    if mode & 0o077:
+        raise ConfigError(f"{os.path.dirname(path)} can be entered by others (mode {mode:o}); it must be 700")

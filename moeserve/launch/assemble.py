@@ -1,0 +1,86 @@
+"""Puts an engine together on the running loop: the runner is built in a thread, the core around it here."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moeserve.actor.inbox import Inbox
+from moeserve.config import Config, Limits
+from moeserve.messages import EngineIn, EngineOut, Phase, Ready
+
+if TYPE_CHECKING:
+    from moeserve.engine.core import EngineCore
+    from moeserve.engine.groups import KVGroup
+    from moeserve.engine.plan import Runner
+
+T = TypeVar("T")
+
+# What a builder is called with: the settings, and progress(name of the phase, percent of the whole).
+# What it returns: runner, resolved limits, facts for the front end, KV groups, end-of-text ids.
+Built = tuple["Runner", Limits, Ready, "tuple[KVGroup, ...]", "tuple[int, ...]"]
+Progress = Callable[[str, int], None]
+
+
+async def assemble(
+    config: Config, builder: str, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], None], born_s: float
+) -> tuple[EngineCore, Ready]:
+    """Builds the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase meanwhile.
+
+    born_s: monotonic time at which the start began. Raises what the builder raises. The loop stays free throughout,
+    imports of torch and the like included. Cancelled, it leaves the building thread to itself.
+    """
+    loop = asyncio.get_running_loop()
+    abandoned = False
+
+    def tell(name: str, percent: int) -> None:
+        if not abandoned:
+            emit(Phase(name, percent, time.monotonic() - born_s))
+
+    def progress(name: str, percent: int) -> None:
+        loop.call_soon_threadsafe(tell, name, percent)
+
+    def build() -> tuple[Built, type[EngineCore], Any]:
+        from moeserve.engine.core import EngineCore
+        from moeserve.engine.scheduler import Scheduler
+
+        module, _, function = builder.partition(":")
+        return getattr(import_module(module), function)(config, progress), EngineCore, Scheduler
+
+    tell("importing libraries", 1)
+    try:
+        (runner, limits, ready, groups, eos_ids), core_type, scheduler_type = await _in_thread(build)
+    finally:
+        abandoned = True
+    scheduler = scheduler_type(limits, groups, eos_ids=eos_ids, vocab_size=ready.vocab_size)
+    return core_type(scheduler, runner, inbox, emit), ready
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    # A daemon thread, unlike the loop's executor: an order to stop must not wait for a model to load.
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = (function(), None)
+        except BaseException as exc:
+            outcome = (None, exc)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name="engine start", daemon=True).start()
+    return await done

@@ -1,0 +1,39 @@
+"""Forward progress, seen from outside: pings, pongs and a step counter tell work from a hang."""
+
+from __future__ import annotations
+
+from moeserve.messages import Ping, Pong
+
+INTERVAL_S = 1.0
+UNHEALTHY_S = 5.0  # without progress for this long, no new requests
+
+
+class Heartbeat:
+    """The time of the last progress. Times are monotonic seconds, given by the caller.
+
+    An engine makes progress when it answers and either has nothing to do or has counted another step. So one
+    number covers a blocked loop, a stopped process and a step that never ends.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._progress_s = self._ping_s = now_s
+        self._seq = 0
+        self._steps = -1
+
+    def ping(self, now_s: float) -> Ping:
+        """The next ping to send; call it once per INTERVAL_S."""
+        late_s = now_s - self._ping_s - INTERVAL_S
+        if late_s > INTERVAL_S:  # it was us who stood still (stopped, or a blocked loop), so we know nothing
+            self._progress_s += late_s
+        self._ping_s = now_s
+        self._seq += 1
+        return Ping(self._seq)
+
+    def pong(self, msg: Pong, now_s: float) -> None:
+        if not msg.busy or msg.steps != self._steps:
+            self._progress_s = now_s
+        self._steps = msg.steps
+
+    def stalled_s(self, now_s: float) -> float:
+        """Seconds since the last progress; a little over INTERVAL_S is normal."""
+        return max(0.0, now_s - self._progress_s)

@@ -1,0 +1,46 @@
+"""Log lines of every moeserve process: one line per record, for people or for machines, on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Literal
+
+import msgspec
+
+from moeserve.actor.process import one_line
+
+
+def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text") -> None:
+    """Replaces the root logger's handlers. Control characters are escaped: a prompt cannot forge a line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLine() if format == "json" else _TextLine())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+class _TextLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        source = record.name.removeprefix("moeserve.")
+        lines = [f"{at}.{int(record.msecs):03d} {record.levelname:<7} {source}: {one_line(record.getMessage())}"]
+        return "\n".join(lines + [f"    {one_line(line)}" for line in _trace(self, record)])
+
+
+class _JsonLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if trace := _trace(self, record):
+            line["trace"] = "\n".join(trace)
+        return msgspec.json.encode(line).decode()
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    return formatter.formatException(record.exc_info).splitlines() if record.exc_info else []

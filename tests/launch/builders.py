@@ -1,0 +1,102 @@
+"""Builders for engine processes under test: the real core around a null runner, or a start that goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from moeserve.config import Config, Limits
+from moeserve.engine.groups import KVGroup
+from moeserve.engine.null_runner import NullHandle, NullRunner
+from moeserve.engine.plan import StepPlan
+from moeserve.errors import DoesNotFit
+from moeserve.launch.assemble import Built
+from moeserve.messages import Ready
+
+Progress = Callable[[str, int], None]
+
+
+def null(config: Config, progress: Progress, runner: Any = None) -> Built:
+    progress("making tokens up", 50)
+    limits = Limits(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        prefill_chunk=64,
+        max_model_len=256,
+        block_size=16,
+        num_blocks=256,
+    )
+    ready = Ready(
+        pid=os.getpid(),
+        architecture="null",
+        dtype="float32",
+        device="none",
+        vocab_size=1000,
+        max_model_len=256,
+        max_num_seqs=8,
+        num_blocks=256,
+        block_size=16,
+        eos_token_ids=(),
+        num_params=0,
+        num_active_params=0,
+        weight_bytes=0,
+        startup_s=0.0,
+        notes=(config.model.model,),
+    )
+    return runner or NullRunner(), limits, ready, (KVGroup("full", 16, (0,)),), ()
+
+
+def imports_torch(config: Config, progress: Progress) -> Built:
+    assert "torch" not in sys.modules
+    return null(config, progress)
+
+
+def too_large(config: Config, progress: Progress) -> Built:
+    raise DoesNotFit("needs 80 GiB, has 1 GiB")
+
+
+def crash(config: Config, progress: Progress) -> Built:
+    raise ValueError("a bug")
+
+
+def slow(config: Config, progress: Progress) -> Built:
+    """Loads for ever, and says so."""
+    while True:
+        progress("loading", 10)
+        time.sleep(0.02)
+
+
+def hang(config: Config, progress: Progress) -> Built:
+    """Loads for ever, and says nothing, inside a native call that holds the GIL."""
+    ctypes.PyDLL(None).sleep(1000)
+    raise AssertionError
+
+
+class StuckRunner(NullRunner):
+    """Its third step blocks the whole process in native code, with the GIL held."""
+
+    def start(self, plan: StepPlan) -> NullHandle:
+        if plan.step >= 3:
+            ctypes.PyDLL(None).sleep(1000)
+        return super().start(plan)
+
+
+def stuck(config: Config, progress: Progress) -> Built:
+    return null(config, progress, StuckRunner())
+
+
+class CrashingRunner(NullRunner):
+    """Its third step kills the process the way a segmentation fault does."""
+
+    def start(self, plan: StepPlan) -> NullHandle:
+        if plan.step >= 3:
+            os.abort()
+        return super().start(plan)
+
+
+def crashing(config: Config, progress: Progress) -> Built:
+    return null(config, progress, CrashingRunner())
