@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 
@@ -11,9 +12,9 @@ from moeserve.engine.null_runner import NullRunner
 from moeserve.launch.assemble import Built, Progress
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.loader.size import ModelSize, model_size
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Ready
-from moeserve.loader.size import ModelSize, model_size
 
 NULL_RUNNER_BYTES = 1 << 40  # no KV is ever allocated: only max_num_seqs and max_model_len count
 
@@ -35,7 +36,7 @@ def build_runner(config: Config, progress: Progress) -> Built:
     runner = make_runner(config, spec, model_dir)
     threaded = ThreadedRunner(runner)
     try:
-        limits = threaded.run(runner.prepare, progress)
+        limits = asyncio.run(threaded.call(runner.prepare, progress))  # in the thread that will run it
     except BaseException:
         threaded.close()
         raise

@@ -1,0 +1,37 @@
+"""How large a model is: parameters in all, and those that one token uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeserve.loader.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Parameters. active: those that compute one token, the embedding table not counted."""
+
+    total: int
+    active: int
+
+
+def model_size(spec: ModelSpec) -> ModelSize:
+    """Matrices only; norms and biases are a rounding error (< 0.1 %).
+
+    Qwen3-30B-A3B (D 2048, 48 layers, E 128, K 8, I 768) -> about 30.5e9 and 3.0e9
+    """
+    width, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    attention = width * (2 * heads + 2 * spec.num_kv_heads * spec.head_dim)
+    expert = 3 * width * spec.expert_size
+    every_token = width * spec.num_experts + 3 * width * spec.shared_expert_size
+    head = spec.vocab_size * width
+    total = head if spec.tie_embeddings else 2 * head
+    active = head
+    for layer in range(spec.num_layers):
+        if layer < len(spec.moe_layers) and spec.moe_layers[layer]:
+            total += attention + every_token + spec.num_experts * expert
+            active += attention + every_token + spec.experts_per_token * expert
+        else:
+            total += attention + 3 * width * spec.intermediate_size
+            active += attention + 3 * width * spec.intermediate_size
+    return ModelSize(total, active)
