@@ -1,0 +1,239 @@
+"""Makes one plan happen on one device: everything that does not depend on which device it is.
+
+A device is a subclass that overrides four methods: `_cache_device_properties`, `load_model`, `profile_run` and
+`capture_model`, plus three small seams (`upload`, `_fetch`, `_mark`). Life: `prepare` once, then `launch` per plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.config import Config, Limits
+from moeserve.engine.groups import groups_of
+from moeserve.engine.plan import Added, BlockDiff, StepPlan, StepResult
+from moeserve.layers.inputs import StepInputs
+from moeserve.loader.spec import ModelSpec
+from moeserve.runner import limits as limits_of
+from moeserve.runner.graphs import EagerGraphs, Graphs
+from moeserve.runner.inputs import HostRows, prepare_inputs
+from moeserve.runner.kv_cache import KVCache, block_bytes
+from moeserve.runner.memory import MemoryFacts, kv_budget
+from moeserve.runner.model import Model
+from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
+from moeserve.runner.sampler import Sampler
+from moeserve.runner.tables import Tables
+from moeserve.runner.upload import Upload
+from moeserve.sampling import TokenSampling
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str, int], None]  # a human's word for the phase, percent of the whole
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """name: for people. memory: asks anew at each call. own: the device serves nobody else."""
+
+    name: str
+    memory: Callable[[], MemoryFacts]
+    own: bool
+
+
+class ModelRunnerBase(ABC):
+    """Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes` (for people).
+
+    `on_logits(plan, logits_SV)`, if set, sees the raw logits of every step (tests compare their bits).
+    """
+
+    device: torch.device
+    device_is_async = False  # whether a launched step runs on while the host goes on
+    properties: DeviceProperties
+    model: Model
+    upload: Upload
+    limits: Limits
+
+    def __init__(self, config: Config, spec: ModelSpec, model_dir: Path) -> None:
+        limits_of.check(config, spec)
+        self.config = config
+        self.spec = spec
+        self.model_dir = model_dir
+        self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
+        windows = spec.windows or (None,) * spec.num_layers
+        self.groups = groups_of(windows, config.cache.block_size)
+        self.graphs: Graphs = EagerGraphs()
+        self.notes: list[str] = []
+        self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
+        self._refused: dict[int, str] = {}  # slot -> why its request must fail
+
+    @abstractmethod
+    def _cache_device_properties(self) -> None:
+        """Sets `device`, `properties`, `upload`."""
+
+    @abstractmethod
+    def load_model(self, progress: Progress) -> None:
+        """Sets `model`."""
+
+    @abstractmethod
+    def profile_run(self) -> int:
+        """Bytes of work space that one step needs beside weights and KV blocks."""
+
+    @abstractmethod
+    def capture_model(self) -> None:
+        """Sets `graphs`, after the KV cache is there; nothing to do for a device that runs eagerly."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Called first of all in the thread that will prepare and launch."""
+
+    def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Starts copying to the host; the returned function waits for it. On CPU they are there already."""
+        return lambda: tensors
+
+    @abstractmethod
+    def _mark(self) -> Any:
+        """A point in the device's time, for `_elapsed_us`."""
+
+    @abstractmethod
+    def _elapsed_us(self, start: Any, end: Any) -> int:
+        """Microseconds between two marks; called after the step's results have arrived."""
+
+    @torch.inference_mode()
+    def prepare(self, progress: Progress = lambda phase, percent: None) -> Limits:
+        """Loads the model, sizes and allocates everything, and runs a step for warmth.
+
+        Raises ConfigError (CheckpointError, DoesNotFit) with what to change.
+        """
+        self._cache_device_properties()
+        progress("loading weights", 5)
+        self.load_model(progress)
+        progress("allocating the KV cache", 90)
+        workspace = self.profile_run()
+        per_block = block_bytes(self.groups, self.spec, self.dtype)
+        budget = kv_budget(self.properties.memory(), self.config.cache.memory_utilization, workspace)
+        self.limits, notes = limits_of.resolve(
+            self.config, self.spec, self.groups, per_block, budget, fill=self.properties.own
+        )
+        self.notes += notes
+        for note in notes:
+            logger.warning("%s", note)
+        self.initialize_kv_cache()
+        progress("warming up", 95)
+        self.warm_up()
+        self.capture_model()
+        return self.limits
+
+    def initialize_kv_cache(self) -> None:
+        """Allocates KV blocks and request tables for `limits`."""
+        limits = self.limits
+        self.kv = KVCache(self.groups, self.spec, limits.num_blocks, limits.store_cells, self.dtype, self.device)
+        self.tables = Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
+        self.sampler = Sampler(self.spec.vocab_size, self.tables, self.upload, host_may_wait=not self.device_is_async)
+
+    def warm_up(self) -> None:
+        """Runs a prefill and a decode of one request, through every kernel, with K/V going to the null block."""
+        length = min(limits_of.TILE, self.limits.prefill_chunk, self.limits.max_model_len - 1)
+        sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
+        tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
+        self.execute(dummy_plan(len(self.groups), 0, length, (Added(0, tokens, length, sampling),)))
+        self.execute(dummy_plan(len(self.groups), length, 1))
+        self.kv.clear_null_block()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step from plan to result."""
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Starts one step; the returned function waits for the device and gives the result."""
+        self._add(plan.added)
+        self._update(plan.diffs)
+        self.tables.apply()
+        self.kv.move(plan.stores, plan.loads)
+        if not len(plan.slots_R):
+            return self._no_forward(plan)
+        start = self._mark()
+        host = HostRows.of(plan)
+        step = prepare_inputs(plan, host, self.tables, self.groups, self.upload)
+        hidden_TD = self._forward(plan, step)
+        outputs = self._sample(plan, host, step, hidden_TD)
+        end = self._mark()
+        wait = self._fetch(outputs.tensors())
+
+        def collect() -> StepResult:
+            fetched = wait()
+            return to_result(outputs, fetched, self._elapsed_us(start, end))
+
+        return collect
+
+    def _add(self, added: Sequence[Added]) -> None:
+        for one in added:
+            self._refused.pop(one.slot, None)
+            reason = self.sampler.add(one)
+            tokens = one.tokens
+            if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.spec.vocab_size):
+                reason = f"its tokens are not all in the vocabulary 0..{self.spec.vocab_size - 1}"
+                tokens = np.zeros_like(tokens)
+            if reason is not None:
+                self._refused[one.slot] = reason
+                self.sampler.rows.refuse(one.slot)
+            self.tables.add(one.slot, tokens)
+
+    def _update(self, diffs: Sequence[BlockDiff]) -> None:
+        for group, diff in enumerate(diffs):
+            self.tables.update(group, diff)
+
+    def _no_forward(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """A step without tokens: only tables and blocks moved."""
+        return lambda: StepResult(plan.step, np.zeros(0, dtype=np.int32))
+
+    def _forward(self, plan: StepPlan, step: StepInputs) -> Tensor:
+        rows, tokens = len(plan.slots_R), len(step.ids_T)
+        uniform = tokens // rows if (plan.counts_R == plan.counts_R[0]).all() else None
+        descriptor = self.graphs.dispatch(rows, tokens, uniform)
+        return self.graphs.run(descriptor, lambda inputs: self.model.forward(inputs, self.kv.layers), step)
+
+    def _sample(self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor) -> StepOutputs:
+        rows = self.sampler.rows
+        slots_S = plan.slots_R[host.sampling_S].astype(np.int64)
+        failed = {}
+        if self._refused:
+            failed = {slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused}
+        outputs = StepOutputs(step=plan.step, slots_S=slots_S, failed=failed)
+        outputs.prompt, outputs.spans = prompt_logprobs(
+            plan, host, rows, self.tables, self.upload, hidden_TD, self.model.logits
+        )
+        if not len(slots_S):
+            return outputs
+        positions_S = (plan.starts_R + plan.counts_R)[host.sampling_S].astype(np.int64)
+        logits_SV = self.model.logits(hidden_TD.index_select(0, step.sample_S))
+        if self.on_logits is not None:
+            self.on_logits(plan, logits_SV)
+        sampled = self.sampler.sample(logits_SV, slots_S, positions_S)
+        (offsets,) = self.upload(self.tables.token_offsets(slots_S, positions_S))
+        self.tables.append(offsets, sampled.tokens_S)
+        outputs.sampled = sampled
+        outputs.logprob_counts = rows.logprobs[slots_S[sampled.logprob_rows_P]].tolist()
+        return outputs
+
+
+def dummy_plan(num_groups: int, start: int, count: int, added: tuple[Added, ...] = ()) -> StepPlan:
+    """A step of one request in slot 0 without any block: it computes, and its K/V go to the null block."""
+    nothing = np.zeros(0, dtype=np.int32)
+    return StepPlan(
+        step=0,
+        slots_R=np.zeros(1, dtype=np.int32),
+        starts_R=np.array([start], dtype=np.int32),
+        counts_R=np.array([count], dtype=np.int32),
+        samples_R=np.ones(1, dtype=np.bool_),
+        diffs=(BlockDiff(nothing, nothing, nothing),) * num_groups,
+        added=added,
+    )

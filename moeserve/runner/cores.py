@@ -1,0 +1,44 @@
+"""How many CPU cores this process may use."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import psutil
+
+
+def allowed_cores(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores of the affinity mask, not more than physical ones (two threads of one core share its vector units) and
+    not more than the control group's quota, rounded up."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    cores = min(cores, psutil.cpu_count(logical=False) or cores)
+    quota = _quota(cgroup, membership)
+    return max(1, min(cores, math.ceil(quota)) if quota is not None else cores)
+
+
+def _quota(root: Path, membership: Path) -> float | None:
+    """CPUs' worth of time per time that the smallest limit (control groups version 2) around this process allows."""
+    found: list[float] = []
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if not line.startswith("0::"):
+            continue
+        inner = root / line[3:].lstrip("/")
+        for folder in (inner, *inner.parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                limit, period = (folder / "cpu.max").read_text().split()
+            except (OSError, ValueError):
+                continue
+            if limit.isdigit() and period.isdigit() and int(period):
+                found.append(int(limit) / int(period))
+    return min(found) if found else None

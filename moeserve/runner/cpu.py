@@ -1,0 +1,51 @@
+"""The runner for CPUs: host memory is device memory, and a step is done when `launch` returns."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from moeserve.runner.base import DeviceProperties, ModelRunnerBase, Progress
+from moeserve.runner.cores import allowed_cores
+from moeserve.runner.load import load_model, workspace_of
+from moeserve.runner.memory import host_memory
+from moeserve.runner.probe import sampler_is_invariant
+from moeserve.runner.upload import HostUpload
+
+logger = logging.getLogger(__name__)
+
+
+class CPUModelRunner(ModelRunnerBase):
+    """Deterministic to the bit: `determinism` other than that does not exist here and costs nothing."""
+
+    def _cache_device_properties(self) -> None:
+        self.device = torch.device("cpu")
+        self.upload = HostUpload()
+        threads = torch.get_num_threads()
+        self.properties = DeviceProperties(f"cpu ({threads} threads)", host_memory, own=False)
+        if not sampler_is_invariant():
+            logger.warning(
+                "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
+                "else is in the batch (greedy requests are safe)"
+            )
+
+    def load_model(self, progress: Progress) -> None:
+        self.model = load_model(self.spec, self.model_dir, self.device, self.dtype, progress)
+
+    def profile_run(self) -> int:
+        return workspace_of(self.spec, self.config, self.dtype)
+
+    def capture_model(self) -> None:
+        """Nothing to capture: there are no graphs on a CPU."""
+
+    def enter_thread(self) -> None:
+        # OpenMP keeps this per calling thread, so it must be set in the one that computes.
+        torch.set_num_threads(self.config.device.threads or allowed_cores())
+
+    def _mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def _elapsed_us(self, start: int, end: int) -> int:
+        return (end - start) // 1000

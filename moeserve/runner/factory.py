@@ -1,0 +1,33 @@
+"""Picks the runner class for a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from moeserve.config import Config
+from moeserve.errors import ConfigError
+from moeserve.loader.spec import ModelSpec
+from moeserve.runner.base import ModelRunnerBase
+from moeserve.runner.cpu import CPUModelRunner
+from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.null import NullRunner
+
+
+def make_runner(config: Config, spec: ModelSpec, model_dir: Path) -> ModelRunnerBase:
+    """A runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call `prepare` there.
+
+    Raises ConfigError for numbers that cannot work, and for `device: cuda` without a device.
+    """
+    if config.device.null_runner:
+        return NullRunner(config, spec, model_dir)
+    has_cuda = torch.cuda.is_available()
+    if config.device.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            f"device cuda was asked for, but torch {torch.__version__} sees no CUDA device. Install a CUDA build of "
+            "torch and a driver, or use --device cpu."
+        )
+    if config.device.device == "cpu" or not has_cuda:
+        return CPUModelRunner(config, spec, model_dir)
+    return GPUModelRunner(config, spec, model_dir)

@@ -1,0 +1,72 @@
+"""Which tokens may be drawn: min-p, top-k, top-p, and the one rule for ties of an argmax.
+
+r rows, V padded vocabulary. Rows are shifted so that their maximum is 0, and divided by the temperature. A row's
+result depends on that row alone. Ties at a cut are kept, so no result depends on an order of equal logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeserve.runner.noise import LANES
+
+NEG_INF = float("-inf")
+_FULL_SORT_ABOVE = 1 - 1e-4  # a top-p this large: rounding of the sums is no longer small beside the rest
+
+
+def first_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum of each row and its lowest index; NaN counts as largest.
+
+    In blocks of LANES, because torch's vectorised `amax` is several times faster than its `argmax`.
+    """
+    rows, width = x_SV.shape
+    if width % LANES or rows == 0:
+        return x_SV.max(dim=-1)
+    blocks_SBL = x_SV.view(rows, width // LANES, LANES)
+    peak_S, block_S = blocks_SBL.amax(dim=-1).max(dim=-1)
+    winner_SL = blocks_SBL[torch.arange(rows, device=x_SV.device), block_S]
+    return peak_S, block_S * LANES + winner_SL.argmax(dim=-1)
+
+
+def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:
+    """Drops tokens less likely than min_p times the likeliest. log_min_p_r: -inf where min-p is off."""
+    x_rV.masked_fill_(x_rV < log_min_p_r.unsqueeze(1), NEG_INF)
+
+
+def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
+    """Drops tokens below the k-th largest logit of their row; equal ones stay. k_r: int64 >= 1; V where top-k is off.
+
+    largest_k: the largest k of those rows that have one.
+    """
+    largest_k = min(largest_k, x_rV.shape[1])
+    top_rK = x_rV.topk(largest_k, dim=-1).values
+    kth_r = top_rK.gather(1, (k_r - 1).clamp_(max=largest_k - 1).unsqueeze(1))
+    kth_r = kth_r.masked_fill(k_r.unsqueeze(1) > largest_k, NEG_INF)
+    x_rV.masked_fill_(x_rV < kth_r, NEG_INF)
+
+
+def top_p_cutoff_sorted(probs_V: Tensor, top_p: float) -> Tensor:
+    """The smallest probability that stays: tokens from the likeliest on until their sum reaches top_p."""
+    sorted_V = probs_V.sort(descending=True).values
+    num_short = (sorted_V.cumsum(0) < top_p).sum()
+    return sorted_V.index_select(0, num_short.clamp(max=len(sorted_V) - 1))
+
+
+def top_p_cutoff_compact(probs_V: Tensor, top_p: float) -> Tensor:
+    """As `top_p_cutoff_sorted`, but sorts only what can matter: waits for the device, so it suits the CPU.
+
+    Tokens below half of (1 - top_p) / V sum to less than half of what may be dropped, so none of them stays.
+    """
+    if top_p > _FULL_SORT_ABOVE:
+        return top_p_cutoff_sorted(probs_V, top_p)
+    return top_p_cutoff_sorted(probs_V[probs_V >= (1 - top_p) / (2 * len(probs_V))], top_p)
+
+
+def keep_top_p(x_rV: Tensor, top_p: list[float], *, compact: bool) -> None:
+    """Drops the least likely tokens of each row that are not needed to reach its top_p (1.0: off); ties stay."""
+    cutoff = top_p_cutoff_compact if compact else top_p_cutoff_sorted
+    for x_V, p in zip(x_rV, top_p, strict=True):
+        if p < 1.0:
+            probs_V = torch.softmax(x_V, dim=-1)
+            x_V.masked_fill_(probs_V < cutoff(probs_V, p), NEG_INF)

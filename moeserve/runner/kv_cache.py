@@ -1,0 +1,94 @@
+"""The device's KV blocks and the host's block store.
+
+All KV groups draw block ids from one pool, and a block belongs to one group at a time. So layers of different groups
+share memory: the tensors at position i serve the i-th layer of every group, and there are as many positions as the
+largest group has layers.
+
+    windows (None, 64, None, 64): groups {0, 2} and {1, 3}; layers 0 and 1 share tensors, layers 2 and 3 share others
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeserve.engine.groups import KVGroup
+from moeserve.engine.plan import BlockMove
+from moeserve.layers.inputs import LayerKV
+from moeserve.loader.spec import ModelSpec
+
+
+def num_positions(groups: Sequence[KVGroup]) -> int:
+    """Layers of the largest group: how many layers' tensors are really there."""
+    return max(len(group.layers) for group in groups)
+
+
+def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of one KV block over all positions."""
+    per_token = spec.kv_elements_per_token_layer * dtype.itemsize
+    return num_positions(groups) * groups[0].block_size * per_token
+
+
+class KVCache:
+    """`layers[i]` is layer i's cache. Everything starts as zeros; block 0 is null and is never read for its content.
+
+    num_cells: blocks that the host store can hold.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        spec: ModelSpec,
+        num_blocks: int,
+        num_cells: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        block = (groups[0].block_size, spec.num_kv_heads, spec.head_dim)
+        self._positions = [
+            LayerKV(
+                _zeros((num_blocks, *block), dtype, device),
+                _zeros((num_blocks, *block), dtype, device),
+            )
+            for _ in range(num_positions(groups))
+        ]
+        by_layer = {layer: i for group in groups for i, layer in enumerate(group.layers)}
+        self.layers = tuple(self._positions[by_layer[layer]] for layer in range(len(by_layer)))
+        self._store = _zeros((num_cells, len(self._positions), 2, *block), dtype, torch.device("cpu"))
+
+    def clear_null_block(self) -> None:
+        """After dummy runs, which write there."""
+        for kv in self._positions:
+            kv.k[0].zero_()
+            kv.v[0].zero_()
+
+    def move(self, stores: Sequence[BlockMove], loads: Sequence[BlockMove]) -> None:
+        """Copies blocks to store cells, then cells to blocks."""
+        if stores:
+            blocks, cells = self._indices(stores)
+            for i, kv in enumerate(self._positions):
+                self._store[cells, i, 0] = kv.k.index_select(0, blocks).cpu()
+                self._store[cells, i, 1] = kv.v.index_select(0, blocks).cpu()
+        if loads:
+            blocks, cells = self._indices(loads)
+            for i, kv in enumerate(self._positions):
+                kv.k.index_copy_(0, blocks, self._store[cells, i, 0].to(kv.k.device))
+                kv.v.index_copy_(0, blocks, self._store[cells, i, 1].to(kv.v.device))
+
+    def _indices(self, moves: Sequence[BlockMove]) -> tuple[Tensor, Tensor]:
+        """Block numbers on the device, cell numbers on the host."""
+        blocks = torch.tensor([move.block for move in moves], dtype=torch.int64, device=self._positions[0].k.device)
+        return blocks, torch.tensor([move.cell for move in moves], dtype=torch.int64)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on the host take memory only where they are touched (`torch.zeros` writes every page)."""
+    count = math.prod(shape)
+    if device.type != "cpu" or count == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, count * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)

@@ -1,0 +1,86 @@
+"""From what was asked to the numbers that scheduler and runner obey, checked against model and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeserve.config import Config, Limits
+from moeserve.engine.groups import KVGroup
+from moeserve.errors import ConfigError
+from moeserve.loader.spec import ModelSpec
+from moeserve.runner.memory import KVAsked, KVPlan, plan_kv
+
+DEFAULT_STEP_TOKENS = 2048
+TILE = 64  # tokens: attention works on tiles of this many, so that blocks must divide them or be made of them
+
+
+def check(config: Config, spec: ModelSpec) -> None:
+    """Raises ConfigError for a number that no memory could make right. Cheap: call it before loading weights."""
+    cache, scheduler, asked_len = config.cache, config.scheduler, config.model.max_model_len
+    size = cache.block_size
+    if size < 1 or (TILE % size and size % TILE):
+        raise ConfigError(f"block_size={size} must divide {TILE} or be a multiple of it, e.g. 16, 32 or 64")
+    if not 0 < cache.memory_utilization <= 1:
+        raise ConfigError(f"memory_utilization={cache.memory_utilization} must be above 0 and at most 1")
+    if not 0 <= scheduler.watermark < 1:
+        raise ConfigError(f"watermark={scheduler.watermark} must be at least 0 and below 1")
+    positive = {
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "prefill_chunk": scheduler.prefill_chunk,
+        "depth": scheduler.depth,
+        "max_model_len": asked_len,
+        "kv_cache_bytes": cache.kv_cache_bytes,
+        "threads": config.device.threads,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    if cache.host_store_bytes < 0:
+        raise ConfigError(f"host_store_bytes={cache.host_store_bytes} must not be negative")
+    if asked_len is not None and asked_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len={asked_len} is more than the model's own limit of {spec.max_position} positions "
+            f"(max_position_embeddings in config.json). Ask for at most {spec.max_position}."
+        )
+
+
+def step_tokens(config: Config) -> int:
+    """Tokens per step."""
+    return config.scheduler.max_num_batched_tokens or DEFAULT_STEP_TOKENS
+
+
+def chunk_tokens(config: Config) -> int:
+    """Most tokens of one request per step."""
+    return min(config.scheduler.prefill_chunk or step_tokens(config), step_tokens(config))
+
+
+def resolve(
+    config: Config, spec: ModelSpec, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, *, fill: bool
+) -> tuple[Limits, tuple[str, ...]]:
+    """Every number, and what the user should know about them. budget: bytes for KV blocks.
+
+    fill: take the whole budget (a device of our own) rather than what the requests can use (a shared host).
+    """
+    asked = KVAsked(
+        kv_cache_bytes=config.cache.kv_cache_bytes,
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        chunk=chunk_tokens(config),
+        watermark=config.scheduler.watermark,
+        fill=fill,
+    )
+    plan: KVPlan = plan_kv(asked, groups, bytes_per_block, budget, spec.max_position)
+    limits = Limits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=step_tokens(config),
+        prefill_chunk=chunk_tokens(config),
+        max_model_len=plan.max_model_len,
+        block_size=config.cache.block_size,
+        num_blocks=plan.num_blocks,
+        watermark_blocks=plan.watermark_blocks,
+        depth=config.scheduler.depth,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        store_cells=config.cache.host_store_bytes // bytes_per_block,
+    )
+    return limits, plan.notes

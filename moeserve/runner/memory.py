@@ -1,0 +1,174 @@
+"""How much memory there is, and how many KV blocks and how long a context fit into it.
+
+The functions below `MemoryFacts` are pure; the operating system is asked in `host_memory` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from moeserve.engine.groups import KVGroup, blocks_needed
+from moeserve.errors import DoesNotFit
+
+USUAL_LEN = 4096  # tokens per request that the default KV size on a shared host provides for
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Bytes. limit: what may be used in all; used: what counts against the limit now; free: what could be had now."""
+
+    limit: int
+    used: int
+    free: int
+
+
+def host_memory(cgroup: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> MemoryFacts:
+    """Of this process on this host: physical memory, or less where a control group (version 2 or 1) limits it."""
+    host = psutil.virtual_memory()
+    limit, free = host.total, host.available
+    for group_limit, group_used in _cgroup_limits(cgroup, membership):
+        limit = min(limit, group_limit)
+        free = min(free, max(0, group_limit - group_used))
+    return MemoryFacts(limit=limit, used=psutil.Process().memory_info().rss, free=free)
+
+
+def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
+    """(limit, used) of every control group around this process that has a limit. Page cache does not count as used."""
+    found: list[tuple[int, int]] = []
+    for line in _read(membership).splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        inner = base / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if not folder.is_relative_to(base):
+                break
+            limit, used = _number(folder / names[0]), _number(folder / names[1])
+            if limit is not None and used is not None:
+                found.append((limit, max(0, used - _stat(folder / "memory.stat", names[2]))))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _stat(path: Path, key: str) -> int:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name == key and value.strip().isdigit():
+            return int(value)
+    return 0
+
+
+def kv_budget(memory: MemoryFacts, utilization: float, workspace: int) -> int:
+    """Bytes for KV blocks, measured with the weights in place: the share of the limit that is left beside
+    everything used and the work space of a step, and never more than that share of what is free now."""
+    return max(0, min(int(utilization * memory.limit) - memory.used, int(utilization * memory.free)) - workspace)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVAsked:
+    """What was asked for. Lengths in tokens; None: as much as fits, or as is useful."""
+
+    kv_cache_bytes: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    chunk: int  # most tokens of one request per step
+    watermark: float  # share of the blocks that admission keeps free
+    fill: bool  # take the whole budget (a device of our own), or what is useful (a shared host)
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    num_blocks: int  # null block included
+    watermark_blocks: int
+    max_model_len: int
+    notes: tuple[str, ...]
+
+
+def blocks_for(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
+    """Most blocks that one request of this length holds at once, over all groups."""
+    return sum(blocks_needed(group, num_tokens, chunk) for group in groups)
+
+
+def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, limit: int) -> int:
+    """The longest request, up to `limit` tokens, that usable_blocks hold; a multiple of the block size below it."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for(groups, middle, chunk) <= usable_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def plan_kv(asked: KVAsked, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, max_position: int) -> KVPlan:
+    """How many blocks to allocate and how long a request may be.
+
+    budget: bytes from `kv_budget`. max_position: the model's own longest context. Raises DoesNotFit with the number
+    that would fit when a length or a size was asked for and does not.
+    """
+    wanted_len = max_position if asked.max_model_len is None else asked.max_model_len
+    num_blocks = _num_blocks(asked, groups, bytes_per_block, budget, wanted_len)
+    watermark = int(asked.watermark * num_blocks)
+    fits = longest_context(groups, num_blocks - 1 - watermark, asked.chunk, wanted_len)
+    if fits == wanted_len:
+        return KVPlan(num_blocks, watermark, fits, ())
+    need = (blocks_for(groups, wanted_len, asked.chunk) + 1 + watermark) * bytes_per_block
+    have = num_blocks * bytes_per_block
+    if fits < groups[0].block_size:
+        raise DoesNotFit(
+            f"{_mib(have)} for KV blocks of {_mib(bytes_per_block)} cannot hold even one block of a request. Free "
+            "some memory, raise --memory-utilization or --kv-cache-bytes, or choose a smaller model."
+        )
+    if asked.max_model_len is not None:
+        raise DoesNotFit(
+            f"max_model_len={wanted_len} needs {_mib(need)} for KV blocks, {_mib(have)} are available. "
+            f"max_model_len={fits} would fit; or give more memory (--memory-utilization, --kv-cache-bytes)."
+        )
+    note = (
+        f"max_model_len reduced from {wanted_len} to {fits}: the model's whole context needs {_mib(need)} for KV "
+        f"blocks, {_mib(have)} are available"
+    )
+    return KVPlan(num_blocks, watermark, fits, (note,))
+
+
+def _num_blocks(asked: KVAsked, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, wanted_len: int) -> int:
+    affordable = budget // bytes_per_block
+    if asked.kv_cache_bytes is not None:
+        if asked.kv_cache_bytes > budget:
+            raise DoesNotFit(
+                f"kv_cache_bytes={asked.kv_cache_bytes} ({_mib(asked.kv_cache_bytes)}) was asked for, but only "
+                f"{_mib(budget)} are left beside weights and work space: ask for at most {budget}."
+            )
+        return asked.kv_cache_bytes // bytes_per_block
+    if asked.fill:
+        return affordable
+    usual = blocks_for(groups, min(wanted_len, USUAL_LEN), asked.chunk)
+    useful = max(asked.max_num_seqs * usual, blocks_for(groups, wanted_len, asked.chunk)) + 1
+    # One more block for each that the watermark keeps free.
+    return min(affordable, int(useful / (1 - asked.watermark)) + 1)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f} MiB"

@@ -1,0 +1,88 @@
+"""Sampling noise without a generator: Gumbel noise is a hash of (seed, position, token id).
+
+So a request draws the same tokens in any batch, after a preemption, and on any rank. The noise of one position is
+independent between tokens; argmax(logits / temperature + noise) is a draw from softmax(logits / temperature)
+(Maddison et al., 2014, "A* Sampling"). The hash is two rounds of murmur3's finaliser over 32-bit words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+LANES = 64  # a row's length is padded to a multiple of this
+_SERIAL = 32_768  # torch runs an elementwise kernel of at most this many elements on one thread
+_MASK31 = 2**31 - 1
+# Maps the hash's 31 bits into (0, 1): 2^-32 at the winning end, where float32 is densest, below 1 at the other.
+_SCALE = 2.0**-31 * (1 - 2.0**-23)
+U64 = NDArray[np.uint64]
+
+
+def padded(vocab_size: int) -> int:
+    return -(-vocab_size // LANES) * LANES
+
+
+def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Applies an in-place elementwise op so that an element's bits depend on its value alone.
+
+    torch vectorises such ops over the flat tensor and ends each thread's share with scalar code, whose log and exp
+    differ in the last bit. Pieces that the threads share evenly, in multiples of LANES, have no such ends.
+    x: contiguous, its size a multiple of LANES.
+    """
+    if not x.is_cpu:
+        return op(x)
+    flat = x.view(-1)
+    assert len(flat) % LANES == 0, x.shape
+    piece = _SERIAL << (torch.get_num_threads().bit_length() - 1)
+    start = 0
+    while start < len(flat):
+        while piece > _SERIAL and piece > len(flat) - start:
+            piece //= 2
+        op(flat[start : start + piece])
+        start += piece
+    return x
+
+
+def row_keys(seeds_S: U64, positions_S: NDArray[np.integer]) -> NDArray[np.int32]:
+    """One 64-bit key per row from its request's seed and the position that it samples for, as int32 [2, S]."""
+    with np.errstate(over="ignore"):
+        key_S = seeds_S + positions_S.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
+            key_S = (key_S ^ (key_S >> np.uint64(shift))) * np.uint64(factor)
+        key_S ^= key_S >> np.uint64(31)
+    return np.ascontiguousarray(key_S.view(np.int32).reshape(-1, 2).T)
+
+
+class Gumbel:
+    """Gumbel noise float32 [rows, padded vocabulary] for keys from `row_keys`."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        ids = torch.arange(padded(vocab_size), dtype=torch.int32, device=device)
+        self._token_hash = _mix(ids.add_(1).mul_(-1640531535))  # 2^32 / golden ratio, odd
+
+    def __call__(self, low_S: Tensor, high_S: Tensor) -> Tensor:
+        """low_S, high_S: int32, the two rows of `row_keys`."""
+        return -self.log_race(low_S, high_S)
+
+    def log_race(self, low_S: Tensor, high_S: Tensor) -> Tensor:
+        """The noise with its sign turned: log of a unit exponential variable (finite: in -22.2 .. 2.8)."""
+        hash_SV = _mix(self._token_hash ^ low_S.unsqueeze(1))
+        hash_SV = _mix(hash_SV.add_(high_S.unsqueeze(1)))
+        uniform_SV = hash_SV.bitwise_and_(_MASK31).float().add_(0.5).mul_(-_SCALE)
+        exponential_SV = each_(torch.log1p_, uniform_SV).neg_()
+        return each_(torch.log_, exponential_SV)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """murmur3's 32-bit finaliser, in place on int32 (products wrap)."""
+    shifted = torch.empty_like(x)
+    for shift, factor in ((16, -2048144789), (13, -1028477387), (16, None)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
+        if factor is not None:
+            x.mul_(factor)
+    return x

@@ -1,0 +1,222 @@
+"""From logits to tokens. A row's token depends on its own logits, parameters and position, never on its neighbours.
+
+Order: allowed ids, logit bias and min_tokens; penalties; bad sequences; temperature; min-p; top-k; top-p; Gumbel
+argmax. S rows that sample, V vocabulary (padded to whole vectors where it is worked on), r rows of one chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.engine.plan import Added
+from moeserve.runner import noise
+from moeserve.runner.filters import NEG_INF, first_max, keep_min_p, keep_top_k, keep_top_p
+from moeserve.runner.logprobs import LogprobRows, join, logprob_rows
+from moeserve.runner.penalties import apply_penalties
+from moeserve.runner.rules import Rules, unknown_token
+from moeserve.runner.sampling_rows import SamplingRows, Trait
+from moeserve.runner.tables import I64, Tables
+from moeserve.runner.upload import Upload
+
+CHUNK_ELEMENTS = 1 << 18  # logits that are worked on at once: they and their temporaries stay in a core's cache
+logger = logging.getLogger(__name__)
+
+
+class Status:
+    """Why a row has no token; one byte per row."""
+
+    FINE, NOT_FINITE, NOTHING_ALLOWED = range(3)
+    MESSAGES = (
+        "",
+        "the model's logits for this request are not finite numbers",
+        "no token is left to choose: allowed_token_ids, logit_bias and the banned tokens exclude each other",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A step's choice, on the device. Rows with a status, or a failure, hold token 0."""
+
+    tokens_S: Tensor  # int32
+    status_S: Tensor  # uint8
+    logprob_rows_P: NDArray[np.int64]  # which of the S rows have logprobs
+    logprobs: LogprobRows | None = None
+    failures: dict[int, str] = field(default_factory=dict)  # row -> message of an exception in its sampling
+
+
+class Sampler:
+    """Holds the sampling parameters and rules of the request in each slot."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        tables: Tables,
+        upload: Upload,
+        *,
+        host_may_wait: bool,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
+        self.rows = SamplingRows(tables.slots)
+        self._vocab_size = vocab_size
+        self._width = noise.padded(vocab_size)
+        self._chunk_rows = max(1, chunk_elements // self._width)
+        self._tables = tables
+        self._upload = upload
+        self._host_may_wait = host_may_wait
+        self._device = tables.arena.device
+        self._gumbel = noise.Gumbel(vocab_size, self._device)
+        self._rules: dict[int, Rules] = {}
+
+    def add(self, added: Added) -> str | None:
+        """Takes a request's parameters; returns why it must fail, if it must."""
+        self._rules.pop(added.slot, None)
+        self.rows.refuse(added.slot)
+        token = unknown_token(added.sampling, self._vocab_size)
+        if token is not None:
+            return f"token id {token} in its sampling parameters is outside the vocabulary of {self._vocab_size}"
+        self.rows.add(added, self._vocab_size)
+        if self.rows.traits[added.slot] & Trait.RULES:
+            self._rules[added.slot] = Rules.of(added.sampling, self._width, self._device)
+        return None
+
+    def sample(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Sampled:
+        """logits_SV: float32. positions_S: where in its request each new token goes, = its number of known tokens.
+
+        An exception in one row's sampling is that row's failure: the step is done again row by row, which gives the
+        same tokens because no row depends on another.
+        """
+        most = int(self.rows.logprobs[slots_S].max(initial=0))
+        try:
+            return self._sample(logits_SV, slots_S, positions_S, most)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("sampling failed; trying each request alone")
+            return self._sample_each(logits_SV, slots_S, positions_S, most)
+
+    def _sample(self, logits_SV: Tensor, slots_S: I64, positions_S: I64, most: int) -> Sampled:
+        traits_S = self.rows.traits[slots_S]
+        if not (traits_S & Trait.WORK).any():
+            tokens_S, status_S = _choose(logits_SV)
+        else:
+            tokens_S = torch.empty(len(slots_S), dtype=torch.int64, device=self._device)
+            status_S = torch.empty(len(slots_S), dtype=torch.uint8, device=self._device)
+            for chunk in self._chunks(traits_S):
+                (index,) = self._upload(chunk)
+                raw_rV = logits_SV.index_select(0, index)
+                tokens, status = self._sample_chunk(raw_rV, slots_S[chunk], positions_S[chunk], traits_S[chunk])
+                tokens_S[index], status_S[index] = tokens, status
+        tokens_S = tokens_S.masked_fill_(status_S != Status.FINE, 0)
+        wants_P = (traits_S & Trait.LOGPROBS).nonzero()[0]
+        if not len(wants_P):
+            return Sampled(tokens_S.int(), status_S, wants_P)
+        (index,) = self._upload(wants_P)
+        logprobs = logprob_rows(logits_SV.index_select(0, index), tokens_S.index_select(0, index), most)
+        return Sampled(tokens_S.int(), status_S, wants_P, logprobs)
+
+    def _chunks(self, traits_S: NDArray[np.uint8]) -> list[I64]:
+        """Row numbers in chunks of like rows: untouched greedy ones, greedy ones with work, random ones."""
+        random_S, work_S = (traits_S & Trait.RANDOM) != 0, (traits_S & Trait.WORK) != 0
+        chunks: list[I64] = []
+        for kind_S in (~work_S, work_S & ~random_S, random_S):
+            rows = kind_S.nonzero()[0]
+            chunks += [rows[i : i + self._chunk_rows] for i in range(0, len(rows), self._chunk_rows)]
+        return chunks
+
+    def _sample_chunk(
+        self, raw_rV: Tensor, slots_r: I64, positions_r: I64, traits_r: NDArray[np.uint8]
+    ) -> tuple[Tensor, Tensor]:
+        if not traits_r[0] & Trait.WORK:
+            return _choose(raw_rV)
+        if self._width != self._vocab_size:
+            raw_rV = torch.nn.functional.pad(raw_rV, (0, self._width - self._vocab_size), value=NEG_INF)
+        raw_peak_r = raw_rV.amax(dim=-1)
+        x_rV = raw_rV
+        if (traits_r & (Trait.RULES | Trait.PENALTY)).any():
+            self._change(x_rV, slots_r, positions_r, traits_r)
+        if not traits_r[0] & Trait.RANDOM:
+            peak_r, tokens_r = first_max(x_rV)
+            return tokens_r, _status(raw_peak_r, peak_r)
+        peak_r = x_rV.amax(dim=-1)
+        status_r = _status(raw_peak_r, peak_r)
+        # Rows without a maximum to shift by are failures; zeros keep what follows free of NaN.
+        x_rV.masked_fill_((status_r != Status.FINE).unsqueeze(1), 0.0)
+        x_rV -= torch.where(status_r == Status.FINE, peak_r, 0.0).unsqueeze(1)
+        self._filter(x_rV, slots_r, traits_r)
+        low_r, high_r = self._upload(*noise.row_keys(self.rows.seed[slots_r], positions_r))
+        x_rV -= self._gumbel.log_race(low_r, high_r)
+        return first_max(x_rV)[1], status_r
+
+    def _change(self, x_rV: Tensor, slots_r: I64, positions_r: I64, traits_r: NDArray[np.uint8]) -> None:
+        rows, tokens = self.rows, self._tables.tokens
+        ruled = [
+            (i, self._rules[int(slots_r[i])], tokens[int(slots_r[i]), : int(positions_r[i])])
+            for i in (traits_r & Trait.RULES).nonzero()[0].tolist()
+        ]
+        for i, rules, _ in ruled:
+            rules.apply(x_rV[i], int(positions_r[i] - rows.num_prompt[slots_r[i]]))
+        punished = (traits_r & Trait.PENALTY).nonzero()[0]
+        if len(punished):
+            slots, known = slots_r[punished], positions_r[punished]
+            index, slot, *lengths = self._upload(punished, slots, known, rows.num_prompt[slots])
+            strengths = self._upload(rows.repetition[slots], rows.frequency[slots], rows.presence[slots])
+            history_rL = tokens[:, : int(known.max())].index_select(0, slot).long()
+            x_pV = x_rV.index_select(0, index)
+            apply_penalties(x_pV, history_rL, *lengths, *strengths)
+            x_rV.index_copy_(0, index, x_pV)
+        for i, rules, history in ruled:
+            rules.ban_sequences(x_rV[i], history)
+
+    def _filter(self, x_rV: Tensor, slots_r: I64, traits_r: NDArray[np.uint8]) -> None:
+        """Divides by the temperature and drops what may not be drawn; each row's maximum is 0 and stays."""
+        rows = self.rows
+        temperature, log_min_p, top_k = self._upload(
+            rows.temperature[slots_r], rows.log_min_p[slots_r], rows.top_k[slots_r]
+        )
+        x_rV /= temperature.unsqueeze(1)
+        if (traits_r & Trait.MIN_P).any():
+            keep_min_p(x_rV, log_min_p)
+        limited = traits_r & Trait.TOP_K
+        if limited.any():
+            keep_top_k(x_rV, top_k, int(rows.top_k[slots_r[limited != 0]].max()))
+        if (traits_r & Trait.TOP_P).any():
+            keep_top_p(x_rV, rows.top_p[slots_r].tolist(), compact=self._host_may_wait)
+
+    def _sample_each(self, logits_SV: Tensor, slots_S: I64, positions_S: I64, most: int) -> Sampled:
+        tokens_S = torch.zeros(len(slots_S), dtype=torch.int32, device=self._device)
+        status_S = torch.zeros(len(slots_S), dtype=torch.uint8, device=self._device)
+        failures: dict[int, str] = {}
+        with_logprobs: list[tuple[int, LogprobRows]] = []
+        for i in range(len(slots_S)):
+            row = slice(i, i + 1)
+            try:
+                one = self._sample(logits_SV[row], slots_S[row], positions_S[row], most)
+            except torch.AcceleratorError:
+                raise
+            except Exception as exc:
+                failures[i] = f"sampling failed: {type(exc).__name__}: {exc}"
+                continue
+            tokens_S[row], status_S[row] = one.tokens_S, one.status_S
+            if one.logprobs is not None:
+                with_logprobs.append((i, one.logprobs))
+        rows_P = np.array([i for i, _ in with_logprobs], dtype=np.int64)
+        logprobs = join([rows for _, rows in with_logprobs]) if with_logprobs else None
+        return Sampled(tokens_S, status_S, rows_P, logprobs, failures)
+
+
+def _choose(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """The greedy choice from untouched logits, and whether it means anything."""
+    peak_S, tokens_S = first_max(logits_SV)
+    return tokens_S, _status(peak_S, peak_S)
+
+
+def _status(raw_peak_S: Tensor, peak_S: Tensor) -> Tensor:
+    """From the rows' maxima before and after the rules. A NaN anywhere in a row is its maximum."""
+    status_S = (peak_S == NEG_INF).to(torch.uint8) * Status.NOTHING_ALLOWED
+    return status_S.masked_fill_(~torch.isfinite(raw_peak_S), Status.NOT_FINITE)

@@ -1,0 +1,117 @@
+"""Request tables: one int32 arena on the device, written by staged diffs.
+
+    tokens  [slots, width]      prompt and answer of the request in each slot; the sampler appends here
+    blocks  [slots, max_blocks] per KV group: its block table
+
+The host never reads the arena, so the step after this one may be planned before this one's tokens are known. It
+stages (offset, value) pairs, and `apply` sends all of a step's in one copy and one scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.engine.groups import KVGroup
+from moeserve.engine.plan import I32, BlockDiff
+from moeserve.errors import ConfigError
+from moeserve.runner.upload import Upload
+
+I64 = NDArray[np.int64]
+_INT32_MAX = 2**31 - 1
+
+
+class Tables:
+    """Tables of `slots` requests with at most `max_len` tokens each.
+
+    Attributes: `arena` int32 [everything]; `blocks` one int32 view [slots, max_blocks] per KV group; `width`, the
+    tokens per slot (max_len + 1: a step may be in flight past the last token that will ever be used).
+    """
+
+    def __init__(
+        self, slots: int, max_len: int, groups: Sequence[KVGroup], device: torch.device, upload: Upload
+    ) -> None:
+        self.slots = slots
+        self.width = max_len + 1
+        self._upload = upload
+        self._max_blocks = [-(-self.width // group.block_size) for group in groups]
+        starts = np.cumsum([0, slots * self.width, *(slots * n for n in self._max_blocks)])
+        if starts[-1] > _INT32_MAX:
+            raise ConfigError(
+                f"max_num_seqs={slots} times max_model_len={max_len} needs request tables of {starts[-1]:,} entries; "
+                f"at most {_INT32_MAX:,} fit. Lower one of the two."
+            )
+        self.arena = torch.zeros(int(starts[-1]), dtype=torch.int32, device=device)
+        self._block_starts = [int(start) for start in starts[1:-1]]
+        self.blocks = tuple(
+            self.arena[start : start + slots * n].view(slots, n)
+            for start, n in zip(self._block_starts, self._max_blocks, strict=True)
+        )
+        # How many leading entries of a block-table row may be non-zero: what a new request must clear.
+        self._dirty = [np.zeros(slots, dtype=np.int64) for _ in groups]
+        self._offsets: list[I64] = []
+        self._values: list[I32] = []
+        self._may_repeat = False
+
+    @property
+    def tokens(self) -> Tensor:
+        """int32 view [slots, width]."""
+        return self.arena[: self.slots * self.width].view(self.slots, self.width)
+
+    def token_offsets(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> I64:
+        """Where in the arena the token at each (slot, position) lies."""
+        return slots.astype(np.int64) * self.width + positions
+
+    def add(self, slot: int, tokens: I32) -> None:
+        """Stages a new occupant of `slot`: its tokens, and a block table of zeros."""
+        assert 0 <= slot < self.slots, (slot, self.slots)
+        assert len(tokens) <= self.width, (len(tokens), self.width)
+        self._stage_run(slot * self.width, tokens)
+        for start, row, dirty in zip(self._block_starts, self._max_blocks, self._dirty, strict=True):
+            if dirty[slot]:
+                self._stage_run(start + slot * row, np.zeros(dirty[slot], dtype=np.int32))
+                dirty[slot] = 0
+        self._may_repeat = True
+
+    def update(self, group: int, diff: BlockDiff) -> None:
+        """Stages new block-table entries of one KV group."""
+        if not len(diff.slots_N):
+            return
+        row = self._max_blocks[group]
+        assert int(diff.indices_N.max()) < row, (int(diff.indices_N.max()), row)
+        self._offsets.append(diff.slots_N.astype(np.int64) * row + (diff.indices_N + self._block_starts[group]))
+        self._values.append(diff.blocks_N)
+        np.maximum.at(self._dirty[group], diff.slots_N, diff.indices_N + 1)
+
+    def apply(self) -> None:
+        """Everything staged since the last call reaches the device, later writes to the same entry winning."""
+        if not self._offsets:
+            return
+        offsets_N = np.concatenate(self._offsets)
+        values_N = np.concatenate(self._values).astype(np.int32, copy=False)
+        if self._may_repeat:
+            offsets_N, values_N = _last_writes(offsets_N, values_N)
+        self._offsets, self._values, self._may_repeat = [], [], False
+        offsets, values = self._upload(offsets_N, values_N)
+        self.arena.index_put_((offsets,), values)
+
+    def append(self, offsets_S: Tensor, tokens_S: Tensor) -> None:
+        """Writes sampled tokens (int32) at arena offsets from `token_offsets`: the next step reads them there."""
+        self.arena.index_put_((offsets_S,), tokens_S)
+
+    def _stage_run(self, start: int, values: I32) -> None:
+        self._offsets.append(np.arange(start, start + len(values), dtype=np.int64))
+        self._values.append(values)
+
+
+def _last_writes(offsets_N: I64, values_N: I32) -> tuple[I64, I32]:
+    """Drops all but the last value for each offset: a scatter has no order.
+
+    offsets [5, 6, 5], values [1, 2, 3] -> [5, 6], [3, 2]
+    """
+    kept_offsets, first_from_the_end = np.unique(offsets_N[::-1], return_index=True)
+    return kept_offsets, values_N[::-1][first_from_the_end]

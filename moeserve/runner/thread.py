@@ -1,0 +1,158 @@
+"""One thread that executes plans in order, so that the engine's loop never waits for a forward pass.
+
+A runner whose device works on its own (CUDA) gets a second thread that waits for results: the next plan is launched
+while the device still computes this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, ParamSpec, Protocol, TypeVar
+
+from moeserve.engine.plan import StepPlan, StepResult
+from moeserve.errors import EngineDied
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Executor(Protocol):
+    """What the thread needs of a model runner."""
+
+    @property
+    def device_is_async(self) -> bool: ...
+
+    def enter_thread(self) -> None:
+        """Called first of all in the thread that will call `launch`."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Starts the step; the returned function waits for its result."""
+        ...
+
+
+class Handle(Generic[T]):
+    """An answer on its way from another thread to the loop that asked."""
+
+    __slots__ = ("_future", "_loop")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[T] = self._loop.create_future()
+
+    async def result(self) -> T:
+        return await self._future
+
+    def resolve(self, value: T) -> None:
+        self._from_thread(self._set_result, value)
+
+    def fail(self, cause: BaseException) -> None:
+        self._from_thread(self._set_exception, cause)
+
+    def _from_thread(self, set_: Callable[[T], None] | Callable[[BaseException], None], value: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(set_, value)  # type: ignore[arg-type]
+
+    def _set_result(self, value: T) -> None:
+        if not self._future.done():
+            self._future.set_result(value)
+
+    def _set_exception(self, cause: BaseException) -> None:
+        if not self._future.done():
+            self._future.set_exception(cause)
+            self._future.exception()  # a step that nobody awaits any more is no news
+
+
+class _Worker:
+    """A thread that runs jobs in order until it is told to stop."""
+
+    def __init__(self, name: str, enter: Callable[[], None] | None = None) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._enter = enter
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def do(self, job: Callable[[], None]) -> bool:
+        """Queues a job; False when the thread has ended and will never run it."""
+        if not self.thread.is_alive():
+            return False
+        self._jobs.put(job)
+        return True
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        self.thread.join()
+
+    def _run(self) -> None:
+        if self._enter is not None:
+            self._enter()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class ThreadedRunner:
+    """The engine's `Runner`. After a step has failed, or after `close`, every later one fails with the cause."""
+
+    def __init__(self, runner: Executor) -> None:
+        self.runner = runner
+        self._cause: str | None = None
+        self._launcher = _Worker("model runner", runner.enter_thread)
+        self._collector = _Worker("step results") if runner.device_is_async else None
+
+    def start(self, plan: StepPlan) -> Handle[StepResult]:
+        """Returns at once. To be called on the loop that awaits the result."""
+        handle: Handle[StepResult] = Handle()
+        if self._launcher.do(lambda: self._launch(plan, handle)):
+            return handle
+        handle.fail(EngineDied(self._cause or "the model runner's thread is gone"))
+        return handle
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a function in the runner's thread between two steps: loading the model, an audit."""
+        handle: Handle[T] = Handle()
+
+        def job() -> None:
+            try:
+                handle.resolve(function(*args, **kwargs))
+            except BaseException as exc:
+                handle.fail(exc)
+
+        if not self._launcher.do(job):
+            raise EngineDied(self._cause or "the model runner's thread is gone")
+        return await handle.result()
+
+    def close(self) -> None:
+        """Lets the step that runs now finish, fails those behind it, and joins the threads."""
+        self._cause = self._cause or "the model runner was closed"
+        for worker in (self._launcher, self._collector):
+            if worker is not None:
+                worker.stop()
+
+    def _launch(self, plan: StepPlan, handle: Handle[StepResult]) -> None:
+        if self._cause is not None:
+            handle.fail(EngineDied(self._cause))
+            return
+        try:
+            collect = self.runner.launch(plan)
+        except BaseException as exc:
+            self._fail(plan, handle, exc)
+            return
+        if self._collector is None:
+            self._collect(plan, collect, handle)
+        else:
+            self._collector.do(lambda: self._collect(plan, collect, handle))
+
+    def _collect(self, plan: StepPlan, collect: Callable[[], StepResult], handle: Handle[StepResult]) -> None:
+        try:
+            handle.resolve(collect())
+        except BaseException as exc:
+            self._fail(plan, handle, exc)
+
+    def _fail(self, plan: StepPlan, handle: Handle[StepResult], exc: BaseException) -> None:
+        if self._cause is None:
+            self._cause = f"step {plan.step} failed before: {type(exc).__name__}: {exc}"
+        handle.fail(exc)
