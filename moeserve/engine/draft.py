@@ -27,7 +27,6 @@ class Draft:
     diffs: list[list[tuple[I32, I32, I32]]] = field(init=False)
     added: list[Added] = field(default_factory=list)
     loads: list[BlockMove] = field(default_factory=list)
-    passed: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # (group, slot, generation, first, end)
     num_preempted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -33,6 +33,26 @@ class Hit:
     blocks: tuple[tuple[int, ...], ...]
 
 
+def root_of(salt: str, epoch: int = 0) -> bytes:
+    """Where a chain starts. Requests share blocks only below equal roots."""
+    extras = [(b"salt", salt.encode())] if salt else []
+    if epoch:
+        extras.append((b"epoch", epoch.to_bytes(8, "little")))
+    tagged = b"".join(tag + b"\0" + len(value).to_bytes(8, "little") + value for tag, value in extras)
+    return sha256(b"moeserve kv 1\0" + tagged).digest()
+
+
+def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
+    """The hashes of the full blocks of `tokens`, which come after the block whose hash is `parent`."""
+    step = 4 * block_size
+    data = tokens.astype("<i4", copy=False).tobytes()
+    hashes = []
+    for at in range(0, len(data) - step + 1, step):
+        parent = sha256(parent + data[at : at + step]).digest()
+        hashes.append(parent)
+    return hashes
+
+
 class PrefixCache:
     """Content of blocks by hash, in the pool and in the store behind it. Disabled, it finds and registers nothing."""
 
@@ -111,21 +131,10 @@ class PrefixCache:
         if len(hashes) >= num_blocks:
             return
         if not hashes and not request.root:
-            request.root = self._root(request.salt)
+            request.root = root_of(request.salt, self._epoch)
         parent = hashes[-1] if hashes else request.root
         start = len(hashes) * self._block_size
-        data = tokens[start : num_blocks * self._block_size].astype("<i4", copy=False).tobytes()
-        step = 4 * self._block_size
-        for at in range(0, len(data), step):
-            parent = sha256(parent + data[at : at + step]).digest()
-            hashes.append(parent)
-
-    def _root(self, salt: str) -> bytes:
-        extras = [(b"salt", salt.encode())] if salt else []
-        if self._epoch:
-            extras.append((b"epoch", self._epoch.to_bytes(8, "little")))
-        tagged = b"".join(tag + b"\0" + len(value).to_bytes(8, "little") + value for tag, value in extras)
-        return sha256(b"moeserve kv 1\0" + tagged).digest()
+        hashes.extend(chain(parent, tokens[start : num_blocks * self._block_size], self._block_size))
 
     def _finder(self, hashes: list[bytes], g: int) -> Callable[[int], bool]:
         return lambda i: self._block((hashes[i], g)) is not None

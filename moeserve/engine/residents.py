@@ -94,15 +94,8 @@ class Residents:
                 self.pool.release(row[first:end].copy())
                 row[first:end] = 0
                 passed[slot] = end
-                draft.passed.append((g, slot, int(columns.generation[slot]), first, end))
-
-    def stage_passed(self, draft: Draft) -> None:
-        """Tells the runner of passed blocks, except those of rows that lost their slot since."""
-        for g, slot, generation, first, end in draft.passed:
-            if self.columns.generation[slot] == generation:
-                count = end - first
                 indices = np.arange(first, end, dtype=np.int32)
-                draft.stage(g, np.full(count, slot, np.int32), indices, np.zeros(count, np.int32))
+                draft.stage(g, np.full(end - first, slot, np.int32), indices, np.zeros(end - first, np.int32))
 
     def register(self, slots: Slots) -> None:
         """Lets the prefix cache know the blocks that are full, scheduled, and whose tokens are known."""

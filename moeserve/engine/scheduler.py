@@ -191,7 +191,6 @@ class Scheduler:
                 break
             self._preempt(int(columns.order[-1]), draft)
             enough = False
-        residents.stage_passed(draft)
         return enough
 
     def _admit(self, draft: Draft) -> None:

@@ -1,0 +1,229 @@
+"""Drives a scheduler and the fake model through random traffic, and checks every answer against the oracle."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moeserve.config import Limits
+from moeserve.engine.groups import KVGroup, groups_of
+from moeserve.engine.plan import StepPlan
+from moeserve.engine.scheduler import Scheduler
+from moeserve.messages import FinishReason, Logprobs, StepOutput, Submit
+from moeserve.sampling import TokenSampling
+from tests.engine.fake_model import POISON, VOCAB, FakeModelRunner, oracle, score, states
+
+EOS = 1
+FULL = groups_of((None,), 4)
+HYBRID = groups_of((None, 6), 4)
+WINDOWS = groups_of((6, 11), 4)
+
+
+def limits_of(**changes: int | bool) -> Limits:
+    """A small engine: 4 slots, blocks of 4 tokens, context of 64."""
+    values: dict[str, int | bool] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "prefill_chunk": 24,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 60,
+        **changes,
+    }
+    return Limits(**values)  # type: ignore[arg-type]
+
+
+def submit_of(rid: int, prompt: list[int], *, priority: int = 0, salt: str = "", emitted: int = 0, **sampling: object) -> Submit:
+    """The last `emitted` tokens of `prompt` were an answer already (a replay)."""
+    values: dict[str, object] = {"seed": rid, "max_tokens": 8, **sampling}
+    return Submit(
+        rid=rid,
+        tokens=np.array(prompt, "<i4").tobytes(),
+        num_prompt=len(prompt) - emitted,
+        sampling=TokenSampling(**values),  # type: ignore[arg-type]
+        priority=priority,
+        salt=salt,
+    )
+
+
+@dataclass
+class Answer:
+    msg: Submit
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
+    stop_id: int | None = None
+    cached: int | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_scores: dict[int, Logprobs] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def prompt(self) -> list[int]:
+        return np.frombuffer(self.msg.tokens, "<i4").tolist()
+
+
+class Harness:
+    """The loop of the engine core without a loop: results arrive as late as `rng` likes, but in order."""
+
+    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...] = FULL, rng: random.Random | None = None) -> None:
+        self.limits = limits
+        self.groups = groups
+        self.rng = rng or random.Random(0)
+        self.scheduler = Scheduler(limits, groups, eos_ids=(EOS,), vocab_size=VOCAB)
+        self.runner = FakeModelRunner(limits, groups)
+        self.in_flight: deque[StepPlan] = deque()
+        self.answers: dict[int, Answer] = {}
+        self.plans: list[StepPlan] = []
+        self.num_preempted = 0
+
+    @property
+    def num_free(self) -> int:
+        return self.scheduler.residents.pool.num_free
+
+    def submit(self, msg: Submit) -> Answer:
+        self.scheduler.submit(msg)
+        self.answers[msg.rid] = Answer(msg)
+        return self.answers[msg.rid]
+
+    def abort(self, *rids: int) -> None:
+        self.take(self.scheduler.abort(rids))
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._check(plan)
+            self.plans.append(plan)
+            self.in_flight.append(plan)
+            self.runner.start(plan)
+            if self.rng.random() < 0.5:
+                self.runner.catch_up()
+        self.scheduler.audit()
+        return plan
+
+    def settle(self) -> StepOutput:
+        output = self.scheduler.settle(self.in_flight.popleft(), self.runner.result())
+        self.take(output)
+        self.scheduler.audit()
+        assert output.record is not None
+        self.num_preempted += output.record.num_preempted
+        return output
+
+    def step(self) -> None:
+        """One turn of the core's loop."""
+        if len(self.in_flight) < self.limits.depth and self.plan() is not None:
+            return
+        if self.in_flight:
+            self.settle()
+        else:
+            assert not self.scheduler.has_work, "requests wait and nothing will ever wake them"
+
+    def run(self) -> None:
+        while self.in_flight or self.scheduler.has_work:
+            self.step()
+
+    def take(self, output: StepOutput | None) -> None:
+        if output is None:
+            return
+        rids = np.frombuffer(output.rids, "<i8").tolist()
+        tokens = np.frombuffer(output.tokens, "<i4").tolist()
+        for rid, token, finish in zip(rids, tokens, output.finish, strict=True):
+            answer = self.answers[rid]
+            assert not answer.finish, f"request {rid} goes on after its end"
+            if token >= 0:
+                answer.tokens.append(token)
+            answer.finish = FinishReason.NAMES[finish]
+            answer.stop_id = output.stop_ids.get(rid)
+            answer.error = output.errors.get(rid, "")
+            if rid in output.cached:
+                assert answer.cached is None, "cache hits are told once"
+                assert len(answer.tokens) == 1
+                answer.cached = output.cached[rid]
+            if rid in output.logprobs:
+                answer.logprobs.append(output.logprobs[rid])
+        for rid, part in output.prompt_logprobs.items():
+            for position, row in enumerate(part.rows, part.start):
+                assert position not in self.answers[rid].prompt_scores, "a prompt position was scored twice"
+                self.answers[rid].prompt_scores[position] = row
+
+    def check_answers(self) -> None:
+        """Everything was answered, as the oracle would; nothing is held any more."""
+        for answer in self.answers.values():
+            self._check_answer(answer)
+        self.scheduler.audit()
+        assert self.num_free == self.limits.num_blocks - 1
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+
+    def _check_answer(self, answer: Answer) -> None:
+        prompt, sampling = answer.prompt, answer.msg.sampling
+        emitted = len(prompt) - answer.msg.num_prompt
+        if emitted:
+            prompt = prompt[:-emitted]
+        tokens, finish = oracle(self.groups, prompt, sampling, self.limits.max_model_len)
+        tokens = tokens[emitted:]
+        if prompt[0] == POISON and answer.finish != "abort":
+            assert (answer.finish, answer.error, answer.tokens) == ("error", "poisoned", [])
+            return
+        if answer.finish == "abort":
+            assert answer.tokens == tokens[: len(answer.tokens)]
+            return
+        assert (answer.tokens, answer.finish) == (tokens, finish), answer
+        assert answer.cached is not None
+        assert answer.stop_id == (tokens[-1] if finish == "stop" and tokens[-1] != EOS else None)
+        known = states(self.groups, prompt + tokens)
+        if sampling.logprobs is not None:
+            first = len(answer.prompt) - 1
+            assert answer.logprobs == [score(known[first + i], token) for i, token in enumerate(tokens)]
+        if sampling.prompt_logprobs is not None:
+            assert answer.cached == 0
+            scores = {p: score(known[p - 1], prompt[p]) for p in range(1, len(prompt))}
+            assert answer.prompt_scores == scores
+
+    def _check(self, plan: StepPlan) -> None:
+        limits = self.limits
+        assert plan.num_tokens <= limits.max_num_batched_tokens
+        assert plan.counts_R.max() <= limits.prefill_chunk
+        assert len(set(plan.slots_R.tolist())) == len(plan.slots_R) <= limits.max_num_seqs
+        assert plan.step == len(self.plans)
+        for diff in plan.diffs:
+            assert diff.slots_N.dtype == diff.indices_N.dtype == diff.blocks_N.dtype == np.int32
+        assert plan.slots_R.dtype == plan.starts_R.dtype == plan.counts_R.dtype == np.int32
+
+
+def random_submit(rng: random.Random, rid: int, stems: list[list[int]], limits: Limits) -> Submit:
+    """Prompts that often begin alike, short and long answers, all the side conditions now and then."""
+    stem = rng.choice(stems)
+    prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(20, VOCAB) for _ in range(rng.randint(1, 6))]
+    if rng.random() < 0.05:
+        prompt[0] = POISON
+    max_tokens = min(rng.randint(1, 20), limits.max_model_len - len(prompt))
+    return submit_of(
+        rid,
+        prompt,
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        salt=rng.choice(["", "", "tenant"]),
+        seed=rng.randrange(3),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, 0, 5]) if max_tokens >= 5 else 0,
+        stop_ids=rng.choice([(EOS,), (EOS, 7, 30, 31), ()]),
+        logprobs=rng.choice([None, None, 0]),
+        prompt_logprobs=rng.choice([None, None, None, 0]),
+    )
+
+
+def random_traffic(harness: Harness, rng: random.Random, num_requests: int) -> None:
+    """Submits, aborts, resets and steps in random order until every request has its ending."""
+    stems = [[rng.randrange(20, VOCAB) for _ in range(rng.choice([9, 17, 30]))] for _ in range(3)]
+    rid = 0
+    while rid < num_requests or harness.scheduler.has_work or harness.in_flight:
+        if rid < num_requests and rng.random() < 0.4:
+            harness.submit(random_submit(rng, rid, stems, harness.limits))
+            rid += 1
+        if rng.random() < 0.008:
+            open_rids = [r for r, a in harness.answers.items() if not a.finish]
+            harness.abort(*rng.sample(open_rids, min(len(open_rids), 2)), 999_999)
+        if rng.random() < 0.01:
+            harness.scheduler.reset_prefix_cache()
+        harness.step()
