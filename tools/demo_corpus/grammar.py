@@ -9,7 +9,8 @@ Slots = dict[str, str | Callable[[], str]]
 _SLOT = re.compile(r"<([A-Za-z_]+)>")
 _CHOICE = re.compile(r"\{([^{}]*)\}")
 _ARTICLE = re.compile(r"\b([Aa])~ (\W?)(\w+)")
-_SENTENCE = re.compile(r"(^|[.!?] |\.\" |\n)([a-z])")
+# The project's name is written small, even at the start of a sentence.
+_SENTENCE = re.compile(r"(^|[.!?] |\.\" |\n)(?!moeserve)([a-z])")
 # Spelled with a vowel, spoken with a consonant, and the other way round.
 _A_WORDS = ("uni", "use", "one", "eu")
 _AN_WORDS = ("hour", "honest", "heir")
