@@ -1,0 +1,107 @@
+"""The pre-norm decoder that every family here is: embed, layers of attention and MLP or experts, norm, LM head.
+
+T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S rows that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.layers.attention import Attention, AttentionStep
+from moeserve.layers.inputs import LayerKV, StepInputs
+from moeserve.layers.rotary import RotaryTable
+from moeserve.loader.spec import ModelSpec
+from moeserve.moe.lane import Lane
+from moeserve.ops.linear import Linear
+from moeserve.ops.table import Ops
+
+FeedForward = Callable[[Tensor, int, Lane], Tensor]  # x_T'D, number of real rows, lane -> T'D
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. `group` is the KV group whose block table its cache follows."""
+
+    attn_norm: Tensor
+    attention: Attention
+    mlp_norm: Tensor
+    feed_forward: FeedForward
+    group: int
+
+
+class Decoder:
+    """A model ready to run. It knows nothing of devices, ranks or lanes: those are behind `ops` and the lane."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: Ops,
+        embed_VD: Tensor,
+        layers: Sequence[Layer],
+        norm_D: Tensor,
+        head: Linear,
+        rotary: RotaryTable,
+    ) -> None:
+        self.spec = spec
+        self._ops = ops
+        self._embed_VD = embed_VD
+        self._layers = tuple(layers)
+        self._norm_D = norm_D
+        self._head = head
+        self._rotary = rotary
+
+    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
+        """Hidden states after the final norm, [T, D]; writes the tokens' keys and values to kv, one per layer."""
+        ops, spec = self._ops, self.spec
+        num_tokens = step.ids_T.shape[0]
+        extra = ops.pad_rows(num_tokens) - num_tokens
+        ids, positions = (
+            torch.nn.functional.pad(x, (0, extra)) if extra else x for x in (step.ids_T, step.positions_T)
+        )
+        groups = self._attention_steps(step, positions)
+        residual = ops.embedding(ids, self._embed_VD)
+        if spec.embedding_scale != 1.0:
+            residual = residual * spec.embedding_scale
+        x = ops.rms_norm(residual, self._layers[0].attn_norm, spec.norm_eps)
+        next_norms = [layer.attn_norm for layer in self._layers[1:]] + [self._norm_D]
+        for layer, cache, next_norm in zip(self._layers, kv, next_norms, strict=True):
+            x = self._scaled(layer.attention(x, groups[layer.group], cache))
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
+            x = self._scaled(layer.feed_forward(x, num_tokens, lane))
+            x, residual = ops.add_rms_norm(x, residual, next_norm, spec.norm_eps)
+        return x[:num_tokens]
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """Scores of every vocabulary entry, fp32 [S, V]."""
+        rows = hidden_SD.shape[0]
+        if not rows:
+            return hidden_SD.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+        extra = self._ops.pad_rows(rows) - rows
+        padded = torch.nn.functional.pad(hidden_SD, (0, 0, 0, extra)) if extra else hidden_SD
+        logits_SV = self._head(padded)[:rows].float()
+        return logits_SV if self.spec.logits_divisor == 1.0 else logits_SV / self.spec.logits_divisor
+
+    def _scaled(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.spec.residual_scale == 1.0 else x_TD * self.spec.residual_scale
+
+    def _attention_steps(self, step: StepInputs, positions: Tensor) -> list[AttentionStep]:
+        cos, sin = self._rotary(positions)
+        spec = self.spec
+        steps = []
+        for group in step.groups:
+            plan = self._ops.plan_attention(
+                group.blocks_RN,
+                group.block_size,
+                group.window,
+                step.starts_R,
+                step.offsets_R1,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+            )
+            steps.append(AttentionStep(cos, sin, group.cells_T, plan))
+        return steps

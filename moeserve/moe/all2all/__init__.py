@@ -1,0 +1,1 @@
+"""How rows travel to the owners of their experts and back: one file per transport, `local` is the specification."""

@@ -1,0 +1,51 @@
+"""Experts one after another with the matrix products of the ops table: the reference of every expert kernel.
+
+It is also the fast path where products are packed (oneDNN on CPUs): an expert's weights are read once per step,
+experts without rows are skipped, and row counts are rounded up over the following rows instead of being copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeserve.moe.all2all.base import Inbound, Layout
+from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
+from moeserve.moe.lane import Scratch
+from moeserve.ops.linear import Linear
+from moeserve.ops.table import Ops
+
+Packed = list[tuple[Linear, Linear]]
+
+
+class ReferenceExperts:
+    """SwiGLU experts as two products and an activation for each expert that has rows."""
+
+    caps = ExpertsCaps(
+        name="reference",
+        layouts=frozenset({Layout.GROUPED}),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        devices=frozenset({"cpu", "cuda"}),
+    )
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def pack(self, weights: ExpertWeights) -> Packed:
+        pack = self._ops.pack_linear
+        return [(pack(w13, None), pack(w2, None)) for w13, w2 in zip(weights.w13_eFD, weights.w2_eDI, strict=True)]
+
+    def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
+        ops = self._ops
+        x_PD = inbound.x
+        start = 0
+        for slot in inbound.counts_e.nonzero()[0].tolist():
+            end = int(inbound.ends_e[slot])
+            padded = start + ops.pad_rows(end - start)
+            w13, w2 = weights[slot]
+            if padded <= x_PD.shape[0]:
+                x_MD = x_PD[start:padded]  # the next experts' rows fill up the shape; their results are dropped
+            else:
+                x_MD = torch.nn.functional.pad(x_PD[start:end], (0, 0, 0, padded - end))
+            out[start:end] = w2(ops.silu_mul(w13(x_MD)))[: end - start]
+            start = end

@@ -1,0 +1,121 @@
+"""Norms, rotary embedding, activations and look-ups: everything that is neither a matrix product nor attention.
+
+T tokens, D width, H heads, d head width, I expert width. Sums run in fp32 inside one row. torch's vectorised loops
+compute the last few elements of a range with scalar code that may round exp() otherwise; `row_pieces` keeps every
+row whole, so that a row's bits do not depend on where in the batch it lies or on how many threads share the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
+GATE_LANES = 64
+
+
+def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
+    """Cut `rows` so that torch, which splits a piece evenly by elements over its threads, splits between rows.
+
+    5 rows of 32,768 with 2 threads -> slice(0, 4), slice(4, 5)
+    """
+    start = 0
+    while start < rows:
+        size = rows - start
+        while size % min(threads, -(-size * width // TORCH_GRAIN)):
+            size -= 1
+        yield slice(start, start + size)
+        start += size
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once to x's dtype.
+
+    x [3, 4] (weight 1, eps 0) -> [0.8485, 1.1314]
+    """
+    return F.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps).to(x_TD.dtype)
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm decoder."""
+    total_TD = x_TD + residual_TD
+    return rms_norm(total_TD, weight_D, eps), total_TD
+
+
+def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+    """Rotate pairs (i, i + d/2) of each head by the token's angles; x in fp32, cos and sin [T, 1, d] in fp32.
+
+    sin carries the sign: minus in the first half. Source: RoFormer (Su et al. 2021), in GPT-NeoX's half layout.
+    x [1, 0], angle 90 degrees -> [0, 1]
+    """
+    first, second = x_THd.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    return (x_THd * cos_Td).add_(swapped.mul_(sin_Td))
+
+
+def silu_mul(gate_up_MI: Tensor, threads: int) -> Tensor:
+    """silu(first half) * second half of the last dimension (SwiGLU, Shazeer 2020).
+
+    [1, 2] -> [1 / (1 + e^-1) * 2] = [1.4621]
+    """
+    gate, up = gate_up_MI.chunk(2, dim=-1)
+    if gate.numel() <= TORCH_GRAIN or threads == 1:
+        return F.silu(gate).mul_(up)
+    out = torch.empty_like(gate)
+    for rows in row_pieces(gate.shape[0], gate.shape[1], threads):
+        torch.mul(F.silu(gate[rows]), up[rows], out=out[rows])
+    return out
+
+
+def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
+    """sigmoid of the first of GATE_LANES columns, fp32 [T, 1]: a lone column would meet torch's scalar tail."""
+    wide = logits_TL.float()
+    for rows in row_pieces(wide.shape[0], wide.shape[1], threads):
+        wide[rows] = wide[rows].sigmoid()
+    return wide[:, :1]
+
+
+def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """Rows of the embedding table."""
+    return weight_VD.index_select(0, ids_T)
+
+
+def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache: Tensor, v_cache: Tensor, cells_T: Tensor) -> None:
+    """Put new keys and values into their cells (block * block_size + offset) of one layer's cache."""
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, cells_T, k_TGd)
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, cells_T, v_TGd)
+
+
+def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]), best first.
+
+    Scores in fp32; equal scores go to the lowest expert id. score `softmax`: over all experts, then top-k;
+    `softmax_selected`: top-k of the logits, then softmax over those.
+    logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2]
+    """
+    scores = logits_TE.float()
+    if score == "softmax":
+        scores = scores.softmax(-1)
+    # Unique integer keys in the order of (score, -id): a float's bits order as an integer, once negative ones flip.
+    bits = (scores + 0.0).view(torch.int32).long()
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
+    keys -= torch.arange(scores.shape[-1], device=scores.device)
+    ids_TK = keys.topk(top_k, dim=-1).indices
+    weights_TK = scores.gather(-1, ids_TK)
+    if score == "softmax_selected":
+        weights_TK = weights_TK.softmax(-1)
+    if renormalize:
+        weights_TK = weights_TK / _ordered_sum(weights_TK)
+    return ids_TK.int(), weights_TK
+
+
+def _ordered_sum(x_TK: Tensor) -> Tensor:
+    """Sum over the last dimension in the order 0, 1, ... K-1; [T, 1]."""
+    columns = x_TK.unbind(-1)
+    total = columns[0].clone()
+    for column in columns[1:]:
+        total += column
+    return total[:, None]

@@ -1,0 +1,61 @@
+"""A few milliseconds at start that check, on this machine, the invariances that the reference kernels rely on.
+
+A row's bits must not depend on how many other rows share the call, where it lies among them, or how far the context
+is padded. torch's libraries choose code by shape, so this holds only where someone looked; here is where we look.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.ops.attention import TILE, attention, plan_attention
+from moeserve.ops.linear import PackLinear
+
+log = logging.getLogger(__name__)
+
+ROWS = 48
+SHAPES = ((64, 96), (256, 256), (512, 136))  # inputs, outputs
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 24, 40)
+
+
+def _values(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def probe_linear(pack: PackLinear, dtype: torch.dtype, multiple: int = 1) -> bool:
+    """Whether rows of `pack`'s products keep their bits among any number of others. The packer pads by itself;
+    counts below are also tried as multiples of it, since callers may pad for it."""
+    for k, n in SHAPES:
+        linear = pack(_values(n, k, seed=k).to(dtype), None)
+        x = _values(ROWS, k, seed=n).to(dtype)
+        whole = linear(x)
+        for count in COUNTS:
+            first = (count * 5) % (ROWS - count)
+            if not torch.equal(linear(x[first : first + count]), whole[first : first + count]):
+                return False
+    return True
+
+
+def probe_attention(dtype: torch.dtype) -> None:
+    """Attention of one query alone against the same query inside a chunk. Warns when the bits differ."""
+    tokens, heads, kv_heads, d, size = 3 * TILE, 4, 2, 64, 16
+    q, k, v = (_values(tokens, h, d, seed=h).to(dtype) for h in (heads, kv_heads, kv_heads))
+    cache = [x.view(-1, size, kv_heads, d) for x in (k, v)]
+    blocks = torch.arange(tokens // size)[None]
+
+    def run(start: int, end: int) -> Tensor:
+        plan = plan_attention(
+            blocks, size, None, np.array([start], np.int32), np.array([0, end - start], np.int32), heads, kv_heads, d
+        )
+        return attention(q[start:end], cache[0], cache[1], plan)
+
+    whole = run(0, tokens)
+    for start, end in ((0, 1), (5, 12), (70, 71), (tokens - 1, tokens)):
+        if not torch.equal(run(start, end), whole[start:end]):
+            log.warning("attention in %s depends on the chunk size on this machine: a request's tokens may depend on "
+                        "what else is in the batch", dtype)  # fmt: skip
+            return

@@ -1,0 +1,95 @@
+"""The one table of kernels: chosen once at start, by device, dtype and what the self-probe found; said aloud."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import ConfigError
+from moeserve.ops import attention, elementwise
+from moeserve.ops.linear import PackLinear, onednn_pack, plain_packer
+from moeserve.ops.probe import probe_attention, probe_linear
+
+log = logging.getLogger(__name__)
+
+ROW_BUCKET = 16  # above this many rows, counts are rounded up to it, so that oneDNN compiles few shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Every kernel that model code calls. Meanings, shapes and examples are at the functions of the same names.
+
+    pad_rows(n): how many rows a step or an expert with n rows is computed with; what the rest holds is irrelevant.
+    pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    chosen: tuple[tuple[str, str], ...]  # kernel -> implementation and why
+    pad_rows: Callable[[int], int]
+    pack_linear: PackLinear
+    silu_mul: Callable[[Tensor], Tensor]
+    sigmoid_gate: Callable[[Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rotary
+    embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = elementwise.write_kv
+    route: Callable[[Tensor, int, str, bool], tuple[Tensor, Tensor]] = elementwise.route
+    plan_attention: Callable[..., attention.AttentionPlan] = attention.plan_attention
+    attention: Callable[[Tensor, Tensor, Tensor, attention.AttentionPlan], Tensor] = attention.attention
+
+    def describe(self) -> str:
+        return ", ".join(f"{kernel}: {how}" for kernel, how in self.chosen)
+
+
+def pick_ops(device: torch.device | str, dtype: torch.dtype, *, onednn: bool | None = None) -> Ops:
+    """Choose the kernels for this machine, after probing that their bits do not depend on the batch.
+
+    Call it after the thread count is set. onednn: None takes oneDNN's packed products where they work; True demands
+    them; False takes plain torch. Raises ConfigError for a dtype that no kernel serves.
+    """
+    device = torch.device(device)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
+    if device.type != "cpu":
+        return _table(device, dtype, plain_packer(1), 1, "torch on " + device.type, 1)
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    can_pack = has_onednn and dtype != torch.float16
+    reason = "torch"
+    if onednn or (onednn is None and can_pack):
+        if not can_pack:
+            raise ConfigError(f"oneDNN cannot pack {dtype} weights on this machine; leave onednn unset")
+        if probe_linear(onednn_pack, dtype):
+            probe_attention(dtype)
+            return _table(device, dtype, onednn_pack, 1, "oneDNN, packed", torch.get_num_threads())
+        reason = "torch, because oneDNN's products depend on the row count here"
+    for pad in (1, 8, 16, 32):
+        if probe_linear(plain_packer(pad), dtype, multiple=pad):
+            probe_attention(dtype)
+            return _table(device, dtype, plain_packer(pad), pad, f"{reason}, rows in {pad}s", torch.get_num_threads())
+    log.warning("products of %s depend on the row count at every padding up to 32 on this machine: "
+                "a request's tokens may depend on what else is in the batch", dtype)  # fmt: skip
+    return _table(device, dtype, plain_packer(32), 32, f"{reason}, not batch-invariant", torch.get_num_threads())
+
+
+def _table(device: torch.device, dtype: torch.dtype, pack: PackLinear, pad: int, how: str, threads: int) -> Ops:
+    def pad_rows(rows: int) -> int:
+        step = max(pad, ROW_BUCKET) if rows > ROW_BUCKET else pad
+        return max(1, -(-rows // step)) * step
+
+    ops = Ops(
+        device=device,
+        dtype=dtype,
+        chosen=(("linear", how), ("attention", "torch, tiles of 64"), ("others", "torch")),
+        pad_rows=pad_rows,
+        pack_linear=pack,
+        silu_mul=lambda x: elementwise.silu_mul(x, threads),
+        sigmoid_gate=lambda x: elementwise.sigmoid_gate(x, threads),
+    )
+    log.info("kernels for %s on %s with %d threads: %s", dtype, device, torch.get_num_threads(), ops.describe())
+    return ops
