@@ -1,0 +1,153 @@
+"""Sends a benchmark's requests at their times and notes what came back and when."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeserve.cli.bench.datasets import Sample
+from moeserve.client import AsyncClient, Stream
+from moeserve.client.types import ChatCompletionChunk, Completion
+from moeserve.errors import RequestError
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request as the client saw it. Times in seconds; start_s on the performance counter."""
+
+    prompt_len: int
+    success: bool = False
+    output_tokens: int = 0
+    start_s: float = 0.0
+    queue_s: float = 0.0  # waited on this side for --max-concurrency
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)  # every gap between two chunks
+    text: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where and how to ask. `fields` are JSON fields of every request."""
+
+    url: str
+    chat: bool
+    model: str
+    fields: Mapping[str, Any]
+    headers: Mapping[str, str]
+    request_id_prefix: str
+
+
+def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
+    """Seconds after the start at which each request is sent. rate inf: all at once.
+
+    Gaps are gamma distributed with mean 1/rate and shape `burstiness` (1: a Poisson process; inf: even), then scaled so
+    that the last comes at count/rate: another seed moves requests about, but not the offered load.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    if math.isinf(burstiness):
+        gaps = [1.0 / rate] * count
+    else:
+        gaps = [rng.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(count)]
+    scale = count / rate / sum(gaps)
+    total, times = 0.0, []
+    for gap in gaps:
+        total += gap * scale
+        times.append(total)
+    return times
+
+
+async def send(client: AsyncClient, target: Target, sample: Sample, number: int) -> Outcome:
+    """One streamed request from first byte sent to last byte received. An error is an outcome, not an exception."""
+    outcome = Outcome(sample.prompt_len)
+    headers = {**target.headers, "X-Request-Id": f"{target.request_id_prefix}{number}"}
+    outcome.start_s = time.perf_counter()
+    try:
+        response = await client.transport.open("POST", target.url, _body(target, sample), headers=headers)
+        stream: Stream[Any] = Stream(
+            response, ChatCompletionChunk if target.chat else Completion, client.transport.timeout_s
+        )
+        await _follow(stream, outcome, chat=target.chat)
+    except RequestError as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    return outcome
+
+
+def _body(target: Target, sample: Sample) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
+    if target.chat:
+        body["messages"] = [{"role": "user", "content": sample.prompt}]
+    else:
+        body["prompt"] = sample.prompt
+    if sample.output_len is not None:
+        body["max_completion_tokens" if target.chat else "max_tokens"] = sample.output_len
+    return {**body, **target.fields, **sample.overrides}
+
+
+async def _follow(stream: Stream[Any], outcome: Outcome, *, chat: bool) -> None:
+    pieces: list[str] = []
+    last_s = outcome.start_s
+    async with stream:
+        async for chunk in stream:
+            if chunk.usage is not None:
+                outcome.output_tokens = chunk.usage.completion_tokens
+                outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
+            for choice in chunk.choices:
+                text = choice.delta.content if chat else choice.text
+                if chat and not text and choice.finish_reason is None:
+                    continue  # the role chunk is not a token
+                now_s = time.perf_counter()
+                if outcome.ttft_s == 0.0:
+                    outcome.ttft_s = now_s - outcome.start_s
+                else:
+                    outcome.itl_s.append(now_s - last_s)
+                last_s = now_s
+                pieces.append(text or "")
+    outcome.latency_s = last_s - outcome.start_s
+    outcome.text = "".join(pieces)
+    outcome.success = outcome.ttft_s > 0.0
+    if not outcome.success:
+        outcome.error = "the answer had no tokens"
+    elif outcome.output_tokens == 0:
+        outcome.output_tokens = 1 + len(outcome.itl_s)  # a server without usage: a chunk is a token
+
+
+async def run_load(
+    client: AsyncClient,
+    target: Target,
+    samples: Sequence[Sample],
+    times_s: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    on_done: Callable[[], Any] = lambda: None,
+) -> tuple[list[Outcome], float]:
+    """Sends every sample at its time; returns the outcomes in that order and the seconds until the last was done."""
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+
+    async def one(number: int, sample: Sample) -> Outcome:
+        arrived_s = time.perf_counter()
+        async with AsyncExitStack() as stack:
+            if gate is not None:
+                await stack.enter_async_context(gate)
+            outcome = await send(client, target, sample, number)
+        outcome.queue_s = outcome.start_s - arrived_s
+        on_done()
+        return outcome
+
+    begun_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for number, (sample, at_s) in enumerate(zip(samples, times_s, strict=True)):
+            wait_s = begun_s + at_s - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            tasks.append(group.create_task(one(number, sample)))
+    return [task.result() for task in tasks], time.perf_counter() - begun_s

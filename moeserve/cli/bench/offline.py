@@ -1,0 +1,55 @@
+"""What the offline benchmarks share: an LLM from the flags of `moeserve serve`, and random prompts for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeserve.cli.settings import add_flags, settle
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moeserve import LLM
+
+
+def add_llm_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [--model MODEL] [flags] [flags of `moeserve serve`]"
+    parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory (default: demo)")
+    parser.add_argument("--input-len", type=int, default=32, metavar="N", help="prompt tokens [32]")
+    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="answer tokens [128]")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts [0]")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
+    add_flags(parser, shown=False, model=False)
+
+
+def open_llm(args: argparse.Namespace) -> LLM:
+    """Raises ConfigError. Text is left out: prompts and answers are token ids."""
+    for name in ("input_len", "output_len"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    config = settle(args).config
+    config = replace(config, model=replace(config.model, skip_tokenizer_init=True))
+    from moeserve import LLM
+
+    return LLM(config=config)
+
+
+def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
+    """`count` prompts of `length` token ids each, over the model's whole vocabulary."""
+    ready = llm._engine.front.ready
+    assert ready is not None
+    rng = random.Random(seed)
+    ids = range(ready.vocab_size)
+    return [{"prompt_token_ids": rng.choices(ids, k=length)} for _ in range(count)]
+
+
+def report(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """The result as JSON on stdout, and in --output-json."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.output_json is not None:
+        args.output_json.write_text(text + "\n", "utf-8")

@@ -1,0 +1,33 @@
+"""The report for bug reports."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moeserve.cli import main
+from moeserve.version import __version__
+
+
+def test_json_has_what_a_maintainer_asks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESERVE_API_KEY", "s3cret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main.main(["collect-env", "--json", "--no-torch"]) == 0
+    text = capsys.readouterr().out
+    assert "s3cret" not in text
+    found = json.loads(text)
+    assert found["moeserve"] == __version__
+    assert found["packages"]["aiohttp"]
+    assert found["cpu"]["allowed_cores"] >= 1
+    assert found["memory"]["total_bytes"] > 2**28
+    assert found["environment"]["OMP_NUM_THREADS"] == "3"
+    assert "torch" not in found
+
+
+def test_text_includes_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["collect-env"]) == 0
+    text = capsys.readouterr().out
+    assert "total: " in text
+    assert " GiB" in text
+    assert "cpu_capability:" in text
