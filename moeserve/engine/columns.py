@@ -109,8 +109,8 @@ class Columns:
         end = -(-int(self.scheduled[slot]) // self.block_size)
         return [t[slot, p[slot] : end] for t, p in zip(self.tables, self.passed, strict=True)]
 
-    def audit(self) -> I32:
-        """Checks the rows; returns how often the tables name each block (as long as the largest block id)."""
+    def audit(self, num_blocks: int) -> I32:
+        """Checks the rows; returns how often the tables name each of num_blocks blocks."""
         busy = [slot for slot, _ in self._running()]
         assert sorted([*busy, *self._free]) == list(range(len(self.requests))), "slots do not add up"
         assert self.slot_of == {int(self.rid[slot]): slot for slot in busy}, "slots and request ids disagree"
@@ -120,7 +120,7 @@ class Columns:
         assert (self.scheduled[busy] <= self.last[busy]).all(), "scheduled beyond the last position"
         assert (self.known[busy] <= self.last[busy]).all(), "a complete request still runs"
         held = [blocks for slot in busy for blocks in self.held(slot)]
-        return np.bincount(np.concatenate([np.zeros(0, np.int32), *held])).astype(np.int32)
+        return np.bincount(np.concatenate([np.zeros(0, np.int32), *held]), minlength=num_blocks).astype(np.int32)
 
     def _running(self) -> list[tuple[int, Request]]:
         return [(slot, request) for slot, request in enumerate(self.requests) if request is not None]

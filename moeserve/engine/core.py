@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import time
 from collections import deque
@@ -85,7 +84,6 @@ class EngineCore:
 
     async def run(self) -> None:
         """Serves until a Drain is done. An error of the runner or of ours ends everything, with its cause."""
-        gc.freeze()  # what was built until now lives as long as the engine: no collection need look at it again
         try:
             while self.busy or not self._draining:
                 if not self.busy:

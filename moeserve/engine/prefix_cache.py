@@ -109,13 +109,13 @@ class PrefixCache:
             loads.append(BlockMove(block, cell))
         return tables, loads
 
-    def register(self, request: Request, tokens: I32, tables: list[I32], first: int, end: int) -> None:
-        """Makes blocks first..end-1 findable; tables[g] is the request's row, tokens its known tokens."""
+    def register(self, request: Request, tokens: I32, blocks: list[list[int]], first: int) -> None:
+        """Makes a request's blocks from index `first` on findable: blocks[g] of group g, 0 where a window passed."""
         if not self._enabled:
             return
-        self._extend(request, tokens, end)
-        for g, table in enumerate(tables):
-            for i, block in enumerate(table[first:end].tolist(), first):
+        self._extend(request, tokens, first + len(blocks[0]))
+        for g, row in enumerate(blocks):
+            for i, block in enumerate(row, first):
                 if block:
                     self._pool.cache(block, (request.hashes[i], g))
 

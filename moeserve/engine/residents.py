@@ -101,12 +101,15 @@ class Residents:
         """Lets the prefix cache know the blocks that are full, scheduled, and whose tokens are known."""
         columns = self.columns
         full = np.minimum(columns.scheduled[slots], columns.known[slots]) // self._block_size
-        for i in np.flatnonzero(full > columns.hashed[slots]).tolist():
-            slot, end = int(slots[i]), int(full[i])
-            tables = [table[slot] for table in columns.tables]
-            first = int(columns.hashed[slot])
-            self.cache.register(columns.request(slot), columns.tokens[slot], tables, first, end)
-            columns.hashed[slot] = end
+        hashed = columns.hashed[slots]
+        some = np.flatnonzero(full > hashed)
+        if not len(some):
+            return
+        columns.hashed[slots] = np.maximum(full, hashed)
+        rows = zip(slots[some].tolist(), hashed[some].tolist(), full[some].tolist(), strict=True)
+        for slot, first, end in rows:
+            blocks = [table[slot, first:end].tolist() for table in columns.tables]
+            self.cache.register(columns.request(slot), columns.tokens[slot], blocks, first)
 
     # ---- room
 
@@ -139,9 +142,7 @@ class Residents:
     def audit(self) -> None:
         """Raises AssertionError unless slots, tables, pool, cache and store agree."""
         self.pool.audit()
-        holds = self.columns.audit()
-        holds.resize(self.pool.num_blocks)
-        self.pool.check_holds(holds)
+        self.pool.check_holds(self.columns.audit(self.pool.num_blocks))
         if self.store is not None:
             self.store.audit()
 

@@ -36,7 +36,9 @@ def limits_of(**changes: int | bool) -> Limits:
     return Limits(**values)  # type: ignore[arg-type]
 
 
-def submit_of(rid: int, prompt: list[int], *, priority: int = 0, salt: str = "", emitted: int = 0, **sampling: object) -> Submit:
+def submit_of(
+    rid: int, prompt: list[int], *, priority: int = 0, salt: str = "", emitted: int = 0, **sampling: object
+) -> Submit:
     """The last `emitted` tokens of `prompt` were an answer already (a replay)."""
     values: dict[str, object] = {"seed": rid, "max_tokens": 8, **sampling}
     return Submit(

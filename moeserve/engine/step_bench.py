@@ -1,0 +1,150 @@
+"""Measures the host's share of a decode step: the real core, scheduler and encoder around a runner that does nothing.
+
+Phases, in microseconds per step:
+
+    plan      Scheduler.plan
+    tables    whatever a runner's host side does with a plan (the `tables` argument), if it is given
+    settle    Scheduler.settle
+    encode    StepOutput to msgpack
+    loop      the rest: core loop, inbox, event loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Callable
+from time import perf_counter_ns, thread_time_ns
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from moeserve.actor.inbox import Inbox
+from moeserve.config import Limits
+from moeserve.engine.core import EngineCore
+from moeserve.engine.groups import KVGroup
+from moeserve.engine.null_runner import NullHandle, NullRunner
+from moeserve.engine.plan import StepPlan
+from moeserve.engine.scheduler import Scheduler
+from moeserve.messages import Drain, EngineIn, EngineOut, StepOutput, Submit
+from moeserve.sampling import TokenSampling
+
+Clock = Literal["wall", "cpu"]
+Tables = Callable[[StepPlan], None]
+_CLOCKS: dict[Clock, Callable[[], int]] = {"wall": perf_counter_ns, "cpu": thread_time_ns}
+BLOCK_SIZE = 16
+PROMPT_LENGTHS = (128, 384)  # spread over a block, so that rows cross into new ones at different steps
+WARM_UP_STEPS = 200
+VOCAB_SIZE = 32_000
+END_ID = VOCAB_SIZE  # each request stops at an id that never comes
+
+
+def measure(
+    num_running: list[int], *, steps: int = 1000, tables: Tables | None = None, clock: Clock = "wall"
+) -> dict[str, Any]:
+    """Host time per decode step with that many running requests: {"results": [{num_running, step_us, phases_us}]}.
+
+    Each time is {"p50", "p99", "mean"} over `steps` steps after a warm-up. clock "cpu" counts this thread's time only,
+    which leaves out what other processes take from it on a shared machine.
+    """
+    results = [asyncio.run(_Bench(n, steps, tables, _CLOCKS[clock]).run()) for n in num_running]
+    facts = {"block_size": BLOCK_SIZE, "depth": 2, "steps": steps, "tables": tables is not None, "clock": clock}
+    return {**facts, "results": results}
+
+
+class _Timed:
+    """Time spent per call, in nanoseconds."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.spent: list[int] = []
+        self._clock = clock
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = self._clock()
+            result = function(*args)
+            self.spent.append(self._clock() - began)
+            return result
+
+        return timed
+
+
+class _BenchRunner(NullRunner):
+    def __init__(self, tables: Tables | None) -> None:
+        super().__init__(VOCAB_SIZE)
+        self._tables = tables
+
+    def start(self, plan: StepPlan) -> NullHandle:
+        if self._tables is not None:
+            self._tables(plan)
+        return super().start(plan)
+
+
+class _Bench:
+    def __init__(self, num_running: int, steps: int, tables: Tables | None, clock: Callable[[], int]) -> None:
+        self.num_running = num_running
+        self.steps = steps
+        self.clock = clock
+        self.phases = {name: _Timed(clock) for name in ("plan", "tables", "settle", "encode")}
+        max_len = PROMPT_LENGTHS[1] + 2 * (WARM_UP_STEPS + steps)
+        limits = Limits(
+            max_num_seqs=num_running,
+            max_num_batched_tokens=8192,
+            prefill_chunk=8192,
+            max_model_len=max_len,
+            block_size=BLOCK_SIZE,
+            num_blocks=2 + num_running * -(-max_len // BLOCK_SIZE),
+        )
+        self.scheduler = Scheduler(limits, (KVGroup("full", BLOCK_SIZE, (0,)),), vocab_size=VOCAB_SIZE + 1)
+        self.scheduler.plan = self.phases["plan"].wrap(self.scheduler.plan)  # type: ignore[method-assign]
+        self.scheduler.settle = self.phases["settle"].wrap(self.scheduler.settle)  # type: ignore[method-assign]
+        timed_tables = None if tables is None else self.phases["tables"].wrap(tables)
+        self.runner = _BenchRunner(timed_tables)
+        self.inbox: Inbox[EngineIn] = Inbox("bench", limit=num_running + 10)
+        self.encode = self.phases["encode"].wrap(msgspec.msgpack.Encoder().encode)
+        self.ends: list[int] = []
+
+    async def run(self) -> dict[str, Any]:
+        rng = random.Random(self.num_running)
+        for rid in range(self.num_running):
+            tokens = np.array([rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(*PROMPT_LENGTHS))], "<i4")
+            sampling = TokenSampling(seed=rid, max_tokens=2 * (WARM_UP_STEPS + self.steps), stop_ids=(END_ID,))
+            self.inbox.put(Submit(rid=rid, tokens=tokens.tobytes(), num_prompt=len(tokens), sampling=sampling))
+        gc.collect()
+        gc.freeze()
+        try:
+            await EngineCore(self.scheduler, self.runner, self.inbox, self.emit).run()
+        finally:
+            gc.unfreeze()
+        return self.summary()
+
+    def emit(self, msg: EngineOut) -> None:
+        if not isinstance(msg, StepOutput) or msg.record is None or len(self.ends) > WARM_UP_STEPS + self.steps:
+            return
+        self.encode(msg)
+        if not self.ends:
+            if msg.record.num_tokens != self.num_running:
+                return  # prompts are still being computed
+            for phase in self.phases.values():
+                phase.spent.clear()
+        self.ends.append(self.clock())
+        if len(self.ends) == WARM_UP_STEPS + self.steps + 1:
+            self.inbox.put(Drain(0.0))
+
+    def summary(self) -> dict[str, Any]:
+        whole = np.diff(self.ends)[WARM_UP_STEPS:] / 1e3
+        spent = {name: np.array(phase.spent) / 1e3 for name, phase in self.phases.items() if phase.spent}
+        spent = {name: times[WARM_UP_STEPS : WARM_UP_STEPS + self.steps] for name, times in spent.items()}
+        spent["loop"] = whole - sum(spent.values())
+        return {
+            "num_running": self.num_running,
+            "step_us": _summary(whole),
+            "phases_us": {name: _summary(times) for name, times in spent.items()},
+        }
+
+
+def _summary(times: np.ndarray) -> dict[str, float]:
+    p50, p99 = np.percentile(times, [50, 99])
+    return {"p50": round(float(p50), 1), "p99": round(float(p99), 1), "mean": round(float(times.mean()), 1)}
