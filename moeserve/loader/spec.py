@@ -20,7 +20,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding. kind `default`, `linear`, `llama3` or `yarn`; the numbers as in config.json's rope_parameters."""
+    """Rotary embedding. kind: `default`, `linear`, `llama3` or `yarn`; numbers as in config.json's rope_parameters."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"

@@ -1,0 +1,114 @@
+"""All tensors of a model directory: one or many safetensors files, with or without an index."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeserve.errors import CheckpointError
+from moeserve.loader.model_dir import model_file, read_json
+from moeserve.loader.safetensors_file import TensorInfo, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})\.safetensors")
+_MAX_SHARDS = 10_000
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The checked headers of a model directory; no weight was read yet."""
+
+    model_dir: Path
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def open_checkpoint(model_dir: Path) -> Checkpoint:
+    """Reads and checks every header. Raises CheckpointError naming file, tensor and remedy."""
+    index = _read_index(model_dir)
+    tensors: dict[str, TensorInfo] = {}
+    for path in weight_files(model_dir):
+        for tensor in read_header(path).values():
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"{model_dir}: tensor {tensor.name!r} is in {tensors[tensor.name].path.name} and in {path.name}; "
+                    "remove the file that does not belong to the model"
+                )
+            tensors[tensor.name] = tensor
+    for name, file in index.items():
+        if name not in tensors or tensors[name].path.name != file:
+            raise CheckpointError(
+                f"{model_dir / INDEX} says that {file} has the tensor {name!r}, but it has not; "
+                "index and files are of different models: download all of them again"
+            )
+    return Checkpoint(model_dir, tensors)
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The files that hold the weights; all of them exist. Which ones, by transformers' precedence: model.safetensors,
+    then those that the index names, then every safetensors file."""
+    if index := _read_index(model_dir):
+        names = set(index.values())
+    elif os.path.lexists(model_dir / SINGLE):
+        names = {SINGLE}
+    else:
+        names = {path.name for path in model_dir.glob("*.safetensors")}
+        names |= _siblings(names)
+    if not names:
+        raise _no_weights(model_dir)
+    return [model_file(model_dir, name) for name in sorted(names)]
+
+
+def first_dtype(model_dir: Path) -> str | None:
+    """The dtype of the first weight, in config.json's words; None if there are no weights of a known dtype."""
+    try:
+        tensors = read_header(weight_files(model_dir)[0])
+    except CheckpointError:
+        return None  # opening the checkpoint will say what is wrong
+    dtypes = (_CONFIG_DTYPES.get(tensor.dtype) for tensor in tensors.values())
+    return next((dtype for dtype in dtypes if dtype), None)
+
+
+def _read_index(model_dir: Path) -> dict[str, str]:
+    """Tensor -> file; empty without an index, or where a single file goes before it."""
+    if os.path.lexists(model_dir / SINGLE) or not os.path.lexists(model_dir / INDEX):
+        return {}
+    weight_map = read_json(model_dir, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{model_dir / INDEX}: weight_map must be a non-empty object; download it again")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{model_dir / INDEX}: weight_map[{tensor!r}] is {file!r}; it must name a .safetensors file"
+            )
+    return weight_map
+
+
+def _siblings(names: set[str]) -> set[str]:
+    """All shards that `x-00002-of-00005.safetensors` implies, so that a missing one is noticed without an index."""
+    implied = set()
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            stem, number, total = match.groups()
+            if int(total) > _MAX_SHARDS:
+                raise CheckpointError(f"{name}: at most {_MAX_SHARDS} files are supported")
+            implied |= {f"{stem}-{i:0{len(number)}}-of-{total}.safetensors" for i in range(1, int(total) + 1)}
+    return implied
+
+
+def _no_weights(model_dir: Path) -> CheckpointError:
+    pickled = sorted(path.name for path in model_dir.glob("*") if path.suffix in _PICKLED)
+    if pickled:
+        return CheckpointError(
+            f"{model_dir} has only pickled weights ({pickled[0]}), which can run code and are never opened; "
+            "convert them: transformers' save_pretrained writes safetensors"
+        )
+    return CheckpointError(f"{model_dir} has no *.safetensors file; download the model's weights")

@@ -1,0 +1,49 @@
+"""Reads generation_config.json: the model's own sampling defaults and the tokens that end an answer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from moeserve.errors import CheckpointError, InvalidRequest
+from moeserve.loader.fields import Fields
+from moeserve.loader.model_dir import read_json
+from moeserve.sampling import SamplingParams
+
+_FILE = "generation_config.json"
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_MAX_EOS_IDS = 256
+
+
+def generation_defaults(model_dir: Path) -> dict[str, Any]:
+    """The sampling fields that generation_config.json sets, checked like a request's; empty without the file.
+
+    As in vLLM, only temperature, top_p, top_k, min_p and repetition_penalty count; do_sample does not.
+    """
+    values = _read(model_dir)
+    defaults = {key: values[key] for key in _SAMPLING_KEYS if values.get(key) is not None}
+    try:
+        SamplingParams(**defaults).check(vocab_size=1)
+    except InvalidRequest as error:
+        raise CheckpointError(
+            f"{model_dir / _FILE}: {error.message}; correct or remove it, or start with --generation-config none"
+        ) from None
+    return defaults
+
+
+def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Token ids that end an answer: as in transformers, generation_config.json's if it has any, else config.json's."""
+    generation = Fields(model_dir / _FILE, _read(model_dir), {"eos_token_id": None})
+    source = config if generation.raw("eos_token_id") is None else generation
+    value = source.raw("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if len(ids) > _MAX_EOS_IDS or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise source.error("eos_token_id", f"it must be token ids below vocab_size ({vocab_size}), or null")
+    return tuple(dict.fromkeys(ids))
+
+
+def _read(model_dir: Path) -> dict[str, Any]:
+    return read_json(model_dir, _FILE) if os.path.lexists(model_dir / _FILE) else {}

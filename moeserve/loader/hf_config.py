@@ -1,0 +1,120 @@
+"""Reads config.json of a Hugging Face checkpoint into a ModelSpec, without torch and without transformers.
+
+A key that config.json leaves out has the value that the family's configuration class in transformers 5 gives it
+(`families.py`). Both spellings of transformers 4 and 5 are read. Anything that would change the model's numbers and
+that we do not compute is refused: a wrong answer is worse than none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moeserve.errors import CheckpointError
+from moeserve.loader.checkpoint import first_dtype
+from moeserve.loader.families import COMMON_DEFAULTS, FAMILIES, MAX_POSITION, MAX_WIDTH
+from moeserve.loader.fields import Fields
+from moeserve.loader.generation_config import generation_defaults, read_eos_ids
+from moeserve.loader.model_dir import read_json
+from moeserve.loader.rope_config import longest_context, read_rope
+from moeserve.loader.spec import ModelSpec
+
+__all__ = ["SUPPORTED_ARCHITECTURES", "generation_defaults", "read_model_spec"]
+
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+
+_FILE = "config.json"
+_DTYPES = ("float32", "bfloat16", "float16")
+_MAX_LAYERS = 1000
+_MAX_HEADS = 4096
+_MAX_VOCAB = 4 * 2**20
+
+
+def read_model_spec(model_dir: Path) -> ModelSpec:
+    """What the model in `model_dir` is. Raises CheckpointError naming file, key, value and remedy."""
+    values = read_json(model_dir, _FILE)
+    path = model_dir / _FILE
+    architecture = _architecture(path, values)
+    family = FAMILIES[architecture]
+    config = Fields(path, values, {**COMMON_DEFAULTS, **family.defaults})
+    _refuse_foreign(config)
+    num_layers = config.integer("num_hidden_layers", 1, _MAX_LAYERS)
+    vocab_size = config.integer("vocab_size", 1, _MAX_VOCAB)
+    rope = read_rope(config)
+    max_position = config.integer("max_position_embeddings", 1, MAX_POSITION)
+    return ModelSpec(
+        architecture=architecture,
+        dtype=_dtype(config, model_dir),
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        **_attention_shape(config),
+        max_position=longest_context(rope, max_position),
+        norm_eps=config.number("rms_norm_eps", 0, 1.0),
+        rope=rope,
+        tie_embeddings=config.boolean("tie_word_embeddings"),
+        eos_token_ids=read_eos_ids(model_dir, config, vocab_size),
+        **family.special(config, num_layers),
+    )
+
+
+def _architecture(path: Path, values: dict[str, Any]) -> str:
+    """The first supported class in `architectures`; without that key, the class of `model_type`."""
+    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    config = Fields(path, values, {"architectures": None, "model_type": None})
+    model_type, names = config.raw("model_type"), config.raw("architectures")
+    if names is None and model_type is None:
+        raise CheckpointError(f"{path}: architectures is missing; supported: {supported}")
+    if names is None:
+        names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+        if not names:
+            raise config.error("model_type", f"supported architectures: {supported}")
+    found: list[str] = [name for name in names if name in FAMILIES] if _is_names(names) else []
+    if not found:
+        raise config.error("architectures", f"supported: {supported}")
+    if model_type not in (None, FAMILIES[found[0]].model_type):
+        raise config.error("model_type", f"{found[0]} has {FAMILIES[found[0]].model_type!r}; fix one of the two")
+    return found[0]
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _refuse_foreign(config: Fields) -> None:
+    config.unsupported(
+        "auto_map", "it asks to run the checkpoint's own Python code, which moeserve never does; remove this key "
+        "if the files are those of an ordinary model of this architecture",
+    )  # fmt: skip
+    for key in ("quantization_config", "compression_config"):
+        config.unsupported(key, "quantized checkpoints are not supported yet; use the float16 or bfloat16 one")
+    config.unsupported("per_layer_config", "models whose layers differ in size are not supported")
+    config.choice("hidden_act", ("silu",))
+
+
+def _dtype(config: Fields, model_dir: Path) -> str:
+    """The checkpoint's own dtype; where config.json is silent, that of the first weight (as transformers does)."""
+    key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"
+    if config.values.get(key) is not None:
+        return config.choice(key, _DTYPES)
+    return first_dtype(model_dir) or "float32"
+
+
+def _attention_shape(config: Fields) -> dict[str, Any]:
+    hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = config.integer("num_attention_heads", 1, _MAX_HEADS)
+    num_kv_heads = config.optional_integer("num_key_value_heads", 1, num_heads) or num_heads
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
+    head_dim = config.optional_integer("head_dim", 2, _MAX_HEADS)
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise config.error("hidden_size", f"without head_dim, num_attention_heads ({num_heads}) must divide it")
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise CheckpointError(f"{config.path}: the size of a head is {head_dim}; it must be even to be rotated")
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
