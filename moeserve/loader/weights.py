@@ -110,7 +110,7 @@ def _reads_of(piece: Piece, tensor: TensorInfo, param: Tensor) -> Iterator[_Read
         range(size)[part] if isinstance(part, int) else slice(*part.indices(size))
         for part, size in zip(piece.take, piece.shape, strict=False)
     )
-    take += tuple(slice(0, size) for size in piece.shape[len(take) :])
+    take += tuple(slice(0, size, 1) for size in piece.shape[len(take) :])
     assert all(isinstance(part, int) or part.step == 1 for part in take), piece
     yield from _split(tensor, tensor.offset, piece.shape, take, into)
 
@@ -118,7 +118,7 @@ def _reads_of(piece: Piece, tensor: TensorInfo, param: Tensor) -> Iterator[_Read
 def _split(tensor: TensorInfo, offset: int, shape: tuple[int, ...], take: Index, into: Tensor) -> Iterator[_Read]:
     """The reads, of about READ_BYTES each, that bring `take` of a row-major array at `offset`."""
     if not shape:
-        shape, take, into = (1,), (slice(0, 1),), into.unsqueeze(0)
+        shape, take, into = (1,), (slice(0, 1, 1),), into.unsqueeze(0)
     first, rest = take[0], take[1:]
     row_bytes = math.prod(shape[1:]) * DTYPES[tensor.dtype].itemsize
     if isinstance(first, int):
