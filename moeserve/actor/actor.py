@@ -83,7 +83,6 @@ class Actor(Generic[M]):
     def __init__(self, name: str, limit: int = 10_000) -> None:
         self.name = name
         self._inbox: Inbox[Envelope[M]] = Inbox(name, limit)
-        self._stopping = False
 
     @property
     def ref(self) -> Ref[M]:
@@ -101,7 +100,6 @@ class Actor(Generic[M]):
 
     def stop(self) -> None:
         """Ends the actor after the message that it handles now; what waits behind it gets ActorStopped."""
-        self._stopping = True
         self._refuse_rest("stopped")
 
     async def run(self) -> None:
@@ -137,11 +135,16 @@ class Actor(Generic[M]):
 
 
 @asynccontextmanager
-async def running(actor: Actor[M]) -> AsyncIterator[Ref[M]]:
-    """The actor lives as long as the block. If it dies first, the block is cancelled and its error comes out."""
+async def running(actor: Actor[M], grace_s: float = 5.0) -> AsyncIterator[Ref[M]]:
+    """The actor lives as long as the block. If it dies first, the block is cancelled and its error comes out.
+
+    At the block's end the message in hand may take `grace_s` seconds more; then it is cancelled.
+    """
     async with asyncio.TaskGroup() as group:
-        group.create_task(actor.run(), name=actor.name)
+        life = group.create_task(actor.run(), name=actor.name)
         try:
             yield actor.ref
         finally:
             actor.stop()
+            await asyncio.wait([life], timeout=grace_s)
+            life.cancel()

@@ -23,7 +23,9 @@ TAIL_LINES = 50
 MAX_LINE_BYTES = 4096
 LOG_GRACE_S = 0.5  # for the last log lines after the exit; a grandchild may hold the pipe open for ever
 
+# Control characters but the tab, line and paragraph separators, changes of writing direction.
 _CONTROL = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if code != 0x09}
+_CONTROL |= {code: f"\\u{code:04x}" for code in [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,11 @@ class Death:
     def summary(self) -> str:
         """One line: who, how, when and, if it was us, why."""
         story = f"{self.name} (pid {self.pid}) {describe_exit(self.exit_code)} after {self.lived_s:.1f} s"
-        return f"{story}: it {self.verdict}" if self.verdict else story
+        if self.verdict:
+            return f"{story}: it {self.verdict}"
+        if self.exit_code == -signal.SIGKILL:
+            return f"{story}; not by us: the kernel does that when memory runs out"
+        return story
 
     def __str__(self) -> str:
         if not self.log_tail:
@@ -160,7 +166,7 @@ class _LogLines(asyncio.Protocol):
     def __init__(self, forward: Callable[[str], None] | None) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._forward = forward or _to_stderr
+        self._forward = _to_stderr if forward is None else forward
         self._rest = b""
 
     def data_received(self, data: bytes) -> None:
@@ -195,12 +201,11 @@ def _to_stderr(line: str) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """1 -> "exited with code 1"; -9 -> "was killed by SIGKILL (often the kernel, out of memory)"."""
+    """1 -> "exited with code 1"; -11 -> "was killed by SIGSEGV"."""
     if code >= 0:
         return f"exited with code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (the kernel does that when memory runs out)" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
+    return f"was killed by {name}"

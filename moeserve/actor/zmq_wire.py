@@ -14,6 +14,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -311,6 +312,9 @@ class ZmqWire(Generic[Out, In]):
         self._monitor.close(0)
         self._socket.close(int(linger_s * 1000))
         self._context.term()  # at most linger_s
+        if self._kind == zmq.ROUTER:
+            with suppress(OSError):
+                os.unlink(self.address.removeprefix("ipc://"))
 
 
 def _check_address(address: str) -> None:
@@ -321,6 +325,10 @@ def _check_address(address: str) -> None:
         raise ConfigError(
             f"{path} is longer than the {MAX_PATH_BYTES} bytes of a socket path; set TMPDIR to a shorter one"
         )
-    mode = os.stat(os.path.dirname(path) or ".").st_mode & 0o777
+    folder = os.path.dirname(path) or "."
+    try:
+        mode = os.stat(folder).st_mode & 0o777
+    except OSError as exc:
+        raise ConfigError(f"cannot use {folder} for sockets: {exc}") from exc
     if mode & 0o077:
-        raise ConfigError(f"{os.path.dirname(path)} can be entered by others (mode {mode:o}); it must be 700")
+        raise ConfigError(f"{folder} can be entered by others (mode {mode:o}); it must have mode 700")

@@ -1,0 +1,341 @@
+"""Child processes: watched from birth, started again, given up on, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.actor.process import Child, Death, describe_exit, one_line
+from moeserve.actor.supervisor import Life, RestartPolicy, Supervisor
+from moeserve.errors import ConfigError
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+FAST = RestartPolicy(first_pause_s=0.01, max_pause_s=0.05, max_deaths=3, window_s=60, silence_s=10)
+
+
+def script(body: str) -> list[str]:
+    """A child that is tied to its parent, has its document as `document`, and then runs `body`."""
+    head = "import os, sys, signal, time, ctypes\nfrom moeserve.actor.guard import adopt\ndocument = adopt()\n"
+    return [sys.executable, "-c", head + textwrap.dedent(body)]
+
+
+class Lines(list[str]):
+    """Collects a child's log; `seen` waits for a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = asyncio.Event()
+
+    def __call__(self, line: str) -> None:
+        self.append(line)
+        self.event.set()
+
+    async def seen(self, text: str, times: int = 1) -> None:
+        async with asyncio.timeout(10):
+            while sum(text in line for line in self) < times:
+                self.event.clear()
+                await self.event.wait()
+
+
+class Keeper:
+    """An owner whose child is ready once it has logged "ready"."""
+
+    def __init__(self, command: list[str], curable: bool = True) -> None:
+        self.command = command
+        self.log = Lines()
+        self.notices: list[tuple[Death, float | None]] = []
+        self.children: list[Child] = []
+        self._curable = curable
+
+    @asynccontextmanager
+    async def life(self, generation: int) -> AsyncIterator[Life]:
+        child = Child.start("worker", self.command, b"{}", forward=self.log)
+        self.children.append(child)
+        yield Life(child, lambda: self.log.seen("ready", generation + 1))
+
+    def curable(self, death: Death, was_ready: bool) -> bool:
+        return self._curable
+
+    def buried(self, death: Death, again_in_s: float | None) -> None:
+        self.notices.append((death, again_in_s))
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ended; a zombie that waits for its parent's wait() has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+async def until_gone(pid: int, within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        while not gone(pid):
+            await asyncio.sleep(0.01)
+
+
+# One child
+
+
+def test_a_death_at_start_is_told_at_once_with_exit_code_and_last_lines(run: Run) -> None:
+    async def main() -> None:
+        lines = "print(time.monotonic(), flush=True)\nsys.exit('no such model: x')"
+        death = await Child.start("engine", script(lines), b"{}", forward=Lines()).death()
+        assert time.monotonic() - float(death.log_tail[0]) < 1
+        assert (death.name, death.exit_code, death.log_tail[1:]) == ("engine", 1, ("no such model: x",))
+        assert str(death).startswith(f"engine (pid {death.pid}) exited with code 1 after ")
+        assert str(death).endswith("\n    no such model: x")
+        assert "its last log lines:" in str(death)
+
+    run(main())
+
+
+def test_the_document_arrives_and_is_not_on_the_command_line(run: Run) -> None:
+    async def main() -> None:
+        log = Lines()
+        body = """
+        text = document.decode()
+        print(text, text in open("/proc/self/cmdline").read(), text in str(os.environ), flush=True)
+        """
+        await Child.start("engine", script(body), b'{"key":"hunter2"}', forward=log).death()
+        assert log == ['{"key":"hunter2"} False False']
+
+    run(main())
+
+
+def test_stopping_is_bounded_even_if_the_child_ignores_it(run: Run) -> None:
+    async def main() -> None:
+        log = Lines()
+        polite = Child.start("polite", script("print('up', flush=True); time.sleep(100)"), b"{}", forward=log)
+        await log.seen("up")
+        assert (await polite.stop(5)).exit_code == -signal.SIGTERM
+
+        body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
+        deaf = Child.start("deaf", script(body), b"{}", forward=log)
+        await log.seen("deaf")
+        death = await deaf.stop(0.05)
+        assert death.exit_code == -signal.SIGKILL
+        assert "did not end within 0.05 s of SIGTERM" in str(death)
+
+    run(main())
+
+
+def test_log_lines_cannot_be_forged_and_are_bounded(run: Run) -> None:
+    async def main() -> None:
+        log = Lines()
+        body = r"""
+        os.write(1, b"a\x1b[2Kb\rc\x00\x9b\x7f\td\n" + b"\xff\xfe\n" + b"x" * 100_000 + b"\nlast")
+        """
+        child = Child.start("engine", script(body), b"{}", forward=log)
+        death = await child.death()
+        assert log[0] == "a\\x1b[2Kb\\x0dc\\x00\\x9b\\x7f\td"
+        assert log[1] == "\\xff\\xfe"
+        assert log[-1] == "last"
+        assert all(len(line) <= 4096 for line in log)
+        assert len(death.log_tail) <= 20
+
+    run(main())
+
+
+def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_news(run: Run) -> None:
+    async def main() -> None:
+        body = "import subprocess; subprocess.Popen(['sleep', '5']); print('bye', flush=True); os._exit(3)"
+        started_s = time.monotonic()
+        death = await Child.start("engine", script(body), b"{}", forward=Lines()).death()
+        assert (death.exit_code, death.log_tail) == (3, ("bye",))
+        assert time.monotonic() - started_s < 3
+
+    run(main())
+
+
+def test_what_cannot_be_started_is_a_config_error(run: Run) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="cannot start engine .*/nowhere"):
+            Child.start("engine", ["/nowhere/python"], b"{}")
+
+    run(main())
+
+
+def test_exit_codes_and_lines_in_words() -> None:
+    assert describe_exit(0) == "exited with code 0"
+    assert describe_exit(-11) == "was killed by SIGSEGV"
+    assert describe_exit(-64) == "was killed by SIGRTMAX"
+    assert describe_exit(-50) == "was killed by signal 50"
+    assert one_line("a\nb\x85\u2028c\r\n") == "a\\x0ab\\x85\\u2028c"
+
+
+# One after another
+
+
+def test_a_killed_child_is_started_again_and_its_owner_told(run: Run) -> None:
+    async def main() -> None:
+        keeper = Keeper(script("print('ready', os.getpid(), flush=True); time.sleep(100)"))
+        supervisor = Supervisor(keeper, FAST)
+        life = asyncio.ensure_future(supervisor.run())
+        for round_ in range(1, 3):
+            await keeper.log.seen("ready", round_)
+            os.kill(keeper.children[-1].pid, signal.SIGKILL)
+            await keeper.log.seen("ready", round_ + 1)
+        assert [(death.exit_code, pause) for death, pause in keeper.notices] == [(-9, 0.01), (-9, 0.02)]
+        await supervisor.stop(term_s=5)
+        assert (await life).exit_code == -signal.SIGTERM
+        assert keeper.notices[-1][1] is None
+        assert all(gone(child.pid) for child in keeper.children)
+        assert "memory runs out" in keeper.notices[0][0].summary  # nobody here has killed it
+        assert "memory runs out" not in keeper.notices[-1][0].summary
+
+    run(main())
+
+
+def test_too_many_deaths_mean_giving_up_loudly(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        keeper = Keeper(script("sys.exit('broken')"))
+        death = await Supervisor(keeper, FAST).run()
+        assert death.log_tail == ("broken",)
+        assert [pause for _, pause in keeper.notices] == [0.01, 0.02, 0.04, None]
+
+    run(main())
+    assert "exited with code 1" in caplog.records[-1].message
+    assert "giving up: 4 deaths within 60 s" in caplog.records[-1].message
+
+
+def test_an_incurable_death_is_final(run: Run) -> None:
+    async def main() -> None:
+        keeper = Keeper(script("sys.exit(3)"), curable=False)
+        assert (await Supervisor(keeper, FAST).run()).exit_code == 3
+        assert [pause for _, pause in keeper.notices] == [None]
+
+    run(main())
+
+
+def test_a_child_that_hangs_at_start_is_killed_after_its_silence(run: Run) -> None:
+    async def main() -> None:
+        keeper = Keeper(script("time.sleep(100)"), curable=False)
+        policy = RestartPolicy(silence_s=0.3)
+        death = await Supervisor(keeper, policy).run()
+        assert death.exit_code == -signal.SIGKILL
+        assert "showed no progress for 0.3 s during start-up" in str(death)
+        assert 0.25 <= death.lived_s < 5
+
+    run(main())
+
+
+def test_signs_of_life_extend_the_start(run: Run) -> None:
+    async def main() -> None:
+        keeper = Keeper(script("time.sleep(0.8); print('ready', flush=True); time.sleep(100)"))
+        supervisor = Supervisor(keeper, RestartPolicy(silence_s=0.4))
+        life = asyncio.ensure_future(supervisor.run())
+        while "ready" not in keeper.log:
+            supervisor.progress()
+            await asyncio.sleep(0.05)
+        await supervisor.stop(term_s=5)
+        assert (await life).exit_code == -signal.SIGTERM
+
+    run(main())
+
+
+def test_stopping_between_two_lives_starts_no_other(run: Run) -> None:
+    async def main() -> None:
+        keeper = Keeper(script("sys.exit(1)"))
+        supervisor = Supervisor(keeper, RestartPolicy(first_pause_s=100))
+        life = asyncio.ensure_future(supervisor.run())
+        while not keeper.notices:
+            await asyncio.sleep(0.01)
+        await supervisor.stop(term_s=1)
+        await asyncio.wait_for(life, 1)
+        assert len(keeper.children) == 1
+
+    run(main())
+
+
+def test_a_cancelled_supervisor_leaves_no_child(run: Run) -> None:
+    async def main() -> None:
+        keeper = Keeper(script("print('ready', flush=True); time.sleep(100)"))
+        life = asyncio.ensure_future(Supervisor(keeper, FAST).run())
+        await keeper.log.seen("ready")
+        life.cancel()
+        await asyncio.wait([life])
+        assert gone(keeper.children[0].pid)
+
+    run(main())
+
+
+# When the parent dies
+
+PARENT = """
+import asyncio, os, sys
+from moeserve.actor.process import Child
+async def main():
+    child = Child.start("child", [sys.executable, "-c", sys.argv[1]], b"{}", forward=lambda line: print(line, flush=True))
+    await child.death()
+asyncio.run(main())
+"""
+
+NO_DEATH_SIGNAL = """
+import moeserve.actor.guard as guard
+guard._ask_for_death_signal = lambda: None
+"""
+
+ORPHANS = {
+    "in a native call that holds the GIL": "import ctypes; ctypes.PyDLL(None).sleep(100)",
+    "that ignores every signal it can": (
+        "import signal\nfor s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}: signal.signal(s, signal.SIG_IGN)\n"
+        "time.sleep(100)"
+    ),
+    "without a parent-death signal": "time.sleep(100)",
+}
+
+
+@pytest.mark.parametrize("case", ORPHANS)
+async def test_no_child_outlives_a_killed_parent(case: str) -> None:
+    prelude = NO_DEATH_SIGNAL if "without" in case else ""
+    body = (
+        f"{prelude}\nimport os, time\nfrom moeserve.actor.guard import adopt\nadopt()\nprint(os.getpid(), flush=True)\n"
+    ) + ORPHANS[case]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, body], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(await asyncio.to_thread(parent.stdout.readline))
+    try:
+        assert not gone(pid)
+        parent.kill()
+        await until_gone(pid, within_s=3)
+    finally:
+        parent.wait()
+        parent.stdout.close()
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_child_whose_parent_died_before_speaking_ends_by_itself() -> None:
+    child = subprocess.run(
+        script("print('never')"), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False
+    )
+    assert child.returncode == 77
+    assert child.stdout == ""
+    assert "the parent ended before it said what to do" in child.stderr
+
+
+def test_a_child_that_was_handed_to_another_parent_meanwhile_ends_by_itself() -> None:
+    child = subprocess.run(
+        script("print('never')"),
+        input='{"parent_pid":1,"document":{}}\n',
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    assert child.returncode == 77
+    assert child.stdout == ""
+    assert "the parent ended during start-up" in child.stderr
