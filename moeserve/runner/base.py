@@ -22,10 +22,12 @@ from moeserve.engine.groups import groups_of
 from moeserve.engine.plan import Added, BlockDiff, StepPlan, StepResult
 from moeserve.layers.inputs import StepInputs
 from moeserve.loader.spec import ModelSpec
+from moeserve.moe.lane import Lane
 from moeserve.runner import limits as limits_of
 from moeserve.runner.graphs import EagerGraphs, Graphs
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
+from moeserve.runner.load import READ_FROM, Progress
 from moeserve.runner.memory import MemoryFacts, kv_budget
 from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
@@ -35,7 +37,6 @@ from moeserve.runner.upload import Upload
 from moeserve.sampling import TokenSampling
 
 logger = logging.getLogger(__name__)
-Progress = Callable[[str, int], None]  # a human's word for the phase, percent of the whole
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -70,6 +71,7 @@ class ModelRunnerBase(ABC):
         windows = spec.windows or (None,) * spec.num_layers
         self.groups = groups_of(windows, config.cache.block_size)
         self.graphs: Graphs = EagerGraphs()
+        self.lane = Lane()
         self.notes: list[str] = []
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
@@ -113,7 +115,7 @@ class ModelRunnerBase(ABC):
         Raises ConfigError (CheckpointError, DoesNotFit) with what to change.
         """
         self._cache_device_properties()
-        progress("loading weights", 5)
+        progress("reading the checkpoint", READ_FROM)
         self.load_model(progress)
         progress("allocating the KV cache", 90)
         workspace = self.profile_run()
@@ -138,6 +140,7 @@ class ModelRunnerBase(ABC):
         self.tables = Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
         self.sampler = Sampler(self.spec.vocab_size, self.tables, self.upload, host_may_wait=not self.device_is_async)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs a prefill and a decode of one request, through every kernel, with K/V going to the null block."""
         length = min(limits_of.TILE, self.limits.prefill_chunk, self.limits.max_model_len - 1)
@@ -199,7 +202,7 @@ class ModelRunnerBase(ABC):
         rows, tokens = len(plan.slots_R), len(step.ids_T)
         uniform = tokens // rows if (plan.counts_R == plan.counts_R[0]).all() else None
         descriptor = self.graphs.dispatch(rows, tokens, uniform)
-        return self.graphs.run(descriptor, lambda inputs: self.model.forward(inputs, self.kv.layers), step)
+        return self.graphs.run(descriptor, lambda inputs: self.model.forward(inputs, self.kv.layers, self.lane), step)
 
     def _sample(self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor) -> StepOutputs:
         rows = self.sampler.rows
@@ -208,6 +211,7 @@ class ModelRunnerBase(ABC):
         if self._refused:
             failed = {slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused}
         outputs = StepOutputs(step=plan.step, slots_S=slots_S, failed=failed)
+        _, outputs.expert_peak_over_mean = self.lane.take_load()
         outputs.prompt, outputs.spans = prompt_logprobs(
             plan, host, rows, self.tables, self.upload, hidden_TD, self.model.logits
         )

@@ -7,12 +7,14 @@ import time
 
 import torch
 
-from moeserve.runner.base import DeviceProperties, ModelRunnerBase, Progress
+from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.cores import allowed_cores
-from moeserve.runner.load import load_model, workspace_of
+from moeserve.runner.limits import step_tokens
+from moeserve.runner.load import Progress, load_model
 from moeserve.runner.memory import host_memory
 from moeserve.runner.probe import sampler_is_invariant
 from moeserve.runner.upload import HostUpload
+from moeserve.runner.workspace import workspace_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +34,11 @@ class CPUModelRunner(ModelRunnerBase):
             )
 
     def load_model(self, progress: Progress) -> None:
-        self.model = load_model(self.spec, self.model_dir, self.device, self.dtype, progress)
+        max_tokens = step_tokens(self.config)
+        self.model = load_model(self.spec, self.model_dir, self.device, self.dtype, max_tokens, progress)
 
     def profile_run(self) -> int:
-        return workspace_of(self.spec, self.config, self.dtype)
+        return workspace_bytes(self.spec, self.config)
 
     def capture_model(self) -> None:
         """Nothing to capture: there are no graphs on a CPU."""

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moeserve.runner.base import DeviceProperties, ModelRunnerBase, Progress
-from moeserve.runner.load import load_model, workspace_of
+from moeserve.runner.base import DeviceProperties, ModelRunnerBase
+from moeserve.runner.limits import step_tokens
+from moeserve.runner.load import Progress, load_model
 from moeserve.runner.memory import MemoryFacts
 from moeserve.runner.upload import RingUpload
+from moeserve.runner.workspace import workspace_bytes
 
 UPLOADS_PER_STEP = 16  # roomy: an entry that is still being copied is waited for, never overwritten
 
@@ -36,10 +38,11 @@ class GPUModelRunner(ModelRunnerBase):
         return MemoryFacts(limit=total, used=total - free - reserve, free=free + reserve)
 
     def load_model(self, progress: Progress) -> None:
-        self.model = load_model(self.spec, self.model_dir, self.device, self.dtype, progress)
+        max_tokens = step_tokens(self.config)
+        self.model = load_model(self.spec, self.model_dir, self.device, self.dtype, max_tokens, progress)
 
     def profile_run(self) -> int:
-        return workspace_of(self.spec, self.config, self.dtype)
+        return workspace_bytes(self.spec, self.config)
 
     def capture_model(self) -> None:
         """Eager: `graphs` stays as it is."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from moeserve.layers.inputs import LayerKV, StepInputs
+from moeserve.moe.lane import Lane
 
 
 class Model(Protocol):
-    """Weights in place, on one device. `lane` is the half of the batch that runs; None: there is only one."""
+    """Weights in place, on one device."""
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Any = None) -> Tensor:
-        """Hidden states [T, D] of the step's tokens; writes their K/V into `kv`."""
+    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
+        """Hidden states [T, D] of the step's tokens; writes their K/V into `kv`. lane: what the step runs in."""
         ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from moeserve.engine.plan import StepPlan, StepResult
-from moeserve.runner.base import Progress
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.inputs import HostRows, prepare_inputs
+from moeserve.runner.load import Progress
 
 
 class NullRunner(CPUModelRunner):

@@ -45,6 +45,7 @@ class StepOutputs:
     logprob_counts: list[int] = field(default_factory=list)  # alternatives asked for, of each row with logprobs
     prompt: LogprobRows | None = None
     spans: list[Span] = field(default_factory=list)
+    expert_peak_over_mean: float = 0.0
 
     def tensors(self) -> list[Tensor]:
         """What has to reach the host, in the order that `to_result` expects."""
@@ -114,7 +115,7 @@ def to_result(outputs: StepOutputs, fetched: Sequence[Tensor], device_us: int) -
             slots = outputs.slots_S[outputs.sampled.logprob_rows_P].tolist()
             logprobs = {slot: row for slot, row in zip(slots, rows, strict=True) if slot not in failed}
     prompt = _prompt_messages(outputs, arrays, failed) if outputs.spans else {}
-    return StepResult(outputs.step, tokens_S, logprobs, prompt, failed, device_us)
+    return StepResult(outputs.step, tokens_S, logprobs, prompt, failed, device_us, outputs.expert_peak_over_mean)
 
 
 def _failures(

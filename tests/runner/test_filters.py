@@ -1,0 +1,106 @@
+"""Filters and the argmax against their definitions, on rows with ties, infinities and odd sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.runner.filters import (
+    NEG_INF,
+    first_max,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    top_p_cutoff_compact,
+    top_p_cutoff_sorted,
+)
+from moeserve.runner.noise import padded
+
+
+def hostile_rows(rows: int, width: int, seed: int) -> torch.Tensor:
+    """Rows with many ties (values in quarters), some -inf, maximum 0."""
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal((rows, width)) * 3).round(0) / 4
+    values[rng.random((rows, width)) < 0.2] = -np.inf
+    values[0] = 0.0
+    values[-1, 1:] = -np.inf
+    values[-1, 0] = 0.0
+    values -= values.max(axis=1, keepdims=True)
+    return torch.from_numpy(values.astype(np.float32))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("width", [1, 7, 64, 1000, 49_155, 151_936])
+def test_the_lowest_id_wins_an_argmax(width: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    rng = np.random.default_rng(width)
+    x = torch.from_numpy(rng.integers(0, 3, (5, width)).astype(np.float32))
+    x[1] = NEG_INF
+    x[2, width // 2] = float("nan")
+    x[3, width - 1] = 9.0
+    peak, index = first_max(x)
+    expected = [int(np.argmax(row)) for row in x.numpy()]  # numpy: first maximum, NaN largest
+    assert index.tolist() == expected
+    assert torch.equal(peak.nan_to_num(7.5), x.gather(1, index.unsqueeze(1)).squeeze(1).nan_to_num(7.5))
+    for row in range(5):
+        assert first_max(x[row : row + 1])[1].item() == expected[row]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_top_k_keeps_every_tie_at_the_cut(seed: int) -> None:
+    x = hostile_rows(6, 200, seed)
+    k = torch.tensor([1, 3, 10, 50, 200, 5])
+    kept = x.clone()
+    keep_top_k(kept, k, 50)
+    for row, original, limit in zip(kept, x, k.tolist(), strict=True):
+        cut = sorted(original.tolist(), reverse=True)[limit - 1]
+        expected = [v if v >= cut or limit > 50 else NEG_INF for v in original.tolist()]
+        assert row.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_min_p_is_relative_to_the_likeliest(seed: int) -> None:
+    x = hostile_rows(4, 100, seed)
+    min_p = np.array([0.5, 0.0, 1.0, 0.2], dtype=np.float32)
+    with np.errstate(divide="ignore"):
+        kept = x.clone()
+        keep_min_p(kept, torch.from_numpy(np.log(min_p)))
+    for row, original, p in zip(kept, x, min_p.tolist(), strict=True):
+        probs = original.double().exp()
+        expected = torch.where(probs >= p * 0.999999, original, NEG_INF)
+        assert torch.equal(row, expected)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(seed: int, compact: bool) -> None:
+    x = hostile_rows(6, 300, seed)
+    top_p = [0.1, 0.5, 0.9, 0.99, 1.0, 0.3]
+    kept = x.clone()
+    keep_top_p(kept, top_p, compact=compact)
+    for row, original, p in zip(kept, x, top_p, strict=True):
+        probs = original.double().softmax(0)
+        cut = 0.0
+        if p < 1:
+            total = 0.0
+            for value in sorted(probs.tolist(), reverse=True):
+                cut = value
+                total += value
+                if total >= p * (1 + 1e-6):
+                    break
+        kept_naively = probs >= cut * (1 - 1e-6)
+        assert torch.equal(row == original, kept_naively | (original == NEG_INF))
+        assert (row > NEG_INF).any()
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9, 0.95, 0.999, 0.99999])
+def test_sorting_less_gives_the_same_cut(p: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for scale, width in ((0.0, 640), (0.1, 5_000), (2.0, 50_048), (8.0, 50_048)):
+        probs = (torch.randn(width, generator=generator) * scale).softmax(0)
+        assert torch.equal(top_p_cutoff_compact(probs, p), top_p_cutoff_sorted(probs, p))
+
+
+def test_a_width_is_padded_to_whole_vectors() -> None:
+    assert [padded(n) for n in (1, 64, 65, 151_936)] == [64, 64, 128, 151_936]
