@@ -13,6 +13,7 @@ from tqdm import tqdm
 from moeserve.config import Config
 from moeserve.frontend.async_engine import AsyncEngine, Prompt, read_prompt, render_chat
 from moeserve.frontend.outputs import CompletionOutput, RequestOutput
+from moeserve.frontend.stats import FrontStats
 from moeserve.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -42,6 +43,11 @@ class LLM:
             self._stop_loop()
             raise
         atexit.register(self.close)
+
+    @property
+    def stats(self) -> FrontStats:
+        """Counters since the start: tokens, preemptions, cache hits, latencies."""
+        return self._engine.front.stats
 
     def generate(
         self,

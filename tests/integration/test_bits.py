@@ -1,0 +1,102 @@
+"""Promise 1 through the whole engine: a request's tokens and logprob bits depend on nothing but request and model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeserve import LLM, SamplingParams
+from tests.checkpoints import FAMILIES
+
+PROMPT = np.random.default_rng(11).integers(3, 256, 150).tolist()
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=20),
+    SamplingParams(
+        temperature=0.9, top_p=0.95, top_k=50, seed=3, max_tokens=24, ignore_eos=True, logprobs=20,
+        repetition_penalty=1.1, frequency_penalty=0.2,
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Circumstances that must not matter. kv_blocks: so few that requests are preempted."""
+
+    others: int
+    chunk: int
+    depth: int
+    repeats: int = 1
+    prefix_caching: bool = True
+    kv_blocks: int | None = None
+
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "prefill_chunk": self.chunk,
+            "depth": self.depth,
+            "enable_prefix_caching": self.prefix_caching,
+            "max_num_seqs": 64,
+            "max_model_len": 256,
+            "watermark": 0.0,
+        }
+        return settings
+
+
+CROWDS = {
+    "one token at a time, depth 1": Crowd(others=0, chunk=1, depth=1),
+    "among 63, warm cache, chunks of 64": Crowd(others=63, chunk=64, depth=2, repeats=2),
+    "preempted, chunks of 7": Crowd(others=12, chunk=7, depth=2, kv_blocks=32),
+}
+
+
+def prompt_of(tokens: list[int]) -> dict[str, Any]:
+    return {"prompt_token_ids": tokens}
+
+
+def bits(output: Any) -> list[Any]:
+    """Everything that must be equal: tokens, and the exact values of twenty logprobs each."""
+    answer = output.outputs[0]
+    return [answer.token_ids, [(row.ids, row.values, row.rank) for row in answer.logprobs]]
+
+
+def alone(path: Any, dtype: str) -> list[Any]:
+    settings = {"depth": 1, "enable_prefix_caching": False, "max_num_seqs": 1, "max_model_len": 256}
+    with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
+        return [bits(llm.generate(prompt_of(PROMPT), params)[0]) for params in PARAMS]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpoint: Any) -> None:
+    path = make_checkpoint(family).path
+    expected = alone(path, dtype)
+    rng = np.random.default_rng(5)
+    for name, crowd in CROWDS.items():
+        settings = crowd.settings()
+        if crowd.kv_blocks is not None:
+            settings["kv_cache_bytes"] = crowd.kv_blocks * block_bytes(path, dtype)
+        with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
+            for _ in range(crowd.repeats):
+                lengths = rng.integers(1, 120, crowd.others).tolist()
+                crowd_prompts = [rng.integers(3, 256, n).tolist() for n in lengths]
+                crowd_params = [
+                    SamplingParams(temperature=0.7, max_tokens=int(n), ignore_eos=True)
+                    for n in rng.integers(1, 30, crowd.others)
+                ]
+                at = crowd.others // 2
+                prompts = [*crowd_prompts[:at], PROMPT, PROMPT, *crowd_prompts[at:]]
+                params = [*crowd_params[:at], *PARAMS, *crowd_params[at:]]
+                outputs = llm.generate([prompt_of(p) for p in prompts], params)
+                assert [bits(o) for o in outputs[at : at + 2]] == expected, name
+            if crowd.kv_blocks is not None:
+                assert llm.stats.preemptions > 0, "nothing was preempted: the test tries less than it says"
+
+
+def block_bytes(path: Any, dtype: str) -> int:
+    from moeserve.loader.hf_config import read_model_spec
+
+    spec = read_model_spec(path)
+    return 16 * spec.num_layers * spec.kv_elements_per_token_layer * (4 if dtype == "float32" else 2)
