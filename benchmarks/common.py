@@ -1,0 +1,197 @@
+"""What the benchmark scripts share: servers to measure, process trees, and one form of record for every result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moeserve.cli import collect_env
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+START_TIMEOUT_S = 600.0
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags that every script has."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--hardware", default=hardware_name(), help="name of this machine in the file name [%(default)s]")
+    made.add_argument("--note", default="", help="what a reader must know, such as what else ran meanwhile")
+    made.add_argument("--no-save", action="store_true", help="print only")
+    return made
+
+
+def save(what: str, args: argparse.Namespace, results: Any) -> None:
+    """Prints the record; writes it as results/<what>_<hardware>_<yyyymm>.json unless --no-save."""
+    now = datetime.now(UTC)
+    record = {
+        "what": what,
+        "date": now.isoformat(timespec="seconds"),
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "command": command_line(),
+        "note": args.note,
+        "environment": environment(),
+        "results": results,
+    }
+    text = json.dumps(record, indent=1)
+    print(json.dumps(results, indent=1))
+    if not args.no_save:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{what}_{args.hardware}_{now:%Y%m}.json"
+        path.write_text(text + "\n", "utf-8")
+        print(f"saved in {path.relative_to(ROOT)}", file=sys.stderr)
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, without names and paths of this machine."""
+    found = collect_env.collect()
+    found["platform"] = f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"
+    found["environment"] = {k: v for k, v in found["environment"].items() if "/" not in v}
+    found["torch"].pop("build", None)
+    return found
+
+
+def command_line() -> str:
+    """The command as a reader would type it: absolute paths are cut to their last part."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
+
+
+def hardware_name() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    model = re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", "", collect_env.cpu()["model"].lower())
+    return "-".join([*re.findall(r"[a-z0-9]+", model), f"{cores}c"])
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Median, range and all samples."""
+    ordered = sorted(samples)
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return {"median": median, "min": ordered[0], "max": ordered[-1], "samples": list(samples)}
+
+
+@dataclass(slots=True)
+class Server:
+    """A `moeserve serve` process on a loopback port. Times in seconds since it was started."""
+
+    process: psutil.Popen
+    port: int
+    log: Path
+    started_s: float
+
+    def get(self, path: str, timeout_s: float = 5.0) -> int | None:
+        """The status of a GET, or None if nobody answers."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except OSError:
+            return None
+        finally:
+            connection.close()
+
+    def wait(self, path: str, pause_s: float = 0.002) -> float:
+        """Seconds from process start until `path` answers 200. Raises if the process dies or takes too long."""
+        while self.get(path) != 200:
+            if self.process.poll() is not None:
+                raise SystemExit(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-3000:]}")
+            if time.perf_counter() - self.started_s > START_TIMEOUT_S:
+                raise SystemExit(f"{path} did not answer 200 within {START_TIMEOUT_S:g} s")
+            time.sleep(pause_s)
+        return time.perf_counter() - self.started_s
+
+    def post(self, path: str, body: Any) -> Any:
+        """The decoded answer to a JSON POST; raises if it is no success."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            if response.status != 200:
+                raise SystemExit(f"{path}: {response.status} {answer[:500]!r}")
+            return json.loads(answer)
+        finally:
+            connection.close()
+
+    def tree(self) -> dict[str, psutil.Process]:
+        """The processes of this server by role: front_end, engine, and others by number."""
+        roles = {"front_end": psutil.Process(self.process.pid)}
+        for child in roles["front_end"].children(recursive=True):
+            is_engine = any("engine_process" in word for word in child.cmdline())
+            roles["engine" if is_engine and "engine" not in roles else f"other_{len(roles)}"] = child
+        return roles
+
+
+@contextmanager
+def running_server(model: str, *flags: str, config: str = "", cores: set[int] | None = None) -> Iterator[Server]:
+    """`moeserve serve MODEL flags`, with a YAML config and pinned to `cores` (its children too); stopped at the end."""
+    with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
+        log, file = Path(folder, "log"), Path(folder, "config.yaml")
+        file.write_text(config, "utf-8")
+        port = free_port()
+        words = [sys.executable, "-m", "moeserve.cli.main", "serve", model, "--port", str(port), "--config", str(file)]
+        with log.open("wb") as out:
+            started_s = time.perf_counter()
+            process = psutil.Popen([*words, *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT)
+        if cores is not None:
+            process.cpu_affinity(list(cores))  # before it starts a child; children inherit it
+        try:
+            yield Server(process, port, log, started_s)
+        finally:
+            stop(process)
+
+
+def stop(process: psutil.Popen, within_s: float = 40.0) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(within_s)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def peak_rss_bytes(process: psutil.Process) -> int:
+    """The most memory that the process ever had resident (Linux), file pages that it mapped included."""
+    status = Path(f"/proc/{process.pid}/status").read_text("utf-8")
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None, status
+    return int(match[1]) * 1024
+
+
+def weight_bytes(model: str) -> int:
+    """Bytes of a model directory's safetensors files ("demo": the one in the package)."""
+    folder = ROOT / "moeserve/assets/demo" if model == "demo" else Path(model)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

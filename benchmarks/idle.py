@@ -1,0 +1,47 @@
+"""What a server that waits for work costs: CPU time of its processes over 20 s, as a share of one core.
+
+    python -m benchmarks.idle
+
+Target: <= 1 % of one core, all processes together.
+"""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from benchmarks.common import parser, running_server, save, summary
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--model", default="demo", help="model directory [demo]")
+    flags.add_argument("--seconds", type=float, default=20.0, help="length of a sample [20]")
+    flags.add_argument("--repeat", type=int, default=3, help="samples [3]")
+    args = flags.parse_args()
+    with running_server(args.model, "--max-model-len", "4096") as server:
+        server.wait("/readyz")
+        server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True})
+        time.sleep(3.0)  # start-up's and the request's last work is done
+        samples = [shares(server.tree(), args.seconds) for _ in range(args.repeat)]
+    roles = {role: summary([sample[role] for sample in samples]) for role in samples[0]}
+    total = summary([sum(sample.values()) for sample in samples])
+    save("idle", args, {"seconds": args.seconds, "core_share_total": total, "core_share_by_process": roles})
+
+
+def shares(tree: dict[str, psutil.Process], seconds: float) -> dict[str, float]:
+    """CPU seconds per second of each process, kernel time included."""
+    before = {role: process.cpu_times() for role, process in tree.items()}
+    begun_s = time.perf_counter()
+    time.sleep(seconds)
+    passed_s = time.perf_counter() - begun_s
+    after = {role: process.cpu_times() for role, process in tree.items()}
+    return {
+        role: (after[role].user + after[role].system - before[role].user - before[role].system) / passed_s
+        for role in tree
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""From process start to answers: HTTP listening, ready, first token, peak memory of the engine, and --version.
+
+    python -m benchmarks.startup                      # the demo model
+    python -m benchmarks.startup --model DIR          # any model; run twice, the second time its files are warm
+
+Targets: listening <= 0.5 s, demo ready <= 3 s, --version <= 0.15 s, peak <= 1.15 x weights + 0.6 GB.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import parser, peak_rss_bytes, running_server, save, summary, weight_bytes
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--model", default="demo", help="model directory [demo]")
+    flags.add_argument("--repeat", type=int, default=5, help="starts [5]")
+    flags.add_argument("--max-model-len", default="4096")
+    args = flags.parse_args()
+    runs = [one_start(args.model, args.max_model_len) for _ in range(args.repeat)]
+    weights = weight_bytes(args.model)
+    peak = max(run["engine_peak_bytes"] for run in runs)
+    result = {
+        "model": Path(args.model).name,
+        "weight_bytes": weights,
+        "version_s": summary([version_s() for _ in range(2 * args.repeat)]),
+        **{name: summary([run[name] for run in runs]) for name in runs[0]},
+        "engine_peak_limit_bytes": int(1.15 * weights + 0.6e9),
+        "engine_peak_within_limit": peak <= 1.15 * weights + 0.6e9,
+    }
+    save(f"startup-{Path(args.model).name}", args, result)
+
+
+def one_start(model: str, max_model_len: str) -> dict[str, Any]:
+    """Seconds since the process was started, and the engine's peak resident memory until ready and after an answer."""
+    with running_server(model, "--max-model-len", max_model_len) as server:
+        listening_s = server.wait("/livez")
+        ready_s = server.wait("/readyz")
+        peak = peak_rss_bytes(server.tree()["engine"])
+        server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1, "ignore_eos": True})
+        return {
+            "listening_s": listening_s,
+            "ready_s": ready_s,
+            "first_token_s": time.perf_counter() - server.started_s,
+            "engine_peak_bytes": peak,
+            "engine_peak_after_answer_bytes": peak_rss_bytes(server.tree()["engine"]),
+        }
+
+
+def version_s() -> float:
+    """Wall time of the installed `moeserve --version`, interpreter start included."""
+    begun_s = time.perf_counter()
+    subprocess.run([Path(sys.executable).with_name("moeserve"), "--version"], stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - begun_s
+
+
+if __name__ == "__main__":
+    main()
