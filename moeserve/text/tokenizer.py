@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,11 @@ class Tokenizer:
         """The token alone, as a person reads it: special tokens by name, broken characters as U+FFFD."""
         piece = self._visible[token_id] if self._visible is not None else self.token_bytes(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of N characters has at least N / longest_token tokens."""
+        return max(len(token) for token in self.backend.get_vocab())
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

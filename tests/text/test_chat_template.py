@@ -179,7 +179,8 @@ def test_usual_template_features_work(byte_level):
     source = (
         "{% generation %}{{ messages|tojson }}{% endgeneration %}{% for c in 'ab' %}{% if loop.last %}{{ c }}"
         "{% break %}{% endif %}{% endfor %}{{ strftime_now('%Y')|length }}{{ ['x', 'y']|join(', ') }}"
-        "{{ 'a' ~ (1 + 2) }}{{ messages[::-1]|length }}{{ 'b c'.split(' ')[-1] }}{{ nothing|default('d') }}{{ loop is defined }}"
+        "{{ 'a' ~ (1 + 2) }}{{ messages[::-1]|length }}{{ 'b c'.split(' ')[-1] }}{{ nothing|default('d') }}"
+        "{{ loop is defined }}"
     )
     text = ChatTemplate(source).render(byte_level, [{"role": "user", "content": "<é>"}])
     assert text == '[{"role": "user", "content": "<é>"}]b4x, ya31cdFalse'

@@ -1,0 +1,106 @@
+"""Every failure as one JSON shape, OpenAI's: {"error": {"message", "type", "param", "code"}}.
+
+A 5xx says nothing about the inside of the server: its text is fixed, and the request id leads to the log line.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from moeserve.errors import NotFound, Overloaded, RequestError, RequestFailed
+
+log = logging.getLogger(__name__)
+
+MAX_ECHO = 64  # characters of a user's value that may come back in a message
+MAX_MESSAGE = 600
+_QUOTED = re.compile(r"'([^']{65,})'|`([^`]{65,})`")
+
+
+class MethodNotAllowed(RequestError):
+    http_status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: list[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class RequestTimeout(RequestError):
+    http_status = 408
+    code = "request_timeout"
+
+
+class HeadersTooLarge(RequestError):
+    http_status = 431
+    code = "headers_too_large"
+
+
+class UriTooLong(RequestError):
+    http_status = 414
+    code = "uri_too_long"
+
+
+class BadHttp(RequestError):
+    """Not HTTP as RFC 9112 has it."""
+
+    code = "invalid_http"
+
+
+def no_such_path(path: str) -> NotFound:
+    return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
+
+
+def shorten(value: str) -> str:
+    """A user's value, safe to show in a message: printable and at most 64 characters."""
+    printable = "".join(char if char.isprintable() else "?" for char in value[: MAX_ECHO + 1])
+    return printable if len(printable) <= MAX_ECHO else printable[: MAX_ECHO - 3] + "..."
+
+
+def error_fields(error: RequestError, request_id: str) -> dict[str, Any]:
+    message = _QUOTED.sub(lambda m: repr(shorten(m.group(1) or m.group(2))), error.message)[:MAX_MESSAGE]
+    if error.http_status == 500:
+        message = f"internal server error; request id {request_id}"
+    return {"message": message, "type": error.type, "param": error.param, "code": error.code}
+
+
+def error_body(error: RequestError, request_id: str) -> bytes:
+    return msgspec.json.encode({"error": error_fields(error, request_id)})
+
+
+def as_request_error(error: BaseException, request_id: str) -> RequestError:
+    """Our own errors as they are; anything else is a fault of ours: logged, and told as a plain 500."""
+    if isinstance(error, RequestError):
+        if error.http_status == 500:
+            log.error("request %s failed: %s", request_id, shorten_line(error.message))
+        return error
+    log.error("request %s failed", request_id, exc_info=error)
+    return RequestFailed("internal server error")
+
+
+def shorten_line(text: str) -> str:
+    """One log line of it: control characters escaped, at most 500 characters."""
+    return text[:500].encode("unicode_escape").decode("ascii")
+
+
+def error_response(error: RequestError, request_id: str) -> web.Response:
+    headers = {"X-Request-Id": request_id}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After-Ms"] = str(max(1, round(error.retry_after_s * 1000)))
+    elif error.http_status == 503:
+        headers["Retry-After"] = "1"
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = ", ".join(error.allowed)
+    return web.Response(
+        body=error_body(error, request_id),
+        status=error.http_status,
+        content_type="application/json",
+        headers=headers,
+    )

@@ -1,0 +1,108 @@
+"""GET /metrics for Prometheus: the front end's counters under vLLM's names where the meaning is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.stats import FrontStats, Histogram
+from moeserve.server.context import Call, Context
+
+PREFIX = "moeserve:"
+
+
+async def metrics(call: Call) -> web.StreamResponse:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(call.context))
+    headers = call.headers() | {"Content-Type": CONTENT_TYPE_LATEST}
+    return web.Response(body=generate_latest(registry), headers=headers)
+
+
+class _Collector:
+    """Made for one scrape: reads the numbers where they already are, so that counting costs nothing extra."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def collect(self) -> Iterator[Metric]:
+        yield _up("engine_ready", "1 while requests are taken", float(self._context.state == "ready"))
+        yield from self._responses()
+        if self._context.front is not None:
+            yield from _front_metrics(self._context.front)
+
+    def _responses(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            PREFIX + "http_responses", "answers by route and status", labels=["route", "status"]
+        )
+        for (route, status), count in self._context.responses.items():
+            family.add_metric([route, str(status)], count)
+        yield family
+
+
+def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
+    stats, name = front.stats, front.model_name
+    yield from _gauges(stats, name)
+    for suffix, help, value in (
+        ("prompt_tokens", "prompt tokens taken up, cached ones included", stats.prompt_tokens),
+        ("generation_tokens", "tokens given out", stats.generation_tokens),
+        ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prompt_tokens),
+        ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.cached_prompt_tokens),
+        ("num_preemptions", "sequences sent back to wait for blocks", stats.preemptions),
+        ("engine_steps", "steps of the engine", stats.steps),
+        ("engine_restarts", "times that a lost engine was replaced", stats.engine_restarts),
+        ("requests_rejected", "requests refused because the queue was full", stats.rejected),
+    ):
+        family = CounterMetricFamily(PREFIX + suffix, help, labels=["model_name"])
+        family.add_metric([name], value)
+        yield family
+    ended = CounterMetricFamily(
+        PREFIX + "request_success", "sequences ended, by reason", labels=["model_name", "finished_reason"]
+    )
+    for reason in sorted({"stop", "length", "abort", "error"} | stats.finished.keys()):
+        ended.add_metric([name, reason], stats.finished.get(reason, 0))
+    yield ended
+    for suffix, help, histogram in (
+        ("time_to_first_token_seconds", "from submission to the first token", stats.ttft_s),
+        ("inter_token_latency_seconds", "between two tokens of a sequence", stats.itl_s),
+        ("e2e_request_latency_seconds", "from submission to the end", stats.e2e_s),
+        ("request_prompt_tokens", "prompt tokens of a sequence", stats.request_prompt_tokens),
+        ("request_generation_tokens", "tokens given out for a sequence", stats.request_generation_tokens),
+        ("iteration_tokens_total", "tokens of an engine step", stats.step_tokens),
+    ):
+        yield _histogram(suffix, help, histogram, name)
+
+
+def _gauges(stats: FrontStats, name: str) -> Iterator[Metric]:
+    last = stats.last
+    usable = max(last.num_blocks - 1, 1) if last else 1  # one block is the null block
+    used = usable - last.num_free_blocks if last else 0
+    for suffix, help, value in (
+        ("num_requests_running", "sequences in the engine's batch", last.num_running if last else 0),
+        ("num_requests_waiting", "sequences waiting in the engine", last.num_waiting if last else 0),
+        ("num_requests_active", "sequences that a client is waiting for", stats.num_active),
+        ("kv_cache_usage_perc", "share of KV blocks in use; 1 is all", min(max(used / usable, 0.0), 1.0)),
+    ):
+        family = GaugeMetricFamily(PREFIX + suffix, help, labels=["model_name"])
+        family.add_metric([name], value)
+        yield family
+
+
+def _up(suffix: str, help: str, value: float) -> Metric:
+    family = GaugeMetricFamily(PREFIX + suffix, help)
+    family.add_metric([], value)
+    return family
+
+
+def _histogram(suffix: str, help: str, histogram: Histogram, name: str) -> Metric:
+    buckets, seen = [], 0
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        seen += count
+        buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), seen))
+    family = HistogramMetricFamily(PREFIX + suffix, help, labels=["model_name"])
+    family.add_metric([name], buckets, histogram.total)
+    return family

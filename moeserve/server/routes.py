@@ -1,0 +1,60 @@
+"""Every route of the server, in one table: who may call it, what answers it, and its shapes for /openapi.json."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from moeserve.server import aborting, chat, completions, metrics, models, openapi, probes, protocol, tokenize
+from moeserve.server.context import Call
+
+Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path that ends in "/" takes the rest of the URL as its argument. probe: needs no key."""
+
+    method: str
+    path: str
+    handler: Handler
+    takes: type[Any] | None = None
+    gives: type[Any] | None = None
+    probe: bool = False
+    streams: bool = False
+
+
+async def _openapi(call: Call) -> web.StreamResponse:
+    body = openapi.document(ROUTES)
+    return web.Response(body=body, content_type="application/json", headers=call.headers())
+
+
+ROUTES = (
+    Route(
+        "POST", "/v1/chat/completions", chat.chat_completions, protocol.ChatRequest, protocol.ChatResponse, streams=True
+    ),
+    Route("POST", "/v1/chat/completions/render", chat.render, protocol.ChatRequest, protocol.RenderResponse),
+    Route(
+        "POST",
+        "/v1/completions",
+        completions.completions,
+        protocol.CompletionRequest,
+        protocol.CompletionResponse,
+        streams=True,
+    ),
+    Route("GET", "/v1/models", models.list_models, None, protocol.ModelList),
+    Route("GET", "/v1/models/", models.retrieve_model, None, protocol.ModelCard),
+    Route("DELETE", "/v1/requests/", aborting.abort_request, None, protocol.AbortResponse),
+    Route("POST", "/tokenize", tokenize.tokenize, protocol.TokenizeRequest, protocol.TokenizeResponse),
+    Route("POST", "/detokenize", tokenize.detokenize, protocol.DetokenizeRequest, protocol.DetokenizeResponse),
+    Route("GET", "/health", probes.readyz, None, protocol.StatusResponse, probe=True),
+    Route("GET", "/livez", probes.livez, None, protocol.StatusResponse, probe=True),
+    Route("GET", "/readyz", probes.readyz, None, protocol.StatusResponse, probe=True),
+    Route("GET", "/startupz", probes.startupz, None, protocol.StatusResponse, probe=True),
+    Route("GET", "/version", probes.version, None, protocol.VersionResponse),
+    Route("GET", "/metrics", metrics.metrics),
+    Route("GET", "/openapi.json", _openapi),
+)

@@ -1,0 +1,132 @@
+"""`moeserve serve`: listens first, loads behind it, and ends in order.
+
+The first SIGTERM or Ctrl-C drains: /readyz says 503 at once, running requests may finish for `shutdown_timeout`
+seconds, then they end with finish_reason "abort"; exit code 0. A second signal stops now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from moeserve.config import Config
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.open import open_front_end
+from moeserve.launch.logs import set_up_logging
+from moeserve.messages import Ready
+from moeserve.server.app import App
+from moeserve.server.auth import Auth
+from moeserve.server.banner import hello, ready_lines
+from moeserve.server.context import Context
+from moeserve.server.http import bind, listening
+from moeserve.server.sse import watch
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 5.0  # for answers that have ended to reach their clients
+
+T = TypeVar("T")
+OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
+
+
+def serve(config: Config) -> int:
+    """Runs until told to stop; returns the exit code. Raises ConfigError or EngineDied if it cannot go on."""
+    set_up_logging(config.server.log_level, config.server.log_format)
+    auth = Auth(config.server)
+    sock = bind(config.server)
+
+    def open_it() -> AbstractAsyncContextManager[FrontEnd]:
+        return open_front_end(config, child=True, max_queued=config.server.max_queued_requests)
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(run(Context(config.server, auth), sock, open_it))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> int:
+    """The server's whole life on one loop."""
+    stop = StopSignals()
+    stop.install()
+    async with listening(sock, App(context)):
+        log.info("listening on %s", hello(context, sock))
+        streams = asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams")
+        try:
+            async with open_it() as front:
+                context.front = front
+                await _serve(context, front, sock, stop)
+        finally:
+            streams.cancel()
+            await asyncio.gather(streams, return_exceptions=True)
+            stop.remove()
+    return 0
+
+
+async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: StopSignals) -> None:
+    ready: Ready | None = await _unless(stop, front.wait_ready())
+    if ready is not None:
+        context.started = True
+        for line in ready_lines(context, front, ready, sock, time.monotonic() - context.began):
+            log.info("%s", line)
+        cause = await _unless(stop, front.died())
+        if cause is not None:
+            raise cause
+    context.draining = True
+    log.info("stopping: %d requests may finish within %g s", len(context.running), context.config.shutdown_timeout)
+    await front.drain(context.config.shutdown_timeout)
+    await _last_words(context)
+
+
+async def _last_words(context: Context) -> None:
+    deadline = time.monotonic() + LAST_WORDS_S
+    while (context.running or context.streams) and time.monotonic() < deadline:  # noqa: ASYNC110  # once in a life
+        await asyncio.sleep(0.02)
+
+
+async def _unless(stop: StopSignals, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None if a stop is asked for first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.asked.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopped.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+class StopSignals:
+    """The first SIGTERM or SIGINT sets `asked`; the second ends the process, and the engine with it."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+
+    def remove(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.asked.is_set():
+            log.warning("second %s: stopping now", signal.Signals(number).name)
+            os._exit(128 + number)  # the engine process ends when its parent does
+        log.info("%s: draining; once more stops now", signal.Signals(number).name)
+        self.asked.set()
