@@ -56,12 +56,18 @@ def score(state: np.uint64, token: int) -> Logprobs:
 
 def states(groups: tuple[KVGroup, ...], tokens: list[int]) -> U64:
     """The last layer's output at each position, computed from the tokens alone."""
-    values = first_input(np.array(tokens, np.int32))
+    return layers(groups, tokens)[0]
+
+
+def layers(groups: tuple[KVGroup, ...], tokens: list[int]) -> tuple[U64, list[U64]]:
+    """The last layer's outputs, and the K/V cells of every layer."""
+    values, kv = first_input(np.array(tokens, np.int32)), []
     for group in groups:
-        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(cell(values, positions(0, len(tokens))))))
+        kv.append(cell(values, positions(0, len(tokens))))
+        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(kv[-1])))
         first = np.array([first_seen(group, p) for p in range(len(tokens))])
         values = mix(sums[1:] - sums[first])
-    return values
+    return values, kv
 
 
 def oracle(

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeserve.config import Limits
+from moeserve.engine.blocks import Key
 from moeserve.engine.groups import KVGroup, groups_of
 from moeserve.engine.plan import StepPlan
+from moeserve.engine.prefix_cache import chain, root_of
 from moeserve.engine.scheduler import Scheduler
+from moeserve.engine.store import HostStore
 from moeserve.messages import FinishReason, Logprobs, StepOutput, Submit
 from moeserve.sampling import TokenSampling
-from tests.engine.fake_model import POISON, VOCAB, FakeModelRunner, oracle, score, states
+from tests.engine.fake_model import POISON, U64, VOCAB, FakeModelRunner, layers, oracle, score, states
 
 EOS = 1
 FULL = groups_of((None,), 4)
@@ -80,6 +83,7 @@ class Harness:
         self.answers: dict[int, Answer] = {}
         self.plans: list[StepPlan] = []
         self.num_preempted = 0
+        self.num_resets = 0
 
     @property
     def num_free(self) -> int:
@@ -155,6 +159,7 @@ class Harness:
         for answer in self.answers.values():
             self._check_answer(answer)
         self.scheduler.audit()
+        self._check_cache()
         assert self.num_free == self.limits.num_blocks - 1
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
@@ -182,6 +187,28 @@ class Harness:
             assert answer.cached == 0
             scores = {p: score(known[p - 1], prompt[p]) for p in range(1, len(prompt))}
             assert answer.prompt_scores == scores
+
+    def _check_cache(self) -> None:
+        """What can be found by hash is what those tokens compute to, in the pool and in the store."""
+        expected: dict[Key, U64] = {}
+        size = self.limits.block_size
+        for answer in self.answers.values():
+            tokens = answer.prompt + answer.tokens
+            _, kv = layers(self.groups, tokens)
+            for epoch in range(self.num_resets + 1):
+                hashes = chain(root_of(answer.msg.salt, epoch), np.array(tokens, np.int32), size)
+                blocks = [cells[: len(hashes) * size].reshape(-1, size) for cells in kv]
+                expected |= {(h, g): blocks[g][i] for g in range(len(kv)) for i, h in enumerate(hashes)}
+        residents = self.scheduler.residents
+        for key, block in residents.pool._by_key.items():
+            assert (expected[key] == self.runner.kv[key[1], block]).all(), (key, block)
+        if isinstance(residents.store, HostStore):
+            for key, place in residents.store._cells.items():
+                assert (expected[key] == self.runner.cells[key[1], place]).all(), (key, place)
+
+    def reset(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        self.num_resets += 1
 
     def _check(self, plan: StepPlan) -> None:
         limits = self.limits
@@ -227,5 +254,5 @@ def random_traffic(harness: Harness, rng: random.Random, num_requests: int) -> N
             open_rids = [r for r, a in harness.answers.items() if not a.finish]
             harness.abort(*rng.sample(open_rids, min(len(open_rids), 2)), 999_999)
         if rng.random() < 0.01:
-            harness.scheduler.reset_prefix_cache()
+            harness.reset()
         harness.step()

@@ -1,0 +1,306 @@
+"""The core loop: every message is answered, the order of steps is kept, and its end has a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from moeserve.actor.inbox import Inbox
+from moeserve.config import Limits
+from moeserve.engine.core import EngineCore
+from moeserve.engine.null_runner import NullRunner
+from moeserve.engine.plan import StepPlan, StepResult
+from moeserve.engine.scheduler import Scheduler
+from moeserve.messages import (
+    Abort,
+    Answer,
+    Call,
+    Drain,
+    EngineIn,
+    EngineOut,
+    FinishReason,
+    Ping,
+    Pong,
+    Refused,
+    StepOutput,
+    Stopped,
+)
+from tests.engine.fake_model import VOCAB, FakeModelRunner, oracle
+from tests.engine.harness import FULL, limits_of, submit_of
+
+PROMPT = [20, 21, 22, 23, 24, 25]
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Held:
+    """A runner whose results come one at a time, when the test lets them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.model = FakeModelRunner(limits, FULL)
+        self.gate = asyncio.Semaphore(0)
+        self.started: list[StepPlan] = []
+        self.broken: str | None = None
+
+    def start(self, plan: StepPlan) -> Held:
+        self.started.append(plan)
+        self.model.start(plan)
+        return self
+
+    async def result(self) -> StepResult:
+        await self.gate.acquire()
+        if self.broken:
+            raise RuntimeError(self.broken)
+        return self.model.result()
+
+    def let(self, count: int) -> None:
+        for _ in range(count):
+            self.gate.release()
+
+    def close(self) -> None: ...
+
+
+class Engine:
+    def __init__(self, limits: Limits | None = None) -> None:
+        limits = limits or limits_of()
+        self.runner = Held(limits)
+        self.inbox: Inbox[EngineIn] = Inbox("engine")
+        self.out: list[EngineOut] = []
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(limits, FULL, vocab_size=VOCAB)
+        self.core = EngineCore(self.scheduler, self.runner, self.inbox, self.out.append, clock=self.clock)
+
+    async def settled(self) -> None:
+        """Lets the loop run until it waits for a result or a message."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def tokens(self, rid: int) -> tuple[list[int], str]:
+        tokens, finish = [], ""
+        for msg in self.out:
+            if isinstance(msg, StepOutput):
+                rids = np.frombuffer(msg.rids, "<i8").tolist()
+                rows = zip(rids, np.frombuffer(msg.tokens, "<i4").tolist(), msg.finish, strict=True)
+                for row_rid, token, code in rows:
+                    if row_rid == rid:
+                        tokens += [token] if token >= 0 else []
+                        finish = FinishReason.NAMES[code]
+        return tokens, finish
+
+
+@contextlib.asynccontextmanager
+async def engine(limits: Limits | None = None) -> AsyncIterator[Engine]:
+    running = Engine(limits)
+    task = asyncio.create_task(running.core.run())
+    try:
+        yield running
+    finally:
+        running.inbox.put(Drain(0.0))
+        running.runner.let(1000)
+        await asyncio.gather(task, return_exceptions=True)
+        running.scheduler.audit()
+
+
+async def test_requests_run_to_their_end_with_a_record_per_step() -> None:
+    async with engine() as e:
+        e.runner.let(1000)
+        for rid in (0, 1):
+            e.inbox.put(submit_of(rid, PROMPT, seed=rid))
+        await e.settled()
+    for rid in (0, 1):
+        assert e.tokens(rid) == oracle(FULL, PROMPT, submit_of(rid, PROMPT, seed=rid).sampling, 64)
+    records = [msg.record for msg in e.out if isinstance(msg, StepOutput) and msg.record]
+    assert [r.step for r in records] == list(range(8))
+    assert (records[0].prompt_tokens, records[0].cached_tokens, records[0].num_requests) == (12, 4, 2)
+    assert (records[-1].num_running, records[-1].num_free_blocks) == (0, 59)
+    assert all(r.at_s == 1000.0 for r in records)
+    assert e.out[-1] == Stopped("")
+
+
+async def test_the_next_step_starts_before_the_last_result_is_there() -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT))
+        await e.settled()
+        assert [plan.step for plan in e.runner.started] == [0, 1]
+        e.runner.let(1)
+        await e.settled()
+        assert [plan.step for plan in e.runner.started] == [0, 1, 2]
+
+
+async def test_depth_one_waits_for_each_result() -> None:
+    async with engine(limits_of(depth=1)) as e:
+        e.inbox.put(submit_of(0, PROMPT))
+        await e.settled()
+        assert len(e.runner.started) == 1
+
+
+async def test_an_abort_is_answered_before_the_next_result() -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT))
+        await e.settled()
+        e.inbox.put(Abort([0, 5]))
+        e.runner.let(1)
+        await e.settled()
+        assert e.tokens(0)[1] == "abort"
+        assert not e.scheduler.has_work
+
+
+async def test_pings_tell_progress() -> None:
+    async with engine() as e:
+        e.inbox.put(Ping(1))
+        await e.settled()
+        e.inbox.put(submit_of(0, PROMPT, max_tokens=2))
+        await e.settled()
+        e.runner.let(1)
+        e.inbox.put(Ping(2))
+        await e.settled()
+        e.runner.let(5)
+        e.inbox.put(Ping(3))
+        await e.settled()
+    pongs = [msg for msg in e.out if isinstance(msg, Pong)]
+    assert pongs[0] == Pong(1, 0, False)
+    assert (pongs[1].seq, pongs[1].busy) == (2, True)
+    assert pongs[2].steps >= pongs[1].steps >= 1
+
+
+async def test_a_bad_submit_is_refused_and_hurts_nobody() -> None:
+    async with engine() as e:
+        e.runner.let(1000)
+        e.inbox.put(submit_of(0, PROMPT))
+        e.inbox.put(submit_of(1, [VOCAB]))
+        e.inbox.put(submit_of(2, [3] * 64))
+        await e.settled()
+        refused = [msg for msg in e.out if isinstance(msg, Refused)]
+        assert [(msg.rid, msg.code) for msg in refused] == [(1, "invalid_value"), (2, "context_length_exceeded")]
+        assert e.tokens(0)[1] == "length"
+
+
+async def test_calls_are_answered() -> None:
+    async with engine() as e:
+        e.runner.let(1000)
+        e.inbox.put(submit_of(0, PROMPT))
+        await e.settled()
+        assert e.scheduler.residents.pool.num_cached > 0
+        e.inbox.put(Call(7, "reset_prefix_cache"))
+        e.inbox.put(Call(8, "audit"))
+        await e.settled()
+        assert e.scheduler.residents.pool.num_cached == 0
+        e.scheduler.residents.pool._num_free -= 1
+        e.inbox.put(Call(9, "audit"))
+        await e.settled()
+        e.scheduler.residents.pool._num_free += 1
+    answers = [msg for msg in e.out if isinstance(msg, Answer)]
+    assert [(a.id, a.ok) for a in answers] == [(7, True), (8, True), (9, False)]
+    assert "state" in answers[2].detail
+
+
+async def test_draining_finishes_what_there_is_and_refuses_what_comes() -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT))
+        await e.settled()
+        e.inbox.put(Drain(60.0))
+        e.inbox.put(submit_of(1, PROMPT))
+        e.runner.let(1000)
+        await e.settled()
+        assert e.tokens(0)[1] == "length"
+        assert [msg.code for msg in e.out if isinstance(msg, Refused)] == ["server_draining"]
+        assert e.out[-1] == Stopped("")
+
+
+async def test_at_its_deadline_a_drain_aborts_the_rest() -> None:
+    async with engine(limits_of(max_num_seqs=1)) as e:
+        for rid in (0, 1):
+            e.inbox.put(submit_of(rid, PROMPT))
+        e.inbox.put(Drain(5.0))
+        await e.settled()
+        e.clock.now_s += 5.0
+        e.runner.let(1)
+        await e.settled()
+        assert [e.tokens(rid)[1] for rid in (0, 1)] == ["abort", "abort"]
+        e.runner.let(1)
+        await e.settled()
+        assert e.out[-1] == Stopped("")
+
+
+async def test_an_idle_engine_sleeps_on_its_inbox() -> None:
+    drained = 0
+
+    class Counting(Inbox[EngineIn]):
+        async def drain(self, wait: bool) -> list[EngineIn]:
+            nonlocal drained
+            drained += 1
+            return await super().drain(wait)
+
+    inbox = Counting("engine")
+    out: list[EngineOut] = []
+    task = asyncio.create_task(EngineCore(Scheduler(limits_of(), FULL), NullRunner(), inbox, out.append).run())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert drained == 1
+    inbox.put(Drain(1.0))
+    await task
+    assert out == [Stopped("")]
+
+
+async def test_a_busy_engine_lets_the_event_loop_run() -> None:
+    inbox: Inbox[EngineIn] = Inbox("engine")
+    out: list[EngineOut] = []
+    core = EngineCore(Scheduler(limits_of(), FULL), NullRunner(), inbox, out.append)
+    task = asyncio.create_task(core.run())
+    inbox.put(submit_of(0, PROMPT, max_tokens=50))
+    await asyncio.sleep(0)
+    turns = 0
+    while not (out and isinstance(out[-1], StepOutput) and out[-1].finish == bytes([FinishReason.LENGTH])):
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 30
+    inbox.put(Drain(0.0))
+    await task
+
+
+async def test_an_error_of_the_runner_stops_the_engine_with_its_cause() -> None:
+    e = Engine()
+    task = asyncio.create_task(e.core.run())
+    e.inbox.put(submit_of(0, PROMPT))
+    await e.settled()
+    e.runner.broken = "device is lost"
+    e.runner.let(1)
+    with pytest.raises(RuntimeError, match="device is lost"):
+        await task
+    assert e.out[-1] == Stopped("RuntimeError: device is lost")
+
+
+async def test_an_idle_engine_finds_a_leak() -> None:
+    e = Engine()
+    task = asyncio.create_task(e.core.run())
+    e.inbox.put(submit_of(0, PROMPT))
+    await e.settled()
+    e.scheduler.residents.pool.take(1)
+    e.clock.now_s += 60.0
+    e.runner.let(1000)
+    with pytest.raises(AssertionError):
+        await task
+    assert isinstance(e.out[-1], Stopped)
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+async def test_the_null_runner_answers_by_position(turns: int) -> None:
+    runner = NullRunner(vocab_size=100, turns=turns)
+    scheduler = Scheduler(limits_of(), FULL)
+    scheduler.submit(submit_of(0, PROMPT))
+    scheduler.submit(submit_of(1, PROMPT))
+    plan = scheduler.plan()
+    assert plan is not None
+    result = await runner.start(plan).result()
+    assert result.tokens_S.tolist() == [6 * 48271 % 65537 % 100] * 2
+    runner.close()
