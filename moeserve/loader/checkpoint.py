@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.model_dir import model_file, read_json
+from moeserve.loader.files import model_file, read_json
 from moeserve.loader.safetensors_file import TensorInfo, read_header
 
 SINGLE = "model.safetensors"

@@ -8,7 +8,7 @@ from typing import Any
 
 from moeserve.errors import CheckpointError, InvalidRequest
 from moeserve.loader.fields import Fields
-from moeserve.loader.model_dir import read_json
+from moeserve.loader.files import read_json
 from moeserve.sampling import SamplingParams
 
 _FILE = "generation_config.json"

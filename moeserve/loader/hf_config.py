@@ -14,8 +14,8 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
 from moeserve.loader.families import COMMON_DEFAULTS, FAMILIES, MAX_POSITION, MAX_WIDTH
 from moeserve.loader.fields import Fields
+from moeserve.loader.files import read_json
 from moeserve.loader.generation_config import generation_defaults, read_eos_ids
-from moeserve.loader.model_dir import read_json
 from moeserve.loader.rope_config import longest_context, read_rope
 from moeserve.loader.spec import ModelSpec
 

@@ -8,12 +8,10 @@ that shrinks meanwhile is an error, not a crash. Headers and plan are compared b
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +21,13 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader.check_plan import check_plan
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.plan import Index, Param, Piece, WeightPlan
+from moeserve.loader.plan import Index, Piece, WeightPlan
 from moeserve.loader.safetensors_file import TensorInfo
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to share out among threads
-_HUGE_PAGE_BYTES = 2 * 2**20
 
 
 def load(
@@ -44,18 +41,18 @@ def load(
 ) -> dict[str, Tensor]:
     """The plan's parameters by name, contiguous, of `dtype` (float32, bfloat16 or float16) on `device`.
 
-    progress is called in this thread. threads: concurrent reads (default: 4 to 16, by cores). Raises CheckpointError
-    if plan and checkpoint do not fit each other, a file cannot be read, or a value is too large for float16.
+    progress is called in this thread. threads: concurrent reads (default: one per core, 2 to 16). Raises
+    CheckpointError if plan and checkpoint do not fit each other, a file cannot be read, or float16 cannot hold a value.
     """
     check_plan(checkpoint, plan)
     device = torch.device(device)
-    params = {param.name: _allocate(param, dtype, device) for param in plan.params}
+    params = {param.name: torch.empty(param.shape, dtype=dtype, device=device) for param in plan.params}
     reads = [
         read
         for piece in sorted(plan.pieces, key=lambda piece: _place(checkpoint.tensors[piece.source]))
         for read in _reads_of(piece, checkpoint.tensors[piece.source], params[piece.param])
     ]
-    threads = threads or max(4, min(16, os.cpu_count() or 1))
+    threads = threads or max(2, min(16, os.cpu_count() or 1))
     total, done = sum(read.num_bytes for read in reads), 0
     with _Reader(checkpoint) as reader, ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
         try:
@@ -71,20 +68,6 @@ def load(
 
 def _place(tensor: TensorInfo) -> tuple[str, int]:
     return tensor.path.name, tensor.offset
-
-
-def _allocate(param: Param, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory, one allocation per parameter so that each can be freed alone; huge pages for large ones.
-
-    Huge pages make the first touch several times cheaper, and later every pass over the weights misses the TLB less.
-    """
-    num_bytes = math.prod(param.shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < 2 * _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(param.shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them: ordinary pages do the same
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(param.shape)
 
 
 @dataclass(frozen=True, slots=True)
