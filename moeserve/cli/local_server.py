@@ -19,6 +19,7 @@ import msgspec
 
 from moeserve.actor.guard import adopt
 from moeserve.actor.process import Child
+from moeserve.cli.main import report
 from moeserve.client import AsyncClient
 from moeserve.config import Config
 from moeserve.errors import ConfigError
@@ -76,8 +77,10 @@ def main() -> int:
     os.setsid()  # a Ctrl-C in the terminal is for the parent; it stops us itself
     from moeserve.server.run import serve
 
-    code: int = serve(config)
-    return code
+    try:
+        return serve(config)
+    except Exception as error:
+        return report(error, "serve")
 
 
 if __name__ == "__main__":

@@ -61,12 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         _forget_stdout()
         return FAILURE
     except Exception as error:
-        from moeserve.errors import ConfigError, MoeserveError
+        return report(error, name)
 
-        if not isinstance(error, MoeserveError):
-            raise
-        print(f"moeserve {name}: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, ConfigError) else FAILURE
+
+def report(error: Exception, name: str) -> int:
+    """Prints an error that we raise on purpose and returns its exit code; any other one is our bug and goes on."""
+    from moeserve.errors import ConfigError, MoeserveError
+
+    if not isinstance(error, MoeserveError):
+        raise error
+    print(f"moeserve {name}: {error}", file=sys.stderr)
+    return error.exit_code if isinstance(error, ConfigError) else FAILURE
 
 
 def find_command(words: list[str]) -> tuple[str, list[str]]:

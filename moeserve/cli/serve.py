@@ -23,5 +23,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"moeserve serve: ignoring the unknown environment variable {strange}", file=sys.stderr)
     from moeserve.server.run import serve
 
-    code: int = serve(settled.config)
-    return code
+    return serve(settled.config)

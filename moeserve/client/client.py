@@ -11,6 +11,7 @@ from urllib.parse import quote
 from moeserve.client.stream import Stream
 from moeserve.client.transport import Transport
 from moeserve.client.types import (
+    Aborted,
     Answer,
     ChatCompletion,
     ChatCompletionChunk,
@@ -226,10 +227,10 @@ class Models(_Resource):
 
 
 class Requests(_Resource):
-    async def abort(self, id: str) -> None:
-        """Ends the running request with this request id. Raises NotFound if none runs."""
+    async def abort(self, id: str) -> Aborted:
+        """Ends the running request with this request id; its reader gets finish_reason "abort". NotFound: none runs."""
         url = f"{self._transport.base_url}/requests/{quote(id, safe='')}"
-        await self._transport.read("DELETE", url, max_retries=0)
+        return await self._transport.fetch("DELETE", url, Aborted, max_retries=0)
 
 
 def _without_none(**fields: Any) -> dict[str, Any]:

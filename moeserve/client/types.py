@@ -146,6 +146,13 @@ class Detokenized(Answer, kw_only=True):
     prompt: str
 
 
+class Aborted(Answer, kw_only=True):
+    """How many sequences of the request were still running."""
+
+    id: str = ""
+    aborted: int = 0
+
+
 class ErrorBody(msgspec.Struct):
     """The inside of OpenAI's {"error": {...}}; vLLM sends its code as a number."""
 

@@ -53,7 +53,7 @@ async def test_every_route(server: Server, client: AsyncClient) -> None:
         answer({"id": "org/name"}),
         answer({"tokens": [1, 2], "count": 2}),
         answer({"prompt": "hi"}),
-        answer({}),
+        answer({"id": "a/b", "aborted": 2}),
     ]
     completion = await client.completions.create(prompt=[1, 2, 3], max_tokens=4)
     assert completion.choices[0].text == "abc"
@@ -61,7 +61,7 @@ async def test_every_route(server: Server, client: AsyncClient) -> None:
     assert (await client.models.retrieve("org/name")).id == "org/name"
     assert (await client.tokenize("hi")).tokens == [1, 2]
     assert (await client.detokenize([1, 2])).prompt == "hi"
-    await client.requests.abort("a/b")
+    assert (await client.requests.abort("a/b")).aborted == 2
     assert server.seen == [
         ("POST", "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}),
         ("GET", "/v1/models", None),
