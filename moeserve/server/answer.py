@@ -116,10 +116,11 @@ async def _open(stream: SseStream, chunks: Chunks) -> None:
 
 
 async def _relay(stream: SseStream, running: Running, chunks: Chunks, first: tuple[int, Delta]) -> None:
-    frames = chunks.frames(*first)
+    frames = b""
     if not stream.started:
+        frames = chunks.opening()
         await stream.start()
-        frames = chunks.opening() + frames
+    frames += chunks.frames(*first)
     if frames:
         await stream.send(frames)
     async for prompt, delta in running:

@@ -1,0 +1,303 @@
+"""A server on a real socket over the real front end; only the engine behind the link is a scripted one."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from moeserve.actor.inbox import Inbox
+from moeserve.config import ServerConfig
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.messages import (
+    Abort,
+    Drain,
+    EngineIn,
+    FinishReason,
+    Logprobs,
+    Phase,
+    PromptLogprobs,
+    Ready,
+    Refused,
+    StepOutput,
+    Submit,
+)
+from moeserve.metrics import StepRecord
+from moeserve.server.app import App
+from moeserve.server.auth import Auth
+from moeserve.server.context import Context
+from moeserve.server.http import bind, listening
+from moeserve.server.sse import watch
+from moeserve.text.chat_template import ChatTemplate
+from moeserve.text.tokenizer import Tokenizer
+
+STORY = 'Once upon a time a fox found a 😀 lantern in the old harbour, and "nobody" knew why.\n'
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTEXT = 256
+
+
+def make_tokenizer() -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([STORY] * 4, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    end = backend.token_to_id("<|im_end|>")
+    return Tokenizer(backend, {"eos_token": "<|im_end|>"}, (end,))
+
+
+@dataclass
+class _Row:
+    submit: Submit
+    emitted: int = 0
+
+
+@dataclass
+class ScriptedEngine:
+    """An EngineLink that answers every request with the story's tokens, one per step, then the end token.
+
+    `gate` cleared: no step is made. `refuse`: says so to every request. `break_after`: fails a request with an error
+    after that many tokens. Requests sampled with a bad word never stop.
+    """
+
+    tokenizer: Tokenizer
+    inbox: Inbox[Any] = field(default_factory=lambda: Inbox("front end"))
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    refuse: str = ""
+    break_after: int | None = None
+    told: list[EngineIn] = field(default_factory=list)
+    rows: dict[int, _Row] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+        self.script = [*self.tokenizer.encode(STORY, special=False), *self.tokenizer.eos_token_ids]
+
+    def send(self, msg: EngineIn) -> None:
+        self.told.append(msg)
+        match msg:
+            case Submit() if self.refuse:
+                self.inbox.put(Refused(msg.rid, self.refuse, "refused"))
+            case Submit():
+                self.rows[msg.rid] = _Row(msg)
+                self.wake.set()
+            case Abort(rids):
+                for rid in rids:
+                    self.rows.pop(rid, None)
+            case Drain(deadline_s):
+                asyncio.get_running_loop().call_later(deadline_s, self._abort_all)
+
+    def _abort_all(self) -> None:
+        if rids := list(self.rows):
+            self.rows.clear()
+            self._put(rids, [-1] * len(rids), [FinishReason.ABORT] * len(rids))
+
+    def ready(self) -> Ready:
+        return Ready(
+            pid=1,
+            architecture="Scripted",
+            dtype="float32",
+            device="cpu",
+            vocab_size=self.tokenizer.vocab_size,
+            max_model_len=CONTEXT,
+            max_num_seqs=64,
+            num_blocks=100,
+            block_size=16,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            num_params=10,
+            num_active_params=5,
+            weight_bytes=40,
+            startup_s=0.1,
+        )
+
+    async def run(self) -> None:
+        while True:
+            await self.wake.wait()
+            await self.gate.wait()
+            if not self.rows:
+                self.wake.clear()
+                continue
+            self._step()
+            await asyncio.sleep(0)
+
+    def _step(self) -> None:
+        tokens, finish, extra = [], [], {"cached": {}, "logprobs": {}, "prompt_logprobs": {}, "errors": {}}
+        rids = list(self.rows)
+        for rid in rids:
+            row = self.rows[rid]
+            sampling = row.submit.sampling
+            if self.break_after == row.emitted:
+                tokens.append(-1)
+                finish.append(FinishReason.ERROR)
+                extra["errors"][rid] = "secret detail /home/x"
+                del self.rows[rid]
+                continue
+            token = self.script[row.emitted % len(self.script)]
+            if token in self.tokenizer.eos_token_ids and sampling.bad_seqs:
+                token = self.script[0]
+            if row.emitted == 0:
+                extra["cached"][rid] = 2
+                self._prompt_logprobs(row.submit, extra["prompt_logprobs"])
+            if sampling.logprobs is not None:
+                extra["logprobs"][rid] = logprob_row(token, sampling.logprobs)
+            row.emitted += 1
+            tokens.append(token)
+            ended = FinishReason.NONE
+            if token in sampling.stop_ids:
+                ended = FinishReason.STOP
+            elif row.emitted >= sampling.max_tokens:
+                ended = FinishReason.LENGTH
+            finish.append(ended)
+            if ended:
+                del self.rows[rid]
+        self._put(rids, tokens, finish, **extra)
+
+    def _prompt_logprobs(self, submit: Submit, into: dict[int, PromptLogprobs]) -> None:
+        if submit.sampling.prompt_logprobs is not None:
+            ids = np.frombuffer(submit.tokens, np.int32)[1 : submit.num_prompt].tolist()
+            into[submit.rid] = PromptLogprobs(1, [logprob_row(i, submit.sampling.prompt_logprobs) for i in ids])
+
+    def _put(self, rids: list[int], tokens: list[int], finish: list[int], **extra: Any) -> None:
+        record = StepRecord(
+            step=1,
+            at_s=0.0,
+            num_tokens=len(rids),
+            num_requests=len(rids),
+            num_running=len(self.rows),
+            num_waiting=0,
+            num_free_blocks=99 - len(self.rows),
+            num_blocks=100,
+        )
+        out = StepOutput(
+            rids=np.array(rids, np.int64).tobytes(),
+            tokens=np.array(tokens, np.int32).tobytes(),
+            finish=bytes(finish),
+            record=record,
+            **extra,
+        )
+        self.inbox.put(out, force=True)
+
+
+def logprob_row(token: int, num_top: int) -> Logprobs:
+    """The chosen token is the most likely; then 1, 2, 3, ..."""
+    others = [i for i in range(1, 30) if i != token][: max(num_top - 1, 0)]
+    top = [token, *others][:num_top]
+    return Logprobs([token, *top], [-0.5, *[-0.5 - place for place in range(len(top))]], 1)
+
+
+@dataclass
+class Live:
+    """A running server and the things behind it."""
+
+    url: str
+    port: int
+    context: Context
+    engine: ScriptedEngine
+    front: FrontEnd
+    session: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, aiohttp.ClientResponse]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        async with self.session.post(self.url + path, data=io.BytesIO(data), headers=headers) as response:
+            return response.status, json.loads(await response.read()), response
+
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, headers=headers) as response:
+            return response.status, await response.json(content_type=None)
+
+    async def events(self, path: str, body: Any) -> list[Any]:
+        """The data of each event of a stream; the last must be [DONE]."""
+        async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            raw = (await response.read()).decode()
+        frames = raw.split("\n\n")
+        assert frames.pop() == ""
+        datas = [frame.removeprefix("data: ") for frame in frames if not frame.startswith(":")]
+        assert datas.pop() == "[DONE]"
+        return [json.loads(data) for data in datas]
+
+    async def raw(self, data: bytes) -> bytes:
+        """Bytes in, bytes out, until the server closes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        with suppress(ConnectionError):
+            writer.write(data)
+            await writer.drain()
+        out = b""
+        with suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(5):
+                out = await reader.read()
+        writer.close()
+        return out
+
+
+@asynccontextmanager
+async def live_server(
+    tokenizer: Tokenizer, *, ready: bool = True, defaults: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Live]:
+    config = ServerConfig(port=0, **settings)
+    engine = ScriptedEngine(tokenizer)
+    front = FrontEnd(
+        engine,
+        model_name="org/tiny",
+        model_dir=Path("/nowhere"),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(TEMPLATE),
+        defaults=defaults or {},
+        max_queued=config.max_queued_requests,
+    )
+    context = Context(config, Auth(config), front if ready else None)
+    sock = bind(config)
+    port = sock.getsockname()[1]
+    if ready:
+        engine.inbox.put(Phase("loading", 50, 0.1))
+        engine.inbox.put(engine.ready())
+    tasks = [asyncio.create_task(job) for job in (front.run(), engine.run(), watch(context.streams, config.sse_ping_s))]
+    try:
+        async with listening(sock, App(context)), aiohttp.ClientSession(read_bufsize=2**20) as session:
+            if ready:
+                await front.wait_ready()
+                context.started = True
+            yield Live(f"http://127.0.0.1:{port}", port, context, engine, front, session)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return make_tokenizer()
+
+
+@pytest.fixture
+async def live(tokenizer: Tokenizer) -> AsyncIterator[Live]:
+    async with live_server(tokenizer) as it:
+        yield it
+
+
+@pytest.fixture
+def launch(tokenizer: Tokenizer) -> Any:
+    """live_server with other settings."""
+    return lambda **settings: live_server(tokenizer, **settings)
+
+
+@pytest.fixture
+def story() -> str:
+    return STORY
