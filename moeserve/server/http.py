@@ -85,7 +85,7 @@ class Connection(RequestHandler):
 def _parse_error(exc: BaseException | None) -> RequestError:
     text = str(exc)
     if isinstance(exc, LineTooLong):
-        if "Header" in text or "header" in text:
+        if str(exc.args[1]) == str(MAX_HEADER_BYTES):  # the limit that was passed tells which line it was
             return HeadersTooLarge(f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes")
         return UriTooLong(f"the URL is longer than {MAX_PATH_BYTES} bytes")
     if isinstance(exc, BadHttpMessage) and "many" in text:
@@ -127,7 +127,7 @@ class HttpServer(web.Server):
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A bound socket. Raises AddressInUse or ConfigError, before anything is loaded."""
+    """A listening socket. Raises AddressInUse or ConfigError, before anything is loaded."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -138,6 +138,7 @@ def bind(config: ServerConfig) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(BACKLOG)  # clients may connect from now on; they are answered once the loop runs
     except OSError as error:
         sock.close()
         if error.errno in (98, 48):  # EADDRINUSE on Linux and on macOS

@@ -301,3 +301,8 @@ def launch(tokenizer: Tokenizer) -> Any:
 @pytest.fixture
 def story() -> str:
     return STORY
+
+
+@pytest.fixture
+def scripted(tokenizer: Tokenizer) -> ScriptedEngine:
+    return ScriptedEngine(tokenizer)

@@ -1,0 +1,180 @@
+"""Below the API: framing, limits, slow and vanishing clients, everything in one error shape."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import tracemalloc
+
+import pytest
+
+from moeserve.server import body as body_module
+from moeserve.server import http as http_module
+from moeserve.server.sse import watch
+
+CHAT = "/v1/chat/completions"
+BODY = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).encode()
+
+
+def head(method: str, path: str, *lines: str) -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+
+
+def post(path: str, data: bytes, *lines: str) -> bytes:
+    length = () if any("encoding: chunked" in line for line in lines) else (f"Content-Length: {len(data)}",)
+    return head("POST", path, "Content-Type: application/json", "Connection: close", *length, *lines) + data
+
+
+def error_of(answer: bytes) -> tuple[int, dict[str, object]]:
+    top, _, rest = answer.partition(b"\r\n\r\n")
+    error = json.loads(rest)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return int(top.split()[1]), error
+
+
+RAW = [
+    ("garbage", b"\x16\x03\x01 hello\r\n\r\n", 400, "invalid_http"),
+    ("no such path", head("GET", "/nothing", "Connection: close"), 404, "not_found"),
+    ("two slashes", head("GET", "//v1/models", "Connection: close"), 404, "not_found"),
+    ("dots", head("GET", "/v1/%2e%2e/metrics", "Connection: close"), 404, "not_found"),
+    ("slash at the end", head("GET", "/livez/", "Connection: close"), 404, "not_found"),
+    ("wrong method", head("GET", CHAT, "Connection: close"), 405, "method_not_allowed"),
+    ("preflight", head("OPTIONS", CHAT, "Origin: http://evil.example", "Connection: close"), 405, "method_not_allowed"),
+    ("long path", head("GET", "/" + "a" * 65_536), 414, "uri_too_long"),
+    ("long header", head("GET", "/livez", "A: " + "a" * 20_000), 431, "headers_too_large"),
+    ("many headers", head("GET", "/livez", *[f"A{i}: 1" for i in range(10_000)]), 431, "headers_too_large"),
+    (
+        "headers too large together",
+        head("GET", "/livez", *[f"A{i}: {'a' * 1000}" for i in range(20)], "Connection: close"),
+        431,
+        "headers_too_large",
+    ),
+    ("no content type", head("POST", CHAT, "Content-Length: 2", "Connection: close") + b"{}", 415, None),
+    ("text", post(CHAT, BODY).replace(b"application/json", b"text/plain"), 415, "unsupported_media_type"),
+    ("other charset", post(CHAT, BODY).replace(b"/json", b"/json; charset=latin-1"), 415, "unsupported_media_type"),
+    ("gzip", post(CHAT, gzip.compress(b"0" * 10**7), "Content-Encoding: gzip"), 415, "unsupported_media_type"),
+    ("too long", head("POST", CHAT, "Content-Type: application/json", "Content-Length: 99999999999"), 413, None),
+    ("both lengths", post(CHAT, BODY, "Transfer-Encoding: chunked"), 400, "invalid_http"),
+    ("bad chunks", post(CHAT, b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-encoding: chunked"), 400, "invalid_http"),
+    ("id with line end", post("/nothing", b"", "X-Request-Id: a\tb"), 404, "not_found"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "status", "code"), RAW, ids=[case[0] for case in RAW])
+async def test_raw_request(live, name, data, status, code):
+    answer = await live.raw(data)
+    got, error = error_of(answer)
+    assert got == status
+    assert code is None or error["code"] == code
+    lower = answer.lower()
+    assert b"x-request-id: " in lower
+    assert b"access-control" not in lower
+    assert len(answer) < 1500
+    if status == 405:
+        assert b"\r\nallow: post\r\n" in lower
+    assert (await live.get("/livez"))[0] == 200
+
+
+async def test_an_endless_header_ends_the_connection(live):
+    answer = await live.raw(head("GET", "/livez", "A: " + "a" * 8_000_000))
+    assert answer == b"" or error_of(answer)[0] == 431  # the answer may be lost to the data that still comes
+    assert (await live.get("/livez"))[0] == 200
+
+
+async def test_a_body_without_length_stops_at_the_limit(launch):
+    async with launch(max_request_bytes=100_000) as live:
+        chunk = b"10000\r\n" + b"x" * 65_536 + b"\r\n"
+        tracemalloc.start()
+        answer = await live.raw(post(CHAT, chunk * 40, "Transfer-encoding: chunked"))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert error_of(answer)[0] == 413
+        assert peak < 12_000_000  # what this test itself holds is most of it
+
+
+async def test_chunked_bodies_and_expect_work(live):
+    data = b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n"
+    assert b" 200 OK" in await live.raw(post(CHAT, data, "Transfer-encoding: chunked"))
+    answer = await live.raw(post(CHAT, BODY, "Expect: 100-continue"))
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+
+
+async def test_requests_one_after_another_on_one_connection(live):
+    one = post(CHAT, BODY).replace(b"Connection: close\r\n", b"")
+    answer = await live.raw(one + one + post(CHAT, BODY))
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+
+
+async def test_request_ids(live):
+    for given, kept in (("abc-1.2_3", True), ("x" * 129, False), ("a b", False), ("", False)):
+        async with live.session.get(live.url + "/livez", headers={"X-Request-Id": given}) as response:
+            assert (response.headers["X-Request-Id"] == given) == kept
+            assert len(response.headers["X-Request-Id"]) <= 128
+
+
+async def test_a_slow_head_is_refused(live, monkeypatch):
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT_S", 0.2)
+    async with http_server_with_short_patience(live) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /livez HT")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert error_of(answer)[0] == 408
+        writer.close()
+
+
+def http_server_with_short_patience(live):
+    from contextlib import asynccontextmanager
+
+    from moeserve.server.app import App
+    from moeserve.server.http import HttpServer, bind
+
+    @asynccontextmanager
+    async def serve():
+        sock = bind(live.context.config)
+        server = HttpServer(App(live.context))
+        acceptor = await asyncio.get_running_loop().create_server(server, sock=sock)
+        heads = asyncio.create_task(server.watch_heads(0.2))
+        yield sock.getsockname()[1]
+        heads.cancel()
+        acceptor.close()
+        await server.shutdown(0.1)
+
+    return serve()
+
+
+async def test_a_slow_body_is_refused(live, monkeypatch):
+    monkeypatch.setattr(body_module, "READ_TIMEOUT_S", 0.1)
+    answer = await live.raw(post(CHAT, BODY)[:-5])
+    assert error_of(answer)[0] == 408
+
+
+async def test_a_stalled_reader_is_dropped_and_others_go_on(live):
+    """It asks for an endless answer and reads nothing: the socket fills, and after the patience it is cut off."""
+    asked = {"prompt": "a", "stream": True, "bad_words": ["x"], "max_tokens": 250, "n": 100, "return_token_ids": True}
+    data = json.dumps(asked | {"logprobs": 20}).encode()
+    watcher = asyncio.create_task(watch(live.context.streams, 15.0, stall_s=0.2))
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, ("127.0.0.1", live.port))
+    await loop.sock_sendall(sock, post("/v1/completions", data))
+    async with asyncio.timeout(20):
+        while not any(stream.sending for stream in live.context.streams):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        status, _, _ = await live.post(CHAT, BODY)
+        assert status == 200
+        while live.context.streams or live.context.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not live.engine.rows
+    sock.close()
+    watcher.cancel()
+
+
+async def test_many_idle_connections_do_not_hurt(live):
+    idle = [await asyncio.open_connection("127.0.0.1", live.port) for _ in range(300)]
+    assert (await live.get("/livez"))[0] == 200
+    for _, writer in idle:
+        writer.close()
