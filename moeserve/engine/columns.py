@@ -96,8 +96,6 @@ class Columns:
         del self.slot_of[request.rid]
         self.requests[slot] = None
         self.generation[slot] += 1
-        for passed in self.passed:
-            passed[slot] = 0
         self._free.append(slot)
         at = bisect_left(self._ranked, (*request.rank, slot))
         del self._ranked[at]

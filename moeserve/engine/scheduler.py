@@ -241,7 +241,6 @@ class Scheduler:
         request = self.residents.leave(slot)
         request.tokens = tokens
         self.waiting.push(request)
-        self._stuck = (None, 0)
         draft.num_preempted += 1
 
     def _record(self, flight: Flight, result: StepResult) -> StepRecord:

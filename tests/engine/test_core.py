@@ -232,6 +232,18 @@ async def test_at_its_deadline_a_drain_aborts_the_rest() -> None:
         assert e.out[-1] == Stopped("")
 
 
+@pytest.mark.parametrize("deadlines", [(60.0, 0.0), (0.0, 60.0)])
+async def test_of_two_drains_the_earlier_deadline_counts(deadlines: tuple[float, float]) -> None:
+    async with engine() as e:
+        e.inbox.put(submit_of(0, PROMPT))
+        await e.settled()
+        for deadline_s in deadlines:
+            e.inbox.put(Drain(deadline_s))
+        e.runner.let(1)
+        await e.settled()
+        assert e.tokens(0)[1] == "abort"
+
+
 async def test_an_idle_engine_sleeps_on_its_inbox() -> None:
     drained = 0
 

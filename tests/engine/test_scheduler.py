@@ -111,6 +111,21 @@ def test_nobody_overtakes_a_head_that_does_not_fit() -> None:
     assert harness.num_preempted == 0
 
 
+def test_a_head_that_did_not_fit_enters_when_someone_else_leaves() -> None:
+    harness = Harness(limits_of(num_blocks=14))
+    harness.submit(submit_of(0, prompt_of(16, 2), max_tokens=20))
+    harness.submit(submit_of(1, prompt_of(12, 4), max_tokens=2))
+    steps(harness, 1)
+    harness.submit(submit_of(2, prompt_of(23, 6), max_tokens=2))
+    steps(harness, 1)
+    assert running(harness) == [0, 1]
+    steps(harness, 4)
+    assert running(harness) == [0, 2]
+    harness.run()
+    harness.check_answers()
+    assert harness.num_preempted == 0
+
+
 def test_admission_counts_the_blocks_that_running_prompts_still_need() -> None:
     harness = Harness(limits_of(num_blocks=16, max_num_batched_tokens=12, prefill_chunk=4))
     harness.submit(submit_of(0, prompt_of(40, 2), max_tokens=2))
@@ -183,7 +198,7 @@ def test_a_more_urgent_request_takes_blocks_from_the_least_urgent() -> None:
 
 def test_no_one_yields_to_an_equal_or_to_someone_who_would_still_not_fit() -> None:
     harness = Harness(limits_of(num_blocks=14, max_num_seqs=2))
-    harness.submit(submit_of(0, prompt_of(24, 2), priority=0, max_tokens=8))
+    harness.submit(submit_of(0, prompt_of(24, 2), priority=1, max_tokens=8))
     harness.submit(submit_of(1, prompt_of(8, 3), priority=2, max_tokens=8))
     steps(harness, 2)
     harness.submit(submit_of(2, prompt_of(40, 9), priority=1, max_tokens=8))
