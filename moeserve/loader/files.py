@@ -28,7 +28,7 @@ def model_file(model_dir: Path, name: str) -> Path:
         is_regular = stat.S_ISREG(real.stat().st_mode)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; download the model again, completely") from None
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL byte
         raise CheckpointError(f"{path} cannot be opened: {error}") from None
     allowed = {home}
     if home.parent.name == "snapshots":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from moeserve.errors import CheckpointError, InvalidRequest
 from moeserve.loader.fields import Fields
 from moeserve.loader.files import read_json
 from moeserve.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
 
 _FILE = "generation_config.json"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -40,9 +43,12 @@ def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int,
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if len(ids) > _MAX_EOS_IDS or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-        raise source.error("eos_token_id", f"it must be token ids below vocab_size ({vocab_size}), or null")
-    return tuple(dict.fromkeys(ids))
+    if len(ids) > _MAX_EOS_IDS or not all(type(token) is int for token in ids):
+        raise source.error("eos_token_id", "it must be one token id, a list of them, or null")
+    if unknown := [token for token in ids if not 0 <= token < vocab_size]:
+        # many small or converted checkpoints keep the id of another vocabulary; it can never be sampled
+        log.warning("%s: eos_token_id names %s, outside the vocabulary of %d", source.path, unknown, vocab_size)
+    return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)
 
 
 def _read(model_dir: Path) -> dict[str, Any]:

@@ -22,10 +22,14 @@ def resolve_model_dir(name: str) -> Path:
     """
     if name == DEMO:
         return _demo_dir()
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_dir, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
+        raise CheckpointError(f"{name[:200]!r} is not a directory: {error}") from None
+    if is_dir:
         return path.resolve()
-    if path.exists():
+    if exists:
         raise CheckpointError(f"{name} is a file; pass the directory that holds it and its config.json")
     if not _HUB_ID.fullmatch(name):
         raise CheckpointError(
@@ -62,7 +66,7 @@ def _hub_snapshot(name: str) -> Path | None:
     try:
         snapshots = sorted((repo / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         main = (repo / "refs" / "main").read_text().strip() if (repo / "refs" / "main").is_file() else ""
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
     snapshots.sort(key=lambda path: path.name != main)
     return next((path.resolve() for path in snapshots if _is_complete(path)), None)

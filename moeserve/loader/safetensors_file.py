@@ -19,6 +19,8 @@ from moeserve.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 32
+_MAX_SHOWN = 200  # characters of a name in an error
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _AGAIN = "the file is damaged; download it again"
 
 DTYPE_BITS = {
@@ -78,25 +80,29 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def _parse(path: Path, header: bytes) -> list[TensorInfo]:
     """The entries in order of their place in the file."""
-    name = ""
     try:
         entries = _decode_header(header)
         _decode_metadata(entries.pop("__metadata__", b"{}"))
-        tensors = [_tensor(path, name, _decode_entry(raw), 8 + len(header)) for name, raw in entries.items()]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: bad header entry {name!r}: {error}; {_AGAIN}") from None
+    except _NOT_JSON as error:
+        raise CheckpointError(f"{path}: bad header: {error}; {_AGAIN}") from None
+    tensors = [_tensor(path, name, raw, 8 + len(header)) for name, raw in entries.items()]
     return sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
 
 
-def _tensor(path: Path, name: str, entry: _Entry, base: int) -> TensorInfo:
+def _tensor(path: Path, name: str, raw: msgspec.Raw, base: int) -> TensorInfo:
+    """One entry; `base` is where the tensors begin in the file."""
+    where = f"{path}: tensor {name[:_MAX_SHOWN]!r}"
+    try:
+        entry = _decode_entry(raw)
+    except _NOT_JSON as error:
+        raise CheckpointError(f"{where} has a bad header entry: {error}; {_AGAIN}") from None
     begin, end = entry.data_offsets
     bits = DTYPE_BITS.get(entry.dtype)
     if bits is None:
-        raise CheckpointError(f"{path}: tensor {name!r} has the unknown dtype {entry.dtype!r}; {_AGAIN}")
+        raise CheckpointError(f"{where} has the unknown dtype {entry.dtype[:_MAX_SHOWN]!r}; {_AGAIN}")
     if math.prod(entry.shape) * bits != (end - begin) * 8:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {entry.shape} and dtype {entry.dtype} cannot lie at bytes "
-            f"{begin} to {end}; {_AGAIN}"
+            f"{where} of shape {entry.shape} and dtype {entry.dtype} cannot lie at bytes {begin} to {end}; {_AGAIN}"
         )
     return TensorInfo(name, path, entry.dtype, tuple(entry.shape), base + begin, end - begin)
 
