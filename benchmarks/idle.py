@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import time
 
-import psutil
-
-from benchmarks.common import parser, running_server, save, summary
+from benchmarks.common import Server, cpu_seconds, parser, running_server, save, summary
 
 
 def main() -> None:
@@ -20,27 +18,23 @@ def main() -> None:
     flags.add_argument("--seconds", type=float, default=20.0, help="length of a sample [20]")
     flags.add_argument("--repeat", type=int, default=3, help="samples [3]")
     args = flags.parse_args()
-    with running_server(args.model, "--max-model-len", "4096") as server:
+    with running_server(args.model) as server:
         server.wait("/readyz")
         server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True})
         time.sleep(3.0)  # start-up's and the request's last work is done
-        samples = [shares(server.tree(), args.seconds) for _ in range(args.repeat)]
+        samples = [shares(server, args.seconds) for _ in range(args.repeat)]
     roles = {role: summary([sample[role] for sample in samples]) for role in samples[0]}
     total = summary([sum(sample.values()) for sample in samples])
     save("idle", args, {"seconds": args.seconds, "core_share_total": total, "core_share_by_process": roles})
 
 
-def shares(tree: dict[str, psutil.Process], seconds: float) -> dict[str, float]:
+def shares(server: Server, seconds: float) -> dict[str, float]:
     """CPU seconds per second of each process, kernel time included."""
-    before = {role: process.cpu_times() for role, process in tree.items()}
-    begun_s = time.perf_counter()
+    tree = server.tree()
+    before, begun_s = cpu_seconds(tree), time.perf_counter()
     time.sleep(seconds)
-    passed_s = time.perf_counter() - begun_s
-    after = {role: process.cpu_times() for role, process in tree.items()}
-    return {
-        role: (after[role].user + after[role].system - before[role].user - before[role].system) / passed_s
-        for role in tree
-    }
+    after, passed_s = cpu_seconds(tree), time.perf_counter() - begun_s
+    return {role: (after[role] - before[role]) / passed_s for role in tree}
 
 
 if __name__ == "__main__":

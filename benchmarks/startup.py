@@ -21,9 +21,10 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--model", default="demo", help="model directory [demo]")
     flags.add_argument("--repeat", type=int, default=5, help="starts [5]")
-    flags.add_argument("--max-model-len", default="4096")
+    flags.add_argument("--max-model-len", help="as of `moeserve serve`")
     args = flags.parse_args()
-    runs = [one_start(args.model, args.max_model_len) for _ in range(args.repeat)]
+    limit = ["--max-model-len", args.max_model_len] if args.max_model_len else []
+    runs = [one_start(args.model, limit) for _ in range(args.repeat)]
     weights = weight_bytes(args.model)
     peak = max(run["engine_peak_bytes"] for run in runs)
     result = {
@@ -37,9 +38,9 @@ def main() -> None:
     save(f"startup-{Path(args.model).name}", args, result)
 
 
-def one_start(model: str, max_model_len: str) -> dict[str, Any]:
+def one_start(model: str, limit: list[str]) -> dict[str, Any]:
     """Seconds since the process was started, and the engine's peak resident memory until ready and after an answer."""
-    with running_server(model, "--max-model-len", max_model_len) as server:
+    with running_server(model, *limit) as server:
         listening_s = server.wait("/livez")
         ready_s = server.wait("/readyz")
         peak = peak_rss_bytes(server.tree()["engine"])

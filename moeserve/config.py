@@ -59,6 +59,7 @@ class DeviceConfig:
         "auto", "batch: a request's bits depend on nothing but itself (the default on CPU)"
     )
     null_runner: bool = _opt(False, "benchmarks only: made-up tokens at no cost of a model", flag=None)
+    null_step_ms: float = _opt(0.0, "benchmarks only: time that the null runner lets pass per step", flag=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +78,7 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
     log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
     log_requests: bool = _opt(False, "one log line per finished request")
-    sse_ping_s: float = _opt(
-        15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None
-    )
+    sse_ping_s: float = _opt(15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

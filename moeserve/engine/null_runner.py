@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 
@@ -10,11 +11,15 @@ from moeserve.engine.plan import StepPlan, StepResult
 
 
 class NullHandle:
-    def __init__(self, result: StepResult, turns: int) -> None:
+    def __init__(self, result: StepResult, turns: int, due_s: float = 0.0) -> None:
         self._result = result
         self._turns = turns
+        self._due_s = due_s
 
     async def result(self) -> StepResult:
+        wait_s = self._due_s - time.monotonic() if self._due_s else 0.0
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
         for _ in range(self._turns):
             await asyncio.sleep(0)
         return self._result
@@ -24,16 +29,21 @@ class NullRunner:
     """Answers each plan with tokens that depend on nothing but their position, in 0..vocab_size-1.
 
     turns: how often the event loop runs before a result is there, to try what a late result does.
+    step_s: time between two results, to offer the front end a load that does not depend on the host's speed.
     """
 
-    def __init__(self, vocab_size: int = 1000, turns: int = 0) -> None:
+    def __init__(self, vocab_size: int = 1000, turns: int = 0, step_s: float = 0.0) -> None:
         self._vocab_size = vocab_size
         self._turns = turns
+        self._step_s = step_s
+        self._due_s = 0.0
 
     def start(self, plan: StepPlan) -> NullHandle:
         position = (plan.starts_R + plan.counts_R)[plan.samples_R]
         tokens = (position.astype(np.int64) * 48271 % 65537 % self._vocab_size).astype(np.int32)
-        return NullHandle(StepResult(plan.step, tokens), self._turns)
+        if self._step_s:
+            self._due_s = max(self._due_s, time.monotonic()) + self._step_s
+        return NullHandle(StepResult(plan.step, tokens), self._turns, self._due_s)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -53,7 +53,7 @@ def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
     groups: tuple[KVGroup, ...] = groups_of((None,), config.cache.block_size)
     limits, notes = resolve(config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False)
     ready = _ready(spec, limits, spec.dtype, "null", began_s, notes)
-    return NullRunner(spec.vocab_size), limits, ready, groups, ()
+    return NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3), limits, ready, groups, ()
 
 
 def _ready(
