@@ -12,7 +12,6 @@ from moeserve.loader.spec import ModelSpec
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
-from moeserve.runner.null import NullRunner
 
 
 def make_runner(config: Config, spec: ModelSpec, model_dir: Path) -> ModelRunnerBase:
@@ -20,8 +19,6 @@ def make_runner(config: Config, spec: ModelSpec, model_dir: Path) -> ModelRunner
 
     Raises ConfigError for numbers that cannot work, and for `device: cuda` without a device.
     """
-    if config.device.null_runner:
-        return NullRunner(config, spec, model_dir)
     has_cuda = torch.cuda.is_available()
     if config.device.device == "cuda" and not has_cuda:
         raise ConfigError(

@@ -1,0 +1,56 @@
+"""Which runner serves a device, what importing costs, and how many cores count."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeserve.config import config_of
+from moeserve.errors import ConfigError
+from moeserve.runner.cores import allowed_cores
+from moeserve.runner.cpu import CPUModelRunner
+from moeserve.runner.factory import make_runner
+from moeserve.runner.gpu import GPUModelRunner
+from tests.runner.harness import fake_runner, spec_of
+
+
+def test_auto_takes_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_cuda, expected in ((False, CPUModelRunner), (True, GPUModelRunner)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        assert type(make_runner(config_of(None), spec_of(), Path())) is expected
+        assert type(make_runner(config_of(None, device="cpu"), spec_of(), Path())) is CPUModelRunner
+
+
+def test_cuda_without_a_device_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"sees no CUDA device.*--device cpu"):
+        make_runner(config_of(None, device="cuda"), spec_of(), Path())
+
+
+def test_importing_and_making_the_gpu_runner_does_not_touch_cuda() -> None:
+    code = (
+        "import torch; from pathlib import Path; from moeserve.config import config_of;"
+        "from moeserve.runner.gpu import GPUModelRunner; from tests.runner.harness import spec_of;"
+        "GPUModelRunner(config_of(None), spec_of(), Path());"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=50)
+
+
+def test_threads_are_set_in_the_runners_own_thread() -> None:
+    runner = fake_runner(threads=3)
+    runner.enter_thread()
+    assert torch.get_num_threads() == 3
+
+
+def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "membership").write_text("0::/a\n")
+    assert allowed_cores(tmp_path, tmp_path / "membership") == 1
+    (tmp_path / "a" / "cpu.max").write_text("max 100000\n")
+    assert allowed_cores(tmp_path, tmp_path / "membership") == allowed_cores(tmp_path, tmp_path / "missing") >= 1

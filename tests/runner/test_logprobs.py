@@ -1,0 +1,101 @@
+"""Logprobs of answers and prompts against log_softmax in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.messages import Logprobs
+from moeserve.runner import logprobs, outputs
+from moeserve.runner.logprobs import logprob_rows, to_messages
+from moeserve.sampling import TokenSampling
+from tests.runner.harness import VOCAB, Driver, Request, fake_runner, greedy
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def expected_row(logits: torch.Tensor, chosen: int, n: int) -> tuple[list[int], torch.Tensor, int]:
+    exact = logits.double().log_softmax(0)
+    order = sorted(range(len(logits)), key=lambda token: (-float(logits[token]), token))
+    ids = [chosen, *order[:n]]
+    return ids, exact[ids], int((logits >= logits[chosen]).sum())
+
+
+def check(row: Logprobs, logits: torch.Tensor, chosen: int, n: int) -> None:
+    ids, values, rank = expected_row(logits, chosen, n)
+    assert row.ids == ids
+    assert row.rank == rank
+    np.testing.assert_allclose(row.values, values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [greedy(logprobs=3), TokenSampling(seed=1, max_tokens=9, top_k=4, logprobs=0)])
+def test_they_describe_the_raw_logits_of_each_token(sampling: TokenSampling) -> None:
+    driver = Driver(fake_runner())
+    request = driver.add(Request(list(PROMPT), sampling))
+    neighbour = driver.add(Request([1, 2], greedy(logprobs=5)))
+    silent = driver.add(Request([1, 2], greedy()))
+    for _ in range(4):
+        driver.run([(neighbour, 99), (request, 99), (silent, 99)])
+    assert sampling.logprobs is not None
+    for one, n in ((request, sampling.logprobs), (neighbour, 5)):
+        for result, logits, token in zip(one.results, one.logits, one.output, strict=True):
+            check(result.logprobs[one.slot], logits, token, n)
+    assert all(silent.slot not in result.logprobs for result in silent.results)
+
+
+@pytest.mark.parametrize("rows_at_once", [2, 1 << 20])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+def test_prompt_logprobs_cross_chunk_borders(chunk: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "PROMPT_ROWS", rows_at_once)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows_at_once * VOCAB)
+    driver = Driver(fake_runner())
+    request = driver.add(Request(list(PROMPT), greedy(prompt_logprobs=2)))
+    driver.generate(request, 3, chunk)
+    rows: dict[int, Logprobs] = {}
+    for result in request.results:
+        for slot, part in result.prompt_logprobs.items():
+            assert slot == request.slot
+            rows |= {part.start + i: row for i, row in enumerate(part.rows)}
+    assert sorted(rows) == list(range(1, len(PROMPT)))
+    for position, row in rows.items():
+        shorter = driver.add(Request(PROMPT[:position], greedy()))
+        driver.generate(shorter, 1)
+        driver.remove(shorter)
+        check(row, shorter.logits[0], PROMPT[position], 2)
+
+
+def test_a_request_that_returns_with_an_answer_had_its_prompt_logprobs() -> None:
+    driver = Driver(fake_runner())
+    request = driver.add(Request(list(PROMPT), greedy(prompt_logprobs=1)))
+    driver.generate(request, 2)
+    driver.remove(request)
+    request.results.clear()
+    driver.add(request)
+    driver.generate(request, 4)
+    assert not any(result.prompt_logprobs for result in request.results)
+
+
+def test_equally_likely_tokens_come_in_order_of_their_ids() -> None:
+    rows = logprob_rows(torch.zeros(1, 6), torch.tensor([4]), 6)
+    (row,) = to_messages(rows.ids_PN.numpy(), rows.values_PN.numpy(), rows.rank_P.numpy(), [6])
+    assert row.ids == [4, 0, 1, 2, 3, 4, 5]
+    assert row.rank == 6
+
+
+def test_prompt_logits_that_are_not_finite_fail_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(fake_runner())
+    bad = driver.add(Request(list(PROMPT), greedy(prompt_logprobs=1)))
+    good = driver.add(Request([1, 2, 3], greedy(prompt_logprobs=1)))
+    plain = driver.runner.model.logits
+
+    def with_nan(hidden_SD: torch.Tensor) -> torch.Tensor:
+        logits_SV = plain(hidden_SD)
+        if len(logits_SV) > 2:
+            logits_SV[2, 0] = float("nan")
+        return logits_SV
+
+    monkeypatch.setattr(driver.runner.model, "logits", with_nan)
+    result = driver.run([(bad, 5), (good, 5)])
+    assert list(result.failed) == [bad.slot]
+    assert list(result.prompt_logprobs) == [good.slot]

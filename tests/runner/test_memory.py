@@ -1,0 +1,165 @@
+"""How many blocks and how long a context: many cases by the book, and the reading of memory limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeserve.engine.groups import KVGroup, groups_of
+from moeserve.errors import DoesNotFit
+from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions
+from moeserve.runner.memory import (
+    KVAsked,
+    MemoryFacts,
+    blocks_for,
+    host_memory,
+    kv_budget,
+    longest_context,
+    plan_kv,
+)
+from tests.runner.harness import spec_of
+
+GIB = 2**30
+FULL = (KVGroup("full", 16, (0, 1)),)
+HYBRID = groups_of((None, 64, None, 64), 16)
+
+
+def asked(**changes: object) -> KVAsked:
+    values: dict[str, object] = {
+        "kv_cache_bytes": None,
+        "max_model_len": None,
+        "max_num_seqs": 8,
+        "chunk": 256,
+        "watermark": 0.0,
+        "fill": False,
+    }
+    return KVAsked(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "free", "workspace", "expected"),
+    [
+        (100, 10, 90, 5, 75),  # 0.9 * 100 - 10 - 5
+        (100, 10, 40, 5, 31),  # others use memory: 0.9 * 40 - 5
+        (100, 95, 5, 0, 0),
+        (100, 10, 90, 200, 0),
+    ],
+)
+def test_the_budget_is_what_is_left(limit: int, used: int, free: int, workspace: int, expected: int) -> None:
+    assert kv_budget(MemoryFacts(limit, used, free), 0.9, workspace) == expected
+
+
+def test_a_shared_host_gives_what_requests_can_use() -> None:
+    plan = plan_kv(asked(max_model_len=1024), FULL, 1000, GIB, 1 << 20)
+    assert plan.num_blocks == 8 * 64 + 1 + 1
+    assert plan.max_model_len == 1024
+    assert plan.notes == ()
+
+
+def test_a_long_context_is_not_provided_for_every_request() -> None:
+    plan = plan_kv(asked(), FULL, 1000, GIB, 100_000)
+    assert plan.max_model_len == 100_000
+    assert 100_000 // 16 < plan.num_blocks < 100_000 // 16 + 5
+    small = plan_kv(asked(max_num_seqs=100), FULL, 1000, GIB, 100_000)
+    assert 100 * 4096 // 16 < small.num_blocks < 100 * 4096 // 16 + 5
+
+
+def test_a_device_of_our_own_is_filled() -> None:
+    assert plan_kv(asked(max_model_len=64, fill=True), FULL, 1000, 999_999, 64).num_blocks == 999
+
+
+def test_the_models_context_is_reduced_to_what_fits_and_said_so() -> None:
+    plan = plan_kv(asked(), FULL, 1000, 50_500, 4096)
+    assert (plan.num_blocks, plan.max_model_len) == (50, 49 * 16)
+    assert "reduced from 4096 to 784" in plan.notes[0]
+
+
+def test_a_context_that_was_asked_for_is_refused_with_the_one_that_fits() -> None:
+    with pytest.raises(DoesNotFit, match=r"max_model_len=4096 needs .* max_model_len=784 would fit"):
+        plan_kv(asked(max_model_len=4096), FULL, 1000, 50_500, 8192)
+    assert plan_kv(asked(max_model_len=784), FULL, 1000, 50_500, 8192).max_model_len == 784
+    with pytest.raises(DoesNotFit, match="max_model_len=784 would fit"):
+        plan_kv(asked(max_model_len=785), FULL, 1000, 50_500, 8192)
+
+
+def test_kv_bytes_that_were_asked_for_are_taken_or_refused() -> None:
+    assert plan_kv(asked(kv_cache_bytes=30_999), FULL, 1000, 50_000, 64).num_blocks == 30
+    with pytest.raises(DoesNotFit, match="at most 50000"):
+        plan_kv(asked(kv_cache_bytes=50_001), FULL, 1000, 50_000, 64)
+
+
+@pytest.mark.parametrize("budget", [0, 999, 1500])
+def test_no_room_for_one_block_is_a_clear_refusal(budget: int) -> None:
+    with pytest.raises(DoesNotFit, match="cannot hold even one block"):
+        plan_kv(asked(), FULL, 1000, budget, 4096)
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.01, 0.3])
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("budget", [20_000, 100_000, 10_000_000])
+def test_whatever_is_promised_fits_beside_null_block_and_watermark(
+    groups: tuple[KVGroup, ...], budget: int, watermark: float
+) -> None:
+    plan = plan_kv(asked(watermark=watermark), groups, 1000, budget, 4096)
+    usable = plan.num_blocks - 1 - plan.watermark_blocks
+    assert plan.num_blocks * 1000 <= budget
+    assert blocks_for(groups, plan.max_model_len, 256) <= usable
+    assert plan.max_model_len == 4096 or blocks_for(groups, plan.max_model_len + 1, 256) > usable
+
+
+def test_a_window_group_needs_no_more_than_window_and_chunk() -> None:
+    window = (groups_of((64,), 16)[0],)
+    assert longest_context(window, blocks_for(window, 10**6, 256), 256, 10**6) == 10**6
+    assert longest_context(FULL, 10, 256, 10**6) == 160
+    assert longest_context(FULL, 0, 256, 10**6) == 0
+
+
+def write_cgroup(root: Path, path: str, **files: str) -> None:
+    folder = root / path
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_the_smallest_control_group_limit_counts(tmp_path: Path) -> None:
+    write_cgroup(tmp_path, "a", memory__max=f"{2 * GIB}\n", memory__current=f"{GIB}\n", memory__stat="file 7\n")
+    write_cgroup(tmp_path, "a/b", memory__max="max\n", memory__current=f"{GIB}\n", memory__stat="inactive_file 1\n")
+    (tmp_path / "membership").write_text("0::/a/b\n")
+    facts = host_memory(tmp_path, tmp_path / "membership")
+    assert (facts.limit, facts.free) == (2 * GIB, GIB)
+    write_cgroup(tmp_path, "a", memory__stat=f"inactive_file {GIB // 2}\n")
+    assert host_memory(tmp_path, tmp_path / "membership").free == GIB + GIB // 2
+
+
+def test_control_groups_version_1_are_read_too(tmp_path: Path) -> None:
+    write_cgroup(tmp_path, "memory/x", memory__limit_in_bytes=f"{GIB}", memory__usage_in_bytes="1000", memory__stat="")
+    (tmp_path / "membership").write_text("5:cpu,memory:/x\n4:pids:/x\n")
+    facts = host_memory(tmp_path, tmp_path / "membership")
+    assert (facts.limit, facts.free) == (GIB, GIB - 1000)
+
+
+def test_without_control_groups_it_is_the_machine(tmp_path: Path) -> None:
+    facts = host_memory(tmp_path, tmp_path / "missing")
+    assert 0 < facts.free <= facts.limit
+    assert 0 < facts.used < facts.limit
+
+
+def test_block_bytes_are_what_the_cache_allocates() -> None:
+    spec = spec_of(num_layers=4, windows=(None, 64, None, 64), num_kv_heads=3, head_dim=8)
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(HYBRID, spec, 10, 5, dtype, torch.device("cpu"))
+        tensors = {t.data_ptr(): t for layer in cache.layers for t in (layer.k, layer.v)}
+        assert len(tensors) == 2 * num_positions(HYBRID) == 4
+        assert sum(t.nbytes for t in tensors.values()) == 10 * block_bytes(HYBRID, spec, dtype)
+        assert all(layer.k.dtype == dtype and layer.k.shape == (10, 16, 3, 8) for layer in cache.layers)
+        assert not any(t.any() for t in tensors.values())
+
+
+def test_kv_memory_is_taken_only_where_it_is_touched() -> None:
+    before = host_memory().used
+    cache = KVCache(FULL, spec_of(num_kv_heads=8, head_dim=128), 20_000, 0, torch.float32, torch.device("cpu"))
+    assert cache.layers[0].k.nbytes > GIB
+    cache.layers[0].k[5] = 1.0
+    assert host_memory().used - before < GIB // 8
