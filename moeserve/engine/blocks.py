@@ -45,8 +45,8 @@ class BlockPool:
     def take(self, count: int) -> I32:
         """`count` blocks with undefined content, held once. The caller has checked `num_free`."""
         assert count <= self.num_free, (count, self.num_free)
-        for _ in range(count - self._num_free):
-            self._evict()
+        if count > self._num_free:
+            self._evict(count - self._num_free)
         self._num_free -= count
         blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
         self._refs[blocks] = 1
@@ -81,7 +81,7 @@ class BlockPool:
 
     def cache(self, block: int, key: Key) -> None:
         """Makes a held block findable. The first block with a content keeps the key; later twins stay private."""
-        if key in self._by_key or self._keyed[block]:
+        if key in self._by_key or block in self._keys:
             return
         self._by_key[key] = block
         self._keys[block] = key
@@ -106,23 +106,23 @@ class BlockPool:
         assert (self._refs >= 0).all(), "a block was released more often than it was taken"
         assert self._keyed[idle].all(), "an idle block has no key"
         assert not self._keyed[free].any(), "a free block has a key"
-        assert len(self._keys) == len(self._by_key) == int(self._keyed.sum()), "keys and blocks disagree"
-        assert all(self._by_key[key] == block for block, key in self._keys.items()), "a key leads elsewhere"
+        assert len(self._keys) == int(self._keyed.sum()), "a block lost its key"
+        assert self._by_key == {key: block for block, key in self._keys.items()}, "a key leads elsewhere"
 
     def check_holds(self, holds: I32) -> None:
         """holds[b] is how often the tables name block b: the ledger must say the same."""
         wrong = np.flatnonzero(holds[1:] != self._refs[1:]) + 1
         assert not len(wrong), f"blocks {wrong[:8]}: tables {holds[wrong[:8]]}, pool {self._refs[wrong[:8]]}"
 
-    def _evict(self) -> None:
-        block, _ = self._idle.popitem(last=False)
-        key = self._keys.pop(block)
-        del self._by_key[key]
-        self._keyed[block] = False
-        if self._on_evict is not None:
-            self._on_evict(key, block)
-        self._free[self._num_free] = block
-        self._num_free += 1
+    def _evict(self, count: int) -> None:
+        blocks = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            key = self._keys.pop(block)
+            del self._by_key[key]
+            if self._on_evict is not None:
+                self._on_evict(key, block)
+        self._keyed[blocks] = False
+        self._push(np.array(blocks[::-1], np.int32))
 
     def _push(self, blocks: I32) -> None:
         self._free[self._num_free : self._num_free + len(blocks)] = blocks

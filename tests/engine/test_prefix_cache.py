@@ -37,7 +37,7 @@ def lose(pool: BlockPool, tokens: list[int], g: int, i: int) -> None:
     block = pool.find((chain(root_of(""), np.array(tokens, np.int32), 4)[i], g))
     assert block is not None
     pool._idle.move_to_end(block, last=False)
-    pool._evict()
+    pool._evict(1)
 
 
 def test_the_hash_is_sha256_over_little_endian_tokens() -> None:
