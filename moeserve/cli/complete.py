@@ -9,8 +9,7 @@ from moeserve.client import AsyncClient
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_talk_flags(parser, "continue this text, then end")
-    parser.set_defaults(max_tokens=128)
+    add_talk_flags(parser, "continue this text, then end", max_tokens=128)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,12 +32,11 @@ class Talk(Protocol):
         ...
 
 
-def add_talk_flags(parser: argparse.ArgumentParser, quick: str) -> None:
+def add_talk_flags(parser: argparse.ArgumentParser, quick: str, max_tokens: int | None = None) -> None:
     add_connection_flags(parser)
     parser.add_argument("-q", "--quick", metavar="TEXT", help=quick)
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="longest answer in tokens (complete: 128 unless given)"
-    )
+    limit = f"longest answer in tokens [{max_tokens or 'as the server likes'}]"
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=limit)
     parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--stats", action="store_true", help="print time to first token and tokens per second")
