@@ -164,7 +164,8 @@ class _Reader:
         return have[:num_bytes]
 
     def _fill(self, read: _Read, target: Tensor) -> None:
-        memory: memoryview = target.view(-1).view(torch.uint8).numpy().data
+        flat = target.as_strided((target.numel(),), (1,))  # a size of 1 may have any stride, which `view` refuses
+        memory: memoryview = flat.view(torch.uint8).numpy().data
         offset, left = read.offset, len(memory)
         try:
             while left:

@@ -1,8 +1,10 @@
-"""Every family's config.json, in both spellings, means what transformers says it means; a bad one is refused at once."""
+"""Every family's config.json, in both spellings, means what transformers says; a bad one is refused at once."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -203,9 +205,7 @@ def test_architecture_is_found_by_model_type_alone(write_config: WriteConfig) ->
     assert read_model_spec(write_config(architectures=...)).architecture == "LlamaForCausalLM"
 
 
-def test_end_ids_that_no_token_has_are_dropped(
-    write_config: WriteConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_end_ids_that_no_token_has_are_dropped(write_config: WriteConfig, caplog: pytest.LogCaptureFixture) -> None:
     assert read_model_spec(write_config(eos_token_id=[96, -1, 3, 3])).eos_token_ids == (3,)
     assert "[96, -1]" in caplog.text
 
@@ -339,9 +339,6 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers(write_config: WriteConfig) -> None:
-    import subprocess
-    import sys
-
     program = (
         "import sys; from pathlib import Path\n"
         "from moeserve.loader.hf_config import read_model_spec\n"

@@ -1,0 +1,102 @@
+"""What a model's name can mean, and what is said when it means nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moeserve.errors import CheckpointError
+from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.model_dir import resolve_model_dir
+from tests.loader.conftest import WriteConfig
+
+
+def test_demo_is_the_built_in_model() -> None:
+    model_dir = resolve_model_dir("demo")
+    assert read_model_spec(model_dir).num_experts > 0
+    assert open_checkpoint(model_dir).num_bytes <= 20 * 2**20
+
+
+def test_a_directory_is_itself(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = write_config()
+    assert resolve_model_dir(str(model_dir)) == model_dir.resolve()
+    monkeypatch.chdir(model_dir.parent)
+    assert resolve_model_dir(model_dir.name) == model_dir.resolve()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hf" / "hub"
+
+
+def snapshot(cache: Path, revision: str, *, weights: bool = True) -> Path:
+    path = cache / "models--org--name" / "snapshots" / revision
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    if weights:
+        save_file({"w": torch.zeros(1)}, path / "model.safetensors")
+    return path
+
+
+def test_a_hub_name_is_its_complete_copy_in_the_cache(cache: Path) -> None:
+    path = snapshot(cache, "aaa")
+    assert resolve_model_dir("org/name") == path.resolve()
+
+
+def test_the_main_revision_goes_first_and_incomplete_ones_are_passed_over(cache: Path) -> None:
+    old, _ = snapshot(cache, "aaa"), snapshot(cache, "bbb")
+    refs = cache / "models--org--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("aaa\n")
+    assert resolve_model_dir("org/name") == old.resolve()
+    snapshot(cache, "ccc", weights=False)
+    (refs / "main").write_text("ccc")
+    assert resolve_model_dir("org/name").name in ("aaa", "bbb")
+
+
+def test_hf_hub_cache_goes_before_hf_home(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot(cache, "aaa")
+    elsewhere = snapshot(tmp_path / "elsewhere", "bbb")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    assert resolve_model_dir("org/name") == elsewhere.resolve()
+
+
+@pytest.mark.parametrize(("complete"), [False, None])
+def test_a_model_that_is_not_here_is_never_downloaded(complete: bool | None, cache: Path) -> None:
+    if complete is False:
+        snapshot(cache, "aaa", weights=False)
+    with pytest.raises(CheckpointError, match=r"downloads nothing: run `hf download org/name` first"):
+        resolve_model_dir("org/name")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no-such-dir", "there is no directory 'no-such-dir'"),
+        ("../no/such/dir", "there is no directory"),
+        ("/no/such/dir", "there is no directory"),
+        ("", "no directory"),
+        ("../../x", "no directory"),
+        ("~no_such_user_at_all/x", "not a directory"),
+        ("a" * 100_000, "not a directory"),
+        ("a\0b", "no directory"),
+    ],
+    ids=["name", "up", "absolute", "empty", "up twice", "user", "long", "nul"],
+)
+def test_a_name_that_means_nothing_says_what_to_pass(name: str, says: str, cache: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model_dir(name)
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_file_is_not_a_model_directory(small_file: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; pass the directory"):
+        resolve_model_dir(str(small_file))

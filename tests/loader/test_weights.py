@@ -1,0 +1,245 @@
+"""Loading: whatever the plan, the dtypes and the number of threads, parameters are what safetensors' reader gives."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moeserve.errors import CheckpointError
+from moeserve.loader import weights
+from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
+from moeserve.loader.plan import Param, Piece, WeightPlan
+from moeserve.loader.weights import load
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def copy_all(tensors: dict[str, Tensor], **shapes: tuple[int, ...]) -> WeightPlan:
+    """The plan that copies every tensor; `shapes` overrides what it expects of some."""
+    want = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | shapes
+    return WeightPlan(
+        tuple(Param(name, shape) for name, shape in want.items()),
+        tuple(Piece(name, shape, name) for name, shape in want.items()),
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("read_bytes", [1, 50, 2**23])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_dtypes_chunks_and_threads_agree_with_the_reference_reader(
+    threads: int, read_bytes: int, dtype: torch.dtype, small_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "READ_BYTES", read_bytes)
+    expected = load_file(small_file)
+    params = load(open_checkpoint(small_file.parent), copy_all(expected), dtype, threads=threads)
+    assert list(params) == list(expected)
+    for name, tensor in expected.items():
+        assert params[name].dtype == dtype
+        assert params[name].is_contiguous()
+        assert torch.equal(params[name], tensor.to(dtype))
+
+
+def test_many_shards_load_in_parallel(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    tensors = {f"layer.{i}": torch.randn(64, 33).bfloat16() for i in range(60)}
+    for part in range(3):
+        names = list(tensors)[part * 20 : part * 20 + 20]
+        save_file({name: tensors[name] for name in names}, tmp_path / f"model-0000{part + 1}-of-00003.safetensors")
+    params = load(open_checkpoint(tmp_path), copy_all(tensors), torch.bfloat16, threads=8)
+    assert all(torch.equal(params[name], tensor) for name, tensor in tensors.items())
+
+
+def test_experts_one_by_one_and_fused_fill_the_same_parameter(tmp_path: Path) -> None:
+    """Gate and up of three experts, [I, D] each, and the fused [E, D, 2I] that some checkpoints have."""
+    gates, ups = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    fused = torch.cat((gates, ups), dim=1).transpose(1, 2).contiguous()
+    single = {f"e{e}.{n}": t[e].clone() for e in range(3) for n, t in (("gate", gates), ("up", ups))}
+    save_file({**single, "fused": fused}, tmp_path / "model.safetensors")
+    pieces = [
+        Piece(f"e{e}.{name}", (4, 5), "one by one", at=(e, rows))
+        for e in range(3)
+        for name, rows in (("gate", slice(0, 4)), ("up", slice(4, 8)))
+    ]
+    pieces.append(Piece("fused", (3, 5, 8), "fused", transpose=True))
+    pieces.append(Piece("fused", (3, 5, 8), "last expert", take=(2,), transpose=True))
+    plan = WeightPlan(
+        (Param("one by one", (3, 8, 5)), Param("fused", (3, 8, 5)), Param("last expert", (8, 5))), tuple(pieces)
+    )
+    params = load(open_checkpoint(tmp_path), plan, torch.float32)
+    assert torch.equal(params["one by one"], torch.cat((gates, ups), dim=1))
+    assert torch.equal(params["fused"], params["one by one"])
+    assert torch.equal(params["last expert"], params["fused"][2])
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[Tensor, Piece, Tensor]:
+    """A tensor, a piece that takes some of it, and the parameter it must give."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
+    source = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    source = source.to(draw(st.sampled_from(DTYPES)))
+    take: list[int | slice] = []
+    for size in shape[: draw(st.integers(0, len(shape)))]:
+        start = draw(st.integers(0, size - 1))
+        part = slice(start, draw(st.integers(start, size)))
+        take.append(draw(st.sampled_from([start, start - size, part, slice(None), slice(None, -1)])))
+    taken = source[tuple(take)]
+    transpose = taken.ndim >= 2 and draw(st.booleans())
+    if transpose:
+        taken = taken.transpose(-1, -2)
+    return source, Piece("w", shape, "p", take=tuple(take), transpose=transpose), taken
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=pieces(), dtype=st.sampled_from(DTYPES), read_bytes=st.integers(1, 200), stacked=st.booleans())
+def test_any_piece_gives_what_indexing_gives(
+    case: tuple[Tensor, Piece, Tensor], dtype: torch.dtype, read_bytes: int, stacked: bool, tmp_path: Path
+) -> None:
+    source, piece, taken = case
+    save_file({"w": source}, tmp_path / "model.safetensors")
+    shape = tuple(taken.shape)
+    pieces_ = [piece]
+    if stacked:  # twice into columns of one parameter, so that the target is not contiguous
+        shape = (*shape, 2)
+        pieces_ = [
+            Piece("w", piece.shape, "p", (*(slice(None) for _ in taken.shape), column), piece.take, piece.transpose)
+            for column in range(2)
+        ]
+    before, weights.READ_BYTES = weights.READ_BYTES, read_bytes
+    try:
+        params = load(open_checkpoint(tmp_path), WeightPlan((Param("p", shape),), tuple(pieces_)), dtype, threads=2)
+    finally:
+        weights.READ_BYTES = before
+    expected = torch.stack((taken, taken), dim=-1) if stacked else taken
+    assert torch.equal(params["p"], expected.to(dtype))
+
+
+def test_progress_counts_every_byte_once(small_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "READ_BYTES", 64)
+    tensors = load_file(small_file)
+    seen: list[tuple[int, int]] = []
+    load(open_checkpoint(small_file.parent), copy_all(tensors), torch.float32, progress=lambda *at: seen.append(at))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert seen[-1] == (total, total)
+    assert all(earlier[0] <= later[0] for earlier, later in itertools.pairwise(seen))
+    assert {at[1] for at in seen} == {total}
+
+
+# What does not fit is refused before anything is allocated
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[Checkpoint, WeightPlan], str]:
+    """Loads, expects a refusal in under a second with no parameter allocated, and returns the message."""
+
+    def refuse(checkpoint: Checkpoint, plan: WeightPlan) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *a, **k: pytest.fail("allocated before the plan was checked"))
+            began = time.monotonic()
+            with pytest.raises(CheckpointError) as caught:
+                load(checkpoint, plan, torch.bfloat16)
+            assert time.monotonic() - began < 1
+        return str(caught.value)
+
+    return refuse
+
+
+Refused = Callable[[Checkpoint, WeightPlan], str]
+
+
+def test_missing_and_surplus_tensors_are_named(small_file: Path, refused: Refused) -> None:
+    tensors = load_file(small_file)
+    plan = copy_all({**{k: v for k, v in tensors.items() if k != "a.f32"}, "gone": torch.zeros(2, 3)})
+    message = refused(open_checkpoint(small_file.parent), plan)
+    assert "tensor 'gone' [2, 3] is missing" in message
+    assert "tensor 'a.f32' in model.safetensors has no place in this model" in message
+    assert "Use the config.json that came with the weights" in message
+
+
+def test_ignored_tensors_are_not_surplus(small_file: Path) -> None:
+    tensors = load_file(small_file)
+    some = copy_all({name: tensor for name, tensor in tensors.items() if name != "a.f32"})
+    plan = WeightPlan(some.params, some.pieces, ignore=frozenset({"a.f32", "never there"}))
+    assert "a.f32" not in load(open_checkpoint(small_file.parent), plan, torch.float32)
+
+
+def test_wrong_shape_names_both_shapes(small_file: Path, refused: Refused) -> None:
+    plan = copy_all(load_file(small_file), **{"a.f32": (7, 5)})
+    message = refused(open_checkpoint(small_file.parent), plan)
+    assert "tensor 'a.f32' in model.safetensors has shape [5, 7], config.json implies [7, 5]" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float8_e4m3fn, torch.bool])
+def test_other_dtypes_are_refused_by_name(dtype: torch.dtype, tmp_path: Path, refused: Refused) -> None:
+    tensors = {"w": torch.zeros(4).to(dtype)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = refused(open_checkpoint(tmp_path), copy_all(tensors))
+    assert "tensor 'w' in model.safetensors is" in message
+    assert "supported: F32, BF16, F16" in message
+
+
+def test_a_wholly_foreign_checkpoint_of_20000_tensors_is_refused_in_short(tmp_path: Path, refused: Refused) -> None:
+    save_file({f"other.{i}": torch.zeros(1) for i in range(20_000)}, tmp_path / "model.safetensors")
+    began = time.monotonic()
+    checkpoint = open_checkpoint(tmp_path)
+    message = refused(checkpoint, copy_all({f"w.{i}": torch.zeros(1) for i in range(20_000)}))
+    assert time.monotonic() - began < 1
+    assert "and 39995 more" in message
+    assert len(message) < 2000
+
+
+def test_a_plan_that_leaves_a_gap_is_our_own_bug(small_file: Path) -> None:
+    plan = WeightPlan((Param("p", (6, 7)),), (Piece("a.f32", (5, 7), "p", at=(slice(0, 5),)),))
+    with pytest.raises(AssertionError, match="do not cover"):
+        load(open_checkpoint(small_file.parent), plan, torch.float32)
+
+
+# What goes wrong while reading
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("harm", ["cut", "removed"])
+def test_a_file_that_changes_after_its_header_was_read(harm: str, small_file: Path) -> None:
+    tensors = load_file(small_file)
+    checkpoint, before = open_checkpoint(small_file.parent), open_files()
+    if harm == "cut":
+        os.truncate(small_file, 1000)
+    else:
+        small_file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
+        load(checkpoint, copy_all(tensors), torch.float32)
+    assert harm == "removed" or "ended inside tensor" in str(caught.value)
+    assert open_files() == before
+
+
+def test_an_error_in_the_progress_callback_ends_the_load(small_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "READ_BYTES", 1)
+    before = open_files()
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(open_checkpoint(small_file.parent), copy_all(load_file(small_file)), torch.float32, progress=stop)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("value", [1e6, -7e4, float("inf")])
+def test_values_too_large_for_float16_are_refused(value: float, tmp_path: Path) -> None:
+    save_file({"w": torch.tensor([1.0, value])}, tmp_path / "model.safetensors")
+    plan = copy_all({"w": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"'w' has values that float16 cannot hold .* --dtype bfloat16"):
+        load(open_checkpoint(tmp_path), plan, torch.float16)
+    assert load(open_checkpoint(tmp_path), plan, torch.bfloat16)["w"][0] == 1
