@@ -60,11 +60,12 @@ class App:
 
     def _match(self, request: web.BaseRequest) -> tuple[Route | None, str]:
         path = request.raw_path.partition("?")[0]
-        route = self._exact.get((request.method, path))
+        method = "GET" if request.method == "HEAD" else request.method
+        route = self._exact.get((method, path))
         if route is not None:
             return route, ""
         for route in self._prefixes:
-            if path.startswith(route.path) and route.method == request.method:
+            if path.startswith(route.path) and route.method == method:
                 return route, unquote(path[len(route.path) :], errors="replace")
         return None, ""
 

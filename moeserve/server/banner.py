@@ -31,16 +31,18 @@ def ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.so
     url, model = base_url(sock), front.model_name
     tokens = (ready.num_blocks - 1) * ready.block_size
     lines = [
-        f"model {model}: {ready.architecture}, {_count(ready.num_params)} parameters "
-        f"({_count(ready.num_active_params)} active), {ready.dtype} on {ready.device}, {_size(ready.weight_bytes)}",
-        f"context {ready.max_model_len:,} tokens; cache {tokens:,} tokens in {ready.num_blocks - 1:,} blocks; "
-        f"{ready.max_num_seqs} sequences at once",
-        *ready.notes,
-        f"API keys: {'required' if context.auth.required else 'none needed'}; all routes: {url}/openapi.json",
+        "",
+        f"moeserve {__version__} is ready in {seconds:.1f} s: {url}",
+        f"  model    {model}: {ready.architecture}, {_count(ready.num_params)} parameters, "
+        f"{_count(ready.num_active_params)} active, {ready.dtype} on {ready.device}, {_size(ready.weight_bytes)}",
+        f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; {ready.max_num_seqs} sequences at once",
+        f"  keys     {'required' if context.auth.required else 'none needed'}; routes: {url}/openapi.json",
+        *[f"  note     {note}" for note in ready.notes],
+        "",
     ]
     if front.chat_template is not None:
-        lines += _how_to_talk(url, model, keyed=context.auth.required)
-    return [*lines, f"ready in {seconds:.1f} s at {url}"]
+        lines += [*_how_to_talk(url, model, keyed=context.auth.required), ""]
+    return lines
 
 
 def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:
@@ -48,12 +50,12 @@ def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:
     body = f'{{"messages": [{{"role": "user", "content": "Tell me a story."}}], "stream": true, "model": "{model}"}}'
     argument = ', api_key="KEY"' if keyed else ""
     return [
-        f"try: curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
-        "or in Python:",
-        "    import asyncio, moeserve",
-        f'    client = moeserve.AsyncClient("{url}/v1"{argument})',
-        '    ask = client.chat.completions.create(messages=[{"role": "user", "content": "Tell me a story."}])',
-        "    print(asyncio.run(ask).choices[0].message.content)",
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
+        "",
+        "import asyncio, moeserve",
+        f'client = moeserve.AsyncClient(base_url="{url}/v1"{argument})',
+        'ask = client.chat.completions.create(messages=[{"role": "user", "content": "Tell me a story."}])',
+        "print(asyncio.run(ask).choices[0].message.content)",
     ]
 
 

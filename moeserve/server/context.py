@@ -13,7 +13,7 @@ from moeserve.errors import ModelNotFound, Overloaded
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
 from moeserve.server.auth import Auth, Caller
-from moeserve.server.errors import shorten
+from moeserve.server.errors import SERVER, shorten
 from moeserve.server.running import Running
 from moeserve.server.sse import SseStream
 from moeserve.version import __version__
@@ -68,7 +68,7 @@ class Call:
 
     def headers(self) -> dict[str, str]:
         """For every answer to this request."""
-        headers = {"X-Request-Id": self.id}
+        headers = {"X-Request-Id": self.id, "Server": SERVER}
         if self.unknown:
             names = ", ".join(self.unknown).encode("ascii", "replace").decode().replace('"', "'")
             headers["Warning"] = f'299 moeserve "unknown fields ignored: {names}"'
@@ -90,4 +90,4 @@ def check_model(front: FrontEnd, asked: str | None) -> None:
 
 def fingerprint(ready: Ready) -> str:
     """OpenAI's system_fingerprint: changes when the same seed may give other tokens."""
-    return f"moeserve-{__version__}-{ready.device}-{ready.dtype}".replace(" ", "_")
+    return f"moeserve-{__version__}-{ready.device.partition(' ')[0]}-{ready.dtype}"

@@ -6,6 +6,8 @@ A 5xx says nothing about the inside of the server: its text is fixed, and the re
 from __future__ import annotations
 
 import logging
+import math
+import random
 import re
 from typing import Any
 
@@ -16,6 +18,7 @@ from moeserve.errors import NotFound, Overloaded, RequestError, RequestFailed
 
 log = logging.getLogger(__name__)
 
+SERVER = "moeserve"  # the Server header: no versions
 MAX_ECHO = 64  # characters of a user's value that may come back in a message
 MAX_MESSAGE = 600
 _QUOTED = re.compile(r"'([^']{65,})'|`([^`]{65,})`")
@@ -88,10 +91,11 @@ def shorten_line(text: str) -> str:
 
 
 def error_response(error: RequestError, request_id: str) -> web.Response:
-    headers = {"X-Request-Id": request_id}
+    headers = {"X-Request-Id": request_id, "Server": SERVER}
     if isinstance(error, Overloaded):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-        headers["Retry-After-Ms"] = str(max(1, round(error.retry_after_s * 1000)))
+        wait_s = error.retry_after_s * random.uniform(1.0, 1.5)  # so that those sent away do not return as one
+        headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+        headers["Retry-After-Ms"] = str(max(1, round(wait_s * 1000)))
     elif error.http_status == 503:
         headers["Retry-After"] = "1"
     if error.http_status == 401:

@@ -11,6 +11,7 @@ from moeserve.server.body import convert, unknown_fields
 from moeserve.server.protocol import ChatRequest, CompletionRequest, Sampling
 
 MAX_SEQUENCES = 1024  # n times prompts of one request
+_MAX_INT = 2**31 - 1  # a larger max_tokens means "as many as fit", which a smaller one would mean as well
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 _TOOLS = "tool calling is not supported yet"
@@ -128,7 +129,8 @@ def _check_common(request: Sampling) -> None:
 def chat_params(request: ChatRequest, defaults: Mapping[str, Any], vocab_size: int) -> SamplingParams:
     """Raises InvalidRequest for a value out of range. max_tokens stays None for the rest of the context."""
     given = _given(request)
-    given["max_tokens"] = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    given["max_tokens"] = asked if asked is None else min(asked, _MAX_INT)
     if request.top_logprobs is not None:
         _check_logprobs("top_logprobs", request.top_logprobs)
         if not request.logprobs:
@@ -144,7 +146,7 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any], v
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if request.echo and max_tokens == 0:
         max_tokens = 1
-    given["max_tokens"] = max_tokens
+    given["max_tokens"] = min(max_tokens, _MAX_INT)
     if request.logprobs is not None:
         _check_logprobs("logprobs", request.logprobs)
         given["logprobs"] = request.logprobs

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -80,8 +81,11 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: S
     ready: Ready | None = await _unless(stop, front.wait_ready())
     if ready is not None:
         context.started = True
-        for line in ready_lines(context, front, ready, sock, time.monotonic() - context.began):
-            log.info("%s", line)
+        seconds = time.monotonic() - context.began
+        log.info("ready in %.1f s", seconds)
+        if context.config.log_format == "text":
+            sys.stdout.write("\n".join(ready_lines(context, front, ready, sock, seconds)) + "\n")
+            sys.stdout.flush()
         cause = await _unless(stop, front.died())
         if cause is not None:
             raise cause

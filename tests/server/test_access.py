@@ -131,6 +131,13 @@ async def test_a_full_queue_is_a_503_with_retry_after(launch):
         assert (await full)[0] == 200
 
 
+async def test_head_is_get_without_a_body(live):
+    async with live.session.head(live.url + "/readyz") as response:
+        assert response.status == 200
+        assert await response.read() == b""
+        assert response.headers["Server"] == "moeserve"
+
+
 async def test_models(live):
     _, listed = await live.get("/v1/models")
     (card,) = listed["data"]

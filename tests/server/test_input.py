@@ -96,7 +96,7 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("max_tokens 0", CHAT, chat(max_tokens=0), 400, None, "max_tokens"),
     ("max_tokens 0 no echo", COMPLETIONS, text(max_tokens=0), 400, None, "max_tokens"),
     ("max_tokens -1", CHAT, chat(max_tokens=-1), 400, None, "max_tokens"),
-    ("max_tokens 1e12", CHAT, chat(max_tokens=10**12), 400, None, "max_tokens"),
+    ("max_tokens 1e12", CHAT, chat(max_tokens=10**12), 200, None, None),
     ("max_tokens over the context", CHAT, chat(max_tokens=10_000), 200, None, None),
     ("temperature 0, n 4", CHAT, chat(temperature=0, n=4), 200, None, None),
     ("temperature 1e-9", CHAT, chat(temperature=1e-9), 200, None, None),

@@ -133,6 +133,40 @@ async def test_a_signal_while_loading_ends_at_once(server):
     assert await asyncio.wait_for(life, 5) == 0
 
 
+async def test_a_second_signal_stops_now(server, session, monkeypatch):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    life = server.start()
+    server.files_read.set()
+    server.engine.inbox.put(server.engine.ready())
+    await until(lambda: server.context.started)
+    server.engine.gate.clear()
+    running = asyncio.create_task(stream(session, server))
+    await until(lambda: server.engine.rows)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: server.context.draining)
+    assert not codes
+    os.kill(os.getpid(), signal.SIGINT)
+    await until(lambda: codes == [130])
+    server.engine.gate.set()
+    await running
+    assert await life == 0
+
+
+async def test_the_banner_tells_how_to_talk_to_it(server, session, capsys):
+    life = server.start()
+    server.files_read.set()
+    server.engine.inbox.put(server.engine.ready())
+    await until(lambda: server.context.started)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await life == 0
+    shown = capsys.readouterr().out
+    assert f"curl -N {server.url}/v1/chat/completions" in shown
+    program = shown[shown.index("import asyncio") :].strip().splitlines()
+    assert len(program) == 4
+    compile("\n".join(program), "banner", "exec")
+
+
 async def test_an_engine_that_is_gone_for_good_ends_the_server_with_its_cause(server):
     life = server.start()
     server.files_read.set()
