@@ -1,39 +1,27 @@
-"""Host time per decode step at 1, 64, 256 and 1,024 running requests: python benchmarks/step.py [--json FILE]."""
+"""Host time per decode step at 1, 64, 256 and 1,024 running requests, runner tables and inputs included.
+
+    python -m benchmarks.step
+
+Target: <= 300 us at 256 running and <= 1.2 ms at 1,024, p99 <= 2 x median. On a machine that others use too,
+`--clock cpu` leaves out what they take from it, though not what their traffic costs its caches.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-from pathlib import Path
-
-import numpy as np
-
+from benchmarks.common import parser, save
+from moeserve.cli.bench.step import runner_tables
 from moeserve.engine.step_bench import measure
+
+NUM_RUNNING = [1, 64, 256, 1024]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-running", type=int, nargs="+", default=[1, 64, 256, 1024])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--json", type=Path, help="write the result there as well")
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a machine that others use too"
-    )
-    args = parser.parse_args()
-    result = measure(args.num_running, steps=args.steps, clock=args.clock)
-    result["environment"] = {"python": platform.python_version(), "numpy": np.__version__, "cpu": _cpu()}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    for row in result["results"]:
-        step, phases = row["step_us"], row["phases_us"]
-        parts = ", ".join(f"{name} {times['p50']:.0f}" for name, times in phases.items())
-        print(f"{row['num_running']:>5} running: p50 {step['p50']:.0f} us, p99 {step['p99']:.0f} us ({parts})")
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    args = parser(__doc__)
+    args.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    args.add_argument("--steps", type=int, default=1000)
+    asked = args.parse_args()
+    tables = runner_tables(max(NUM_RUNNING), asked.steps)
+    save("step", asked, measure(NUM_RUNNING, steps=asked.steps, tables=tables, clock=asked.clock))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Columns:
         self.generation = np.zeros(num_slots, np.int64)
         self.hashed = np.zeros(num_slots, np.int32)  # leading blocks that the prefix cache has seen
         self.unsent = np.zeros(num_slots, np.bool_)  # none of its tokens was sent yet
-        self.tokens = np.zeros((num_slots, max_len), np.int32)  # memory is touched only as far as it is used
+        self.tokens = np.zeros((num_slots, max_len), "<i4")  # memory is touched only as far as it is used
         self.tables = [np.zeros((num_slots, max_blocks), np.int32) for _ in groups]
         self.passed = [np.zeros(num_slots, np.int32) for _ in groups]  # leading entries given up by the window
         self._free = list(range(num_slots - 1, -1, -1))

@@ -43,9 +43,12 @@ def root_of(salt: str, epoch: int = 0) -> bytes:
 
 
 def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
-    """The hashes of the full blocks of `tokens`, which come after the block whose hash is `parent`."""
+    """The hashes of the full blocks of `tokens`, which come after the block whose hash is `parent`.
+
+    tokens: little-endian int32, as requests and columns keep them on every machine.
+    """
     step = 4 * block_size
-    data = tokens.astype("<i4", copy=False).tobytes()
+    data = tokens.tobytes()
     hashes = []
     for at in range(0, len(data) - step + 1, step):
         parent = sha256(parent + data[at : at + step]).digest()

@@ -58,6 +58,11 @@ def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -
         raise InvalidRequest(
             f"token ids must lie in 0..{vocab_size - 1}; found {tokens.min()}..{tokens.max()}", param="prompt"
         )
+    stops = msg.sampling.stop_ids
+    if stops and not 0 <= min(stops) <= max(stops) < vocab_size:
+        raise InvalidRequest(
+            f"stop ids must lie in 0..{vocab_size - 1}; found {min(stops)}..{max(stops)}", param="stop_token_ids"
+        )
     if len(tokens) >= max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {len(tokens)} tokens; the context of {max_model_len} must also hold an answer",

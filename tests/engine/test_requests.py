@@ -33,6 +33,8 @@ def changed(**fields: object) -> Submit:
         (submit_of(1, [1] * 64), "64 tokens; the context of 64"),
         (submit_of(1, [1] * 9, emitted=8, max_tokens=8), "8 were emitted already"),
         (submit_of(1, [1], max_tokens=0), "max_tokens is 0"),
+        (submit_of(1, [1], stop_ids=(3, 50)), r"stop ids must lie in 0\.\.49; found 3\.\.50"),
+        (submit_of(1, [1], stop_ids=(-1,)), r"found -1\.\.-1"),
     ],
 )
 def test_a_malformed_submit_is_refused_with_its_values(msg: Submit, words: str) -> None:
