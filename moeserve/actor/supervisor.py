@@ -47,7 +47,7 @@ class Owner(Protocol):
         """Enters by starting a child (generation 0 is the first), leaves after its death. Raises ConfigError."""
         ...
 
-    def curable(self, death: Death, was_ready: bool) -> bool:
+    def curable(self, death: Death) -> bool:
         """Whether another start may end differently."""
         ...
 
@@ -77,13 +77,13 @@ class Supervisor:
             async with self._owner.life(generation) as life:
                 self.child = life.child
                 try:
-                    was_ready = await self._until_ready(life)
+                    await self._until_ready(life)
                     death = await life.child.death()
                 finally:
                     if life.child.alive:
                         life.child.kill("its supervisor was cancelled")
                         await life.child.death()
-            pause_s = self._pause_after(death, was_ready)
+            pause_s = self._pause_after(death)
             self._owner.buried(death, pause_s)
             if pause_s is None or await self._retired_within(pause_s):
                 break
@@ -103,7 +103,7 @@ class Supervisor:
         """The starting child gave a sign of life."""
         self._progress_s = time.monotonic()
 
-    async def _until_ready(self, life: Life) -> bool:
+    async def _until_ready(self, life: Life) -> None:
         """Waits for ready or dead, whichever comes first; a child that does neither is killed."""
         child = life.child
         ready = asyncio.ensure_future(life.serving())
@@ -118,17 +118,16 @@ class Supervisor:
                 await asyncio.wait({ready, died}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()  # an error of the owner's own
-            return ready.done()
         finally:
             ready.cancel()
             died.cancel()
 
-    def _pause_after(self, death: Death, was_ready: bool) -> float | None:
+    def _pause_after(self, death: Death) -> float | None:
         """Seconds until the next start, or None for never."""
         if self._retired.is_set():
             return None
         policy, now = self.policy, time.monotonic()
-        if not self._owner.curable(death, was_ready):
+        if not self._owner.curable(death):
             log.error("%s; not started again", death.summary)
             return None
         self._deaths.append(now)

@@ -166,7 +166,7 @@ class ZmqWire(Generic[Out, In]):
             self._finish("the connection was closed by the other process")
             raise ActorStopped(f"{self.inbox.owner}: {self._gone}") from None
         # Sending may swallow the descriptor's news of an incoming frame; see zmq_getsockopt(3), ZMQ_FD.
-        if int(self._socket.EVENTS) & zmq.POLLIN:  # type: ignore[call-overload]
+        if int(self._socket.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._read)
 
     # Receiving

@@ -122,7 +122,7 @@ def test_a_thread_whose_reader_lost_its_loop_is_told() -> None:
     with pytest.raises(ActorStopped, match="loop is closed"):
         inbox.put_threadsafe(1)
     reading._log_destroy_pending = False  # type: ignore[attr-defined]
-    reading.get_coro().close()  # type: ignore[union-attr]
+    reading.get_coro().close()
 
 
 class InboxMachine(RuleBasedStateMachine):
@@ -141,38 +141,30 @@ class InboxMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(), force=st.booleans(), thread=st.booleans())
     def put(self, number: int, force: bool, thread: bool) -> None:
-        expected = None
-        if self.closed:
-            expected = ActorStopped
-        elif len(self.model) >= LIMIT and (thread or not force):
-            expected = Overloaded
-            self.refused += 1
-        try:
-            if thread:
-                self._in_thread(number)
-            else:
-                self.inbox.put(number, force=force)
-        except (ActorStopped, Overloaded) as exc:
-            assert type(exc) is expected
-        else:
-            assert expected is None
-            self.model.append(number)
-            self.received += 1
-
-    def _in_thread(self, number: int) -> None:
-        error: list[BaseException] = []
+        errors: list[BaseException] = []
 
         def send() -> None:
             try:
-                self.inbox.put_threadsafe(number)
-            except BaseException as exc:
-                error.append(exc)
+                self.inbox.put_threadsafe(number) if thread else self.inbox.put(number, force=force)
+            except (ActorStopped, Overloaded) as exc:
+                errors.append(exc)
 
-        thread = threading.Thread(target=send)
-        thread.start()
-        thread.join()
-        if error:
-            raise error[0]
+        if thread:
+            sender = threading.Thread(target=send)
+            sender.start()
+            sender.join()
+        else:
+            send()
+        if self.closed:
+            expected: list[type] = [ActorStopped]
+        elif len(self.model) >= LIMIT and (thread or not force):
+            expected = [Overloaded]
+            self.refused += 1
+        else:
+            expected = []
+            self.model.append(number)
+            self.received += 1
+        assert [type(error) for error in errors] == expected
 
     @precondition(lambda self: not self.closed)
     @rule()

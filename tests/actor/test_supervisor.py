@@ -57,6 +57,7 @@ class Keeper:
         self.log = Lines()
         self.notices: list[tuple[Death, float | None]] = []
         self.children: list[Child] = []
+        self.told = asyncio.Event()
         self._curable = curable
 
     @asynccontextmanager
@@ -65,11 +66,12 @@ class Keeper:
         self.children.append(child)
         yield Life(child, lambda: self.log.seen("ready", generation + 1))
 
-    def curable(self, death: Death, was_ready: bool) -> bool:
+    def curable(self, death: Death) -> bool:
         return self._curable
 
     def buried(self, death: Death, again_in_s: float | None) -> None:
         self.notices.append((death, again_in_s))
+        self.told.set()
 
 
 def gone(pid: int) -> bool:
@@ -80,10 +82,11 @@ def gone(pid: int) -> bool:
         return True
 
 
-async def until_gone(pid: int, within_s: float) -> None:
-    async with asyncio.timeout(within_s):
-        while not gone(pid):
-            await asyncio.sleep(0.01)
+def wait_until_gone(pid: int, within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not gone(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} still runs after {within_s} s"
+        time.sleep(0.01)
 
 
 # One child
@@ -162,7 +165,7 @@ def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_news(run: Run) 
 
 def test_what_cannot_be_started_is_a_config_error(run: Run) -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match="cannot start engine .*/nowhere"):
+        with pytest.raises(ConfigError, match=r"cannot start engine .*/nowhere"):
             Child.start("engine", ["/nowhere/python"], b"{}")
 
     run(main())
@@ -251,8 +254,7 @@ def test_stopping_between_two_lives_starts_no_other(run: Run) -> None:
         keeper = Keeper(script("sys.exit(1)"))
         supervisor = Supervisor(keeper, RestartPolicy(first_pause_s=100))
         life = asyncio.ensure_future(supervisor.run())
-        while not keeper.notices:
-            await asyncio.sleep(0.01)
+        await keeper.told.wait()
         await supervisor.stop(term_s=1)
         await asyncio.wait_for(life, 1)
         assert len(keeper.children) == 1
@@ -278,7 +280,8 @@ PARENT = """
 import asyncio, os, sys
 from moeserve.actor.process import Child
 async def main():
-    child = Child.start("child", [sys.executable, "-c", sys.argv[1]], b"{}", forward=lambda line: print(line, flush=True))
+    command = [sys.executable, "-c", sys.argv[1]]
+    child = Child.start("child", command, b"{}", forward=lambda line: print(line, flush=True))
     await child.death()
 asyncio.run(main())
 """
@@ -291,7 +294,8 @@ guard._ask_for_death_signal = lambda: None
 ORPHANS = {
     "in a native call that holds the GIL": "import ctypes; ctypes.PyDLL(None).sleep(100)",
     "that ignores every signal it can": (
-        "import signal\nfor s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}: signal.signal(s, signal.SIG_IGN)\n"
+        "import signal\n"
+        "for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}: signal.signal(s, signal.SIG_IGN)\n"
         "time.sleep(100)"
     ),
     "without a parent-death signal": "time.sleep(100)",
@@ -299,18 +303,18 @@ ORPHANS = {
 
 
 @pytest.mark.parametrize("case", ORPHANS)
-async def test_no_child_outlives_a_killed_parent(case: str) -> None:
+def test_no_child_outlives_a_killed_parent(case: str) -> None:
     prelude = NO_DEATH_SIGNAL if "without" in case else ""
     body = (
         f"{prelude}\nimport os, time\nfrom moeserve.actor.guard import adopt\nadopt()\nprint(os.getpid(), flush=True)\n"
     ) + ORPHANS[case]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, body], stdout=subprocess.PIPE)
     assert parent.stdout is not None
-    pid = int(await asyncio.to_thread(parent.stdout.readline))
+    pid = int(parent.stdout.readline())
     try:
         assert not gone(pid)
         parent.kill()
-        await until_gone(pid, within_s=3)
+        wait_until_gone(pid, within_s=3)
     finally:
         parent.wait()
         parent.stdout.close()
