@@ -15,7 +15,7 @@ from moeserve.loader.spec import RouterSpec
 
 MAX_LAYERS = 1000
 MAX_WIDTH = 2**20
-MAX_POSITION = 2**30
+MAX_POSITION = 2**27
 _MAX_EXPERTS = 4096
 _MAX_MULTIPLIER = 1e6
 

@@ -14,7 +14,7 @@ from moeserve.loader.spec import RopeSpec
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _MAX_FACTOR = 1e6
-_MAX_POSITION = 2**30
+_MAX_POSITION = 2**27
 
 
 def read_rope(config: Fields) -> RopeSpec:
@@ -44,11 +44,12 @@ def read_rope(config: Fields) -> RopeSpec:
 
 def longest_context(rope: RopeSpec, max_position: int) -> int:
     """Tokens that a model of `max_position` positions can attend over with this rope."""
+    stretched = max_position
     if rope.kind == "linear":
-        return int(max_position * rope.factor)
-    if rope.kind == "yarn":
-        return max(max_position, int(rope.original_max_position * rope.factor))
-    return max_position
+        stretched = int(max_position * rope.factor)
+    elif rope.kind == "yarn":
+        stretched = max(max_position, int(rope.original_max_position * rope.factor))
+    return min(stretched, _MAX_POSITION)
 
 
 def _section(config: Fields) -> tuple[str, dict[str, Any]]:

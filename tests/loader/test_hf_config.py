@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import zeros
 
@@ -331,6 +334,29 @@ def test_a_file_that_is_no_config_is_refused(content: bytes, tmp_path: Path) -> 
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_model_spec(tmp_path)
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
+)
+ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "low_freq_factor", "original_max_position_embeddings")
+ANY_ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), ANY_JSON | st.sampled_from(["yarn", "linear", "llama3"]))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), architecture=st.sampled_from(list(FAMILIES)))
+def test_any_value_under_any_key_is_read_or_refused(data: st.DataObject, architecture: str, tmp_path: Path) -> None:
+    values = old_spelling(new_spelling(architecture))
+    keys = [*values, "num_experts", "num_local_experts", "rope_parameters", "layer_types", "head_dim", "sliding_window"]
+    for key in data.draw(st.lists(st.sampled_from(keys), max_size=3)):
+        values[key] = data.draw(ANY_ROPE if key.startswith("rope_") and data.draw(st.booleans()) else ANY_JSON)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": data.draw(ANY_JSON)}))
+    with suppress(CheckpointError):
+        spec = read_model_spec(tmp_path)
+        assert len(spec.windows) == len(spec.moe_layers) == spec.num_layers
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
