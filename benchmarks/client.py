@@ -1,0 +1,71 @@
+"""CPU time that a client needs per streamed chunk: ours beside the `openai` package, on the same bytes.
+
+python -m benchmarks.client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import socket
+import time
+
+from benchmarks.common import parser, save, summary
+from moeserve import AsyncClient
+
+CHUNK = (
+    b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"demo","choices":'
+    b'[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
+)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--chunks", type=int, default=20_000, help="chunks of a stream [20,000]")
+    flags.add_argument("--repeat", type=int, default=5, help="rounds, the two in turns [5]")
+    args = flags.parse_args()
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = multiprocessing.get_context("fork").Process(target=answer, args=(listener, args.chunks), daemon=True)
+    server.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    rounds = asyncio.run(measure(url, args.chunks, args.repeat))
+    server.terminate()
+    save(
+        "client", args, {"chunks": args.chunks, **{f"{name}_us_per_chunk": summary(us) for name, us in rounds.items()}}
+    )
+
+
+def answer(listener: socket.socket, chunks: int) -> None:
+    """The same bytes to every request, one connection after another."""
+    body = CHUNK * chunks + b"data: [DONE]\n\n"
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(1 << 16).find(b"POST") >= 0:
+                connection.sendall(HEAD % len(body) + body)
+
+
+async def measure(url: str, chunks: int, repeat: int) -> dict[str, list[float]]:
+    from openai import AsyncOpenAI
+
+    rounds: dict[str, list[float]] = {"moeserve": [], "openai": []}
+    for number in range(repeat + 1):
+        async with AsyncClient(url) as ours:
+            begun_s, count = time.process_time(), 0
+            async for _ in await ours.completions.create(prompt="x", stream=True):
+                count += 1
+        rounds["moeserve"].append(1e6 * (time.process_time() - begun_s) / count)
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as theirs:
+            begun_s, count = time.process_time(), 0
+            async for _ in await theirs.completions.create(model="demo", prompt="x", stream=True):
+                count += 1
+        rounds["openai"].append(1e6 * (time.process_time() - begun_s) / count)
+        assert count == chunks
+        if number == 0:
+            rounds = {name: [] for name in rounds}  # the first imports and warms up
+    return rounds
+
+
+if __name__ == "__main__":
+    main()
