@@ -60,7 +60,7 @@ class ChildEngine:
         self._forward = forward
         self._builder = builder
         self._supervisor = Supervisor(self, policy)
-        self._run_dir = RunDir()
+        self._run_dir: RunDir | None = None
         self._task: asyncio.Task[None] | None = None
         self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         # What belongs to the process that lives now:
@@ -72,6 +72,7 @@ class ChildEngine:
 
     async def start(self) -> None:
         assert self._task is None, "a link is started once"
+        self._run_dir = RunDir()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="engine link")
 
     async def until_ready(self) -> Ready:
@@ -101,7 +102,6 @@ class ChildEngine:
 
     async def stop(self, deadline_s: float) -> None:
         if self._task is None:
-            self._run_dir.close()
             return
         self._supervisor.retire()
         try:
@@ -123,6 +123,7 @@ class ChildEngine:
             log.exception("the engine's supervision failed")
             self._end(EngineGone(exit_code=1, cause=f"the engine's supervision failed: {exc!r}"))
         finally:
+            assert self._run_dir is not None
             self._run_dir.close()
 
     # For the supervisor
@@ -130,6 +131,7 @@ class ChildEngine:
     @asynccontextmanager
     async def life(self, generation: int) -> AsyncIterator[Life]:
         """One engine process with a socket, a token and a heartbeat that no other one shares."""
+        assert self._run_dir is not None
         address = f"ipc://{os.path.join(self._run_dir.path, f'engine-{generation}.sock')}"
         token = secrets.token_hex(16)
         inbox: Inbox[EngineOut | PeerGone] = Inbox("engine link", INBOX_LIMIT)
@@ -153,7 +155,7 @@ class ChildEngine:
             self._wire = self.ready = None
             wire.close()
 
-    def curable(self, death: Death, was_ready: bool) -> bool:
+    def curable(self, death: Death) -> bool:
         first_start_failed = not self._first_ready.done()
         return not (self._misfit or first_start_failed or is_config_error(death.exit_code))
 

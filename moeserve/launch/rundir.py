@@ -11,7 +11,7 @@ from moeserve.errors import ConfigError
 
 _PREFIX = "moeserve-"
 _LOCK = "lock"
-_MAX_PATH_BYTES = 80  # leaves room for a file name within the 107 bytes of a socket path
+_MAX_BASE_BYTES = 70  # leaves room for our two names within the 107 bytes of a socket path
 
 
 class RunDir:
@@ -38,7 +38,7 @@ class RunDir:
 def _base() -> str:
     """TMPDIR unless a socket path in it would be too long for the kernel."""
     base = tempfile.gettempdir()
-    return base if len(os.fsencode(base)) <= _MAX_PATH_BYTES - 20 else "/tmp"
+    return base if len(os.fsencode(base)) <= _MAX_BASE_BYTES else "/tmp"
 
 
 def _lock(path: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 from moeserve.config import Config, Limits
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.null_runner import NullHandle, NullRunner
-from moeserve.engine.plan import StepPlan
+from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.errors import DoesNotFit
 from moeserve.launch.assemble import Built
 from moeserve.messages import Ready
@@ -26,9 +27,9 @@ def null(config: Config, progress: Progress, runner: Any = None) -> Built:
         max_num_seqs=8,
         max_num_batched_tokens=64,
         prefill_chunk=64,
-        max_model_len=256,
+        max_model_len=100_000,
         block_size=16,
-        num_blocks=256,
+        num_blocks=10_000,
     )
     ready = Ready(
         pid=os.getpid(),
@@ -36,9 +37,9 @@ def null(config: Config, progress: Progress, runner: Any = None) -> Built:
         dtype="float32",
         device="none",
         vocab_size=1000,
-        max_model_len=256,
+        max_model_len=100_000,
         max_num_seqs=8,
-        num_blocks=256,
+        num_blocks=10_000,
         block_size=16,
         eos_token_ids=(),
         num_params=0,
@@ -74,6 +75,52 @@ def hang(config: Config, progress: Progress) -> Built:
     """Loads for ever, and says nothing, inside a native call that holds the GIL."""
     ctypes.PyDLL(None).sleep(1000)
     raise AssertionError
+
+
+class EndlessRunner(NullRunner):
+    """A step takes a moment, so that a long request is still running when something else happens."""
+
+    def start(self, plan: StepPlan) -> Any:
+        return _Late(super().start(plan), 0.005)
+
+
+class WaitingRunner(NullRunner):
+    """Its third step never ends, while everything around it lives."""
+
+    def start(self, plan: StepPlan) -> Any:
+        return _Late(super().start(plan), 1000.0 if plan.step >= 3 else 0.0)
+
+
+class FailingRunner(NullRunner):
+    """Its third step raises."""
+
+    def start(self, plan: StepPlan) -> Any:
+        return _Late(super().start(plan), 0.0, OSError("the device is on fire") if plan.step >= 3 else None)
+
+
+class _Late:
+    def __init__(self, handle: NullHandle, delay_s: float, error: Exception | None = None) -> None:
+        self._handle = handle
+        self._delay_s = delay_s
+        self._error = error
+
+    async def result(self) -> StepResult:
+        await asyncio.sleep(self._delay_s)
+        if self._error is not None:
+            raise self._error
+        return await self._handle.result()
+
+
+def endless(config: Config, progress: Progress) -> Built:
+    return null(config, progress, EndlessRunner())
+
+
+def waiting(config: Config, progress: Progress) -> Built:
+    return null(config, progress, WaitingRunner())
+
+
+def failing(config: Config, progress: Progress) -> Built:
+    return null(config, progress, FailingRunner())
 
 
 class StuckRunner(NullRunner):
