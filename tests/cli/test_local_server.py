@@ -23,7 +23,7 @@ LINES = (
 def test_run_batch_without_a_server_starts_one_and_ends_it(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(LINES)
     out = tmp_path / "out.jsonl"
-    argv = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--model", "demo", "--max-model-len", "256"]
+    argv = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--max-model-len", "256", "--threads", "1"]
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     assert main.main(argv) == 0
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
@@ -61,12 +61,12 @@ def test_no_server_outlives_a_batch_that_was_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["latency", "throughput"])
 def test_offline_benchmarks_write_vllms_keys(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
-    argv = ["bench", name, "--input-len", "4", "--output-len", "3", "--max-model-len", "64", "--output-json", str(file)]
+    argv = ["bench", name, "--input-len", "4", "--output-len", "3", "--max-model-len", "64", "--threads", "1"]
     more = {
         "latency": ["--num-iters", "2", "--num-iters-warmup", "1", "--batch-size", "2"],
         "throughput": ["--num-prompts", "3", "--num-warmups", "1"],
     }
-    assert main.main([*argv, *more[name]]) == 0
+    assert main.main([*argv, *more[name], "--output-json", str(file)]) == 0
     got = json.loads(file.read_text())
     assert json.loads(capsys.readouterr().out) == got
     if name == "latency":
