@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -26,6 +27,7 @@ from moeserve.server.routes import ROUTES, Route
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
+CLIENT_GONE = 499  # in the log and in the metrics only: nobody is there to read it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -39,23 +41,22 @@ class App:
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         began = time.monotonic()
-        request_id = request_id_of(request)
+        call = Call(self.context, request, request_id_of(request), OPEN)
         route: Route | None = None
         try:
             _check_headers(request)
-            route, tail = self._match(request)
-            caller = OPEN if route and route.probe else self.context.auth.check(request.headers)
+            route, call.tail = self._match(request)
+            if route is None or not route.probe:
+                call.caller = self.context.auth.check(request.headers)
             if route is None:
                 raise self._no_route(request)
-            call = Call(self.context, request, request_id, caller, tail)
             response = await route.handler(call)
-            if call.unknown:
-                log.warning("request %s: unknown fields ignored: %s", request_id, shorten_line(str(call.unknown)))
-        except ConnectionError:
+        except (ConnectionError, asyncio.CancelledError):
+            self._count(route, CLIENT_GONE, call, began)
             raise
         except Exception as error:
-            response = error_response(as_request_error(error, request_id), request_id)
-        self._count(route, response.status, request_id, began)
+            response = error_response(as_request_error(error, call.id), call.id)
+        self._count(route, response.status, call, began)
         return response
 
     def _match(self, request: web.BaseRequest) -> tuple[Route | None, str]:
@@ -77,11 +78,16 @@ class App:
             return no_such_path(path)
         return MethodNotAllowed(f"this path takes {', '.join(methods)} only", methods)
 
-    def _count(self, route: Route | None, status: int, request_id: str, began: float) -> None:
-        self.context.responses[(route.path if route else "other", status)] += 1
+    def _count(self, route: Route | None, status: int, call: Call, began: float) -> None:
+        path = route.path if route else "other"
+        self.context.responses[path, status] += 1
+        if call.unknown:
+            log.warning("request %s: unknown fields ignored: %s", call.id, shorten_line(", ".join(call.unknown)))
         if self.context.config.log_requests and (route is None or not route.probe):
-            path = route.path if route else "other"
-            log.info("request %s %s %d %.1f ms", request_id, path, status, 1e3 * (time.monotonic() - began))
+            tokens = (
+                "" if call.counts is None else f", {call.counts.prompt_tokens}+{call.counts.completion_tokens} tokens"
+            )
+            log.info("request %s %s %d, %.1f ms%s", call.id, path, status, 1e3 * (time.monotonic() - began), tokens)
 
 
 def request_id_of(request: web.BaseRequest) -> str:

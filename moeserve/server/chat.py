@@ -26,7 +26,7 @@ async def chat_completions(call: Call) -> web.StreamResponse:
     front, ready, request = await _read(call)
     params = chat_params(request, front.defaults, ready.vocab_size)
     _, prompt = await chat_prompt(front, ready, request)
-    counts = Counts(len(prompt))
+    call.counts = counts = Counts(len(prompt))
     form = None
     if request.logprobs:
         as_ids = bool(request.return_tokens_as_token_ids)

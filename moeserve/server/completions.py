@@ -35,7 +35,7 @@ async def completions(call: Call) -> web.StreamResponse:
             f"{len(asked)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences", param="prompt"
         )
     prompts = [await _ids(front, ready, prompt, request) for prompt in asked]
-    counts = Counts(sum(map(len, prompts)))
+    call.counts = counts = Counts(sum(map(len, prompts)))
     head = _head(call, front, ready)
     form = None
     if request.logprobs is not None:

@@ -13,6 +13,7 @@ from moeserve.errors import ModelNotFound, Overloaded
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
 from moeserve.server.auth import Auth, Caller
+from moeserve.server.chunks import Counts
 from moeserve.server.errors import SERVER, shorten
 from moeserve.server.running import Running
 from moeserve.server.sse import SseStream
@@ -65,6 +66,7 @@ class Call:
     caller: Caller
     tail: str = ""  # what follows a route that ends in a slash
     unknown: list[str] = field(default_factory=list)  # request fields that mean nothing to us
+    counts: Counts | None = None  # of a generating request
 
     def headers(self) -> dict[str, str]:
         """For every answer to this request."""

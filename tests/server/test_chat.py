@@ -166,6 +166,7 @@ async def test_a_client_that_leaves_mid_stream_aborts(live):
         response.close()
         await until(lambda: not live.engine.rows)
     await until(lambda: not live.context.streams)
+    assert live.context.responses[CHAT, 499] == 1
 
 
 async def test_a_running_request_can_be_aborted_by_id(live):

@@ -94,6 +94,13 @@ async def test_a_body_without_length_stops_at_the_limit(launch):
         assert peak < 12_000_000  # what this test itself holds is most of it
 
 
+async def test_endless_trailers_are_refused(live):
+    trailers = b"".join(b"A%d: %s\r\n" % (i, b"a" * 1000) for i in range(2000))
+    answer = await live.raw(post(CHAT, b"2\r\n{}\r\n0\r\n" + trailers, "Transfer-encoding: chunked"))
+    assert answer == b"" or error_of(answer)[0] in (400, 413, 431)
+    assert (await live.get("/livez"))[0] == 200
+
+
 async def test_chunked_bodies_and_expect_work(live):
     data = b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n"
     assert b" 200 OK" in await live.raw(post(CHAT, data, "Transfer-encoding: chunked"))
