@@ -78,6 +78,8 @@ async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> i
 
 
 async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: StopSignals) -> None:
+    if front.tokenizer is not None:
+        await asyncio.to_thread(front.tokenizer.warm_up)  # the engine takes longer to load than this
     ready: Ready | None = await _unless(stop, front.wait_ready())
     if ready is not None:
         context.started = True

@@ -48,6 +48,10 @@ class ControlTokens:
         ids: list[int] = self._get_twin().encode(unshield(named), add_special_tokens=False).ids
         return ids
 
+    def warm_up(self) -> None:
+        """Makes the twin tokenizer. Raises InvalidRequest if this tokenizer cannot have one."""
+        self._get_twin()
+
     def _get_twin(self) -> Backend:
         with self._lock:
             if self._twin is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ class Tokenizer:
         if MARK in rendered:
             return self.control.encode(rendered)
         return self.encode(rendered, special=False)
+
+    def warm_up(self) -> None:
+        """Does now what the first unusual request would otherwise wait for; up to a second for a large vocabulary.
+
+        It holds the interpreter for much of that time, so a server calls it before it serves.
+        """
+        _ = self.longest_token
+        with suppress(InvalidRequest):  # a tokenizer without a twin refuses the requests that need one
+            self.control.warm_up()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
