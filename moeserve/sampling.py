@@ -90,18 +90,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_stops(self) -> None:
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
-            raise InvalidRequest(
-                f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop"
-            )
+            raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
         for text in stops:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-                raise InvalidRequest(
-                    f"each stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop"
-                )
+                raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
         if len(self.bad_words) > MAX_BAD_WORDS or any(not w for w in self.bad_words):
-            raise InvalidRequest(
-                f"bad_words takes at most {MAX_BAD_WORDS} non-empty strings", param="bad_words"
-            )
+            raise InvalidRequest(f"bad_words takes at most {MAX_BAD_WORDS} non-empty strings", param="bad_words")
 
     def _check_token_ids(self, vocab_size: int) -> None:
         for name, ids in (
@@ -110,11 +104,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("logit_bias", self.logit_bias or ()),
         ):
             if len(ids) > vocab_size:
-                raise InvalidRequest(
-                    f"{name} has {len(ids)} entries; the vocabulary has {vocab_size}", param=name
-                )
+                raise InvalidRequest(f"{name} has {len(ids)} entries; the vocabulary has {vocab_size}", param=name)
             for token in ids:
-                _integer(name, token, 0, vocab_size - 1, what="token id")
+                _integer(name, token, 0, vocab_size - 1, what="a token id")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
         for value in (self.logit_bias or {}).values():
@@ -129,12 +121,10 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
     raise InvalidRequest(f"{name} must be a number in {bracket}{low:g}, {high:g}]", param=name)
 
 
-def _integer(name: str, value: Any, low: int, high: int, *, what: str = "integer") -> None:
+def _integer(name: str, value: Any, low: int, high: int, *, what: str = "an integer") -> None:
     if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
         return
-    raise InvalidRequest(
-        f"{name}: expected an {what} in {low}..{high}".replace("an token", "a token"), param=name
-    )
+    raise InvalidRequest(f"{name}: expected {what} in {low}..{high}", param=name)
 
 
 class TokenSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -14,6 +14,7 @@ from moeserve.config import Config
 from moeserve.frontend.async_engine import AsyncEngine, Prompt, read_prompt, render_chat
 from moeserve.frontend.outputs import CompletionOutput, RequestOutput
 from moeserve.frontend.stats import FrontStats
+from moeserve.messages import Ready
 from moeserve.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -48,6 +49,13 @@ class LLM:
     def stats(self) -> FrontStats:
         """Counters since the start: tokens, preemptions, cache hits, latencies."""
         return self._engine.front.stats
+
+    @property
+    def ready(self) -> Ready:
+        """Facts about the loaded model: sizes, limits, dtype, device."""
+        facts = self._engine.front.ready
+        assert facts is not None
+        return facts
 
     def generate(
         self,

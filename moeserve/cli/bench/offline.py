@@ -40,7 +40,7 @@ def open_llm(args: argparse.Namespace) -> LLM:
 
 def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
     """`count` prompts of `length` token ids each, over the model's whole vocabulary."""
-    ready = llm._engine.front.ready
+    ready = llm.ready
     assert ready is not None
     rng = random.Random(seed)
     ids = range(ready.vocab_size)

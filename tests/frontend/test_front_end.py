@@ -1,0 +1,224 @@
+"""Text, stop strings, admission, endings and replays, against a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moeserve.errors import (
+    ContextLengthExceeded,
+    EngineDied,
+    EngineLost,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    RequestFailed,
+)
+from moeserve.frontend.delta import Delta
+from moeserve.messages import Abort, Drain, FinishReason, Logprobs, PromptLogprobs, Refused, Submit
+from moeserve.sampling import SamplingParams
+
+from .conftest import ready
+
+STOP, LENGTH, ABORT, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR
+
+
+async def collect(generation) -> list[Delta]:
+    return [delta async for delta in generation]
+
+
+def text_of(deltas) -> str:
+    return "".join(d.text for d in deltas)
+
+
+async def test_tokens_become_text_and_one_ending(front, engine, tokenizer):
+    ids = tokenizer.encode("A small fox ran home.", special=False)
+    generation = await front.generate([5, 6], SamplingParams(max_tokens=40))
+    (submit,) = engine.take(Submit)
+    for token in ids[:-1]:
+        await engine.rows((submit.rid, token, 0))
+    await engine.rows((submit.rid, ids[-1], LENGTH), cached={submit.rid: 1})
+    deltas = await collect(generation)
+    assert text_of(deltas) == "A small fox ran home."
+    assert [t for d in deltas for t in d.token_ids] == ids
+    assert deltas[-1].finish_reason == "length"
+    assert front.stats.num_active == 0
+    assert front.stats.finished == {"length": 1}
+    assert front.stats.generation_tokens == len(ids)
+
+
+async def test_a_stop_token_is_not_shown_unless_asked_for(front, engine, tokenizer):
+    word = tokenizer.encode(" fox", special=False)[0]
+    for include, expected in ((False, ""), (True, tokenizer.decode([word]))):
+        params = SamplingParams(stop_token_ids=[word], include_stop_str_in_output=include)
+        generation = await front.generate([5], params)
+        (submit,) = engine.take(Submit)
+        assert submit.sampling.stop_ids == (2, word)
+        await engine.rows((submit.rid, word, STOP), stop_ids={submit.rid: word})
+        (delta,) = await collect(generation)
+        assert (delta.text, delta.finish_reason, delta.stop_reason) == (expected, "stop", word)
+        assert delta.token_ids == [word]
+
+
+async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine(front, engine, tokenizer):
+    ids = tokenizer.encode("One day, the fox went home. The end of it", special=False)
+    generation = await front.generate([5], SamplingParams(stop=["home. The"], max_tokens=50))
+    (submit,) = engine.take(Submit)
+    for token in ids:
+        await engine.rows((submit.rid, token, 0))
+    deltas = await collect(generation)
+    assert text_of(deltas) == "One day, the fox went "
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "home. The")
+    assert engine.take(Abort) == [Abort([submit.rid])]
+
+
+async def test_a_reader_that_lags_gets_merged_deltas(front, engine, tokenizer):
+    ids = tokenizer.encode("A small fox ran home.", special=False)
+    generation = await front.generate([5], SamplingParams(max_tokens=50, logprobs=0))
+    (submit,) = engine.take(Submit)
+    for token in ids:
+        await engine.rows((submit.rid, token, 0), logprobs={submit.rid: Logprobs([token], [-1.0], 1)})
+    delta = await anext(generation)
+    assert delta.token_ids == ids
+    assert [row.ids[0] for row in delta.logprobs] == ids
+    await generation.aclose()
+
+
+async def test_n_sequences_share_a_request(front, engine):
+    generation = await front.generate([5], SamplingParams(n=3, seed=10, max_tokens=3))
+    submits = engine.take(Submit)
+    assert [s.sampling.seed for s in submits] == [10, 11, 12]
+    await engine.rows(*((s.rid, 7, LENGTH) for s in submits))
+    deltas = await collect(generation)
+    assert sorted(d.index for d in deltas) == [0, 1, 2]
+
+
+async def test_leaving_aborts_what_still_runs(front, engine):
+    async with await front.generate([5], SamplingParams(n=2)) as generation:
+        first, second = engine.take(Submit)
+        await engine.rows((first.rid, 7, LENGTH))
+        await anext(generation)
+    assert engine.take(Abort) == [Abort([second.rid])]
+    assert front.stats.num_active == 0
+    await engine.rows((second.rid, 8, 0))  # too late: nobody reads it, nothing breaks
+
+
+async def test_cancelling_the_reader_aborts(front, engine):
+    generation = await front.generate([5], SamplingParams())
+    (submit,) = engine.take(Submit)
+    reader = asyncio.create_task(collect(generation))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert engine.take(Abort) == [Abort([submit.rid])]
+
+
+async def test_an_error_of_one_sequence_ends_its_request_only(front, engine):
+    bad = await front.generate([5], SamplingParams(n=2))
+    good = await front.generate([5], SamplingParams(max_tokens=1))
+    failing, sibling, other = engine.take(Submit)
+    await engine.rows((failing.rid, -1, ERROR), (other.rid, 9, LENGTH), errors={failing.rid: "NaN logits"})
+    with pytest.raises(RequestFailed, match="NaN logits"):
+        await collect(bad)
+    assert engine.take(Abort) == [Abort([sibling.rid])]
+    assert (await collect(good))[-1].finish_reason == "length"
+
+
+async def test_refused_by_the_engine(front, engine):
+    generation = await front.generate([5], SamplingParams())
+    (submit,) = engine.take(Submit)
+    await engine.tell(Refused(submit.rid, "does not fit", "does_not_fit"))
+    with pytest.raises(RequestError, match="does not fit") as caught:
+        await collect(generation)
+    assert caught.value.code == "does_not_fit"
+
+
+async def test_prompt_logprobs_come_once_with_the_first_delta(front, engine):
+    generation = await front.generate([5, 6, 7, 8], SamplingParams(max_tokens=5, prompt_logprobs=0))
+    (submit,) = engine.take(Submit)
+    rows = [Logprobs([t], [-t / 10], 1) for t in (6, 7, 8)]
+    await engine.rows((999, 1, 0), prompt_logprobs={submit.rid: PromptLogprobs(1, rows[:2])})
+    await engine.rows((submit.rid, 1, 0), prompt_logprobs={submit.rid: PromptLogprobs(3, rows[2:])})
+    await engine.rows((submit.rid, 1, LENGTH))
+    first, *_ = await collect(generation)
+    assert first.prompt_logprobs == [None, *rows]
+
+
+async def test_bad_requests_are_refused_before_anything_is_sent(front, engine):
+    cases = [
+        ([], SamplingParams(), InvalidRequest),
+        ([2560], SamplingParams(), InvalidRequest),
+        ([-1], SamplingParams(), InvalidRequest),
+        ([5] * 64, SamplingParams(), ContextLengthExceeded),
+        ([5], SamplingParams(temperature=float("nan")), InvalidRequest),
+        ([5], SamplingParams(stop_token_ids=[2560]), InvalidRequest),
+    ]
+    for prompt, params, error in cases:
+        with pytest.raises(error):
+            await front.generate(prompt, params)
+    assert engine.sent == []
+    assert front.stats.num_active == 0
+
+
+async def test_max_tokens_is_cut_to_the_context(front, engine):
+    for asked in (None, 1000):
+        generation = await front.generate([5] * 60, SamplingParams(max_tokens=asked))
+        (submit,) = engine.take(Submit)
+        assert submit.sampling.max_tokens == 4
+        await generation.aclose()
+
+
+async def test_a_full_queue_says_when_to_come_back(front):
+    for _ in range(6):  # four run, two wait
+        await front.generate([5], SamplingParams())
+    with pytest.raises(Overloaded) as caught:
+        await front.generate([5], SamplingParams())
+    assert caught.value.retry_after_s >= 1
+    assert front.stats.rejected == 1
+
+
+async def test_a_dead_engine_is_replayed_from_what_was_emitted(front, engine, tokenizer):
+    ids = tokenizer.encode("A small fox ran home.", special=False)
+    generation = await front.generate([5, 6], SamplingParams(seed=4, max_tokens=50), priority=3, salt="tenant")
+    (before,) = engine.take(Submit)
+    for token in ids[:3]:
+        await engine.rows((before.rid, token, 0))
+    await engine.die(restarting=True)
+    assert front.state == "lost"
+    assert not front.healthy
+    with pytest.raises(Overloaded):
+        await front.generate([5], SamplingParams())
+    await engine.tell(ready())
+    (again,) = engine.take(Submit)
+    assert list(memoryview(again.tokens).cast("i")) == [5, 6, *ids[:3]]
+    assert (again.num_prompt, again.sampling, again.priority, again.salt) == (2, before.sampling, 3, "tenant")
+    for token in ids[3:]:
+        await engine.rows((again.rid, token, 0))
+    await engine.rows((again.rid, 2, STOP))
+    assert text_of(await collect(generation)) == "A small fox ran home."
+    assert front.stats.engine_restarts == 1
+
+
+async def test_an_engine_that_is_gone_for_good_fails_everyone(front, engine):
+    generation = await front.generate([5], SamplingParams())
+    await engine.die(restarting=False)
+    with pytest.raises(EngineLost):
+        await collect(generation)
+    assert isinstance(await front.died(), EngineDied)
+    with pytest.raises(EngineDied):
+        await front.wait_ready()
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest(front, engine):
+    generation = await front.generate([5], SamplingParams(max_tokens=2))
+    (submit,) = engine.take(Submit)
+    drain = asyncio.create_task(front.drain(5.0))
+    await asyncio.sleep(0)
+    assert engine.take(Drain) == [Drain(5.0)]
+    with pytest.raises(Overloaded):
+        await front.generate([5], SamplingParams())
+    await engine.rows((submit.rid, 7, ABORT))
+    await drain
+    assert (await collect(generation))[-1].finish_reason == "abort"
