@@ -1,11 +1,12 @@
-"""One frozen tree of settings. Each field knows its command-line flag; `resolve` is where every "auto" becomes a number.
+"""One frozen tree of settings. Each field knows its flag, its help and its range.
 
-Precedence: flag, then MOESERVE_* environment variable named by --help, then --config YAML, then the default here.
+Where a number is None, `runner/limits.py` finds it. Precedence: flag, then MOESERVE_* environment variable named by --help, then --config YAML, then the default here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -15,9 +16,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO = "demo"
 
 
-def _opt(default: Any, help: str, *, flag: str | None = "") -> Any:
-    """A field with its help text. flag: "" derives --the-name, None keeps it out of the command line (YAML only)."""
-    return field(default=default, metadata={"help": help, "flag": flag})
+def _opt(default: Any, help: str, *, flag: str | None = "", low: float = 0, high: float = math.inf) -> Any:
+    """A field with its help text. flag: "" derives --the-name, None keeps it out of the command line (YAML only).
+    low, high: what a number may be, both ends included."""
+    return field(default=default, metadata={"help": help, "flag": flag, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class ModelConfig:
     model: str = _opt(DEMO, "Hugging Face model directory, or 'demo' for the built-in one", flag=None)
     served_model_name: str | None = _opt(None, "name in the API (default: the directory's name)")
     dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
-    max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)")
+    max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     generation_config: Literal["auto", "none"] = _opt(
         "auto", "auto: the model's sampling defaults apply; none: moeserve's"
@@ -35,26 +37,30 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64")
-    kv_cache_bytes: int | None = _opt(None, "bytes for KV blocks (default: from free memory), e.g. 2GiB")
-    memory_utilization: float = _opt(0.9, "share of the memory limit that weights, work space and KV may use")
+    block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64", low=1)
+    kv_cache_bytes: int | None = _opt(None, "bytes for KV blocks (default: from free memory), e.g. 2GiB", low=1)
+    memory_utilization: float = _opt(
+        0.9, "share of the memory limit that weights, work space and KV may use", low=0.01, high=1
+    )
     enable_prefix_caching: bool = _opt(True, "reuse the KV blocks of equal prompt beginnings")
     host_store_bytes: int = _opt(0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    max_num_seqs: int = _opt(256, "requests that run at once")
-    max_num_batched_tokens: int | None = _opt(None, "tokens per step (default: 2048)")
-    prefill_chunk: int | None = _opt(None, "most tokens of one request per step (default: the step's budget)")
-    depth: int = _opt(2, "steps in flight; 1 is for debugging", flag=None)
-    watermark: float = _opt(0.01, "share of KV blocks kept free when admitting", flag=None)
+    max_num_seqs: int = _opt(256, "requests that run at once", low=1)
+    max_num_batched_tokens: int | None = _opt(None, "tokens per step (default: 2048)", low=1)
+    prefill_chunk: int | None = _opt(None, "most tokens of one request per step (default: the step's budget)", low=1)
+    depth: int = _opt(2, "steps in flight; 1 is for debugging", flag=None, low=1, high=2)
+    watermark: float = _opt(0.01, "share of KV blocks kept free when admitting", flag=None, high=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = _opt("auto", "where the model runs")
-    threads: int | None = _opt(None, "CPU threads of the model runner (default: all cores allowed)")
+    threads: int | None = _opt(
+        None, "CPU threads of the model runner (default: the cores that the model can use)", low=1
+    )
     determinism: Literal["auto", "fast", "batch"] = _opt(
         "auto", "batch: a request's bits depend on nothing but itself (the default on CPU)"
     )
@@ -65,20 +71,22 @@ class DeviceConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: str = _opt("127.0.0.1", "address to listen on")
-    port: int = _opt(8000, "port to listen on; 0: any free one")
+    port: int = _opt(8000, "port to listen on; 0: any free one", high=65535)
     api_key: tuple[str, ...] = _opt((), "require one of these keys (better: --api-key-file)")
     api_key_file: str | None = _opt(None, "file with one key per line")
     admin_key_file: str | None = _opt(
         None, "file with the keys for administrative routes (default: those routes are off)"
     )
     max_queued_requests: int = _opt(512, "requests that may wait before 503; 0: none may")
-    max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None)
+    max_request_bytes: int = _opt(32 * 2**20, "largest request body", flag=None, low=1)
     shutdown_timeout: float = _opt(30.0, "seconds that SIGTERM lets running requests finish")
     strict: bool = _opt(False, "refuse unknown request fields instead of warning")
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
     log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
     log_requests: bool = _opt(False, "one log line per finished request")
-    sse_ping_s: float = _opt(15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None)
+    sse_ping_s: float = _opt(
+        15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None, low=0.1, high=3600
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +124,19 @@ def config_of(model: str | None = None, **settings: Any) -> Config:
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(home))}"
             raise ConfigError(f"unknown setting {name!r}{hint}")
         values[home[name]][name] = value
-    return Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
+    config = Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
+    for section in SECTIONS:
+        for f in fields(getattr(config, section)):
+            check_range(f, getattr(getattr(config, section), f.name), f.name)
+    return config
+
+
+def check_range(setting: Field[Any], value: Any, origin: str) -> None:
+    """Raises ConfigError when a number is outside of what its field allows."""
+    low, high = setting.metadata["low"], setting.metadata["high"]
+    if isinstance(value, int | float) and not low <= value <= high:
+        bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise ConfigError(f"{origin}: must be {bounds}, got {value} ({setting.metadata['help']})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from moeserve.cli.values import convert, strip_optional
-from moeserve.config import SECTIONS, Config
+from moeserve.config import SECTIONS, Config, check_range
 from moeserve.errors import ConfigError
 
 PREFIX = "MOESERVE_"
@@ -30,16 +30,6 @@ TITLES = {
 }
 SECRET = ("api_key",)
 FILES = ("chat_template", "api_key_file", "admin_key_file")
-_POSITIVE = (1.0, float("inf"))
-RANGES: dict[str, tuple[float, float]] = {  # both ends included; any other number must not be negative
-    "port": (0, 65535),
-    "memory_utilization": (0.01, 1.0),
-    "watermark": (0.0, 0.5),
-    "depth": (1, 2),
-    "sse_ping_s": (0.1, 3600.0),
-    **dict.fromkeys(("max_model_len", "block_size", "kv_cache_bytes", "max_num_seqs", "threads"), _POSITIVE),
-    **dict.fromkeys(("max_num_batched_tokens", "prefill_chunk", "max_request_bytes"), _POSITIVE),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +43,7 @@ class Setting:
     help: str
     flag: str | None
     env: str | None
+    field: dataclasses.Field[Any]
 
     @property
     def path(self) -> str:
@@ -64,10 +55,7 @@ class Setting:
             found = convert(self.kind, value)
         except ValueError as error:
             raise ConfigError(f"{origin}: {error} ({self.help})") from None
-        low, high = RANGES.get(self.name, (0, float("inf")))
-        if isinstance(found, int | float) and not low <= found <= high:
-            bounds = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
-            raise ConfigError(f"{origin}: must be {bounds}, got {found} ({self.help})")
+        check_range(self.field, found, origin)
         return found
 
 
@@ -93,7 +81,7 @@ def _settings() -> Iterator[Setting]:
                 flag = "--" + field.name.replace("_", "-")
             env = PREFIX + field.name.upper() if flag or field.name == "model" else None
             help = field.metadata["help"]
-            yield Setting(section, field.name, hints[field.name], field.default, help, flag, env)
+            yield Setting(section, field.name, hints[field.name], field.default, help, flag, env, field)
 
 
 def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: bool = True) -> None:

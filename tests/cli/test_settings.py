@@ -12,7 +12,7 @@ import pytest
 from moeserve.cli import main
 from moeserve.cli.config_show import rendered
 from moeserve.cli.main import build_parser
-from moeserve.cli.settings import RANGES, SECRET, Settled, settings, settle, unknown_variables
+from moeserve.cli.settings import SECRET, Settled, settings, settle, unknown_variables
 from moeserve.config import SECTIONS, Config
 from moeserve.errors import ConfigError
 
@@ -38,7 +38,7 @@ def test_every_field_of_the_config_is_a_setting() -> None:
     names = [f"{section}.{f.name}" for section, kind in SECTIONS.items() for f in fields(kind)]
     assert [s.path for s in settings()] == names
     assert len({s.name for s in settings()}) == len(names)  # flags and variables have no section
-    assert set(RANGES) | set(SECRET) <= {s.name for s in settings()}
+    assert set(SECRET) <= {s.name for s in settings()}
 
 
 def test_nothing_asked_is_the_default() -> None:
