@@ -1,6 +1,7 @@
 """One frozen tree of settings. Each field knows its flag, its help and its range.
 
-Where a number is None, `runner/limits.py` finds it. Precedence: flag, then MOESERVE_* environment variable named by --help, then --config YAML, then the default here.
+Where a number is None, `runner/limits.py` finds it. Precedence: flag, then MOESERVE_* environment variable (--help
+names it), then --config YAML, then the default here.
 """
 
 from __future__ import annotations
