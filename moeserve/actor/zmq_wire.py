@@ -233,15 +233,18 @@ class ZmqWire(Generic[Out, In]):
                 f"the other process speaks message protocol {hello.version}, this one {ours}: "
                 "moeserve was changed while it ran; restart it"
             )
-            if self._kind == zmq.ROUTER:
-                self._send_frame(_encode(Refusal(cause)), "Refusal")
+            self._answer(Refusal(cause))
             self._lose(cause)
             return
-        if self._kind == zmq.ROUTER:
-            self._send_frame(_encode(self._hello), "Hello")
         self.greeted = True
+        self._answer(self._hello)
         if not self._connected.done():
             self._connected.set_result(None)
+
+    def _answer(self, greeting: Hello | Refusal) -> None:
+        if self._kind == zmq.ROUTER:
+            with suppress(ActorStopped):  # a peer that ended since; the notice says so
+                self._send_frame(_encode(greeting), type(greeting).__name__)
 
     def _drop(self, what: str) -> None:
         self.stats.dropped += 1
@@ -278,16 +281,20 @@ class ZmqWire(Generic[Out, In]):
             pass
 
     def _lose(self, cause: str) -> None:
+        if self._part(cause) and not self.inbox.closed:
+            self.inbox.put(self._notice(PeerGone(cause)), force=True)
+
+    def _part(self, cause: str) -> bool:
+        """Stops reading and writing; whether there was still someone to part from."""
         if self._gone is not None:
-            return
+            return False
         self._gone = cause
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
         if not self._connected.done():
             self._connected.set_exception(ActorStopped(f"{self.inbox.owner}: {cause}"))
             self._connected.exception()  # whoever awaits it sees it; nobody has to
-        if not self.inbox.closed:
-            self.inbox.put(self._notice(PeerGone(cause)), force=True)
+        return True
 
     async def connected(self, deadline_s: float) -> None:
         try:
@@ -299,12 +306,7 @@ class ZmqWire(Generic[Out, In]):
     def close(self, linger_s: float = 0.0) -> None:
         if self._socket.closed:
             return
-        if self._gone is None:
-            self._gone = "closed"
-            self._loop.remove_reader(self._socket.FD)
-            self._loop.remove_reader(self._monitor.FD)
-        if not self._connected.done():
-            self._connected.cancel()
+        self._part("closed")
         self._release(linger_s)
 
     def _release(self, linger_s: float = 0.0) -> None:

@@ -60,6 +60,9 @@ async def _serve(order: EngineOrder) -> int:
     try:
         await wire.connected(CONNECT_S)
         return await _live(order, inbox, wire)
+    except ActorStopped as exc:  # refused by the front end; it knows why
+        log.error("%s", exc)
+        return 1
     except ConfigError as exc:
         _emit(wire, Stopped(str(exc)))
         return exc.exit_code
@@ -96,7 +99,11 @@ async def _live(order: EngineOrder, inbox: Inbox[EngineIn], wire: ZmqWire[Engine
     await asyncio.wait({stopping})
     core, ready = building.result()
     emit(ready)
-    await core.run()
+    try:
+        await core.run()  # its last message is Stopped, also when it fails
+    except Exception:
+        log.exception("the engine failed")
+        return 1
     core.runner.close()
     return 0
 

@@ -279,6 +279,47 @@ def test_strangers_are_dropped_and_counted_and_the_peer_is_served(run: Run, addr
     run(main())
 
 
+def test_bytes_that_are_not_even_zeromq_hurt_nobody(run: Run, address: str) -> None:
+    async def main() -> None:
+        inbox: Inbox[Any] = Inbox("here")
+        wire = listen(address, token="t", receives=Msg, inbox=inbox)
+        strangers = []
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 65, Random(2).randbytes(1 << 20)):
+            strangers.append(await asyncio.open_unix_connection(address.removeprefix("ipc://")))
+            strangers[-1][1].write(data)
+        at_peer: Inbox[Any] = Inbox("peer")
+        peer = connect(address, token="t", receives=Msg, inbox=at_peer)
+        await peer.connected(5)
+        peer.send(Word(1))
+        assert await take(inbox, 1) == [Word(1)]
+        for _, writer in strangers:
+            writer.transport.abort()
+        wire.send(Word(2))
+        assert await take(at_peer, 1) == [Word(2)]
+        assert len(inbox) == 0
+        peer.close()
+        wire.close()
+
+    run(main())
+
+
+def test_a_peer_that_ends_right_after_its_hello_has_still_said_what_it_said(run: Run, address: str) -> None:
+    async def main() -> None:
+        inbox: Inbox[Any] = Inbox("here")
+        wire = listen(address, token="t", receives=Msg, inbox=inbox)
+        context, peer = raw_peer(address)
+        for msg in (Hello(1, "t"), Word(1), Word(2)):
+            peer.send(msgspec.msgpack.encode(msg))
+        peer.close()
+        context.term()  # the peer is gone before the listener's loop has looked once
+        *words, notice = await take(inbox, 3)
+        assert words == [Word(1), Word(2)]
+        assert isinstance(notice, PeerGone)
+        wire.close()
+
+    run(main())
+
+
 def test_garbage_from_the_peer_is_dropped_and_counted(run: Run, address: str) -> None:
     async def main() -> None:
         inbox: Inbox[Any] = Inbox("here")

@@ -90,6 +90,7 @@ async def test_a_failing_step_is_told_with_its_cause(engine: Open) -> None:
         reader.submit(1, max_tokens=10)
         gone = await reader.gone()
         assert "the device is on fire" in gone.cause
+        assert [type(msg) for msg in reader.seen].count(Stopped) == 1
 
 
 async def test_stopping_while_it_loads_is_quick(engine: Open) -> None:
