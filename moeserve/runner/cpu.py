@@ -7,8 +7,9 @@ import time
 
 import torch
 
+from moeserve.loader.size import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.cores import allowed_cores
+from moeserve.runner.cores import allowed_cores, useful_threads
 from moeserve.runner.limits import step_tokens
 from moeserve.runner.load import Progress, load_model
 from moeserve.runner.memory import host_memory
@@ -45,7 +46,8 @@ class CPUModelRunner(ModelRunnerBase):
 
     def enter_thread(self) -> None:
         # OpenMP keeps this per calling thread, so it must be set in the one that computes.
-        torch.set_num_threads(self.config.device.threads or allowed_cores())
+        default = useful_threads(model_size(self.spec).active, allowed_cores())
+        torch.set_num_threads(self.config.device.threads or default)
 
     def _mark(self) -> int:
         return time.perf_counter_ns()

@@ -12,6 +12,7 @@ from torch import Tensor
 from moeserve.runner.noise import LANES
 
 NEG_INF = float("-inf")
+HEAD_BLOCKS = 64  # blocks of LANES tokens that a row is narrowed to
 _FULL_SORT_ABOVE = 1 - 1e-4  # a top-p this large: rounding of the sums is no longer small beside the rest
 
 
@@ -27,6 +28,26 @@ def first_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     peak_S, block_S = blocks_SBL.amax(dim=-1).max(dim=-1)
     winner_SL = blocks_SBL[torch.arange(rows, device=x_SV.device), block_S]
     return peak_S, block_S * LANES + winner_SL.argmax(dim=-1)
+
+
+def narrow(x_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The few blocks of each row that hold its largest values: (x_rW, blocks_rB, floor_r), W = B * LANES.
+
+    Every value above floor_r[i] of row i is there, in order of its id; all others are -inf. blocks_rB: which blocks
+    of LANES tokens they come from. Worth it where a filter would drop the rest anyway. Rows must be wider than W.
+    """
+    rows, width = x_rV.shape
+    count = width // LANES
+    top = x_rV.view(rows, count, LANES).amax(dim=-1).topk(HEAD_BLOCKS, dim=-1)
+    floor_r = top.values[:, -1]
+    blocks_rB = top.indices.sort(dim=-1).values
+    first_r = torch.arange(0, rows * count, count, device=x_rV.device)
+    x_rW = x_rV.view(-1, LANES).index_select(0, (blocks_rB + first_r.unsqueeze(1)).view(-1)).view(rows, -1)
+    return x_rW.masked_fill_(x_rW <= floor_r.unsqueeze(1), NEG_INF), blocks_rB, floor_r
+
+
+def can_narrow(width: int) -> bool:
+    return width > 2 * HEAD_BLOCKS * LANES
 
 
 def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:
@@ -56,11 +77,19 @@ def top_p_cutoff_sorted(probs_V: Tensor, top_p: float) -> Tensor:
 def top_p_cutoff_compact(probs_V: Tensor, top_p: float) -> Tensor:
     """As `top_p_cutoff_sorted`, but sorts only what can matter: waits for the device, so it suits the CPU.
 
-    Tokens below half of (1 - top_p) / V sum to less than half of what may be dropped, so none of them stays.
+    First the largest probabilities alone, if they reach top_p. Then without those below half of (1 - top_p) / V:
+    they sum to less than half of what may be dropped, so none of them stays.
     """
+    if can_narrow(len(probs_V)):
+        head, _, floor = narrow(probs_V.unsqueeze(0))
+        sorted_W = head[head > floor].sort(descending=True).values
+        num_short = int((sorted_W.cumsum(0) < top_p).sum())
+        if num_short < len(sorted_W):
+            return sorted_W[num_short : num_short + 1]
     if top_p > _FULL_SORT_ABOVE:
         return top_p_cutoff_sorted(probs_V, top_p)
-    return top_p_cutoff_sorted(probs_V[probs_V >= (1 - top_p) / (2 * len(probs_V))], top_p)
+    likely = probs_V[probs_V >= (1 - top_p) / (2 * len(probs_V))]
+    return top_p_cutoff_sorted(likely if len(likely) else probs_V, top_p)
 
 
 def keep_top_p(x_rV: Tensor, top_p: list[float], *, compact: bool) -> None:

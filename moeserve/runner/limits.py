@@ -15,29 +15,10 @@ TILE = 64  # tokens: attention works on tiles of this many, so that blocks must 
 
 
 def check(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError for a number that no memory could make right. Cheap: call it before loading weights."""
-    cache, scheduler, asked_len = config.cache, config.scheduler, config.model.max_model_len
-    size = cache.block_size
-    if size < 1 or (TILE % size and size % TILE):
+    """Raises ConfigError for what no memory could make right. Cheap: call it before loading weights."""
+    size, asked_len = config.cache.block_size, config.model.max_model_len
+    if TILE % size and size % TILE:
         raise ConfigError(f"block_size={size} must divide {TILE} or be a multiple of it, e.g. 16, 32 or 64")
-    if not 0 < cache.memory_utilization <= 1:
-        raise ConfigError(f"memory_utilization={cache.memory_utilization} must be above 0 and at most 1")
-    if not 0 <= scheduler.watermark < 1:
-        raise ConfigError(f"watermark={scheduler.watermark} must be at least 0 and below 1")
-    positive = {
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "prefill_chunk": scheduler.prefill_chunk,
-        "depth": scheduler.depth,
-        "max_model_len": asked_len,
-        "kv_cache_bytes": cache.kv_cache_bytes,
-        "threads": config.device.threads,
-    }
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    if cache.host_store_bytes < 0:
-        raise ConfigError(f"host_store_bytes={cache.host_store_bytes} must not be negative")
     if asked_len is not None and asked_len > spec.max_position:
         raise ConfigError(
             f"max_model_len={asked_len} is more than the model's own limit of {spec.max_position} positions "

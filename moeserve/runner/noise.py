@@ -2,7 +2,7 @@
 
 So a request draws the same tokens in any batch, after a preemption, and on any rank. The noise of one position is
 independent between tokens; argmax(logits / temperature + noise) is a draw from softmax(logits / temperature)
-(Maddison et al., 2014, "A* Sampling"). The hash is two rounds of murmur3's finaliser over 32-bit words.
+(Maddison et al., 2014, "A* Sampling"). The hash mixes token and key in three multiply-xorshift rounds on 32-bit words.
 """
 
 from __future__ import annotations
@@ -58,31 +58,53 @@ def row_keys(seeds_S: U64, positions_S: NDArray[np.integer]) -> NDArray[np.int32
 
 
 class Gumbel:
-    """Gumbel noise float32 [rows, padded vocabulary] for keys from `row_keys`."""
+    """Gumbel noise float32 for keys from `row_keys`: row i, column j is the noise of token j in row i."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         ids = torch.arange(padded(vocab_size), dtype=torch.int32, device=device)
         self._token_hash = _mix(ids.add_(1).mul_(-1640531535))  # 2^32 / golden ratio, odd
+        self._scratch = torch.empty((3, 0), dtype=torch.int32, device=device)
 
     def __call__(self, low_S: Tensor, high_S: Tensor) -> Tensor:
-        """low_S, high_S: int32, the two rows of `row_keys`."""
+        """low_S, high_S: int32, the two rows of `row_keys`. Returns [rows, padded vocabulary]."""
         return -self.log_race(low_S, high_S)
 
-    def log_race(self, low_S: Tensor, high_S: Tensor) -> Tensor:
-        """The noise with its sign turned: log of a unit exponential variable (finite: in -22.2 .. 2.8)."""
-        hash_SV = _mix(self._token_hash ^ low_S.unsqueeze(1))
-        hash_SV = _mix(hash_SV.add_(high_S.unsqueeze(1)))
-        uniform_SV = hash_SV.bitwise_and_(_MASK31).float().add_(0.5).mul_(-_SCALE)
+    def log_race(self, low_S: Tensor, high_S: Tensor, blocks_SB: Tensor | None = None) -> Tensor:
+        """The noise with its sign turned: log of a unit exponential variable (finite: in -22.2 .. 2.8).
+
+        blocks_SB: each row's blocks of LANES tokens, if only those are wanted. The result is valid until the next call.
+        """
+        rows = len(low_S)
+        token_hash = self._token_hash.unsqueeze(0)
+        if blocks_SB is not None:
+            token_hash = self._token_hash.view(-1, LANES).index_select(0, blocks_SB.view(-1)).view(rows, -1)
+        count = rows * token_hash.shape[1]
+        if self._scratch.shape[1] < count:
+            self._scratch = self._scratch.new_empty((3, count))
+        x_SV, shifted_SV, noise_SV = (part[:count].view(rows, -1) for part in self._scratch)
+        torch.bitwise_xor(token_hash, low_S.unsqueeze(1), out=x_SV)
+        _shift_xor(x_SV.mul_(_FACTORS[0]), 16, shifted_SV)
+        x_SV.bitwise_xor_(high_S.unsqueeze(1))
+        _shift_xor(x_SV.mul_(_FACTORS[1]), 15, shifted_SV)
+        x_SV.mul_(_FACTORS[2]).bitwise_right_shift_(1).bitwise_and_(_MASK31)
+        uniform_SV = noise_SV.view(torch.float32).copy_(x_SV).add_(0.5).mul_(-_SCALE)
         exponential_SV = each_(torch.log1p_, uniform_SV).neg_()
         return each_(torch.log_, exponential_SV)
+
+
+# Odd factors with well mixed bits: murmur3's two, and one of Wellons' search for good hash constants.
+_FACTORS = (-2048144789, -1028477387, 2146121005)
 
 
 def _mix(x: Tensor) -> Tensor:
     """murmur3's 32-bit finaliser, in place on int32 (products wrap)."""
     shifted = torch.empty_like(x)
-    for shift, factor in ((16, -2048144789), (13, -1028477387), (16, None)):
-        torch.bitwise_right_shift(x, shift, out=shifted)
-        x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
-        if factor is not None:
-            x.mul_(factor)
-    return x
+    _shift_xor(x, 16, shifted).mul_(_FACTORS[0])
+    _shift_xor(x, 13, shifted).mul_(_FACTORS[1])
+    return _shift_xor(x, 16, shifted)
+
+
+def _shift_xor(x: Tensor, shift: int, scratch: Tensor) -> Tensor:
+    """x ^= x >>> shift, on int32."""
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from moeserve.engine.plan import Added
 from moeserve.runner import noise
-from moeserve.runner.filters import NEG_INF, first_max, keep_min_p, keep_top_k, keep_top_p
+from moeserve.runner.filters import NEG_INF, can_narrow, first_max, keep_min_p, keep_top_k, keep_top_p, narrow
 from moeserve.runner.logprobs import LogprobRows, join, logprob_rows
+from moeserve.runner.noise import LANES
 from moeserve.runner.penalties import apply_penalties
 from moeserve.runner.rules import Rules, unknown_token
 from moeserve.runner.sampling_rows import SamplingRows, Trait
@@ -121,12 +122,16 @@ class Sampler:
         return Sampled(tokens_S.int(), status_S, wants_P, logprobs)
 
     def _chunks(self, traits_S: NDArray[np.uint8]) -> list[I64]:
-        """Row numbers in chunks of like rows: untouched greedy ones, greedy ones with work, random ones."""
-        random_S, work_S = (traits_S & Trait.RANDOM) != 0, (traits_S & Trait.WORK) != 0
+        """Row numbers in chunks of like rows: untouched greedy ones, greedy ones with work, random ones cut by top-k
+        or min-p, other random ones. Which way a row goes must not depend on its neighbours."""
+        random_S, work_S, cut_S = ((traits_S & traits) != 0 for traits in (Trait.RANDOM, Trait.WORK, Trait.CUT))
         chunks: list[I64] = []
-        for kind_S in (~work_S, work_S & ~random_S, random_S):
+        cut_rows_S = random_S & cut_S
+        for kind_S in (~work_S, work_S & ~random_S, cut_rows_S, random_S & ~cut_S):
             rows = kind_S.nonzero()[0]
-            chunks += [rows[i : i + self._chunk_rows] for i in range(0, len(rows), self._chunk_rows)]
+            # Most of the work on cut rows is done on narrow ones.
+            most = self._chunk_rows if kind_S is not cut_rows_S else 4 * self._chunk_rows
+            chunks += [rows[i : i + most] for i in range(0, len(rows), most)]
         return chunks
 
     def _sample_chunk(
@@ -144,14 +149,34 @@ class Sampler:
             peak_r, tokens_r = first_max(x_rV)
             return tokens_r, _status(raw_peak_r, peak_r)
         peak_r = x_rV.amax(dim=-1)
-        status_r = _status(raw_peak_r, peak_r)
-        # Rows without a maximum to shift by are failures; zeros keep what follows free of NaN.
-        x_rV.masked_fill_((status_r != Status.FINE).unsqueeze(1), 0.0)
-        x_rV -= torch.where(status_r == Status.FINE, peak_r, 0.0).unsqueeze(1)
-        self._filter(x_rV, slots_r, traits_r)
+        x_rV -= peak_r.unsqueeze(1)
+        (temperature,) = self._upload(self.rows.temperature[slots_r])
+        x_rV /= temperature.unsqueeze(1)
+        return self._draw(x_rV, slots_r, positions_r, traits_r), _status(raw_peak_r, peak_r)
+
+    def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64, traits_r: NDArray[np.uint8]) -> Tensor:
+        """Tokens drawn from rows whose maximum is 0, after their filters."""
         low_r, high_r = self._upload(*noise.row_keys(self.rows.seed[slots_r], positions_r))
+        if self._host_may_wait and can_narrow(self._width) and traits_r[0] & Trait.CUT:
+            x_rW, blocks_rB, floor_r = narrow(x_rV)
+            if self._is_enough(x_rW, floor_r, slots_r, traits_r):
+                self._filter(x_rW, slots_r, traits_r)
+                x_rW -= self._gumbel.log_race(low_r, high_r, blocks_rB)
+                at_r1 = first_max(x_rW)[1].unsqueeze(1)
+                return (blocks_rB.gather(1, at_r1 // LANES) * LANES + at_r1 % LANES).squeeze(1)
+            if len(slots_r) > 1:  # each row alone, so that none goes the long way because of another
+                rows = [slice(i, i + 1) for i in range(len(slots_r))]
+                return torch.cat([self._draw(x_rV[i], slots_r[i], positions_r[i], traits_r[i]) for i in rows])
+        self._filter(x_rV, slots_r, traits_r)
         x_rV -= self._gumbel.log_race(low_r, high_r)
-        return first_max(x_rV)[1], status_r
+        return first_max(x_rV)[1]
+
+    def _is_enough(self, x_rW: Tensor, floor_r: Tensor, slots_r: I64, traits_r: NDArray[np.uint8]) -> bool:
+        """Whether narrowed rows hold all that top-k or min-p would keep of the whole ones."""
+        rows = self.rows
+        top_k_r = np.where(traits_r & Trait.TOP_K, rows.top_k[slots_r], self._width + 1)
+        has_k_r = (x_rW > NEG_INF).sum(dim=-1).cpu().numpy() >= top_k_r
+        return bool((has_k_r | (floor_r.cpu().numpy() < rows.log_min_p[slots_r])).all())
 
     def _change(self, x_rV: Tensor, slots_r: I64, positions_r: I64, traits_r: NDArray[np.uint8]) -> None:
         rows, tokens = self.rows, self._tables.tokens
@@ -174,12 +199,9 @@ class Sampler:
             rules.ban_sequences(x_rV[i], history)
 
     def _filter(self, x_rV: Tensor, slots_r: I64, traits_r: NDArray[np.uint8]) -> None:
-        """Divides by the temperature and drops what may not be drawn; each row's maximum is 0 and stays."""
+        """Drops what may not be drawn; each row's maximum stays."""
         rows = self.rows
-        temperature, log_min_p, top_k = self._upload(
-            rows.temperature[slots_r], rows.log_min_p[slots_r], rows.top_k[slots_r]
-        )
-        x_rV /= temperature.unsqueeze(1)
+        log_min_p, top_k = self._upload(rows.log_min_p[slots_r], rows.top_k[slots_r])
         if (traits_r & Trait.MIN_P).any():
             keep_min_p(x_rV, log_min_p)
         limited = traits_r & Trait.TOP_K

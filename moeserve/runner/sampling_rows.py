@@ -25,7 +25,7 @@ class Trait:
     PROMPT_LOGPROBS = 128
 
     WORK = RANDOM | PENALTY | RULES  # the logits are changed before a token is chosen
-    FILTER = MIN_P | TOP_K | TOP_P
+    CUT = MIN_P | TOP_K  # only tokens close to the likeliest one stay
 
 
 class SamplingRows:

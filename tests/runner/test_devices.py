@@ -11,7 +11,7 @@ import torch
 
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.runner.cores import allowed_cores
+from moeserve.runner.cores import allowed_cores, useful_threads
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.factory import make_runner
 from moeserve.runner.gpu import GPUModelRunner
@@ -45,6 +45,13 @@ def test_threads_are_set_in_the_runners_own_thread() -> None:
     runner = fake_runner(threads=3)
     runner.enter_thread()
     assert torch.get_num_threads() == 3
+
+
+def test_a_small_model_gets_the_threads_that_it_can_use() -> None:
+    assert [useful_threads(n, 8) for n in (1_000_000, 9_000_000, 380_000_000)] == [1, 2, 8]
+    torch.set_num_threads(2)
+    fake_runner().enter_thread()
+    assert torch.get_num_threads() == 1
 
 
 def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:

@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from moeserve.runner.filters import (
+    HEAD_BLOCKS,
     NEG_INF,
+    can_narrow,
     first_max,
     keep_min_p,
     keep_top_k,
     keep_top_p,
+    narrow,
     top_p_cutoff_compact,
     top_p_cutoff_sorted,
 )
-from moeserve.runner.noise import padded
+from moeserve.runner.noise import LANES, padded
 
 
 def hostile_rows(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -100,6 +103,26 @@ def test_sorting_less_gives_the_same_cut(p: float) -> None:
     for scale, width in ((0.0, 640), (0.1, 5_000), (2.0, 50_048), (8.0, 50_048)):
         probs = (torch.randn(width, generator=generator) * scale).softmax(0)
         assert torch.equal(top_p_cutoff_compact(probs, p), top_p_cutoff_sorted(probs, p))
+
+
+def test_a_narrowed_row_holds_everything_above_its_floor() -> None:
+    rng = np.random.default_rng(2)
+    width = 2 * HEAD_BLOCKS * LANES + LANES
+    assert can_narrow(width)
+    assert not can_narrow(width - LANES)
+    x = torch.from_numpy(rng.normal(0, 3, (4, width)).round(1).astype(np.float32))
+    x[1, 500:600] = 50.0
+    x[2] = x[2].clamp(max=6.0)
+    x[2, ::64] = 7.0  # the largest value once in every block: none of them is above the floor
+    x[3] = NEG_INF
+    narrowed, blocks, floor = narrow(x)
+    ids = (blocks.unsqueeze(-1) * LANES + torch.arange(LANES)).view(4, -1)
+    for row in range(4):
+        expected = (x[row] > floor[row]).nonzero().squeeze(1)
+        kept = ids[row][narrowed[row] > NEG_INF]
+        assert kept.tolist() == expected.tolist()
+        assert torch.equal(narrowed[row][narrowed[row] > NEG_INF], x[row][expected])
+    assert not (x[2] > floor[2]).any()
 
 
 def test_a_width_is_padded_to_whole_vectors() -> None:

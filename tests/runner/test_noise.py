@@ -57,6 +57,16 @@ def test_neighbouring_tokens_positions_and_seeds_are_uncorrelated() -> None:
     assert abs(float((rows[:, :-1] * rows[:, 1:]).mean())) < limit
 
 
+def test_blocks_of_a_row_have_the_bits_of_the_whole_row() -> None:
+    gumbel = noise.Gumbel(1000, CPU)
+    low, high = keys([4, 5], [6, 7])
+    whole = gumbel.log_race(low, high).clone().view(2, -1, noise.LANES)
+    blocks = torch.tensor([[3, 0, 15], [1, 2, 9]])
+    part = gumbel.log_race(low, high, blocks).view(2, 3, noise.LANES)
+    for row in range(2):
+        assert torch.equal(part[row], whole[row][blocks[row]])
+
+
 def test_elementwise_pieces_cover_everything_once() -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)

@@ -149,6 +149,32 @@ def test_a_rows_token_depends_on_nothing_but_the_row(vocab: int) -> None:
             assert torch.equal(some.logprobs.values_PN, together.logprobs.values_PN[chosen])
 
 
+def test_the_short_way_draws_what_the_long_way_draws() -> None:
+    """Wide rows with a cut are narrowed where the host may wait; rows whose cut is too wide or tied go the long way."""
+    rng = np.random.default_rng(4)
+    vocab, rows = 20_000, 40
+    logits = torch.from_numpy(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
+    logits[5:10] = logits[5:10].round()
+    logits[10] = 1.0
+    logits[11, 3] = float("nan")
+    short, long = (sampler_of(vocab, host_may_wait=wait) for wait in (True, False))
+    for slot in range(rows):
+        sampling: dict[str, Any] = {
+            "top_k": int(rng.choice([0, 1, 20, 60, 3000])),
+            "min_p": [0.0, 0.05, 1e-9][slot % 3],
+        }
+        if slot % 2:
+            sampling["top_p"] = float(rng.choice([0.3, 0.9, 0.99]))
+        for sampler in (short, long):
+            add(sampler, slot, [1, 2], 1, temperature=0.7, **sampling)
+    for position in range(2, 12):
+        one, other = (sample(sampler, logits, list(range(rows)), position) for sampler in (short, long))
+        assert torch.equal(one.tokens_S, other.tokens_S)
+        assert one.status_S.tolist() == [Status.NOT_FINITE if i == 11 else Status.FINE for i in range(rows)]
+        few = sample(short, logits[7:23:3], list(range(7, 23, 3)), position)
+        assert torch.equal(few.tokens_S, one.tokens_S[7:23:3])
+
+
 CASES: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.6, "top_k": 5},

@@ -31,12 +31,14 @@ class Scripted:
         self.launch_gate: dict[int, threading.Event] = {}
         self.collect_gate: dict[int, threading.Event] = {}
         self.fails: set[int] = set()
+        self.began = threading.Event()
 
     def enter_thread(self) -> None:
         self.entered = threading.current_thread().name
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         self.threads.add(threading.current_thread().name)
+        self.began.set()
         if plan.step in self.launch_gate:
             assert self.launch_gate[plan.step].wait(10)
         if plan.step in self.fails:
@@ -119,6 +121,7 @@ async def test_close_answers_everybody_and_joins(device_is_async: bool) -> None:
     gate = scripted.launch_gate[0] = threading.Event()
     runner = ThreadedRunner(scripted)
     handles = [runner.start(plan(step)) for step in range(3)]
+    assert await asyncio.to_thread(scripted.began.wait, 10)
     stop = runner._launcher.stop
     # Step 0 goes on only after `close` has begun.
     runner._launcher.stop = lambda: (gate.set(), stop())  # type: ignore[method-assign,assignment,func-returns-value]
