@@ -58,16 +58,17 @@ class Attention:
     def __call__(self, x_TD: Tensor, step: AttentionStep, kv: LayerKV) -> Tensor:
         ops = self._ops
         qkv = self._qkv(x_TD)
-        if self._clip is not None:
-            qkv = qkv.clamp(-self._clip, self._clip)
         qkv_THd = qkv.view(qkv.shape[0], -1, self._dim)
         both = self._heads + self._kv_heads
-        rotated = ops.rotary(self._normalise(qkv_THd[:, :both].float()), step.cos_Td, step.sin_Td)
+        qk_THd, v_TGd = self._normalise(qkv_THd[:, :both].float()), qkv_THd[:, both:]
+        if self._clip is not None:
+            qk_THd, v_TGd = qk_THd.clamp(-self._clip, self._clip), v_TGd.clamp(-self._clip, self._clip)
+        rotated = ops.rotary(qk_THd, step.cos_Td, step.sin_Td)
         # The softmax scale goes into the queries while they are still fp32: one rounding instead of two.
         rotated[:, : self._heads] *= self._scale
         rotated = rotated.to(x_TD.dtype)
         real = step.plan.num_tokens
-        ops.write_kv(rotated[:real, self._heads :], qkv_THd[:real, both:], kv.k, kv.v, step.cells_T)
+        ops.write_kv(rotated[:real, self._heads :], v_TGd[:real], kv.k, kv.v, step.cells_T)
         return self._out(ops.attention(rotated[:, : self._heads], kv.k, kv.v, step.plan))
 
     def _normalise(self, qk_THd: Tensor) -> Tensor:

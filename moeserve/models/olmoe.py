@@ -1,4 +1,4 @@
-"""OLMoE (OLMoE-1B-7B): queries and keys are normalised over all heads together, optionally clipped before that."""
+"""OLMoE (OLMoE-1B-7B): queries and keys are normalised over all heads together; then q, k and v may be clipped."""
 
 from __future__ import annotations
 

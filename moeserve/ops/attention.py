@@ -27,21 +27,21 @@ MKLDNN_MIN = 4096  # torch gives smaller bfloat16 products (rows * columns * inn
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """B query blocks of m queries (short ones repeat their last query) over positions base .. base + L - 1.
+    """B query blocks of m queries (short ones repeat their last query) over L positions each, from a tile's start on.
 
-    queries_Bm and its valid entries: valid_N index into B*m, tokens_N into T; both None if the item is all tokens in
-    order. hidden_BmL (from tile-aligned column `hidden_from`) and empty_BL say which scores and which values to hide.
+    queries index into T; valid_N (into B * m) and tokens_N (into T) say where results go. All three are None when the
+    item is all tokens in order. hidden_Bml and empty_Bl (l: columns from `hidden_from` on) say which scores and which
+    values to hide.
     """
 
+    size: tuple[int, int, int]  # B, m, L
     queries: Tensor | None  # [B * m]
     valid_N: Tensor | None
     tokens_N: Tensor | None
-    size: tuple[int, int, int]  # B, m, L
-    blocks_BN: Tensor  # int64: the blocks that hold those positions
-    skip: int  # tokens of the first block before `base`
+    cells_BL: Tensor  # int64: block * block_size + offset of each position; 0 where there is none
     hidden_from: int
-    hidden_BmL: Tensor
-    empty_BL: Tensor
+    hidden_Bml: Tensor
+    empty_Bl: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,6 @@ class AttentionPlan:
     """What every layer of one KV group shares in one step."""
 
     num_tokens: int
-    block_size: int
     items: tuple[Item, ...]
 
 
@@ -74,25 +73,29 @@ def plan_attention(
 
     blocks_RN: block tables, padded with 0. window: tokens that a query sees, itself included; None for all.
     """
-    groups: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}
+    groups: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     for row, start in enumerate(starts_R.tolist()):
         first, end = int(offsets_R1[row]), int(offsets_R1[row + 1])
         for token in range(first, end, QUERY_BLOCK):
             count = min(QUERY_BLOCK, end - token)
             position = start + token - first
-            base = 0 if window is None else max(0, position - window + 1) // TILE * TILE
-            tiles = _bucket(-(-(position + count - base) // TILE))
-            key = (1 if count == 1 else -(-count // 8) * 8, tiles, base % block_size)
-            groups.setdefault(key, []).append((row, token, count, position))
+            tiles = _bucket(-(-(position + count - _base(position, window)) // TILE))
+            m = 1 if count == 1 else -(-count // 8) * 8
+            groups.setdefault((m, tiles), []).append((row, token, count, position))
     items = []
-    for (m, tiles, _), members in sorted(groups.items()):
+    for (m, tiles), members in sorted(groups.items()):
         length = tiles * TILE
-        per_block = max(num_heads * m * length / SCORES, num_kv_heads * head_dim * length / CONTEXT)
-        batch = max(1, int(1 / per_block))
+        share = max(num_heads * m * length / SCORES, num_kv_heads * head_dim * length / CONTEXT)
+        batch = max(1, int(1 / share))
         for at in range(0, len(members), batch):
-            part = members[at : at + batch]
-            items.append(_item(part, m, length, blocks_RN, block_size, window, int(offsets_R1[-1])))
-    return AttentionPlan(int(offsets_R1[-1]), block_size, tuple(items))
+            columns = np.array(members[at : at + batch], np.int64).T
+            items.append(_item(columns, m, length, blocks_RN, block_size, window, int(offsets_R1[-1])))
+    return AttentionPlan(int(offsets_R1[-1]), tuple(items))
+
+
+def _base(position: int, window: int | None) -> int:
+    """Start of the first tile that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1) // TILE * TILE
 
 
 def _bucket(tiles: int) -> int:
@@ -102,7 +105,7 @@ def _bucket(tiles: int) -> int:
 
 
 def _item(
-    members: list[tuple[int, int, int, int]],
+    members: NDArray[np.int64],
     m: int,
     length: int,
     blocks_RN: Tensor,
@@ -111,41 +114,36 @@ def _item(
     num_tokens: int,
 ) -> Item:
     device = blocks_RN.device
-    rows_B, tokens_B, counts_B, positions_B = np.array(members, np.int64).T
-    base_B = np.zeros_like(rows_B) if window is None else np.maximum(0, positions_B - window + 1) // TILE * TILE
+    rows_B, tokens_B, counts_B, positions_B = members
+    bases_B = np.array([_base(position, window) for position in positions_B.tolist()])
     steps_Bm = np.minimum(np.arange(m), counts_B[:, None] - 1)
     queries_Bm = tokens_B[:, None] + steps_Bm
-    seen_Bm = positions_B[:, None] + steps_Bm  # last position that each query may see
-    keys_BL = base_B[:, None] + np.arange(length)
-    valid_Bm = np.arange(m) < counts_B[:, None]
-    whole = valid_Bm.all() and len(rows_B) * m == num_tokens and bool((np.diff(queries_Bm.ravel()) == 1).all())
-    # Columns before the first query's own tile are visible to every query, except in front of a window.
+    seen_Bm = positions_B[:, None] + steps_Bm  # the last position that each query may see
+    keys_BL = bases_B[:, None] + np.arange(length)
+    # Every query sees the columns before the earliest query's own tile, unless a window hides them.
     hidden_from = 0 if window is not None else int(positions_B.min()) // TILE * TILE
-    tail_BL = keys_BL[:, hidden_from:]
-    hidden = tail_BL[:, None, :] > seen_Bm[:, :, None]
-    empty = tail_BL > seen_Bm[:, -1:]
+    tail_Bl = keys_BL[:, hidden_from:]
+    hidden_Bml = tail_Bl[:, None] > seen_Bm[:, :, None]
+    empty_Bl = tail_Bl > seen_Bm[:, -1:]
     if window is not None:
-        hidden |= tail_BL[:, None, :] <= seen_Bm[:, :, None] - window
-        empty |= tail_BL <= positions_B[:, None] - window
-    # Positions to blocks: the table may end before the padded context does; the null block stands in, and is hidden.
-    first_B = base_B // block_size
-    skip_B = base_B - first_B * block_size
-    num_blocks = int(-(-(length + skip_B[0]) // block_size))
-    columns_BN = first_B[:, None] + np.arange(num_blocks)
-    inside = columns_BN < blocks_RN.shape[1]
-    index = torch.from_numpy(np.where(inside, columns_BN, 0)).to(device)
-    blocks = blocks_RN[torch.from_numpy(rows_B).to(device)[:, None], index]
-    blocks = blocks * torch.from_numpy(inside).to(device)
+        hidden_Bml |= tail_Bl[:, None] <= seen_Bm[:, :, None] - window
+        empty_Bl |= tail_Bl <= positions_B[:, None] - window
+    columns_BL = keys_BL // block_size
+    inside_BL = columns_BL < blocks_RN.shape[1]
+    at = torch.from_numpy(rows_B[:, None] * blocks_RN.shape[1] + columns_BL * inside_BL).to(device)
+    blocks_BL = blocks_RN.reshape(-1).index_select(0, at.view(-1)).view(at.shape)
+    cells_BL = blocks_BL * block_size + torch.from_numpy(keys_BL % block_size).to(device)
+    valid_Bm = np.arange(m) < counts_B[:, None]
+    in_order = len(rows_B) * m == num_tokens and bool((queries_Bm.ravel() == np.arange(num_tokens)).all())
     return Item(
-        queries=None if whole else torch.from_numpy(queries_Bm.ravel()).to(device),
-        valid_N=None if whole else torch.from_numpy(np.flatnonzero(valid_Bm)).to(device),
-        tokens_N=None if whole else torch.from_numpy(queries_Bm[valid_Bm]).to(device),
         size=(len(rows_B), m, length),
-        blocks_BN=blocks,
-        skip=int(skip_B[0]),
+        queries=None if in_order else torch.from_numpy(queries_Bm.ravel()).to(device),
+        valid_N=None if in_order else torch.from_numpy(np.flatnonzero(valid_Bm)).to(device),
+        tokens_N=None if in_order else torch.from_numpy(queries_Bm[valid_Bm]).to(device),
+        cells_BL=cells_BL * torch.from_numpy(inside_BL).to(device),
         hidden_from=hidden_from,
-        hidden_BmL=torch.from_numpy(hidden).to(device),
-        empty_BL=torch.from_numpy(empty).to(device),
+        hidden_Bml=torch.from_numpy(hidden_Bml).to(device),
+        empty_Bl=torch.from_numpy(empty_Bl).to(device),
     )
 
 
@@ -154,83 +152,84 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPl
 
     Queries come already scaled. bfloat16 products run in bfloat16 with fp32 sums; everything else in fp32.
     """
-    num_rows, num_heads, head_dim = q_THd.shape
+    num_rows, num_heads, d = q_THd.shape
     num_kv_heads = k_cache.shape[2]
-    out = q_THd.new_zeros(num_rows, num_heads, head_dim)
+    k_rows, v_rows = k_cache.view(-1, d), v_cache.view(-1, d)
+    out = torch.empty((num_rows, num_heads, d), dtype=q_THd.dtype, device=q_THd.device)
+    out[plan.num_tokens :] = 0
     for item in plan.items:
         batch, m, length = item.size
         queries = q_THd[: batch * m] if item.queries is None else q_THd.index_select(0, item.queries)
-        q_BmGhd = queries.view(batch, m, num_kv_heads, -1, head_dim)
+        q_BmGhd = queries.view(batch, m, num_kv_heads, -1, d)
         # A block whose scores exceed the bound alone is cut by heads.
-        heads = max(1, min(num_kv_heads, int(4 * SCORES * num_kv_heads / (batch * m * num_heads * length))))
-        parts = [
-            _attend(q_BmGhd[:, :, g : g + heads], k_cache[:, :, g : g + heads], v_cache[:, :, g : g + heads], item)
-            for g in range(0, num_kv_heads, heads)
-        ]
-        o_MHd = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(batch * m, num_heads, head_dim)
+        heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // (batch * m * num_heads * length)))
+        parts = []
+        for first in range(0, num_kv_heads, heads):
+            head_G = torch.arange(first, min(first + heads, num_kv_heads), device=q_THd.device)
+            rows_BGL = (item.cells_BL * num_kv_heads)[:, None] + head_G[:, None]
+            parts.append(_attend(q_BmGhd[:, :, first : first + heads], k_rows, v_rows, rows_BGL, item))
+        o_MHd = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(batch * m, num_heads, d)
         if item.tokens_N is None or item.valid_N is None:
             out[: batch * m] = o_MHd
         else:
             out.index_copy_(0, item.tokens_N, o_MHd.index_select(0, item.valid_N).to(out.dtype))
-    return out.view(num_rows, num_heads * head_dim)
+    return out.view(num_rows, num_heads * d)
 
 
-def _attend(q_BmGhd: Tensor, k_cache: Tensor, v_cache: Tensor, item: Item) -> Tensor:
-    """[B, m, G, h, d] in fp32 for one item and the KV heads given."""
+def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, item: Item) -> Tensor:
+    """[B, m, G, h, d] in fp32 for one item and the KV heads given; k_rows and v_rows [cells * G, d]."""
     batch, m, kv_heads, h, d = q_BmGhd.shape
-    compute = torch.bfloat16 if k_cache.dtype == torch.bfloat16 else torch.float32
-    rows = m * h
-    q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, rows, d).to(compute)
-    if extra := -rows % row_pad(compute, d):
+    length = item.size[2]
+    compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
+    num_queries = m * h
+    q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, num_queries, d).to(compute)
+    if extra := -num_queries % row_pad(compute, d):
         q = torch.nn.functional.pad(q, (0, 0, 0, extra))
-    chunk = max(TILE, int(CONTEXT / (batch * kv_heads * d)) // TILE * TILE)
-    spans = [(at, min(at + chunk, item.size[2])) for at in range(0, item.size[2], chunk)]
-    parts = [_scores(q, _gather(k_cache, item, span).to(compute)) for span in spans]
+    chunk = max(TILE, CONTEXT // (batch * kv_heads * d) // TILE * TILE)
+    spans = [(at, min(at + chunk, length)) for at in range(0, length, chunk)]
+
+    parts = [_scores(q, _gather(k_rows, rows_BGL, span).to(compute)) for span in spans]
     scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    real = scores.view(batch, kv_heads, -1, item.size[2])[:, :, :rows, item.hidden_from :]
-    real = real.view(batch, kv_heads, m, h, -1)
-    real.masked_fill_(item.hidden_BmL[:, None, :, None, :], -torch.inf)
+    real = scores.view(batch, kv_heads, -1, length)[:, :, :num_queries, item.hidden_from :]
+    real.view(batch, kv_heads, m, h, -1).masked_fill_(item.hidden_Bml[:, None, :, None], -torch.inf)
     probs = scores.softmax(-1)
+
     total: Tensor | None = None
     for start, end in spans:
-        v_BLGd = _gather(v_cache, item, (start, end))
-        if end > item.hidden_from:  # 0 * NaN from a stale cell would be NaN
-            tail = slice(max(start, item.hidden_from), end)
-            empty = item.empty_BL[:, tail.start - item.hidden_from : tail.stop - item.hidden_from, None, None]
-            v_BLGd[:, tail.start - start :].masked_fill_(empty, 0)
-        for tile in _tiles(probs[:, :, start:end].to(compute), v_BLGd.to(compute)):
+        v = _gather(v_rows, rows_BGL, (start, end))
+        if end > item.hidden_from:  # zero times the NaN of a stale cell would be NaN
+            first = max(start, item.hidden_from)
+            empty_Bl = item.empty_Bl[:, first - item.hidden_from : end - item.hidden_from]
+            v.view(batch, kv_heads, -1, d)[:, :, first - start :].masked_fill_(empty_Bl[:, None, :, None], 0)
+        for tile in _tiles(probs[:, :, start:end], v.to(compute)).unbind(1):
             total = tile.float() if total is None else total.add_(tile)
     assert total is not None
-    return total[:, :rows].view(batch, kv_heads, m, h, d).permute(0, 2, 1, 3, 4)
+    return total[:, :num_queries].view(batch, kv_heads, m, h, d).permute(0, 2, 1, 3, 4)
 
 
-def _gather(cache: Tensor, item: Item, span: tuple[int, int]) -> Tensor:
-    """Positions `span` of the item's context out of the blocks: [B, length, G, d], a copy."""
-    size = cache.shape[1]
-    first = (item.skip + span[0]) // size
-    blocks_BN = item.blocks_BN[:, first : -(-(item.skip + span[1]) // size)]
-    found = cache.index_select(0, blocks_BN.reshape(-1)).view(blocks_BN.shape[0], -1, *cache.shape[2:])
-    offset = item.skip + span[0] - first * size
-    return found[:, offset : offset + span[1] - span[0]]
+def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
+    """The positions `span` of every context and head: a copy [B * G, length, d]."""
+    index = index_BGL if span[1] - span[0] == index_BGL.shape[2] else index_BGL[:, :, span[0] : span[1]]
+    return rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1])
 
 
-def _scores(q: Tensor, k_BLGd: Tensor) -> Tensor:
-    """q [B * G, rows, d] times keys: fp32 [B * G, rows, L].
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q [B * G, rows, d] times keys [B * G, L, d]: fp32 [B * G, rows, L].
 
     A bfloat16 product rounds its fp32 sums to 8 bits, too few for scores. A second product that subtracts the first
     before rounding returns what was lost, at less cost than converting the keys to fp32.
     """
-    k = k_BLGd.permute(0, 2, 3, 1).flatten(0, 1)
     if q.dtype != torch.bfloat16:
-        return torch.bmm(q, k)
-    high = torch.bmm(q, k)
-    return high.float().add_(torch.baddbmm(high, q, k, beta=-1))
+        return torch.bmm(q, k.transpose(1, 2))
+    high = torch.bmm(q, k.transpose(1, 2))
+    return high.float().add_(torch.baddbmm(high, q, k.transpose(1, 2), beta=-1))
 
 
-def _tiles(probs: Tensor, v_BLGd: Tensor) -> tuple[Tensor, ...]:
-    """probs [B * G, rows, L] times values, tile by tile: one [B * G, rows, d] for each 64 positions."""
+def _tiles(probs: Tensor, v: Tensor) -> Tensor:
+    """probs [B * G, rows, L] times values [B * G, L, d], tile by tile: [B * G, tiles, rows, d] of v's dtype."""
     heads, rows, length = probs.shape
     count = length // TILE
-    p = probs.view(heads, rows, count, TILE).transpose(1, 2).reshape(-1, rows, TILE)
-    v = v_BLGd.permute(0, 2, 1, 3).reshape(heads * count, TILE, -1)
-    return torch.bmm(p, v).view(heads, count, rows, -1).unbind(1)
+    p = torch.empty((heads, count, rows, TILE), dtype=v.dtype, device=v.device)
+    p.copy_(probs.view(heads, rows, count, TILE).transpose(1, 2))
+    products = torch.bmm(p.view(-1, rows, TILE), v.view(heads * count, TILE, -1))
+    return products.view(heads, count, rows, -1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moeserve.errors import ConfigError
 from moeserve.ops import attention, elementwise
 from moeserve.ops.linear import PackLinear, onednn_pack, plain_packer
+from moeserve.ops.memory import keep_freed_memory
 from moeserve.ops.probe import probe_attention, probe_linear
 
 log = logging.getLogger(__name__)
@@ -50,14 +51,16 @@ class Ops:
 def pick_ops(device: torch.device | str, dtype: torch.dtype, *, onednn: bool | None = None) -> Ops:
     """Choose the kernels for this machine, after probing that their bits do not depend on the batch.
 
-    Call it after the thread count is set. onednn: None takes oneDNN's packed products where they work; True demands
-    them; False takes plain torch. Raises ConfigError for a dtype that no kernel serves.
+    On a CPU it also tells the C library to keep freed memory (ops/memory.py). Call it after the thread count is set.
+    onednn: None takes oneDNN's packed products where they work; True demands them; False takes plain torch. Raises
+    ConfigError for a dtype that no kernel serves.
     """
     device = torch.device(device)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
     if device.type != "cpu":
         return _table(device, dtype, plain_packer(1), 1, "torch on " + device.type, 1)
+    keep_freed_memory()
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     can_pack = has_onednn and dtype != torch.float16
     reason = "torch"

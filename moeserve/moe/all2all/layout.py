@@ -9,6 +9,8 @@ from torch import Tensor
 
 from moeserve.moe.routing import Routing
 
+TERMS = 1 << 20  # fp32 elements that the weighted sum holds at a time
+
 
 def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, NDArray[np.int64]]:
     """The stable order that makes each expert's rows contiguous, and how many rows each expert has.
@@ -33,13 +35,20 @@ def weighted_sum(y_PD: Tensor, order_P: Tensor, routing: Routing, out_TD: Tensor
     order_P as from `group_rows`; pairs that are missing from it add zero.
     """
     tokens, top_k = routing.ids_TK.shape
-    if len(order_P) == tokens * top_k:
-        home_ND = torch.empty((tokens * top_k, y_PD.shape[1]), dtype=y_PD.dtype, device=y_PD.device)
-    else:
-        home_ND = y_PD.new_zeros((tokens * top_k, y_PD.shape[1]))
-    home_ND.index_copy_(0, order_P, y_PD)
-    terms_TKD = home_ND.view(tokens, top_k, -1) * routing.weights_TK[:, :, None]
-    first, *rest = terms_TKD.unbind(1)
-    for term_TD in rest:
-        first += term_TD
-    return out_TD.copy_(first)
+    place_N = torch.full((tokens * top_k,), -1, dtype=torch.int64, device=y_PD.device)
+    place_N[order_P] = torch.arange(len(order_P), device=y_PD.device)
+    complete = len(order_P) == tokens * top_k
+    if not len(order_P):
+        return out_TD.zero_()
+    step = max(1, TERMS // (top_k * y_PD.shape[1]))
+    for start in range(0, tokens, step):
+        place_TK = place_N[start * top_k : (start + step) * top_k].view(-1, top_k)
+        terms_TKD = y_PD.index_select(0, place_TK.view(-1).clamp(min=0)).view(*place_TK.shape, -1)
+        terms_TKD = terms_TKD * routing.weights_TK[start : start + step, :, None]
+        if not complete:
+            terms_TKD.masked_fill_((place_TK < 0)[:, :, None], 0)
+        total, *rest = terms_TKD.unbind(1)
+        for term_TD in rest:
+            total += term_TD
+        out_TD[start : start + step] = total
+    return out_TD

@@ -1,0 +1,103 @@
+"""A request's logit bits depend on nothing but the request: not on company, chunks, blocks, threads or padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from .conftest import FAMILIES, Driver
+
+PROMPT = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(1)).tolist()
+ANSWER = [3, 141, 59, 26]
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def alone(driver: Driver) -> Tensor:
+    """Logits of every prompt position in one chunk, then of each answer token."""
+    parts = [driver.prefill("needle", PROMPT)]
+    parts += [driver.step([("needle", [token])])[0] for token in ANSWER]
+    return torch.cat(parts)
+
+
+def in_company(driver: Driver, others: int, chunk: int, seed: int) -> Tensor:
+    """The same logits while `others` random sequences prefill, decode, leave and come, in random row order."""
+    rng = np.random.default_rng(seed)
+    next_other = 0
+    live: list[int] = []
+    parts: list[Tensor] = []
+    at = 0
+    while at < len(PROMPT) + len(ANSWER):
+        whole = PROMPT[at : at + chunk] if at < len(PROMPT) else [ANSWER[at - len(PROMPT)]]
+        rows: list[tuple[Any, list[int]]] = [("needle", whole)]
+        while len(live) < others:
+            live.append(next_other)
+            next_other += 1
+        for other in live:
+            fresh = other not in driver.lengths
+            count = int(rng.integers(1, 60)) if fresh else int(rng.choice([1, 1, 1, 1, 5, 9]))
+            rows.append((other, rng.integers(0, 256, count).tolist()))
+        order = rng.permutation(len(rows)).tolist()
+        logits = driver.step([rows[i] for i in order])
+        parts.append(logits[order.index(0)])
+        at += len(whole)
+        for other in [o for o in live if driver.lengths[o] > 90 or rng.random() < 0.1]:
+            driver.drop(other)
+            live.remove(other)
+    return torch.cat(parts)
+
+
+def check(path: Path, dtype: torch.dtype, others: int, chunk: int, threads: int, **options: Any) -> None:
+    torch.set_num_threads(1)
+    expected = alone(Driver(path, dtype, **options))
+    assert expected.isfinite().all()
+    torch.set_num_threads(threads)
+    found = in_company(Driver(path, dtype, num_blocks=1024, **options), others, chunk, seed=chunk)
+    assert torch.equal(expected, found), (expected != found).any(-1).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(("others", "chunk", "threads"), [(1, 1, 1), (5, 7, 2), (63, 64, 2), (20, 1000, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_company_chunks_and_threads(
+    name: str, dtype: torch.dtype, others: int, chunk: int, threads: int, make_checkpoint: Any
+) -> None:
+    check(make_checkpoint(name).path, dtype, others, chunk, threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_window_layers_beside_full_ones(dtype: torch.dtype, make_checkpoint: Any) -> None:
+    types = ["full_attention", "sliding_attention"]
+    checkpoint = make_checkpoint("qwen3", layer_types=types, sliding_window=70, use_sliding_window=True)
+    check(checkpoint.path, dtype, 9, 7, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_onednn(dtype: torch.dtype, make_checkpoint: Any) -> None:
+    check(make_checkpoint("qwen2_moe").path, dtype, 13, 7, 2, onednn=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wider_model_with_odd_sizes(dtype: torch.dtype, make_checkpoint: Any) -> None:
+    """Widths that are no multiple of a vector, six query heads on two KV heads, heads of 40."""
+    checkpoint = make_checkpoint(
+        "qwen3_moe", hidden_size=200, head_dim=40, num_attention_heads=6, moe_intermediate_size=72, vocab_size=301
+    )
+    check(checkpoint.path, dtype, 25, 50, 2)
+
+
+@pytest.mark.parametrize("block_size", [4, 48, 128])
+def test_block_size_does_not_matter(block_size: int, make_checkpoint: Any) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    assert torch.equal(alone(Driver(path)), alone(Driver(path, block_size=block_size)))
