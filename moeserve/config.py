@@ -63,7 +63,7 @@ class DeviceConfig:
         None, "CPU threads of the model runner (default: the cores that the model can use)", low=1
     )
     determinism: Literal["auto", "fast", "batch"] = _opt(
-        "auto", "batch: a request's bits depend on nothing but itself (the default on CPU)"
+        "auto", "batch: a request's bits depend on nothing but itself (always so on CPU; not yet on CUDA)"
     )
     null_runner: bool = _opt(False, "benchmarks only: made-up tokens at no cost of a model", flag=None)
     null_step_ms: float = _opt(0.0, "benchmarks only: time that the null runner lets pass per step", flag=None)

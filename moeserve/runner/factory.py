@@ -17,7 +17,8 @@ from moeserve.runner.gpu import GPUModelRunner
 def make_runner(config: Config, spec: ModelSpec, model_dir: Path) -> ModelRunnerBase:
     """A runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call `prepare` there.
 
-    Raises ConfigError for numbers that cannot work, and for `device: cuda` without a device.
+    Raises ConfigError for numbers that cannot work, for `device: cuda` without a device, and for a determinism that the
+    device cannot keep.
     """
     has_cuda = torch.cuda.is_available()
     if config.device.device == "cuda" and not has_cuda:
@@ -27,4 +28,9 @@ def make_runner(config: Config, spec: ModelSpec, model_dir: Path) -> ModelRunner
         )
     if config.device.device == "cpu" or not has_cuda:
         return CPUModelRunner(config, spec, model_dir)
+    if config.device.determinism == "batch":
+        raise ConfigError(
+            "determinism=batch is not available on CUDA yet: use --determinism fast there, or --device cpu, which is "
+            "always deterministic"
+        )
     return GPUModelRunner(config, spec, model_dir)

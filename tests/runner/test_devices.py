@@ -61,3 +61,10 @@ def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
     assert allowed_cores(tmp_path, tmp_path / "membership") == 1
     (tmp_path / "a" / "cpu.max").write_text("max 100000\n")
     assert allowed_cores(tmp_path, tmp_path / "membership") == allowed_cores(tmp_path, tmp_path / "missing") >= 1
+
+
+def test_determinism_that_cuda_cannot_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="not available on CUDA yet"):
+        make_runner(config_of(None, determinism="batch"), spec_of(), Path())
+    assert type(make_runner(config_of(None, determinism="batch", device="cpu"), spec_of(), Path())) is CPUModelRunner
