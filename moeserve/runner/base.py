@@ -21,6 +21,7 @@ from moeserve.config import Config, Limits
 from moeserve.engine.groups import groups_of
 from moeserve.engine.plan import Added, BlockDiff, StepPlan, StepResult
 from moeserve.layers.inputs import StepInputs
+from moeserve.loader.size import model_size
 from moeserve.loader.spec import ModelSpec
 from moeserve.moe.lane import Lane
 from moeserve.runner import limits as limits_of
@@ -28,7 +29,7 @@ from moeserve.runner.graphs import EagerGraphs, Graphs
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.load import READ_FROM, Progress
-from moeserve.runner.memory import MemoryFacts, kv_budget
+from moeserve.runner.memory import MemoryFacts, check_weights_fit, kv_budget
 from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
 from moeserve.runner.sampler import Sampler
@@ -115,6 +116,7 @@ class ModelRunnerBase(ABC):
         Raises ConfigError (CheckpointError, DoesNotFit) with what to change.
         """
         self._cache_device_properties()
+        check_weights_fit(model_size(self.spec).total * self.dtype.itemsize, self.properties.memory())
         progress("reading the checkpoint", READ_FROM)
         self.load_model(progress)
         progress("allocating the KV cache", 90)
@@ -143,11 +145,12 @@ class ModelRunnerBase(ABC):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs a prefill and a decode of one request, through every kernel, with K/V going to the null block."""
-        length = min(limits_of.TILE, self.limits.prefill_chunk, self.limits.max_model_len - 1)
+        length = max(1, min(limits_of.TILE, self.limits.prefill_chunk, self.limits.max_model_len - 1))
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
         tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
         self.execute(dummy_plan(len(self.groups), 0, length, (Added(0, tokens, length, sampling),)))
-        self.execute(dummy_plan(len(self.groups), length, 1))
+        if length < self.limits.max_model_len:
+            self.execute(dummy_plan(len(self.groups), length, 1))
         self.kv.clear_null_block()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -213,7 +216,7 @@ class ModelRunnerBase(ABC):
         outputs = StepOutputs(step=plan.step, slots_S=slots_S, failed=failed)
         _, outputs.expert_peak_over_mean = self.lane.take_load()
         outputs.prompt, outputs.spans = prompt_logprobs(
-            plan, host, rows, self.tables, self.upload, hidden_TD, self.model.logits
+            plan, host, rows, self.tables, self.upload, hidden_TD, self.model.logits, self.spec.vocab_size
         )
         if not len(slots_S):
             return outputs

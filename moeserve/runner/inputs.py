@@ -52,7 +52,7 @@ def prepare_inputs(
 ) -> StepInputs:
     """Inputs of the forward pass of a plan with at least one row; the tables must have been applied."""
     longest = int((plan.starts_R + plan.counts_R).max())
-    assert longest <= tables.width, (longest, tables.width)
+    assert longest < tables.width, (longest, tables.width)  # the token sampled there still has a place
     where_T = tables.token_offsets(rows.slots_T, rows.positions_T)
     slots_R = plan.slots_R.astype(np.int64)
     arrays: list[NDArray[np.int64]] = [where_T, rows.positions_T, rows.sample_S, slots_R]

@@ -85,6 +85,15 @@ def kv_budget(memory: MemoryFacts, utilization: float, workspace: int) -> int:
     return max(0, min(int(utilization * memory.limit) - memory.used, int(utilization * memory.free)) - workspace)
 
 
+def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
+    """Raises DoesNotFit before a load that could only end with the kernel killing this process."""
+    if weight_bytes > memory.free:
+        raise DoesNotFit(
+            f"the model's weights take {_mib(weight_bytes)} and {_mib(memory.free)} of memory are free (limit "
+            f"{_mib(memory.limit)}). Free some memory, raise the limit, or choose a smaller model or dtype."
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVAsked:
     """What was asked for. Lengths in tokens; None: as much as fits, or as is useful."""

@@ -20,7 +20,7 @@ from moeserve.runner.tables import Tables
 from moeserve.runner.upload import Upload
 
 I64 = NDArray[np.int64]
-PROMPT_ROWS = 256  # prompt positions whose logits exist at once
+PROMPT_ELEMENTS = 1 << 24  # most logits of prompt positions that exist at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ def prompt_logprobs(
     upload: Upload,
     hidden_TD: Tensor,
     logits: Callable[[Tensor], Tensor],
+    vocab_size: int,
 ) -> tuple[LogprobRows | None, list[Span]]:
     """Logprobs of those prompt tokens that this step's positions predict: position p predicts token p + 1.
 
@@ -89,11 +90,10 @@ def prompt_logprobs(
     most = max(span.alternatives for span in spans)
     token_index, target_index = upload(np.concatenate(tokens_P), np.concatenate(targets_P))
     chosen = tables.arena.index_select(0, target_index).long()
+    at_once = max(1, PROMPT_ELEMENTS // vocab_size)
     parts = [
-        logprob_rows(
-            logits(hidden_TD.index_select(0, token_index[i : i + PROMPT_ROWS])), chosen[i : i + PROMPT_ROWS], most
-        )
-        for i in range(0, len(chosen), PROMPT_ROWS)
+        logprob_rows(logits(hidden_TD.index_select(0, token_index[i : i + at_once])), chosen[i : i + at_once], most)
+        for i in range(0, len(chosen), at_once)
     ]
     return join(parts), spans
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moeserve.config import Config
 from moeserve.loader.spec import ModelSpec
 from moeserve.runner.limits import step_tokens
+from moeserve.runner.outputs import PROMPT_ELEMENTS
 from moeserve.runner.sampler import CHUNK_ELEMENTS
 
 _F32 = 4
@@ -22,5 +23,5 @@ def workspace_bytes(spec: ModelSpec, config: Config) -> int:
     # Every (token, chosen expert) pair: its input, its gate and up, its output.
     routed = spec.experts_per_token * (2 * spec.hidden_size + 3 * spec.expert_size) + 3 * spec.num_experts
     per_token = 4 * spec.hidden_size + max(attention, dense + routed)
-    logits = 2 * min(config.scheduler.max_num_seqs, tokens) * spec.vocab_size
-    return _F32 * (tokens * per_token + logits + 8 * CHUNK_ELEMENTS)
+    logits = 2 * max(min(config.scheduler.max_num_seqs, tokens) * spec.vocab_size, PROMPT_ELEMENTS)
+    return _F32 * (tokens * per_token + logits + 8 * 4 * CHUNK_ELEMENTS)

@@ -47,7 +47,7 @@ def test_they_describe_the_raw_logits_of_each_token(sampling: TokenSampling) -> 
 @pytest.mark.parametrize("rows_at_once", [2, 1 << 20])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
 def test_prompt_logprobs_cross_chunk_borders(chunk: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "PROMPT_ROWS", rows_at_once)
+    monkeypatch.setattr(outputs, "PROMPT_ELEMENTS", rows_at_once * VOCAB)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows_at_once * VOCAB)
     driver = Driver(fake_runner())
     request = driver.add(Request(list(PROMPT), greedy(prompt_logprobs=2)))

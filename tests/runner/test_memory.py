@@ -14,6 +14,7 @@ from moeserve.runner.memory import (
     KVAsked,
     MemoryFacts,
     blocks_for,
+    check_weights_fit,
     host_memory,
     kv_budget,
     longest_context,
@@ -49,6 +50,12 @@ def asked(**changes: object) -> KVAsked:
 )
 def test_the_budget_is_what_is_left(limit: int, used: int, free: int, workspace: int, expected: int) -> None:
     assert kv_budget(MemoryFacts(limit, used, free), 0.9, workspace) == expected
+
+
+def test_weights_that_cannot_fit_are_refused_before_loading() -> None:
+    check_weights_fit(100, MemoryFacts(200, 0, 100))
+    with pytest.raises(DoesNotFit, match=r"weights take 2.00 MiB and 1.00 MiB of memory are free"):
+        check_weights_fit(2 << 20, MemoryFacts(4 << 20, 0, 1 << 20))
 
 
 def test_a_shared_host_gives_what_requests_can_use() -> None:

@@ -146,6 +146,12 @@ def test_dummy_runs_leave_the_pool_untouched() -> None:
     assert not any(layer.k.any() or layer.v.any() for layer in runner.kv.layers)
 
 
+def test_the_shortest_context_warms_up() -> None:
+    runner = fake_runner(max_model_len=1, max_num_seqs=1)
+    assert runner.limits.max_model_len == 1
+    assert not runner.tables.blocks[0].any()
+
+
 class RingRunner(FakeRunner):
     """Copies all inputs through the ring, as a device with memory of its own would need."""
 
