@@ -60,7 +60,7 @@ def build_decoder(
     embed = params.pop("embed")
     head = ops.pack_linear(embed if spec.tie_embeddings else params.pop("lm_head"), None)
     rotary = RotaryTable(spec.rope, spec.head_dim, max_position or spec.max_position, ops.device)
-    decoder = Decoder(spec, ops, embed, layers, params.pop("norm"), head, rotary)
+    decoder = Decoder(spec, ops, embed, layers, build.norm("norm"), head, rotary)
     assert not params, f"parameters that nothing uses: {sorted(params)}"
     return decoder
 
@@ -79,9 +79,9 @@ class _Build:
         name = f"layers.{index}."
         moe = index < len(self.spec.moe_layers) and self.spec.moe_layers[index]
         return Layer(
-            attn_norm=self.params.pop(name + "attn_norm"),
+            attn_norm=self.norm(name + "attn_norm"),
             attention=self.attention(name),
-            mlp_norm=self.params.pop(name + "mlp_norm"),
+            mlp_norm=self.norm(name + "mlp_norm"),
             feed_forward=self.experts(name) if moe else self.dense(name),
             group=self.groups[index],
         )
@@ -89,11 +89,14 @@ class _Build:
     def linear(self, name: str) -> Linear:
         return self.ops.pack_linear(self.params.pop(name), self.params.pop(name + "_bias", None))
 
+    def norm(self, name: str) -> Tensor:
+        return self.params.pop(name).float()
+
     def attention(self, name: str) -> Attention:
         spec = self.spec
         head_norms, full_norms = None, None
         if spec.qk_norm != "none":
-            q_norm, k_norm = (self.params.pop(f"{name}{x}_norm").float() for x in "qk")
+            q_norm, k_norm = (self.norm(f"{name}{x}_norm") for x in "qk")
             if spec.qk_norm == "full":
                 full_norms = q_norm, k_norm
             else:

@@ -30,18 +30,16 @@ class Item:
     """B query blocks of m queries (short ones repeat their last query) over L positions each, from a tile's start on.
 
     queries index into T; valid_N (into B * m) and tokens_N (into T) say where results go. All three are None when the
-    item is all tokens in order. hidden_Bml and empty_Bl (l: columns from `hidden_from` on) say which scores and which
-    values to hide.
+    item is all tokens in order. Scores from column `hidden_from` on are hidden where hidden_Bml says so.
     """
 
     size: tuple[int, int, int]  # B, m, L
     queries: Tensor | None  # [B * m]
     valid_N: Tensor | None
     tokens_N: Tensor | None
-    cells_BL: Tensor  # int64: block * block_size + offset of each position; 0 where there is none
+    rows_BL: Tensor  # int64: the cache row [blocks * block_size * G] of each position's first head; 0 for unused ones
     hidden_from: int
     hidden_Bml: Tensor
-    empty_Bl: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,7 @@ class AttentionPlan:
     """What every layer of one KV group shares in one step."""
 
     num_tokens: int
+    heads_G1: Tensor  # 0 .. G-1
     items: tuple[Item, ...]
 
 
@@ -89,8 +88,9 @@ def plan_attention(
         batch = max(1, int(1 / share))
         for at in range(0, len(members), batch):
             columns = np.array(members[at : at + batch], np.int64).T
-            items.append(_item(columns, m, length, blocks_RN, block_size, window, int(offsets_R1[-1])))
-    return AttentionPlan(int(offsets_R1[-1]), tuple(items))
+            items.append(_item(columns, m, length, blocks_RN, block_size, window, num_kv_heads, int(offsets_R1[-1])))
+    heads_G1 = torch.arange(num_kv_heads, device=blocks_RN.device)[:, None]
+    return AttentionPlan(int(offsets_R1[-1]), heads_G1, tuple(items))
 
 
 def _base(position: int, window: int | None) -> int:
@@ -111,27 +111,29 @@ def _item(
     blocks_RN: Tensor,
     block_size: int,
     window: int | None,
+    num_kv_heads: int,
     num_tokens: int,
 ) -> Item:
     device = blocks_RN.device
-    rows_B, tokens_B, counts_B, positions_B = members
-    bases_B = np.array([_base(position, window) for position in positions_B.tolist()])
+    rows_B, tokens_B, counts_B, starts_B = members
+    bases_B = (
+        np.zeros(1, np.int64) if window is None else np.array([_base(start, window) for start in starts_B.tolist()])
+    )
     steps_Bm = np.minimum(np.arange(m), counts_B[:, None] - 1)
     queries_Bm = tokens_B[:, None] + steps_Bm
-    seen_Bm = positions_B[:, None] + steps_Bm  # the last position that each query may see
+    seen_Bm = starts_B[:, None] + steps_Bm  # the last position that each query may see
     keys_BL = bases_B[:, None] + np.arange(length)
     # Every query sees the columns before the earliest query's own tile, unless a window hides them.
-    hidden_from = 0 if window is not None else int(positions_B.min()) // TILE * TILE
+    hidden_from = 0 if window is not None else int(starts_B.min()) // TILE * TILE
     tail_Bl = keys_BL[:, hidden_from:]
     hidden_Bml = tail_Bl[:, None] > seen_Bm[:, :, None]
-    empty_Bl = tail_Bl > seen_Bm[:, -1:]
+    used_BL = keys_BL <= seen_Bm[:, -1:]
     if window is not None:
         hidden_Bml |= tail_Bl[:, None] <= seen_Bm[:, :, None] - window
-        empty_Bl |= tail_Bl <= positions_B[:, None] - window
-    columns_BL = keys_BL // block_size
-    inside_BL = columns_BL < blocks_RN.shape[1]
-    at = torch.from_numpy(rows_B[:, None] * blocks_RN.shape[1] + columns_BL * inside_BL).to(device)
-    blocks_BL = blocks_RN.reshape(-1).index_select(0, at.view(-1)).view(at.shape)
+        used_BL &= keys_BL > starts_B[:, None] - window
+    columns_BL = np.minimum(keys_BL // block_size, blocks_RN.shape[1] - 1)
+    blocks_BN = blocks_RN.index_select(0, torch.from_numpy(rows_B).to(device))
+    blocks_BL = blocks_BN.gather(1, torch.from_numpy(columns_BL).to(device).expand(len(rows_B), -1))
     cells_BL = blocks_BL * block_size + torch.from_numpy(keys_BL % block_size).to(device)
     valid_Bm = np.arange(m) < counts_B[:, None]
     in_order = len(rows_B) * m == num_tokens and bool((queries_Bm.ravel() == np.arange(num_tokens)).all())
@@ -140,21 +142,22 @@ def _item(
         queries=None if in_order else torch.from_numpy(queries_Bm.ravel()).to(device),
         valid_N=None if in_order else torch.from_numpy(np.flatnonzero(valid_Bm)).to(device),
         tokens_N=None if in_order else torch.from_numpy(queries_Bm[valid_Bm]).to(device),
-        cells_BL=cells_BL * torch.from_numpy(inside_BL).to(device),
+        rows_BL=cells_BL * torch.from_numpy(used_BL).to(device) * num_kv_heads,
         hidden_from=hidden_from,
         hidden_Bml=torch.from_numpy(hidden_Bml).to(device),
-        empty_Bl=torch.from_numpy(empty_Bl).to(device),
     )
 
 
 def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
     """Attend to the paged cache [blocks, block_size, G, d]; [T', H * d] like q, zero in rows beyond the plan's tokens.
 
-    Queries come already scaled. bfloat16 products run in bfloat16 with fp32 sums; everything else in fp32.
+    Queries come already scaled. bfloat16 products run in bfloat16 with fp32 sums; everything else in fp32. Positions
+    that no query sees read the first cell of the null block, which is zeroed here: zero times a stale NaN is NaN.
     """
     num_rows, num_heads, d = q_THd.shape
     num_kv_heads = k_cache.shape[2]
     k_rows, v_rows = k_cache.view(-1, d), v_cache.view(-1, d)
+    v_rows[:num_kv_heads] = 0
     out = torch.empty((num_rows, num_heads, d), dtype=q_THd.dtype, device=q_THd.device)
     out[plan.num_tokens :] = 0
     for item in plan.items:
@@ -165,8 +168,7 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPl
         heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // (batch * m * num_heads * length)))
         parts = []
         for first in range(0, num_kv_heads, heads):
-            head_G = torch.arange(first, min(first + heads, num_kv_heads), device=q_THd.device)
-            rows_BGL = (item.cells_BL * num_kv_heads)[:, None] + head_G[:, None]
+            rows_BGL = item.rows_BL[:, None] + plan.heads_G1[first : first + heads]
             parts.append(_attend(q_BmGhd[:, :, first : first + heads], k_rows, v_rows, rows_BGL, item))
         o_MHd = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(batch * m, num_heads, d)
         if item.tokens_N is None or item.valid_N is None:
@@ -197,10 +199,6 @@ def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, i
     total: Tensor | None = None
     for start, end in spans:
         v = _gather(v_rows, rows_BGL, (start, end))
-        if end > item.hidden_from:  # zero times the NaN of a stale cell would be NaN
-            first = max(start, item.hidden_from)
-            empty_Bl = item.empty_Bl[:, first - item.hidden_from : end - item.hidden_from]
-            v.view(batch, kv_heads, -1, d)[:, :, first - start :].masked_fill_(empty_Bl[:, None, :, None], 0)
         for tile in _tiles(probs[:, :, start:end], v.to(compute)).unbind(1):
             total = tile.float() if total is None else total.add_(tile)
     assert total is not None

@@ -32,11 +32,11 @@ def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once to x's dtype.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once to x's dtype; weight fp32.
 
     x [3, 4] (weight 1, eps 0) -> [0.8485, 1.1314]
     """
-    return F.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps).to(x_TD.dtype)
+    return F.rms_norm(x_TD.float(), weight_D.shape, weight_D, eps).to(x_TD.dtype)
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,7 @@ class Driver:
         self.block_size = block_size
         self.lane = Lane()
         shape = (num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim)
-        # NaN marks what no request may read.
+        # NaN marks what no request may read, the null block included.
         self.kv = [
             LayerKV(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
             for _ in range(self.spec.num_layers)
