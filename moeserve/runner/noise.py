@@ -29,8 +29,9 @@ def padded(vocab_size: int) -> int:
 def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Applies an in-place elementwise op so that an element's bits depend on its value alone.
 
-    torch vectorises such ops over the flat tensor and ends each thread's share with scalar code, whose log and exp
-    differ in the last bit. Pieces that the threads share evenly, in multiples of LANES, have no such ends.
+    torch vectorises such ops over the flat tensor and ends each thread's share with scalar code, whose log and exp may
+    differ in the last bit (it depends on the build). Pieces that the threads share evenly, in multiples of LANES,
+    have no such ends.
     x: contiguous, its size a multiple of LANES.
     """
     if not x.is_cpu:

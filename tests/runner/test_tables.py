@@ -9,7 +9,7 @@ import torch
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import Added, BlockDiff
 from moeserve.errors import ConfigError
-from moeserve.runner.tables import Tables
+from moeserve.runner.tables import Tables, _last_writes
 from moeserve.runner.upload import HostUpload, RingUpload, Upload
 from moeserve.sampling import TokenSampling
 
@@ -66,6 +66,11 @@ def test_a_new_occupant_finds_no_blocks_of_the_last_one() -> None:
     tables.update(0, diff((1, 0, 9)))
     tables.apply()
     assert tables.blocks[0][1].tolist() == [9, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_of_several_writes_to_one_place_only_the_last_is_sent() -> None:
+    offsets, values = _last_writes(np.array([5, 6, 5, 6, 1]), np.array([1, 2, 3, 4, 9], dtype=np.int32))
+    assert dict(zip(offsets.tolist(), values.tolist(), strict=True)) == {1: 9, 5: 3, 6: 4}
 
 
 def test_tables_beyond_32_bit_offsets_are_refused_with_the_numbers() -> None:
