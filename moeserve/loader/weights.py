@@ -139,6 +139,7 @@ class _Reader:
         while self._files:
             os.close(self._files.popitem()[1])
 
+    @torch.inference_mode()  # per thread: the caller's mode does not reach this one
     def carry_out(self, read: _Read) -> int:
         """Does one read; returns its number of bytes. Runs in any thread; reading and converting drop the GIL."""
         if not read.num_bytes:

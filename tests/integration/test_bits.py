@@ -32,8 +32,14 @@ class Crowd:
     prefix_caching: bool = True
     kv_blocks: int | None = None
 
+    def lengths(self, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+        """Of the others' prompts and answers. Short prompts that grow much: blocks run out while they run."""
+        if self.kv_blocks is None:
+            return rng.integers(1, 120, self.others).tolist(), rng.integers(1, 30, self.others).tolist()
+        return rng.integers(1, 8, self.others).tolist(), rng.integers(60, 90, self.others).tolist()
+
     def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {
+        return {
             "prefill_chunk": self.chunk,
             "depth": self.depth,
             "enable_prefix_caching": self.prefix_caching,
@@ -41,7 +47,6 @@ class Crowd:
             "max_model_len": 256,
             "watermark": 0.0,
         }
-        return settings
 
 
 CROWDS = {
@@ -80,13 +85,10 @@ def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpo
             settings["kv_cache_bytes"] = crowd.kv_blocks * block_bytes(path, dtype)
         with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
             for _ in range(crowd.repeats):
-                lengths = rng.integers(1, 120, crowd.others).tolist()
-                crowd_prompts = [rng.integers(3, 256, n).tolist() for n in lengths]
-                crowd_params = [
-                    SamplingParams(temperature=0.7, max_tokens=int(n), ignore_eos=True)
-                    for n in rng.integers(1, 30, crowd.others)
-                ]
-                at = crowd.others // 2
+                prompt_lens, answer_lens = crowd.lengths(rng)
+                crowd_prompts = [rng.integers(3, 256, n).tolist() for n in prompt_lens]
+                crowd_params = [SamplingParams(temperature=0.7, max_tokens=n, ignore_eos=True) for n in answer_lens]
+                at = crowd.others // 2 if crowd.kv_blocks is None else crowd.others  # the last one is preempted first
                 prompts = [*crowd_prompts[:at], PROMPT, PROMPT, *crowd_prompts[at:]]
                 params = [*crowd_params[:at], *PARAMS, *crowd_params[at:]]
                 outputs = llm.generate([prompt_of(p) for p in prompts], params)

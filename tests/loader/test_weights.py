@@ -49,6 +49,14 @@ def test_all_dtypes_chunks_and_threads_agree_with_the_reference_reader(
         assert torch.equal(params[name], tensor.to(dtype))
 
 
+def test_converts_for_a_caller_in_inference_mode(small_file: Path) -> None:
+    expected = load_file(small_file)
+    with torch.inference_mode():
+        params = load(open_checkpoint(small_file.parent), copy_all(expected), torch.float16, threads=2)
+    for name, tensor in expected.items():
+        assert torch.equal(params[name], tensor.to(torch.float16))
+
+
 def test_many_shards_load_in_parallel(tmp_path: Path) -> None:
     torch.manual_seed(1)
     tensors = {f"layer.{i}": torch.randn(64, 33).bfloat16() for i in range(60)}

@@ -1,0 +1,34 @@
+"""Fixtures that tests of several folders share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import FAMILIES, SMALL, Checkpoint, randomise
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
+    """make_checkpoint(family, **config overrides): written once per session and combination."""
+    made: dict[str, Checkpoint] = {}
+
+    def make(name: str, **overrides: Any) -> Checkpoint:
+        key = f"{name}-{sorted(overrides.items())}"
+        if key not in made:
+            import torch
+            import transformers  # slow to import: only where a checkpoint is written
+
+            class_name, extra = FAMILIES[name]
+            config = getattr(transformers, class_name + "Config")(**{**SMALL, **extra, **overrides})
+            torch.manual_seed(sum(name.encode()))
+            model = getattr(transformers, class_name + "ForCausalLM")(config).eval()
+            randomise(model)
+            path = tmp_path_factory.mktemp(name)
+            model.save_pretrained(path)
+            made[key] = Checkpoint(path, model)
+        return made[key]
+
+    return make
