@@ -13,7 +13,8 @@ from moeserve.runner.noise import LANES
 
 NEG_INF = float("-inf")
 HEAD_BLOCKS = 64  # blocks of LANES tokens that a row is narrowed to
-_FULL_SORT_ABOVE = 1 - 1e-4  # a top-p this large: rounding of the sums is no longer small beside the rest
+HEAD_TOKENS = 64  # tokens that a top-p is usually reached with
+ROUNDING = 1e-4  # of sums of probabilities, generously
 
 
 def first_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,35 +68,42 @@ def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
     x_rV.masked_fill_(x_rV < kth_r, NEG_INF)
 
 
-def top_p_cutoff_sorted(probs_V: Tensor, top_p: float) -> Tensor:
-    """The smallest probability that stays: tokens from the likeliest on until their sum reaches top_p."""
-    sorted_V = probs_V.sort(descending=True).values
-    num_short = (sorted_V.cumsum(0) < top_p).sum()
-    return sorted_V.index_select(0, num_short.clamp(max=len(sorted_V) - 1))
+def top_p_cutoff_sorted(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
+    """The smallest probability that stays in each row: tokens from the likeliest on until their sum reaches top_p.
+
+    probs [[0.2, 0.5, 0.3]], top_p [0.6] -> [0.3]
+    """
+    sorted_rV = probs_rV.sort(dim=-1, descending=True).values
+    num_short_r = (sorted_rV.cumsum(dim=-1) < top_p_r.unsqueeze(1)).sum(dim=-1)
+    return sorted_rV.gather(1, num_short_r.clamp_(max=probs_rV.shape[1] - 1).unsqueeze(1)).squeeze(1)
 
 
-def top_p_cutoff_compact(probs_V: Tensor, top_p: float) -> Tensor:
+def top_p_cutoff_head(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
     """As `top_p_cutoff_sorted`, but sorts only what can matter: waits for the device, so it suits the CPU.
 
-    First the largest probabilities alone, if they reach top_p. Then without those below half of (1 - top_p) / V:
-    they sum to less than half of what may be dropped, so none of them stays.
+    First the largest few of each row, if they reach top_p; sums from the largest on are the same however many follow.
     """
-    if can_narrow(len(probs_V)):
-        head, _, floor = narrow(probs_V.unsqueeze(0))
-        sorted_W = head[head > floor].sort(descending=True).values
-        num_short = int((sorted_W.cumsum(0) < top_p).sum())
-        if num_short < len(sorted_W):
-            return sorted_W[num_short : num_short + 1]
-    if top_p > _FULL_SORT_ABOVE:
-        return top_p_cutoff_sorted(probs_V, top_p)
-    likely = probs_V[probs_V >= (1 - top_p) / (2 * len(probs_V))]
-    return top_p_cutoff_sorted(likely if len(likely) else probs_V, top_p)
+    head_rW = narrow(probs_rV)[0].clamp_(min=0.0) if can_narrow(probs_rV.shape[1]) else probs_rV
+    top_rK = head_rW.topk(min(HEAD_TOKENS, head_rW.shape[1]), dim=-1).values
+    num_short_r = (top_rK.cumsum(dim=-1) < top_p_r.unsqueeze(1)).sum(dim=-1)
+    cutoff_r = top_rK.gather(1, num_short_r.clamp(max=top_rK.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    for i in (num_short_r == top_rK.shape[1]).nonzero().flatten().tolist():
+        cutoff_r[i] = _top_p_cutoff_likely(probs_rV[i], top_p_r[i : i + 1])
+    return cutoff_r
 
 
-def keep_top_p(x_rV: Tensor, top_p: list[float], *, compact: bool) -> None:
-    """Drops the least likely tokens of each row that are not needed to reach its top_p (1.0: off); ties stay."""
-    cutoff = top_p_cutoff_compact if compact else top_p_cutoff_sorted
-    for x_V, p in zip(x_rV, top_p, strict=True):
-        if p < 1.0:
-            probs_V = torch.softmax(x_V, dim=-1)
-            x_V.masked_fill_(probs_V < cutoff(probs_V, p), NEG_INF)
+def _top_p_cutoff_likely(probs_V: Tensor, top_p: Tensor) -> Tensor:
+    """One row, without the tokens below half of (1 - top_p) / V: they sum to less than half of what may be dropped, so
+    none of them stays."""
+    rest = 1 - float(top_p)
+    likely = probs_V[probs_V >= rest / (2 * len(probs_V))] if rest > ROUNDING else probs_V
+    return top_p_cutoff_sorted((likely if len(likely) else probs_V).unsqueeze(0), top_p)
+
+
+def keep_top_p(x_rV: Tensor, top_p_r: Tensor, *, host_may_wait: bool) -> None:
+    """Drops the least likely tokens of each row that are not needed to reach its top_p (1: off); ties stay."""
+    probs_rV = torch.softmax(x_rV, dim=-1)
+    cutoff = top_p_cutoff_head if host_may_wait else top_p_cutoff_sorted
+    # A top_p of 1 asks for nothing; its sums would stop anywhere near 1.
+    cutoff_r = torch.where(top_p_r < 1, cutoff(probs_rV, top_p_r.where(top_p_r < 1, 0.0)), -1.0)
+    x_rV.masked_fill_(probs_rV < cutoff_r.unsqueeze(1), NEG_INF)

@@ -201,14 +201,14 @@ class Sampler:
     def _filter(self, x_rV: Tensor, slots_r: I64, traits_r: NDArray[np.uint8]) -> None:
         """Drops what may not be drawn; each row's maximum stays."""
         rows = self.rows
-        log_min_p, top_k = self._upload(rows.log_min_p[slots_r], rows.top_k[slots_r])
+        log_min_p, top_k, top_p = self._upload(rows.log_min_p[slots_r], rows.top_k[slots_r], rows.top_p[slots_r])
         if (traits_r & Trait.MIN_P).any():
             keep_min_p(x_rV, log_min_p)
         limited = traits_r & Trait.TOP_K
         if limited.any():
             keep_top_k(x_rV, top_k, int(rows.top_k[slots_r[limited != 0]].max()))
         if (traits_r & Trait.TOP_P).any():
-            keep_top_p(x_rV, rows.top_p[slots_r].tolist(), compact=self._host_may_wait)
+            keep_top_p(x_rV, top_p, host_may_wait=self._host_may_wait)
 
     def _sample_each(self, logits_SV: Tensor, slots_S: I64, positions_S: I64, most: int) -> Sampled:
         tokens_S = torch.zeros(len(slots_S), dtype=torch.int32, device=self._device)

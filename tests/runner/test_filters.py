@@ -15,7 +15,7 @@ from moeserve.runner.filters import (
     keep_top_k,
     keep_top_p,
     narrow,
-    top_p_cutoff_compact,
+    top_p_cutoff_head,
     top_p_cutoff_sorted,
 )
 from moeserve.runner.noise import LANES, padded
@@ -75,13 +75,13 @@ def test_min_p_is_relative_to_the_likeliest(seed: int) -> None:
         assert torch.equal(row, expected)
 
 
-@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("host_may_wait", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_top_p_keeps_the_fewest_tokens_that_reach_it(seed: int, compact: bool) -> None:
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(seed: int, host_may_wait: bool) -> None:
     x = hostile_rows(6, 300, seed)
     top_p = [0.1, 0.5, 0.9, 0.99, 1.0, 0.3]
     kept = x.clone()
-    keep_top_p(kept, top_p, compact=compact)
+    keep_top_p(kept, torch.tensor(top_p), host_may_wait=host_may_wait)
     for row, original, p in zip(kept, x, top_p, strict=True):
         probs = original.double().softmax(0)
         cut = 0.0
@@ -100,9 +100,13 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(seed: int, compact: bool) -
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9, 0.95, 0.999, 0.99999])
 def test_sorting_less_gives_the_same_cut(p: float) -> None:
     generator = torch.Generator().manual_seed(1)
-    for scale, width in ((0.0, 640), (0.1, 5_000), (2.0, 50_048), (8.0, 50_048)):
-        probs = (torch.randn(width, generator=generator) * scale).softmax(0)
-        assert torch.equal(top_p_cutoff_compact(probs, p), top_p_cutoff_sorted(probs, p))
+    for width in (50, 640, 5_000, 50_048):
+        scales = torch.tensor([0.0, 0.1, 2.0, 8.0, 100.0]).unsqueeze(1)
+        probs = (torch.randn(5, width, generator=generator) * scales).softmax(-1)
+        top_p = torch.full((5,), p)
+        cutoff = top_p_cutoff_head(probs, top_p)
+        assert torch.equal(cutoff, top_p_cutoff_sorted(probs, top_p))
+        assert torch.equal(cutoff[2:4], top_p_cutoff_head(probs[2:4], top_p[2:4]))
 
 
 def test_a_narrowed_row_holds_everything_above_its_floor() -> None:
