@@ -55,7 +55,8 @@ def build_decoder(
             world_size=(world or World()).size,
         )
         build.moe = plan_moe(needs, backends or [LocalAll2All(spec.num_experts)], [ReferenceExperts(ops)])
-        log.info("MoE kernels:\n%s", build.moe.table())
+        for line in build.moe.table().splitlines():
+            log.info("MoE kernels: %s", line)
     layers = [build.layer(index) for index in range(spec.num_layers)]
     embed = params.pop("embed")
     head = ops.pack_linear(embed if spec.tie_embeddings else params.pop("lm_head"), None)

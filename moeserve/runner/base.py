@@ -7,6 +7,7 @@ A device is a subclass that overrides four methods: `_cache_device_properties`, 
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class DeviceProperties:
 
 
 class ModelRunnerBase(ABC):
-    """Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes` (for people).
+    """Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes` (for people),
+    `step_s` (an upper estimate of the longest step, in seconds).
 
     `on_logits(plan, logits_SV)`, if set, sees the raw logits of every step (tests compare their bits).
     """
@@ -62,6 +64,7 @@ class ModelRunnerBase(ABC):
     model: Model
     upload: Upload
     limits: Limits
+    step_s = 0.0
 
     def __init__(self, config: Config, spec: ModelSpec, model_dir: Path) -> None:
         limits_of.check(config, spec)
@@ -144,11 +147,17 @@ class ModelRunnerBase(ABC):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs a prefill and a decode of one request, through every kernel, with K/V going to the null block."""
+        """Runs a prefill and a decode of one request, through every kernel, with K/V going to the null block.
+
+        The prefill's time, cold as it is, bounds how long a full step may take (`step_s`): who watches for hangs
+        must not mistake a slow machine for one.
+        """
         length = max(1, min(limits_of.TILE, self.limits.prefill_chunk, self.limits.max_model_len - 1))
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
         tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
+        began_s = time.perf_counter()
         self.execute(dummy_plan(len(self.groups), 0, length, (Added(0, tokens, length, sampling),)))
+        self.step_s = (time.perf_counter() - began_s) * -(-self.limits.max_num_batched_tokens // length)
         if length < self.limits.max_model_len:
             self.execute(dummy_plan(len(self.groups), length, 1))
         self.kv.clear_null_block()
