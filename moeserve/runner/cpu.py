@@ -27,7 +27,7 @@ class CPUModelRunner(ModelRunnerBase):
         self.device = torch.device("cpu")
         self.upload = HostUpload()
         threads = torch.get_num_threads()
-        self.properties = DeviceProperties(f"cpu ({threads} threads)", host_memory, own=False)
+        self.properties = DeviceProperties(f"cpu ({threads} thread{'s' * (threads != 1)})", host_memory, own=False)
         if not sampler_is_invariant():
             logger.warning(
                 "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
