@@ -24,8 +24,8 @@ def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
     """
     start = 0
     while start < rows:
-        size = rows - start
-        while size % min(threads, -(-size * width // TORCH_GRAIN)):
+        size = rows - start if width <= TORCH_GRAIN else 1  # a row that is always split is split the same always
+        while size > 1 and size % min(threads, -(-size * width // TORCH_GRAIN)):
             size -= 1
         yield slice(start, start + size)
         start += size
@@ -73,9 +73,10 @@ def silu_mul(gate_up_MI: Tensor, threads: int) -> Tensor:
 def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
     """sigmoid of the first of GATE_LANES columns, fp32 [T, 1]: a lone column would meet torch's scalar tail."""
     wide = logits_TL.float()
+    out = torch.empty_like(wide)
     for rows in row_pieces(wide.shape[0], wide.shape[1], threads):
-        wide[rows] = wide[rows].sigmoid()
-    return wide[:, :1]
+        torch.sigmoid(wide[rows], out=out[rows])
+    return out[:, :1]
 
 
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:

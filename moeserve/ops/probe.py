@@ -26,9 +26,8 @@ def _values(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def probe_linear(pack: PackLinear, dtype: torch.dtype, multiple: int = 1) -> bool:
-    """Whether rows of `pack`'s products keep their bits among any number of others. The packer pads by itself;
-    counts below are also tried as multiples of it, since callers may pad for it."""
+def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
+    """Whether rows of `pack`'s products keep their bits among any number of others."""
     for k, n in SHAPES:
         linear = pack(_values(n, k, seed=k).to(dtype), None)
         x = _values(ROWS, k, seed=n).to(dtype)

@@ -72,7 +72,7 @@ def pick_ops(device: torch.device | str, dtype: torch.dtype, *, onednn: bool | N
             return _table(device, dtype, onednn_pack, 1, "oneDNN, packed", torch.get_num_threads())
         reason = "torch, because oneDNN's products depend on the row count here"
     for pad in (1, 8, 16, 32):
-        if probe_linear(plain_packer(pad), dtype, multiple=pad):
+        if probe_linear(plain_packer(pad), dtype):
             probe_attention(dtype)
             return _table(device, dtype, plain_packer(pad), pad, f"{reason}, rows in {pad}s", torch.get_num_threads())
     log.warning("products of %s depend on the row count at every padding up to 32 on this machine: "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,43 +14,50 @@ from moeserve.moe.routing import Routing
 TERMS = 1 << 20  # fp32 elements that the weighted sum holds at a time
 
 
-def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, NDArray[np.int64]]:
-    """The stable order that makes each expert's rows contiguous, and how many rows each expert has.
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Where each (token, k) pair goes. order_P: pair t * K + k of every grouped row; place_N: row of every pair, or -1
+    where it goes nowhere; counts_e: rows of each expert, on the host."""
 
-    order_P holds t * K + k of every routed pair; pairs with id -1 are left out.
-    ids [[1], [0], [-1], [1]], 2 experts -> order [1, 0, 3], counts [1, 2]
+    order_P: Tensor
+    place_N: Tensor
+    counts_e: NDArray[np.int64]
+
+
+def group_rows(ids_TK: Tensor, num_experts: int) -> Grouping:
+    """The stable order that makes each expert's rows contiguous; pairs with id -1 are left out.
+
+    ids [[1], [0], [-1], [1]], 2 experts -> order [1, 0, 3], place [1, 0, -1, 2], counts [1, 2]
     """
     flat_N = ids_TK.reshape(-1)
-    if flat_N.device.type == "cpu":  # numpy sorts few small integers several times faster
-        flat = flat_N.numpy().astype(np.int16)
-        counts = np.bincount(flat + 1, minlength=num_experts + 1)
-        order = torch.from_numpy(flat.argsort(kind="stable"))
-    else:
-        counts = torch.bincount(flat_N + 1, minlength=num_experts + 1).cpu().numpy()
-        order = flat_N.argsort(stable=True)
-    return order[counts[0] :], counts[1:]
+    # NumPy: this is a handful of small integers, and the host needs the counts. Radix sort, as ids fit 16 bits.
+    ids = flat_N.cpu().numpy().astype(np.int16)
+    counts = np.bincount(ids + 1, minlength=num_experts + 1)
+    order = ids.argsort(kind="stable")[counts[0] :]
+    place = np.full(len(ids), -1)
+    place[order] = np.arange(len(order))
+    order_P, place_N = (torch.from_numpy(x).to(flat_N.device) for x in (order, place))
+    return Grouping(order_P, place_N, counts[1:])
 
 
-def weighted_sum(y_PD: Tensor, order_P: Tensor, routing: Routing, out_TD: Tensor) -> Tensor:
-    """out[t] = sum over k = 0..K-1, in this order and in fp32, of weights[t, k] * y[row of (t, k)]; one rounding.
+def weighted_sum(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
+    """out[t] = sum over k = 0..K-1, in this order and in fp32, of weights[t, k] * y[place of (t, k)]; one rounding.
 
-    order_P as from `group_rows`; pairs that are missing from it add zero.
+    Pairs that went nowhere add zero. y may have more rows than were grouped.
     """
     tokens, top_k = routing.ids_TK.shape
-    place_N = torch.full((tokens * top_k,), -1, dtype=torch.int64, device=y_PD.device)
-    place_N[order_P] = torch.arange(len(order_P), device=y_PD.device)
-    complete = len(order_P) == tokens * top_k
-    if not len(order_P):
+    if not len(rows.order_P):
         return out_TD.zero_()
+    complete = len(rows.order_P) == len(rows.place_N)
     step = max(1, TERMS // (top_k * y_PD.shape[1]))
     for start in range(0, tokens, step):
-        place_TK = place_N[start * top_k : (start + step) * top_k].view(-1, top_k)
-        terms_TKD = y_PD.index_select(0, place_TK.view(-1).clamp(min=0)).view(*place_TK.shape, -1)
-        terms_TKD = terms_TKD * routing.weights_TK[start : start + step, :, None]
+        place_M = rows.place_N[start * top_k : (start + step) * top_k]
+        found_MD = y_PD.index_select(0, place_M if complete else place_M.clamp(min=0))
         if not complete:
-            terms_TKD.masked_fill_((place_TK < 0)[:, :, None], 0)
-        total, *rest = terms_TKD.unbind(1)
+            found_MD.masked_fill_((place_M < 0)[:, None], 0)
+        terms_TKD = found_MD.view(-1, top_k, y_PD.shape[1]) * routing.weights_TK[start : start + step, :, None]
+        total_TD, *rest = terms_TKD.unbind(1)
         for term_TD in rest:
-            total += term_TD
-        out_TD[start : start + step] = total
+            total_TD += term_TD
+        out_TD[start : start + step] = total_TD
     return out_TD

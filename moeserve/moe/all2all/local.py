@@ -24,11 +24,11 @@ class LocalAll2All:
         self._num_experts = num_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Done[Ticket]:
-        order_P, counts_e = group_rows(routing.ids_TK, self._num_experts)
-        lane.note_load(counts_e)
-        x_PD = x_TD.index_select(0, order_P // routing.ids_TK.shape[1])
-        inbound = Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
-        return Done(Ticket(inbound, routing, order_P))
+        rows = group_rows(routing.ids_TK, self._num_experts)
+        lane.note_load(rows.counts_e)
+        x_PD = x_TD.index_select(0, rows.order_P // routing.ids_TK.shape[1])
+        inbound = Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum())
+        return Done(Ticket(inbound, routing, rows))
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Done[Tensor]:
         ticket.use()

@@ -1,0 +1,110 @@
+"""Norms, rotary, activations, router: the docstrings' examples, slow references, and bits that belong to the row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moeserve.ops import elementwise as e
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_examples() -> None:
+    ones = torch.ones(2)
+    assert e.rms_norm(torch.tensor([[3.0, 4.0]]), ones, 0.0)[0].tolist() == pytest.approx([0.8485, 1.1314], abs=1e-4)
+    normed, total = e.add_rms_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]), ones, 0.0)
+    assert total.tolist() == [[3.0, 4.0]]
+    assert normed[0].tolist() == pytest.approx([0.8485, 1.1314], abs=1e-4)
+    quarter = torch.tensor([0.0]), torch.tensor([1.0])
+    cos, sin = torch.cat((quarter[0], quarter[0]))[None, None], torch.cat((-quarter[1], quarter[1]))[None, None]
+    assert e.rotary(torch.tensor([[[1.0, 0.0]]]), cos, sin)[0, 0].tolist() == [0.0, 1.0]
+    assert e.silu_mul(torch.tensor([[1.0, 2.0]]), 1).item() == pytest.approx(1.4621, abs=1e-4)
+    assert list(e.row_pieces(5, 32_768, 2)) == [slice(0, 4), slice(4, 5)]
+    ids, weights = e.route(torch.tensor([[0.0, math.log(3), 0.0]]), 2, "softmax", False)
+    assert ids.tolist() == [[1, 0]]
+    assert weights[0].tolist() == pytest.approx([0.6, 0.2])
+
+
+@pytest.mark.parametrize("width", [64, 72, 320])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_activations_and_norms_keep_their_bits(width: int, dtype: torch.dtype, threads: int) -> None:
+    x = torch.randn(1500, 2 * width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    weight = torch.rand(2 * width) + 0.5
+    whole, normed = e.silu_mul(x, threads), e.rms_norm(x, weight, 1e-6)
+    for first, rows in ((0, 1), (7, 2), (100, 33), (499, 999), (1, 1499)):
+        part = slice(first, first + rows)
+        assert torch.equal(e.silu_mul(x[part], threads), whole[part]), rows
+        assert torch.equal(e.rms_norm(x[part], weight, 1e-6), normed[part]), rows
+    gates = torch.randn(1500, e.GATE_LANES)
+    assert torch.equal(e.sigmoid_gate(gates, threads)[40:41], e.sigmoid_gate(gates[40:41], threads))
+    assert e.sigmoid_gate(gates, threads)[3].item() == pytest.approx(gates[3, 0].sigmoid().item())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("width", [8, 72, 512, 40_000])
+def test_pieces_split_between_rows(width: int, threads: int) -> None:
+    for rows in (0, 1, 2, 7, 100, 999):
+        pieces = list(e.row_pieces(rows, width, threads))
+        assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(rows))
+        for piece in pieces:
+            size = piece.stop - piece.start
+            assert (
+                size % min(threads, math.ceil(size * width / e.TORCH_GRAIN)) == 0 or size == 1 < width / e.TORCH_GRAIN
+            )
+
+
+def slow_route(logits: list[float], k: int, score: str, renormalize: bool) -> tuple[list[int], list[float]]:
+    def softmax(values: list[float]) -> list[float]:
+        terms = [math.exp(v - max(values)) for v in values]
+        return [t / sum(terms) for t in terms]
+
+    scores = softmax(logits) if score == "softmax" else logits
+    ids = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
+    weights = [scores[i] for i in ids]
+    if score == "softmax_selected":
+        weights = softmax(weights)
+    return ids, [w / sum(weights) for w in weights] if renormalize else weights
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("score", ["softmax", "softmax_selected"])
+def test_router_agrees_with_plain_python(score: str, renormalize: bool) -> None:
+    """Small integers as logits: many ties, also between 0 and -0."""
+    logits = torch.randint(-2, 3, (60, 11), generator=torch.Generator().manual_seed(3)).float()
+    logits[::2] *= -1.0
+    ids, weights = e.route(logits, 4, score, renormalize)
+    for row in range(60):
+        expected_ids, expected_weights = slow_route(logits[row].tolist(), 4, score, renormalize)
+        assert ids[row].tolist() == expected_ids
+        assert weights[row].tolist() == pytest.approx(expected_weights)
+    for row in range(60):
+        alone = e.route(logits[row : row + 1], 4, score, renormalize)
+        assert torch.equal(alone[0][0], ids[row])
+        assert torch.equal(alone[1][0], weights[row])
+
+
+def test_router_survives_infinities_and_nan() -> None:
+    logits = torch.tensor([[float("nan")] * 5, [float("inf"), 0, 0, 0, 0], [-float("inf")] * 5])
+    ids, _ = e.route(logits, 3, "softmax", True)
+    assert ((ids >= 0) & (ids < 5)).all()
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+
+
+def test_new_keys_and_values_reach_their_cells() -> None:
+    k_cache, v_cache = torch.zeros(4, 8, 2, 16), torch.zeros(4, 8, 2, 16)
+    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    e.write_kv(k, v, k_cache, v_cache, torch.tensor([9, 31, 10]))
+    assert torch.equal(k_cache[1, 1], k[0])
+    assert torch.equal(v_cache[3, 7], v[1])
+    assert torch.equal(v_cache[1, 2], v[2])
+    assert int((k_cache != 0).sum()) == 3 * 32

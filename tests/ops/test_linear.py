@@ -1,0 +1,104 @@
+"""Matrix products: right, and each row's bits its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moeserve.errors import ConfigError
+from moeserve.ops.linear import PackedLinear, PlainLinear
+from moeserve.ops.probe import probe_attention, probe_linear
+from moeserve.ops.table import pick_ops
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_example() -> None:
+    weight, bias = torch.tensor([[3.0, 4.0]]), torch.tensor([5.0])
+    for linear in (PlainLinear(weight, bias), PlainLinear(weight, bias, pad=8), PackedLinear(weight, bias)):
+        assert linear(torch.tensor([[1.0, 2.0]])).tolist() == [[16.0]]
+
+
+def test_packed_bfloat16_has_the_bits_of_plain() -> None:
+    """What lets small weights stay plain, and a tied embedding be packed."""
+    generator = torch.Generator().manual_seed(0)
+    for k, n in ((64, 96), (512, 40), (1000, 24)):
+        weight = torch.randn(n, k, generator=generator).bfloat16()
+        bias = torch.randn(n, generator=generator).bfloat16()
+        x = torch.randn(37, k, generator=generator).bfloat16()
+        for b in (None, bias):
+            assert torch.equal(PackedLinear(weight, b)(x), PlainLinear(weight, b)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("onednn", [None, False])
+def test_rows_keep_their_bits(dtype: torch.dtype, onednn: bool | None, threads: int) -> None:
+    """More shapes, counts and places than the probe at start looks at; views with a row stride too."""
+    ops = pick_ops("cpu", dtype, onednn=onednn)
+    generator = torch.Generator().manual_seed(1)
+    for k, n in ((1024, 72), (96, 1000), (320, 256)):
+        linear = ops.pack_linear(torch.randn(n, k, generator=generator).to(dtype), None)
+        x = torch.randn(90, k, generator=generator).to(dtype)
+        whole = linear(x)
+        for rows in (1, 2, 3, 5, 7, 10, 15, 16, 17, 31, 48, 64):
+            for first in (0, 11):
+                assert torch.equal(linear(x[first : first + rows]), whole[first : first + rows]), (k, n, rows)
+        wide = torch.randn(90, 2 * k, generator=generator).to(dtype)
+        wide[:, k:] = x
+        assert torch.equal(linear(wide[:, k:]), whole)
+
+
+def test_probe_notices_a_product_that_depends_on_the_row_count() -> None:
+    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+        def linear(x: torch.Tensor) -> torch.Tensor:
+            y = x @ weight.T
+            return y if len(x) > 3 else y * (1 + 1e-6)
+
+        return linear
+
+    assert not probe_linear(pack, torch.float32)  # type: ignore[arg-type]
+
+
+def test_probe_of_attention_says_when_bits_differ(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe_attention(torch.float32)
+    assert not caplog.records
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmax(x, dim) * (1 + 1e-6 * (x.shape[1] > 8)))
+    probe_attention(torch.float32)
+    assert "depends on the chunk size" in caplog.text
+
+
+def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import moeserve.ops.table as table
+
+    monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: isinstance(pack(torch.ones(1, 1), None), PlainLinear)
+                        and pack(torch.ones(1, 1), None).pad == 16)  # fmt: skip
+    ops = pick_ops("cpu", torch.float32)
+    assert "rows in 16s" in ops.describe()
+    assert "oneDNN's products depend" in ops.describe()
+    assert [ops.pad_rows(n) for n in (0, 1, 16, 17)] == [16, 16, 16, 32]
+
+
+def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    import moeserve.ops.table as table
+
+    monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: False)
+    assert "not batch-invariant" in pick_ops("cpu", torch.float32).describe()
+    assert "may depend on what else is in the batch" in caplog.text
+
+
+def test_refuses_other_dtypes() -> None:
+    with pytest.raises(ConfigError, match="float64"):
+        pick_ops("cpu", torch.float64)
+    with pytest.raises(ConfigError, match="oneDNN cannot pack"):
+        pick_ops("cpu", torch.float16, onednn=True)
