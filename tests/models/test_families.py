@@ -1,0 +1,130 @@
+"""Weight plans: spellings of checkpoints, ranks, refusals; and the step without tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.errors import CheckpointError
+from moeserve.layers.inputs import GroupInputs, StepInputs
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.spec import ModelSpec
+from moeserve.models.registry import FAMILIES, family
+from moeserve.parallel.world import World
+
+from .conftest import FAMILIES as CHECKPOINTS
+from .conftest import Driver, carry_out
+
+FUSED = {
+    "qwen3_moe": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "mixtral": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "granite_moe": ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+}
+
+
+def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    spec = ModelSpec(architecture="NoSuchModel", dtype="float32", vocab_size=8, hidden_size=8, num_layers=1,
+                     num_heads=1, num_kv_heads=1, head_dim=8, max_position=8, norm_eps=1e-6)  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"NoSuchModel.*MixtralForCausalLM"):
+        family(spec)
+
+
+def test_every_family_is_tested() -> None:
+    assert {f"{name}ForCausalLM" for name, _ in CHECKPOINTS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_expert_tensors_fill_the_same_parameters(name: str, make_checkpoint: Any) -> None:
+    """As a transformers 5 state dict names them in memory, and per expert as it writes them."""
+    checkpoint = make_checkpoint(name)
+    spec = read_model_spec(checkpoint.path)
+    separate = carry_out(checkpoint.path, spec, torch.float32)
+    tensors = checkpoint.reference.state_dict()
+    assert f"model.layers.0.{FUSED[name][0]}" in tensors
+    plan = family(spec).weight_plan(spec, tensors.keys())
+    assert tensors.keys() - plan.ignore == {piece.source for piece in plan.pieces}
+    for piece in plan.pieces:
+        assert tensors[piece.source].shape == piece.shape
+        assert torch.equal(separate[piece.param][piece.at], tensors[piece.source][piece.take])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_ranks_share_out_the_experts(fused: bool, make_checkpoint: Any) -> None:
+    checkpoint = make_checkpoint("qwen3_moe")
+    spec = read_model_spec(checkpoint.path)
+    tensors = checkpoint.reference.state_dict()
+    names = tensors.keys() if fused else list(_safetensors_names(checkpoint))
+    everything = carry_out(checkpoint.path, spec, torch.float32)
+    for rank in range(4):
+        plan = family(spec).weight_plan(spec, names, World(rank, 4))
+        shapes = {param.name: param.shape for param in plan.params}
+        assert shapes["layers.0.w13"] == (2, 64, 64)
+        assert {piece.source for piece in plan.pieces} | plan.ignore >= set(names)
+        if fused:
+            piece = next(piece for piece in plan.pieces if piece.param == "layers.1.w2")
+            part = tensors[piece.source][piece.take]
+            assert torch.equal(part, everything["layers.1.w2"][2 * rank : 2 * rank + 2])
+        else:
+            sources = [piece.source for piece in plan.pieces if piece.param == "layers.1.w2"]
+            assert [int(source.split(".")[5]) for source in sources] == [2 * rank, 2 * rank + 1]
+
+
+def _safetensors_names(checkpoint: Any) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(checkpoint.path / "model.safetensors", "pt") as file:
+        return list(file.keys())
+
+
+def test_a_saved_lm_head_is_ignored_when_tied(make_checkpoint: Any) -> None:
+    spec = read_model_spec(make_checkpoint("llama", tie_word_embeddings=True).path)
+    plan = family(spec).weight_plan(spec, ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+    assert plan.ignore >= {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
+    assert "lm_head" not in {param.name for param in plan.params}
+
+
+def test_missing_tensors_are_still_asked_for(make_checkpoint: Any) -> None:
+    """An empty checkpoint gets a full plan, so that the loader can name what is missing."""
+    spec = read_model_spec(make_checkpoint("mixtral").path)
+    sources = {piece.source for piece in family(spec).weight_plan(spec, []).pieces}
+    assert "model.layers.1.block_sparse_moe.experts.7.w3.weight" in sources
+    assert "lm_head.weight" in sources
+
+
+def test_parameters_are_taken_out_while_building(make_checkpoint: Any) -> None:
+    """So that each weight's memory can go as soon as it is packed."""
+    from moeserve.ops.table import pick_ops
+
+    path = make_checkpoint("qwen2_moe").path
+    spec = read_model_spec(path)
+    params = carry_out(path, spec, torch.bfloat16)
+    family(spec).build(spec, params, pick_ops("cpu", torch.bfloat16), torch.bfloat16)
+    assert params == {}
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "llama"])
+def test_a_step_without_tokens(name: str, make_checkpoint: Any) -> None:
+    """What an idle rank of an expert-parallel group runs."""
+    driver = Driver(make_checkpoint(name).path)
+    none = torch.zeros(0, dtype=torch.int64)
+    groups = tuple(GroupInputs(none, torch.zeros((0, 1), dtype=torch.int64), 16, window) for window in driver.windows)
+    step = StepInputs(none, none, groups, none, np.zeros(1, np.int32), np.zeros(0, np.int32))
+    hidden = driver.model.forward(step, driver.kv, driver.lane)
+    assert hidden.shape == (0, 64)
+    assert driver.model.logits(hidden).shape == (0, 256)
+    load, peak = driver.lane.take_load()
+    assert load.sum() == 0
+    assert peak == 0.0
+
+
+def test_expert_load_counts_tokens_and_no_padding(make_checkpoint: Any) -> None:
+    driver = Driver(make_checkpoint("qwen3_moe").path)
+    driver.prefill("a", list(range(37)))
+    load, peak = driver.lane.take_load()
+    assert load.shape == (2, 8)
+    assert load.sum(1).tolist() == [37 * 3, 37 * 3]
+    assert peak == pytest.approx(float((load.max(1) / load.mean(1)).mean()))
+    assert driver.lane.take_load()[1] == 0.0

@@ -1,0 +1,53 @@
+"""The bound on a forward pass's memory holds, and is not absurdly far off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from moeserve.models.workspace import workspace_bytes
+
+from .conftest import Driver
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that torch's allocator held at once beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        run()
+    held, peak = 0, 0
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "count", "before"),
+    [(1, 512, 0), (1, 100, 900), (200, 1, 30), (40, 1, 900), (6, 64, 500)],
+)
+def test_peak_stays_below_the_bound(
+    rows: int, count: int, before: int, dtype: torch.dtype, make_checkpoint: Any
+) -> None:
+    checkpoint = make_checkpoint("qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_attention_heads=8)
+    driver = Driver(checkpoint.path, dtype, num_blocks=3000)
+    if before:
+        for key in range(rows):
+            driver.step([(key, [1] * before)])
+    step = [(key, [5] * count) for key in range(rows)]
+    peak = peak_bytes(lambda: driver.step(step))
+    bound = workspace_bytes(driver.spec, rows * count, rows, before + count, dtype)
+    assert peak <= bound, (peak, bound)
+
+
+def test_bound_is_near_the_peak_of_a_large_prefill(make_checkpoint: Any) -> None:
+    checkpoint = make_checkpoint("qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_attention_heads=8)
+    driver = Driver(checkpoint.path, num_blocks=3000)
+    peak = peak_bytes(lambda: driver.step([(key, [1] * 1000) for key in range(8)]))
+    bound = workspace_bytes(driver.spec, 8000, 8, 1000, torch.float32)
+    assert peak <= bound < 4 * peak + (200 << 20), (peak, bound)

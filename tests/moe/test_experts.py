@@ -1,0 +1,75 @@
+"""Expert kernels against SwiGLU written out row by row, and the bits of a row in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.moe.all2all.base import Inbound, Layout
+from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.lane import Scratch
+from moeserve.ops.table import pick_ops
+
+E, D, I = 5, 64, 48  # noqa: E741
+
+
+def inbound_of(x_PD: Tensor, counts: list[int]) -> Inbound:
+    counts_e = np.array(counts)
+    return Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
+
+
+def weights(dtype: torch.dtype) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(0)
+    return ExpertWeights(
+        (torch.randn(E, 2 * I, D, generator=generator) * D**-0.5).to(dtype),
+        (torch.randn(E, D, I, generator=generator) * I**-0.5).to(dtype),
+    )
+
+
+def slow(x_D: Tensor, w: ExpertWeights, expert: int) -> Tensor:
+    x = x_D.double()
+    gate, up = (w.w13_eFD[expert].double() @ x).chunk(2)
+    return w.w2_eDI[expert].double() @ (gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("onednn", [None, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counts", [[3, 0, 1, 17, 2], [0, 0, 40, 0, 0], [0, 0, 0, 0, 1], [0] * 5])
+def test_agrees_with_swiglu(counts: list[int], dtype: torch.dtype, onednn: bool | None) -> None:
+    experts = ReferenceExperts(pick_ops("cpu", dtype, onednn=onednn))
+    w = weights(dtype)
+    packed = experts.pack(w)
+    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = torch.full_like(x, torch.nan)
+    experts.run(inbound_of(x, counts), packed, out, Scratch())
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    for row, expert in enumerate(owners):
+        expected = slow(x[row], w, expert)
+        assert (out[row].double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("onednn", [None, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, onednn: bool | None) -> None:
+    """The needle goes to expert 2, among any rows of any experts, NaN in other experts' rows included."""
+    experts = ReferenceExperts(pick_ops("cpu", dtype, onednn=onednn))
+    packed = experts.pack(weights(dtype))
+    needle = torch.randn(D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = torch.empty(1, D, dtype=dtype)
+    experts.run(inbound_of(needle[None], [0, 0, 1, 0, 0]), packed, alone, Scratch())
+    rng = np.random.default_rng(2)
+    for _ in range(30):
+        counts = rng.integers(0, 40, E) * (rng.random(E) < 0.6)
+        counts[2] += 1
+        x = torch.from_numpy(rng.standard_normal((counts.sum(), D))).to(dtype)
+        first = counts[:2].sum()
+        x[first + counts[2] :] = torch.nan
+        place = first + rng.integers(0, counts[2])
+        x[place] = needle
+        out = torch.empty_like(x)
+        experts.run(inbound_of(x, counts.tolist()), packed, out, Scratch())
+        assert torch.equal(out[place], alone[0])

@@ -1,0 +1,151 @@
+"""The whole MoE layer against a loop over tokens; lanes; the plan and its reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.errors import ConfigError
+from moeserve.loader.spec import RouterSpec
+from moeserve.moe.all2all.base import All2AllCaps, Done, Layout
+from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
+from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.lane import Lane, Scratch
+from moeserve.moe.layer import MoELayer
+from moeserve.moe.plan import MoENeeds, plan_moe
+from moeserve.moe.routing import Router
+from moeserve.ops.table import pick_ops
+from moeserve.parallel.world import World
+
+E, D, I, K = 7, 32, 40, 3  # noqa: E741
+NEEDS = MoENeeds(hidden_size=D, dtype="float32", device="cpu", max_tokens=64)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rule", [RouterSpec(), RouterSpec(renormalize=True), RouterSpec(score="softmax_selected")])
+def test_layer_is_the_sum_over_chosen_experts(rule: RouterSpec, shared: bool) -> None:
+    torch.manual_seed(0)
+    ops = pick_ops("cpu", torch.float32)
+    gate, w13, w2 = torch.randn(E, D), torch.randn(E, 2 * I, D) * 0.2, torch.randn(E, D, I) * 0.2
+    experts = ReferenceExperts(ops)
+    layer = MoELayer(
+        Router(ops.pack_linear(gate, None), K, rule, ops),
+        LocalAll2All(E),
+        experts,
+        experts.pack(ExpertWeights(w13, w2)),
+        (lambda x: 3 * x) if shared else None,
+    )
+    x = torch.randn(11, D)
+    lane = Lane()
+    out = layer(x, 9, lane)
+    for t in range(9):
+        scores = gate @ x[t]
+        if rule.score == "softmax":
+            scores = scores.softmax(0)
+        ids = scores.topk(K).indices
+        weights = scores[ids].softmax(0) if rule.score == "softmax_selected" else scores[ids]
+        if rule.renormalize:
+            weights = weights / weights.sum()
+        expected = 3 * x[t] if shared else torch.zeros(D)
+        for weight, e in zip(weights, ids.tolist(), strict=True):
+            g, u = (w13[e] @ x[t]).chunk(2)
+            expected = expected + weight * (w2[e] @ (torch.nn.functional.silu(g) * u))
+        assert torch.allclose(out[t], expected, atol=1e-5)
+    assert torch.equal(out[9:], 3 * x[9:] if shared else torch.zeros(2, D))
+    load, _ = lane.take_load()
+    assert load.sum() == 9 * K
+
+
+def test_a_lane_works_while_it_waits() -> None:
+    log: list[str] = []
+
+    class Slow(Done[str]):
+        def wait(self, deadline_s: float | None = None) -> str:
+            log.append("wait")
+            return super().wait()
+
+    def start() -> Slow:
+        log.append("start")
+        return Slow("value")
+
+    assert Lane().overlap(start, lambda: log.append("meanwhile")) == "value"
+    assert log == ["start", "meanwhile", "wait"]
+
+
+def test_load_is_the_peak_over_the_mean_of_each_layer() -> None:
+    lane = Lane()
+    lane.note_load(np.array([4, 0, 0, 0]))
+    lane.note_load(np.array([1, 1, 1, 1]))
+    lane.note_load(np.array([0, 0, 0, 0]))
+    table, ratio = lane.take_load()
+    assert table.shape == (3, 4)
+    assert ratio == pytest.approx((4.0 + 1.0) / 2)
+    assert lane.take_load()[1] == 0.0
+
+
+def test_scratch_is_reused_and_grows() -> None:
+    scratch = Scratch()
+    like = torch.zeros(1)
+    first = scratch.take("a", (4, 4), like)
+    assert scratch.take("a", (2, 3), like).data_ptr() == first.data_ptr()
+    assert scratch.take("b", (4,), like).data_ptr() != first.data_ptr()
+    assert scratch.take("a", (5, 4), like).shape == (5, 4)
+    assert scratch.num_bytes == (20 + 4) * 4
+
+
+class _Backend(LocalAll2All):
+    def __init__(self, **changes: object) -> None:
+        super().__init__(E)
+        self.caps: All2AllCaps = dataclasses.replace(LocalAll2All.caps, name="other", **changes)  # type: ignore[arg-type]
+
+
+class _Kernel(ReferenceExperts):
+    def __init__(self, **changes: object) -> None:
+        super().__init__(pick_ops("cpu", torch.float32))
+        self.caps: ExpertsCaps = dataclasses.replace(ReferenceExperts.caps, name="quick", **changes)  # type: ignore[arg-type]
+
+
+def test_plan_picks_the_first_pair_that_can() -> None:
+    slotted = _Kernel(layouts=frozenset({Layout.SLOTTED}))
+    good = ReferenceExperts(pick_ops("cpu", torch.float32))
+    plan = plan_moe(NEEDS, [_Backend(max_tokens=63), LocalAll2All(E)], [slotted, good])
+    assert (plan.all2all.caps.name, plan.experts.caps.name) == ("local", "reference")
+    assert [why for _, _, why in plan.reasons] == [
+        "other takes 63 tokens a step, 64 are asked",
+        "other takes 63 tokens a step, 64 are asked",
+        "local and quick share no layout",
+        "picked",
+    ]
+    assert "local    reference  picked" in plan.table()
+    assert plan_moe(NEEDS, [LocalAll2All(E), _Backend()], [good]).reasons[1][2] == "possible, lower preference"
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel", "needs", "reason"),
+    [
+        ({}, {}, {"world_size": 2}, "does not serve 2 ranks"),
+        ({"wires": frozenset({"bfloat16"})}, {}, {}, "does not carry float32"),
+        ({"max_hidden": 16}, {}, {}, "takes rows of 16, the model's have 32"),
+        ({"max_in_flight": 1}, {}, {"lanes": 2}, "1 dispatches in flight, 2 lanes"),
+        ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
+        ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
+        ({}, {}, {"graphs": True}, "captured in a graph"),
+    ],
+)
+def test_plan_says_what_is_in_the_way(
+    backend: dict[str, object], kernel: dict[str, object], needs: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        plan_moe(dataclasses.replace(NEEDS, **needs), [_Backend(**backend)], [_Kernel(**kernel)])  # type: ignore[arg-type]
+
+
+def test_world() -> None:
+    assert World(1, 4).experts_of(8) == range(2, 4)
+    with pytest.raises(ValueError, match="rank 4 is not in a world of 4"):
+        World(4, 4)
+    with pytest.raises(ValueError, match="10 experts cannot be dealt out evenly to 4"):
+        World(0, 4).experts_of(10)
