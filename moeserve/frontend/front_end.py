@@ -12,16 +12,26 @@ import itertools
 import logging
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
 import msgspec
 
-from moeserve.errors import EngineLost, InvalidRequest, MoeserveError, Overloaded, RequestError, RequestFailed
+from moeserve.errors import (
+    EngineDied,
+    EngineLost,
+    InvalidRequest,
+    MoeserveError,
+    Overloaded,
+    RequestError,
+    RequestFailed,
+)
+from moeserve.frontend.admission import Admission
 from moeserve.frontend.generation import Generation, Sequence
-from moeserve.frontend.prepare import check_prompt, token_sampling
+from moeserve.frontend.prepare import check_priority, check_prompt, token_sampling
 from moeserve.frontend.stats import FrontStats
-from moeserve.launch.link import EngineGone, EngineLink
+from moeserve.launch.link import EngineGone, EngineLink, FromEngine
 from moeserve.messages import (
     Abort,
     Answer,
@@ -46,7 +56,7 @@ log = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "draining", "lost"]
 LONG_TEXT = 4_000  # characters; longer texts are tokenized in a thread
-MAX_RETRY_AFTER_S = 60.0
+ABORT_GRACE_S = 2.0  # for what the engine aborts at the end of draining to arrive
 
 
 class FrontEnd:
@@ -77,12 +87,12 @@ class FrontEnd:
         self.phase = Phase("starting", 0, 0.0)
         self.failure: MoeserveError | None = None  # why the engine is gone for good
         self._link = link
-        self._max_queued = max_queued
+        self._admission = Admission(max_queued)
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
+        self._unsent_aborts: list[int] = []  # the engine did not keep up when they were due
+        self._drain_by_s: float | None = None  # when draining ends, on the loop's clock
         self._changed = asyncio.Event()  # set whenever state changes or the last sequence ends
-        self._seconds_per_end = 0.1  # moving average, for Retry-After
-        self._last_end_at = 0.0
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -96,8 +106,9 @@ class FrontEnd:
         request_id: str = "",
     ) -> Generation:
         """Checks, admits and submits. Raises RequestError before anything runs; otherwise the deltas follow."""
-        ready = self._admit(params.n)
+        ready = self.admit(params.n)
         check_prompt(prompt, ready)
+        check_priority(priority)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
@@ -108,9 +119,14 @@ class FrontEnd:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # they come once
             sequence = Sequence(next(self._rids), index, generation, sampling, *self._text_side(prompt, params))
             generation.sequences.append(sequence)
-            self._sequences[sequence.rid] = sequence
-            self._link.send(self._submission(sequence))
+        self._sequences |= {sequence.rid: sequence for sequence in generation.sequences}
         self.stats.num_active = len(self._sequences)
+        try:
+            for sequence in generation.sequences:
+                self._link.send(self._submission(sequence))
+        except Overloaded:
+            self._abort(generation)
+            raise
         return generation
 
     def _text_side(self, prompt: list[int], params: SamplingParams) -> tuple[Detokenizer | None, StopMatcher | None]:
@@ -128,51 +144,70 @@ class FrontEnd:
             return self.tokenizer.encode(text, special=special)
         return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
 
-    def _admit(self, num_sequences: int) -> Ready:
+    def admit(self, num_sequences: int) -> Ready:
+        """Raises Overloaded unless so many more sequences may come now, InvalidRequest if they never may."""
         if self.state == "draining":
             raise Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)
+        if self.failure is not None:
+            raise EngineLost("the engine has ended") from self.failure
         if self.ready is None or self.state != "ready":
             what = "the engine is being restarted" if self.state == "lost" else f"loading: {self.phase.name}"
             raise Overloaded(what, code="model_loading", retry_after_s=2)
-        if self._max_queued is not None:
-            excess = len(self._sequences) + num_sequences - self.ready.max_num_seqs - self._max_queued
-            if excess > 0:
-                self.stats.rejected += 1
-                wait_s = min(max(1.0, excess * self._seconds_per_end), MAX_RETRY_AFTER_S)
-                raise Overloaded(
-                    f"{len(self._sequences)} sequences run or wait; no more are taken now",
-                    retry_after_s=wait_s,
-                )
+        try:
+            self._admission.check(len(self._sequences), num_sequences, self.ready)
+        except Overloaded:
+            self.stats.rejected += 1
+            raise
         return self.ready
 
     def _abort(self, generation: Generation) -> None:
+        self._drop(generation, "abort")
+
+    def _drop(self, generation: Generation, reason: str) -> None:
+        """Ends what still runs of a request, here and in the engine."""
         live = [s for s in generation.sequences if s.rid in self._sequences]
         for sequence in live:
-            self._end(sequence, "abort")
+            self._end(sequence, reason)
         if live:
-            self._link.send(Abort([s.rid for s in live]))
+            self._stop_computing([s.rid for s in live])
+
+    def _stop_computing(self, rids: list[int]) -> None:
+        """Tells the engine that nobody reads these any more; if it cannot hear, again with its next output."""
+        self._unsent_aborts += rids
+        try:
+            self._link.send(Abort(self._unsent_aborts))
+        except Overloaded:
+            return
+        self._unsent_aborts = []
 
     # ---- the engine's news ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Handles what the engine says until cancelled, or until it is gone for good (`failure` says why)."""
-        while self.failure is None:
-            for msg in await self._link.inbox.drain(wait=True):
-                match msg:
-                    case StepOutput():
-                        self._deliver(msg)
-                    case Phase():
-                        self.phase = msg
-                    case Ready():
-                        self._on_ready(msg)
-                    case Refused():
-                        self._on_refused(msg)
-                    case EngineGone():
-                        self._on_gone(msg)
-                    case Pong() | Answer() | Stopped():
-                        pass  # the link answers for these
-                    case _:
-                        assert_never(msg)
+        try:
+            while self.failure is None:
+                for msg in await self._link.inbox.drain(wait=True):
+                    self._handle(msg)
+        except Exception as error:  # a fault of ours; nobody may wait for ever because of it
+            log.exception("the front end failed")
+            self._give_up(EngineDied(f"the front end failed: {error!r}"))
+
+    def _handle(self, msg: FromEngine) -> None:
+        match msg:
+            case StepOutput():
+                self._deliver(msg)
+            case Phase():
+                self.phase = msg
+            case Ready():
+                self._on_ready(msg)
+            case Refused():
+                self._on_refused(msg)
+            case EngineGone():
+                self._on_gone(msg)
+            case Pong() | Answer() | Stopped():
+                pass  # the link answers for these
+            case _:
+                assert_never(msg)
 
     def _deliver(self, out: StepOutput) -> None:
         now = self._now()
@@ -187,29 +222,37 @@ class FrontEnd:
         for rid, token, finish in zip(rids, tokens, out.finish, strict=True):
             sequence = sequences.get(rid)
             # None: aborted here, or ended by a stop string, while the engine still computed
-            if sequence is not None:
+            if sequence is None:
+                continue
+            try:
                 self._advance(sequence, token, finish, out, now)
+            except Exception as error:  # its text, say; the others have nothing to do with it
+                log.exception("request %s failed", sequence.owner.request_id)
+                self._fail(sequence.owner, RequestFailed(f"{type(error).__name__}: {error}"))
+        if self._unsent_aborts:
+            self._stop_computing([])
 
     def _advance(self, sequence: Sequence, token: int, finish: int, out: StepOutput, now: float) -> None:
         """One row of a step output, for a sequence that somebody still reads."""
         rid = sequence.rid
         if finish == FinishReason.ERROR:
-            self._fail(sequence, RequestFailed(out.errors.get(rid, "the request failed inside the engine")))
+            self._end(sequence, "error")
+            self._fail(sequence.owner, RequestFailed(out.errors.get(rid, "the request failed inside the engine")))
             return
         delta = sequence.advance(token, finish, out.stop_ids.get(rid))
         if token >= 0:
             self._count_token(sequence, now)
         if rid in out.logprobs:
             delta.logprobs.append(out.logprobs[rid])
-        if rid in out.cached:
+        if rid in out.cached and len(sequence.tokens) <= 1:  # a replay's hits are on our own earlier work
             delta.cached_tokens = out.cached[rid]
             self.stats.cached_prompt_tokens += out.cached[rid]
         if sequence.index == 0:
             delta.prompt_logprobs = sequence.owner.take_prompt_rows()
         if delta.finish_reason is not None:
-            if not finish:
-                self._link.send(Abort([rid]))  # a stop string ended it; the engine does not know yet
             self._end(sequence, delta.finish_reason)
+            if not finish:
+                self._stop_computing([rid])  # a stop string ended it; the engine does not know yet
         sequence.owner.push(delta)
 
     def _count_token(self, sequence: Sequence, now: float) -> None:
@@ -225,14 +268,25 @@ class FrontEnd:
     def _on_ready(self, ready: Ready) -> None:
         again = self.ready is not None
         self.ready = ready
+        self._unsent_aborts = []
         if self.state != "draining":
             self.state = "ready"
         if again:
             self.stats.engine_restarts += 1
-            log.warning("engine is back; %d sequences go on where they were", len(self._sequences))
-            for sequence in self._sequences.values():
-                self._link.send(self._submission(sequence))
+            self._replay()
+        if self._drain_by_s is not None:
+            self._link.send(Drain(max(0.0, self._drain_by_s - self._now())))
         self._notify()
+
+    def _replay(self) -> None:
+        log.warning("engine is back; %d sequences go on where they were", len(self._sequences))
+        for sequence in list(self._sequences.values()):
+            if sequence.rid not in self._sequences:
+                continue  # a sibling could not be sent
+            try:
+                self._link.send(self._submission(sequence))
+            except Overloaded as error:
+                self._fail(sequence.owner, error)
 
     @staticmethod
     def _submission(sequence: Sequence) -> Submit:
@@ -253,28 +307,37 @@ class FrontEnd:
     def _on_refused(self, msg: Refused) -> None:
         sequence = self._sequences.get(msg.rid)
         if sequence is not None:
-            self._fail(sequence, RequestError(msg.message, code=msg.code))
+            kind = Overloaded if msg.code == "server_draining" else RequestError
+            self._fail(sequence.owner, kind(msg.message, code=msg.code))
 
     def _on_gone(self, gone: EngineGone) -> None:
-        log.error("engine gone (%s)%s", gone.cause, "; restarting it" if gone.restarting else "")
+        if not gone.restarting:
+            self._give_up(gone.error())
+            return
         if self.state != "draining":
             self.state = "lost"
-        if gone.restarting and self.state != "draining":
-            self._notify()
-            return
-        self.failure = gone.error()
-        for sequence in list(self._sequences.values()):
-            self._fail(sequence, EngineLost("the engine stopped while this request ran; send it again"))
+        self._notify()
+
+    def _give_up(self, failure: MoeserveError) -> None:
+        """There will be no engine any more: everyone is told."""
+        self.failure = failure
+        if self.state != "draining":
+            self.state = "lost"
+        self._fail_all("the engine stopped while this request ran; send it again")
         self._notify()
 
     # ---- endings --------------------------------------------------------------------------------------------
 
-    def _fail(self, sequence: Sequence, error: RequestError) -> None:
-        """One failed sequence fails its request: the others of the same request are aborted."""
-        owner = sequence.owner
-        self._end(sequence, "error")
-        owner.fail(error)
-        self._abort(owner)
+    def _fail(self, generation: Generation, error: RequestError) -> None:
+        """One failed sequence fails its request."""
+        generation.fail(error)
+        self._drop(generation, "error")
+
+    def _fail_all(self, why: str) -> None:
+        for generation in {sequence.owner for sequence in self._sequences.values()}:
+            error = EngineLost(why)
+            error.__cause__ = self.failure
+            self._fail(generation, error)
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         now = self._now()
@@ -283,9 +346,7 @@ class FrontEnd:
         owner.num_live -= 1
         self.stats.num_active = len(self._sequences)
         self.stats.end(reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens))
-        if self._last_end_at:
-            self._seconds_per_end += 0.05 * (now - self._last_end_at - self._seconds_per_end)
-        self._last_end_at = now
+        self._admission.ended(now, len(self._sequences))
         if not self._sequences:
             self._notify()
 
@@ -309,18 +370,19 @@ class FrontEnd:
         return self.state == "ready" and self._link.healthy
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the rest."""
-        was_serving = self.state == "ready"
-        self.state = "draining"
-        self._notify()
-        if was_serving:
+        """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the rest.
+
+        An engine that dies meanwhile is replaced as ever, and its requests go on.
+        """
+        if self.state == "ready":
             self._link.send(Drain(timeout_s))
-        try:
-            async with asyncio.timeout(timeout_s + 2.0 if was_serving else 0):
+        self.state = "draining"
+        self._drain_by_s = self._now() + timeout_s
+        self._notify()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s + ABORT_GRACE_S):
                 await self._until(lambda: not self._sequences)
-        except TimeoutError:
-            for sequence in list(self._sequences.values()):
-                self._fail(sequence, EngineLost("the server stopped before this request could finish"))
+        self._fail_all("the server stopped before this request could finish")
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

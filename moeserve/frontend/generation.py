@@ -95,7 +95,7 @@ class Generation:
         self.num_live = params.n
         self.priority = priority
         self.salt = salt
-        self._prompt_rows: list[Logprobs | None] | None = None
+        self._prompt_rows: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self._abort = abort
         self._pending: dict[int, Delta] = {}
         self._error: RequestError | None = None

@@ -30,6 +30,11 @@ def check_prompt(prompt: Sequence[int], ready: Ready) -> None:
         )
 
 
+def check_priority(priority: int) -> None:
+    if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise InvalidRequest("priority must be an integer of 32 bits; lower ones go first", param="priority")
+
+
 def token_sampling(
     params: SamplingParams,
     prompt_len: int,

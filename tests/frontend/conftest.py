@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moeserve.actor.inbox import Inbox
+from moeserve.errors import Overloaded
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.launch.interface import EngineGone, FromEngine
 from moeserve.messages import EngineIn, Phase, Ready, StepOutput
@@ -29,8 +30,12 @@ class ScriptedEngine:
         self.ready: Ready | None = None
         self.stalled_s = 0.0
         self.healthy = True
+        self.room = 10**6  # messages that it takes before it counts as not keeping up
 
     def send(self, msg: EngineIn) -> None:
+        if self.room == 0:
+            raise Overloaded("the engine does not read")
+        self.room -= 1
         self.sent.append(msg)
 
     def take(self, kind: type) -> list[Any]:

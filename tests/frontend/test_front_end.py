@@ -16,7 +16,7 @@ from moeserve.errors import (
     RequestFailed,
 )
 from moeserve.frontend.delta import Delta
-from moeserve.messages import Abort, Drain, FinishReason, Logprobs, PromptLogprobs, Refused, Submit
+from moeserve.messages import Abort, Drain, FinishReason, Logprobs, PromptLogprobs, Refused, StepOutput, Submit
 from moeserve.sampling import SamplingParams
 
 from .conftest import ready
@@ -222,3 +222,150 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(front, engine):
     await engine.rows((submit.rid, 7, ABORT))
     await drain
     assert (await collect(generation))[-1].finish_reason == "abort"
+
+
+async def test_one_of_several_failing_requests_does_not_hide_the_others(front, engine):
+    doomed = [await front.generate([5], SamplingParams(n=2)) for _ in range(2)]
+    await engine.die(restarting=False)
+    for generation in doomed:
+        with pytest.raises(EngineLost) as caught:
+            await collect(generation)
+        assert isinstance(caught.value.__cause__, EngineDied)
+    assert front.stats.num_active == 0
+    with pytest.raises(EngineLost, match="has ended"):
+        await front.generate([5], SamplingParams())
+
+
+async def test_text_that_fails_hurts_its_own_request_only(front, engine, monkeypatch):
+    bad = await front.generate([5], SamplingParams(n=2))
+    good = await front.generate([5], SamplingParams())
+    broken, sibling, other = engine.take(Submit)
+
+    def fail(token: int) -> str:
+        raise KeyError(token)
+
+    monkeypatch.setattr(bad.sequences[0], "detok", type("Broken", (), {"push": staticmethod(fail)}))
+    await engine.rows((broken.rid, 7, 0), (sibling.rid, 7, 0), (other.rid, 9, LENGTH))
+    with pytest.raises(RequestFailed):
+        await collect(bad)
+    assert (await collect(good))[-1].finish_reason == "length"
+    assert sorted(rid for abort in engine.take(Abort) for rid in abort.rids) == [broken.rid, sibling.rid]
+
+
+async def test_a_fault_of_the_front_end_leaves_nobody_waiting(front, engine):
+    generation = await front.generate([5], SamplingParams())
+    await engine.tell(StepOutput(rids=b"123", tokens=b"", finish=b""))
+    with pytest.raises(EngineLost):
+        await collect(generation)
+    assert "front end failed" in str(await front.died())
+
+
+async def test_a_request_that_the_engine_has_no_room_for_leaves_nothing_behind(front, engine):
+    engine.room = 2
+    with pytest.raises(Overloaded):
+        await front.generate([5], SamplingParams(n=4))
+    assert front.stats.num_active == 0
+    first, second = engine.take(Submit)
+    engine.room = 10
+    await engine.rows((first.rid, 7, 0), (second.rid, 7, 0))
+    (abort,) = engine.take(Abort)
+    assert {first.rid, second.rid} <= set(abort.rids)
+
+
+async def test_a_replay_that_does_not_fit_fails_only_what_was_left_out(front, engine):
+    kept = await front.generate([5], SamplingParams())
+    lost = await front.generate([5], SamplingParams(n=2))
+    engine.take(Submit)
+    await engine.die(restarting=True)
+    engine.room = 2
+    await engine.tell(ready())
+    with pytest.raises(Overloaded):
+        await collect(lost)
+    submit, _ = engine.take(Submit)
+    await engine.rows((submit.rid, 7, LENGTH))
+    assert (await collect(kept))[-1].finish_reason == "length"
+
+
+async def test_hits_of_a_replay_on_its_own_tokens_are_no_cached_prompt(front, engine):
+    generation = await front.generate([5, 6], SamplingParams(max_tokens=9))
+    (submit,) = engine.take(Submit)
+    await engine.rows((submit.rid, 7, 0), cached={submit.rid: 1})
+    await engine.die(restarting=True)
+    await engine.tell(ready())
+    await engine.rows((submit.rid, 8, LENGTH), cached={submit.rid: 2})
+    (delta,) = await collect(generation)
+    assert delta.cached_tokens == 1
+    assert front.stats.cached_prompt_tokens == 1
+
+
+async def test_an_engine_that_dies_while_draining_is_replaced_and_drained_again(front, engine):
+    generation = await front.generate([5], SamplingParams(n=2))
+    first, second = engine.take(Submit)
+    drain = asyncio.create_task(front.drain(5.0))
+    await asyncio.sleep(0)
+    engine.take(Drain)
+    await engine.die(restarting=True)
+    assert (front.state, engine.take(Drain)) == ("draining", [])
+    await engine.tell(ready())
+    assert [s.rid for s in engine.take(Submit)] == [first.rid, second.rid]
+    (again,) = engine.take(Drain)
+    assert 0 < again.deadline_s <= 5
+    await engine.rows((first.rid, 7, LENGTH), (second.rid, 7, LENGTH))
+    await drain
+    assert {d.finish_reason for d in await collect(generation)} == {"length"}
+
+
+async def test_draining_while_the_engine_restarts_waits_for_it(front, engine):
+    generation = await front.generate([5], SamplingParams())
+    (submit,) = engine.take(Submit)
+    await engine.die(restarting=True)
+    drain = asyncio.create_task(front.drain(5.0))
+    await asyncio.sleep(0)
+    assert engine.take(Drain) == []  # it would end the engine that loads
+    await engine.tell(ready())
+    await engine.rows((submit.rid, 7, LENGTH))
+    await drain
+    assert (await collect(generation))[-1].finish_reason == "length"
+
+
+async def test_the_engine_stopping_by_itself_is_overload_to_a_client(front, engine):
+    generation = await front.generate([5], SamplingParams())
+    (submit,) = engine.take(Submit)
+    await engine.tell(Refused(submit.rid, "the engine is shutting down", "server_draining"))
+    with pytest.raises(Overloaded):
+        await collect(generation)
+
+
+async def test_more_sequences_than_ever_fit_are_no_matter_of_time(front):
+    with pytest.raises(InvalidRequest, match="at most 6"):
+        await front.generate([5], SamplingParams(n=7))
+    assert front.stats.rejected == 0
+
+
+async def test_idle_time_does_not_count_as_slowness(front, engine, monkeypatch):
+    clock = iter(range(0, 10**6, 3600))
+    monkeypatch.setattr(front, "_now", lambda: float(next(clock)))
+    for _ in range(5):  # one an hour
+        generation = await front.generate([5], SamplingParams())
+        await engine.rows((engine.take(Submit)[0].rid, 7, LENGTH))
+        await collect(generation)
+    for _ in range(6):
+        await front.generate([5], SamplingParams())
+    with pytest.raises(Overloaded) as caught:
+        await front.generate([5], SamplingParams())
+    assert caught.value.retry_after_s == 1
+
+
+async def test_a_priority_is_an_integer(front, engine):
+    for priority in (None, "high", 2**31):
+        with pytest.raises(InvalidRequest, match="priority"):
+            await front.generate([5], SamplingParams(), priority=priority)
+    assert engine.sent == []
+
+
+async def test_prompt_logprobs_of_a_single_token(front, engine):
+    generation = await front.generate([5], SamplingParams(max_tokens=5, prompt_logprobs=0))
+    (submit,) = engine.take(Submit)
+    await engine.rows((submit.rid, 1, LENGTH))
+    (delta,) = await collect(generation)
+    assert delta.prompt_logprobs == [None]
