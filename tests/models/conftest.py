@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from moeserve.loader.spec import ModelSpec
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import family
 from moeserve.moe.lane import Lane
-from moeserve.ops.table import pick_ops
+from moeserve.ops.table import Ops, pick_ops
 from tests.checkpoints import FAMILIES as FAMILIES
 
 
@@ -38,6 +39,12 @@ def carry_out(path: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tens
     return params
 
 
+@functools.cache
+def _ops(dtype: torch.dtype, onednn: bool | None, threads: int) -> Ops:
+    """Probed once per dtype and thread count."""
+    return pick_ops("cpu", dtype, onednn=onednn)
+
+
 class Driver:
     """A model over its own paged cache. Sequences hold scattered blocks; each step takes rows of (sequence, tokens)."""
 
@@ -52,7 +59,7 @@ class Driver:
         spec: ModelSpec | None = None,
     ) -> None:
         self.spec = spec or read_model_spec(path)
-        ops = pick_ops("cpu", dtype, onednn=onednn)
+        ops = _ops(dtype, onednn, torch.get_num_threads())
         params = carry_out(path, self.spec, dtype)
         self.model: Decoder = family(self.spec).build(self.spec, params, ops, dtype)
         self.block_size = block_size

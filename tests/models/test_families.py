@@ -10,6 +10,8 @@ import torch
 
 from moeserve.errors import CheckpointError
 from moeserve.layers.inputs import GroupInputs, StepInputs
+from moeserve.loader import weights
+from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.registry import FAMILIES, family
@@ -77,6 +79,18 @@ def _safetensors_names(checkpoint: Any) -> list[str]:
 
     with safe_open(checkpoint.path / "model.safetensors", "pt") as file:
         return list(file.keys())
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_loader_carries_out_the_plan(name: str, make_checkpoint: Any) -> None:
+    path = make_checkpoint(name).path
+    spec = read_model_spec(path)
+    checkpoint = open_checkpoint(path)
+    plan = family(spec).weight_plan(spec, checkpoint.tensors.keys())
+    loaded = weights.load(checkpoint, plan, torch.bfloat16)
+    expected = carry_out(path, spec, torch.bfloat16)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_a_saved_lm_head_is_ignored_when_tied(make_checkpoint: Any) -> None:
