@@ -46,7 +46,7 @@ def keep_memory() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3500)
+    parser.add_argument("--steps", type=int, default=2700)
     parser.add_argument("--docs", type=int, default=90_000, help="documents in the corpus")
     parser.add_argument("--batch", type=int, default=4096, help="tokens in a step")
     parser.add_argument("--seed", type=int, default=1)
@@ -146,9 +146,10 @@ def optimizers(model: DemoModel, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def rate(step: int, steps: int) -> float:
-    """Warm-up, a plateau, then straight down to zero."""
-    warm, down = min(60, steps // 10 + 1), 0.7 * steps
-    return min((step + 1) / warm, 1.0, (steps - step) / down)
+    """Warm-up, a plateau, a slow line down, and from two thirds on a steep one to zero."""
+    warm, slow_end = min(60, steps // 10 + 1), 35 * steps / 27
+    slow, steep = (slow_end - step) / (0.7 * slow_end), (steps - step) / (0.46 * steps)
+    return min((step + 1) / warm, 1.0, slow, steep)
 
 
 def evaluate(model: DemoModel, docs: list[Encoded]) -> float:
