@@ -1,4 +1,8 @@
-"""Measure the demo model on requests that it did not train on: `python tools/eval_demo.py`."""
+"""Measure the demo model within its domain: `python tools/eval_demo.py`.
+
+The requests come from the templates of the training text with another seed. Most questions about moeserve
+therefore also occur in training, word for word; most story requests do not.
+"""
 
 import argparse
 import random
@@ -38,7 +42,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[str], temperature: float) 
 
 
 def uses(wanted: Request, text: str) -> bool:
-    """Whether a story holds every character and thing that the request names."""
+    """Whether a story holds every character and thing that the request names; places are not checked."""
     cast, prompt, low = wanted.cast, wanted.prompt.lower(), text.lower()
     asked = [cast.hero.kind, cast.hero.name, cast.friend.kind, cast.friend.name, cast.thing]
     return all(word.lower() in low for word in asked if word and f" {word.lower()}" in f" {prompt}")
