@@ -91,6 +91,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_active_params: int
     weight_bytes: int
     startup_s: float
+    step_s: float = 0.0  # the longest step to expect; 0: not worth mentioning
     notes: tuple[str, ...] = ()
 
 

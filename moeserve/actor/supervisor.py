@@ -128,7 +128,7 @@ class Supervisor:
             return None
         policy, now = self.policy, time.monotonic()
         if not self._owner.curable(death):
-            log.error("%s; not started again", death.summary)
+            log.log(logging.ERROR if death.exit_code else logging.INFO, "%s; not started again", death.summary)
             return None
         self._deaths.append(now)
         while self._deaths[0] < now - policy.window_s:

@@ -54,15 +54,18 @@ async def assemble(
 
     tell("importing libraries", 1)
     try:
-        (runner, limits, ready, groups, eos_ids), core_type, scheduler_type = await _in_thread(build)
+        (runner, limits, ready, groups, eos_ids), core_type, scheduler_type = await in_thread("engine start", build)
     finally:
         abandoned = True
     scheduler = scheduler_type(limits, groups, eos_ids=eos_ids, vocab_size=ready.vocab_size)
     return core_type(scheduler, runner, inbox, emit), ready
 
 
-async def _in_thread(function: Callable[[], T]) -> T:
-    # A daemon thread, unlike the loop's executor: an order to stop must not wait for a model to load.
+def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
+    """Calls a function in a daemon thread of its own: unlike the loop's executor, nothing ever waits for its end.
+
+    Raises RuntimeError at once when the interpreter ends and starts no threads any more.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -82,5 +85,5 @@ async def _in_thread(function: Callable[[], T]) -> T:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, name="engine start", daemon=True).start()
-    return await done
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

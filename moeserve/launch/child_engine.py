@@ -21,7 +21,7 @@ from moeserve.actor.wire import PeerGone
 from moeserve.actor.zmq_wire import ZmqWire, listen
 from moeserve.config import Config
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
-from moeserve.launch.heartbeat import INTERVAL_S, UNHEALTHY_S, Heartbeat
+from moeserve.launch.heartbeat import INTERVAL_S, STALL_S, Heartbeat
 from moeserve.launch.interface import EngineGone, FromEngine, is_config_error
 from moeserve.launch.order import BUILDER, EngineOrder, without_secrets
 from moeserve.launch.rundir import RunDir
@@ -39,7 +39,8 @@ class ChildEngine:
 
     A first start that fails is final: whoever starts a server wants to see why. A later death leads to a
     restart by `policy`, unless its cause is lasting (settings, model files, memory).
-    stall_s: an engine that has work and makes no progress for this long is killed and started again.
+    stall_s: an engine that has work and makes no progress for this long (longer, if its steps take long) is killed
+    and started again.
     forward: gets each line of the engine's log (default: our stderr). builder: see order.py.
     """
 
@@ -48,7 +49,7 @@ class ChildEngine:
         config: Config,
         *,
         policy: RestartPolicy | None = None,
-        stall_s: float = 60.0,
+        stall_s: float = STALL_S,
         forward: Callable[[str], None] | None = None,
         builder: str = BUILDER,
     ) -> None:
@@ -62,6 +63,7 @@ class ChildEngine:
         self._supervisor = Supervisor(self, policy)
         self._run_dir: RunDir | None = None
         self._task: asyncio.Task[None] | None = None
+        self._told_to_stop = False
         self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         # What belongs to the process that lives now:
         self._wire: ZmqWire[EngineIn, EngineOut | PeerGone] | None = None
@@ -89,9 +91,10 @@ class ChildEngine:
 
     @property
     def healthy(self) -> bool:
-        return self.ready is not None and self.stalled_s <= UNHEALTHY_S
+        return self.ready is not None and self._heart.healthy(time.monotonic())
 
     def send(self, msg: EngineIn) -> None:
+        self._told_to_stop |= isinstance(msg, Drain)
         with suppress(ActorStopped):
             self._tell(msg)
 
@@ -157,7 +160,8 @@ class ChildEngine:
 
     def curable(self, death: Death) -> bool:
         first_start_failed = not self._first_ready.done()
-        return not (self._misfit or first_start_failed or is_config_error(death.exit_code))
+        obeyed = self._told_to_stop and death.exit_code == 0
+        return not (self._misfit or first_start_failed or obeyed or is_config_error(death.exit_code))
 
     def buried(self, death: Death, again_in_s: float | None) -> None:
         cause = self._misfit or self._last_words or death.summary
@@ -191,7 +195,7 @@ class ChildEngine:
                     self.phase = msg
                     self._supervisor.progress()
                 case Ready():
-                    self._heart = Heartbeat(time.monotonic())
+                    self._heart = Heartbeat(time.monotonic(), msg.step_s)
                     self.ready = msg
                     serving.set()
                     if not self._first_ready.done():
@@ -212,7 +216,7 @@ class ChildEngine:
                 continue
             with suppress(ActorStopped, Overloaded):  # no pong is an answer too
                 self._tell(ping)
-            if self.stalled_s > self._stall_s:
+            if self._heart.hangs(now_s, self._stall_s):
                 child.kill(f"has made no progress for {self.stalled_s:.0f} s although it has work")
 
 

@@ -7,6 +7,7 @@ after an ordered stop, 2 to 5 for a ConfigError (its own), 1 for a crash, 77 whe
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -98,6 +99,8 @@ async def _live(order: EngineOrder, inbox: Inbox[EngineIn], wire: ZmqWire[Engine
     stopping.cancel()
     await asyncio.wait({stopping})
     core, ready = building.result()
+    gc.collect()
+    gc.freeze()  # what is there now stays for life: no collection needs to look at it again
     emit(ready)
     try:
         await core.run()  # its last message is Stopped, also when it fails

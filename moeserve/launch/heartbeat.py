@@ -5,18 +5,21 @@ from __future__ import annotations
 from moeserve.messages import Ping, Pong
 
 INTERVAL_S = 1.0
-UNHEALTHY_S = 5.0  # without progress for this long, no new requests
+UNHEALTHY_S = 5.0  # without progress for this long (or two long steps) it is not ready for new requests
+STALL_S = 60.0  # without progress for this long (or ten long steps) it is given up
 
 
 class Heartbeat:
     """The time of the last progress. Times are monotonic seconds, given by the caller.
 
     An engine makes progress when it answers and either has nothing to do or has counted another step. So one
-    number covers a blocked loop, a stopped process and a step that never ends.
+    number covers a blocked loop, a stopped process and a step that never ends. It answers between steps only:
+    step_s, the longest step to expect, says how much silence is normal.
     """
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, step_s: float = 0.0) -> None:
         self._progress_s = self._ping_s = now_s
+        self._step_s = step_s
         self._seq = 0
         self._steps = -1
 
@@ -37,3 +40,10 @@ class Heartbeat:
     def stalled_s(self, now_s: float) -> float:
         """Seconds since the last progress; a little over INTERVAL_S is normal."""
         return max(0.0, now_s - self._progress_s)
+
+    def healthy(self, now_s: float) -> bool:
+        return self.stalled_s(now_s) <= max(UNHEALTHY_S, 2 * self._step_s)
+
+    def hangs(self, now_s: float, stall_s: float = STALL_S) -> bool:
+        """Whether waiting any longer makes no sense."""
+        return self.stalled_s(now_s) > max(stall_s, 10 * self._step_s)

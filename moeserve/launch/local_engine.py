@@ -6,19 +6,23 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from moeserve.actor.inbox import Inbox
 from moeserve.config import Config
 from moeserve.errors import ConfigError, Overloaded
-from moeserve.launch.assemble import assemble
-from moeserve.launch.heartbeat import INTERVAL_S, UNHEALTHY_S, Heartbeat
+from moeserve.launch.assemble import assemble, in_thread
+from moeserve.launch.heartbeat import INTERVAL_S, Heartbeat
 from moeserve.launch.interface import EngineGone, FromEngine
 from moeserve.launch.order import BUILDER
 from moeserve.messages import Drain, EngineIn, EngineOut, Phase, Pong, Ready
 
+if TYPE_CHECKING:
+    from moeserve.engine.plan import Runner
+
 log = logging.getLogger(__name__)
 
-INBOX_LIMIT = 100_000  # the reader shares this loop, so it is never far behind
+INBOX_LIMIT = 100_000  # both readers share this loop, so they are never far behind
 ABORT_S = 1.0  # for an engine that was told to stop at once
 
 
@@ -31,7 +35,7 @@ class LocalEngine:
         self.ready: Ready | None = None
         self._config = config
         self._builder = builder
-        self._engine_inbox: Inbox[EngineIn] = Inbox("engine")
+        self._engine_inbox: Inbox[EngineIn] = Inbox("engine", INBOX_LIMIT)
         self._heart = Heartbeat(time.monotonic())
         self._task: asyncio.Task[None] | None = None
         self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -49,7 +53,7 @@ class LocalEngine:
 
     @property
     def healthy(self) -> bool:
-        return self.ready is not None and self.stalled_s <= UNHEALTHY_S
+        return self.ready is not None and self._heart.healthy(time.monotonic())
 
     def send(self, msg: EngineIn) -> None:
         if not self._engine_inbox.closed:
@@ -77,7 +81,7 @@ class LocalEngine:
                     await core.run()
                     beat.cancel()
             finally:
-                await asyncio.to_thread(core.runner.close)  # waits for the step that runs
+                await _close(core.runner)
             exit_code, cause = 0, "stopped"
         except ConfigError as exc:
             exit_code, cause = exc.exit_code, str(exc)
@@ -90,7 +94,7 @@ class LocalEngine:
             self._end(EngineGone(exit_code=exit_code, cause=cause))
 
     def _begin(self, ready: Ready) -> None:
-        self._heart = Heartbeat(time.monotonic())
+        self._heart = Heartbeat(time.monotonic(), ready.step_s)
         self.ready = ready
         self.inbox.put(ready)
         self._first_ready.set_result(ready)
@@ -117,3 +121,13 @@ class LocalEngine:
             await asyncio.sleep(INTERVAL_S)
             with suppress(Overloaded):
                 self._engine_inbox.put(self._heart.ping(time.monotonic()))
+
+
+async def _close(runner: Runner) -> None:
+    """Waits for the step that runs, beside the loop if the interpreter still starts threads."""
+    try:
+        closing = in_thread("engine stop", runner.close)
+    except RuntimeError:
+        runner.close()
+    else:
+        await closing

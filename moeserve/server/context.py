@@ -45,7 +45,9 @@ class Context:
     def state(self) -> str:
         if self.draining:
             return "draining"
-        return "loading" if self.front is None else self.front.state
+        if self.front is None:
+            return "loading"
+        return "stalled" if self.front.state == "ready" and not self.front.healthy else self.front.state
 
     def serving(self) -> tuple[FrontEnd, Ready]:
         """Raises Overloaded (503) while no model is loaded or the server drains."""

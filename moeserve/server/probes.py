@@ -16,7 +16,7 @@ async def livez(call: Call) -> web.StreamResponse:
 
 
 async def readyz(call: Call) -> web.StreamResponse:
-    """503 while loading (with phase and percent), draining, or while a lost engine is being replaced."""
+    """503 while loading (with phase and percent), draining, or while the engine is lost or makes no progress."""
     return _status(call, call.context.state == "ready")
 
 

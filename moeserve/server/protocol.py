@@ -252,9 +252,12 @@ class VersionResponse(msgspec.Struct, kw_only=True):
 
 
 class StatusResponse(msgspec.Struct, kw_only=True):
-    """`phase` and `percent` tell how far the start is; both stay at their last value afterwards."""
+    """`phase` and `percent` tell how far the start is; both stay at their last value afterwards.
 
-    status: Literal["ok", "loading", "ready", "draining", "lost"]
+    lost: the engine died and is being started again. stalled: it has made no progress for some time.
+    """
+
+    status: Literal["loading", "ready", "stalled", "draining", "lost"]
     phase: str
     percent: int
     elapsed_s: float

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from moeserve.config import Config, Limits
 from moeserve.engine.groups import KVGroup
@@ -113,6 +116,26 @@ class _Late:
 
 def endless(config: Config, progress: Progress) -> Built:
     return null(config, progress, EndlessRunner())
+
+
+def slow_steps(config: Config, progress: Progress) -> Built:
+    """Each step takes longer than the link's patience with engines that do not say so."""
+
+    class Slow(NullRunner):
+        def start(self, plan: StepPlan) -> Any:
+            return _Late(super().start(plan), 0.6)
+
+    runner, limits, ready, groups, ends = null(config, progress, Slow())
+    return runner, limits, msgspec.structs.replace(ready, step_s=0.6), groups, ends
+
+
+def frozen(config: Config, progress: Progress) -> Built:
+    class Checking(NullRunner):
+        def start(self, plan: StepPlan) -> Any:
+            assert gc.get_freeze_count() > 10_000
+            return super().start(plan)
+
+    return null(config, progress, Checking())
 
 
 def waiting(config: Config, progress: Progress) -> Built:

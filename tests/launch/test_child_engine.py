@@ -21,7 +21,7 @@ from moeserve.config import Config, ServerConfig
 from moeserve.launch import child_engine
 from moeserve.launch.link import EngineGone
 from moeserve.launch.order import without_secrets
-from moeserve.messages import Phase, Pong, Ready, StepOutput, Stopped
+from moeserve.messages import Drain, Phase, Pong, Ready, StepOutput, Stopped
 
 Open = Callable[..., Any]
 
@@ -121,6 +121,40 @@ async def test_ctrl_c_is_the_front_ends_and_sigterm_drains(child: Open) -> None:
         end = await reader.gone()
         assert end.exit_code == 0
         assert Stopped("") in reader.seen
+
+
+async def test_an_engine_that_obeys_an_order_to_stop_is_not_replaced(child: Open) -> None:
+    async with child("endless", policy=FAST) as (link, reader):
+        await link.until_ready()
+        link.send(Drain(5.0))
+        end = await reader.gone()
+        assert (end.exit_code, end.restarting) == (0, False)
+
+
+async def test_an_engine_that_dies_on_its_way_to_a_stop_is_replaced(child: Open) -> None:
+    async with child("endless", policy=FAST) as (link, reader):
+        ready = await link.until_ready()
+        reader.submit(1, max_tokens=10_000)
+        link.send(Drain(5.0))
+        await reader.until(lambda msg: isinstance(msg, StepOutput))
+        os.kill(ready.pid, signal.SIGKILL)
+        assert (await reader.gone()).restarting
+        assert await reader.until(lambda msg: isinstance(msg, Ready))
+
+
+async def test_an_engine_whose_steps_take_long_is_given_the_time(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_engine, "INTERVAL_S", 0.05)
+    async with child("slow_steps", policy=FAST, stall_s=0.1) as (link, reader):
+        await link.until_ready()
+        reader.submit(1, max_tokens=2)
+        assert len(await reader.finished(1)) == 2
+
+
+async def test_the_engine_process_collects_no_garbage_of_its_start(child: Open) -> None:
+    async with child("frozen") as (link, reader):
+        await link.until_ready()
+        reader.submit(1, max_tokens=1)  # fails unless what was there at the start is frozen
+        assert len(await reader.finished(1)) == 1
 
 
 async def test_the_front_end_never_sees_heartbeats(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,3 +45,12 @@ def test_our_own_standstill_is_not_blamed_on_the_engine() -> None:
     heart.pong(Pong(1, steps=0, busy=False), 1.0)
     heart.ping(3600.0)  # a laptop that slept, a stopped process
     assert heart.stalled_s(3600.0) < 3.0
+
+
+def test_long_steps_earn_patience() -> None:
+    quick, slow = Heartbeat(0.0), Heartbeat(0.0, step_s=40.0)
+    assert (quick.healthy(5.0), quick.healthy(5.1)) == (True, False)
+    assert (quick.hangs(60.0), quick.hangs(60.1)) == (False, True)
+    assert (slow.healthy(80.0), slow.healthy(80.1)) == (True, False)
+    assert (slow.hangs(400.0), slow.hangs(400.1)) == (False, True)
+    assert Heartbeat(0.0, step_s=0.001).healthy(5.0)

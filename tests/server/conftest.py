@@ -83,6 +83,7 @@ class ScriptedEngine:
     told: list[EngineIn] = field(default_factory=list)
     rows: dict[int, _Row] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    healthy: bool = True
 
     def __post_init__(self) -> None:
         self.gate.set()

@@ -117,6 +117,15 @@ async def test_when_ready_and_when_draining(live):
     assert (status, body["error"]["code"]) == (503, "server_draining")
 
 
+async def test_an_engine_without_progress_is_not_ready(live):
+    live.engine.healthy = False
+    for path, status in (("/livez", 200), ("/readyz", 503), ("/health", 503), ("/startupz", 200)):
+        assert (await live.get(path))[0] == status
+    assert (await live.get("/readyz"))[1]["status"] == "stalled"
+    live.engine.healthy = True
+    assert (await live.get("/readyz"))[0] == 200
+
+
 async def test_a_full_queue_is_a_503_with_retry_after(launch):
     async with launch(max_queued_requests=0) as live:
         live.engine.gate.clear()
