@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
+from os import PathLike, fspath
 from typing import Any, Literal
+
+import msgspec
 
 from moeserve.errors import ConfigError
 
@@ -110,7 +113,7 @@ SECTIONS: dict[str, type[Any]] = {
 }
 
 
-def config_of(model: str | None = None, **settings: Any) -> Config:
+def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Config:
     """A Config from flat keyword arguments, each under its field's own name, as `LLM` and `AsyncEngine` take them.
 
     Raises ConfigError for an unknown name, with the nearest known one.
@@ -118,18 +121,26 @@ def config_of(model: str | None = None, **settings: Any) -> Config:
     home = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind)}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     if model is not None:
-        settings["model"] = model
+        settings["model"] = fspath(model)
     for name, value in settings.items():
         if name not in home:
             near = get_close_matches(name, home, 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(home))}"
             raise ConfigError(f"unknown setting {name!r}{hint}")
         values[home[name]][name] = value
-    config = Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
+    config = _checked(Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()}))
     for section in SECTIONS:
         for f in fields(getattr(config, section)):
             check_range(f, getattr(getattr(config, section), f.name), f.name)
     return config
+
+
+def _checked(config: Config) -> Config:
+    """Types and choices; ranges follow."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(config), Config)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ConfigError(str(error).replace("$.", "")) from None
 
 
 def check_range(setting: Field[Any], value: Any, origin: str) -> None:

@@ -88,21 +88,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_token_ids(vocab_size)
 
     def _check_stops(self) -> None:
+        if not isinstance(self.stop, str | tuple | list):
+            raise InvalidRequest("stop must be a string or a list of strings", param="stop")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
         for text in stops:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
-        if len(self.bad_words) > MAX_BAD_WORDS or any(not w for w in self.bad_words):
+        words = self.bad_words
+        if not isinstance(words, tuple | list) or not all(isinstance(word, str) for word in words):
+            raise InvalidRequest("bad_words must be a list of strings", param="bad_words")
+        if len(words) > MAX_BAD_WORDS or not all(words):
             raise InvalidRequest(f"bad_words takes at most {MAX_BAD_WORDS} non-empty strings", param="bad_words")
 
     def _check_token_ids(self, vocab_size: int) -> None:
+        if not isinstance(self.logit_bias or {}, dict):
+            raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("logit_bias", self.logit_bias or ()),
         ):
+            if not isinstance(ids, tuple | list | dict):
+                raise InvalidRequest(f"{name} must be a list of token ids", param=name)
             if len(ids) > vocab_size:
                 raise InvalidRequest(f"{name} has {len(ids)} entries; the vocabulary has {vocab_size}", param=name)
             for token in ids:

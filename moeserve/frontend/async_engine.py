@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +30,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         config: Config | None = None,
         process: bool = False,
@@ -42,7 +44,7 @@ class AsyncEngine:
     @property
     def front(self) -> FrontEnd:
         if self._front is None:
-            raise RuntimeError("use AsyncEngine as `async with AsyncEngine(...) as engine`")
+            raise RuntimeError("the engine is not open: use it inside `async with AsyncEngine(...) as engine`")
         return self._front
 
     async def __aenter__(self) -> AsyncEngine:
@@ -71,16 +73,15 @@ class AsyncEngine:
 
         prompt: a text, or {"prompt_token_ids": [...]}. Raises RequestError before the first piece if it is refused.
         """
-        params = params or SamplingParams()
+        params = checked(params)
         text, tokens = await read_prompt(self.front, prompt)
         async with await self.front.generate(tokens, params, priority=priority, request_id=request_id) as deltas:
             open_sequences = params.n
             async for delta in deltas:
                 open_sequences -= delta.finish_reason is not None
-                piece = RequestOutput(request_id, text, tokens, [CompletionOutput(i) for i in range(params.n)])
-                piece.add(delta)
-                piece.outputs = [piece.outputs[delta.index]]
-                piece.finished = open_sequences == 0
+                answer = CompletionOutput(delta.index)
+                piece = RequestOutput(request_id, text, tokens, [answer], finished=open_sequences == 0)
+                piece.add(answer, delta)
                 yield piece
 
     async def chat(
@@ -92,18 +93,32 @@ class AsyncEngine:
             yield piece
 
 
+def checked(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+    return params
+
+
 async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """A prompt's text (if it was given as text) and its token ids."""
-    if isinstance(prompt, str):
-        return prompt, await front.encode(prompt)
-    if "prompt_token_ids" in prompt:
-        return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-    if "prompt" in prompt:
-        return prompt["prompt"], await front.encode(prompt["prompt"])
-    raise InvalidRequest('a prompt is a text or {"prompt_token_ids": [...]}', param="prompt")
+    """A prompt's text (if it was given as text) and its token ids. Raises InvalidRequest for anything else."""
+    text: Any = prompt
+    if isinstance(prompt, Mapping):
+        text = prompt.get("prompt")
+        if (ids := prompt.get("prompt_token_ids")) is not None:
+            try:
+                return text, [operator.index(token) for token in ids]  # arrays of integers are welcome
+            except TypeError as error:
+                raise InvalidRequest(f"prompt_token_ids: {error}", param="prompt") from error
+    if not isinstance(text, str):
+        raise InvalidRequest('a prompt is a text or {"prompt_token_ids": [...]}', param="prompt")
+    return text, await front.encode(text)
 
 
 def render_chat(front: FrontEnd, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     if front.tokenizer is None or front.chat_template is None:
         raise InvalidRequest("this model has no chat template: use generate, or give one with chat_template=")
+    if isinstance(messages, str) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise InvalidRequest('messages are a list like [{"role": "user", "content": "..."}]', param="messages")
     return front.chat_template.encode(front.tokenizer, [dict(m) for m in messages], add_generation_prompt=True)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
 
 from tqdm import tqdm
 
 from moeserve.config import Config
-from moeserve.frontend.async_engine import AsyncEngine, Prompt, read_prompt, render_chat
+from moeserve.frontend.async_engine import AsyncEngine, Prompt, checked, read_prompt, render_chat
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.loop_thread import LoopThread
 from moeserve.frontend.outputs import CompletionOutput, RequestOutput
 from moeserve.frontend.stats import FrontStats
 from moeserve.messages import Ready
 from moeserve.sampling import SamplingParams
 
-T = TypeVar("T")
-IN_FLIGHT = 2048  # requests that the engine holds at a time; the rest of a larger batch waits here
+IN_FLIGHT = 2048  # sequences that the engine holds at a time; the rest of a larger batch waits here
 BAR_DELAY_S = 2.0  # batches that are done sooner need no progress bar
 
 
@@ -29,37 +30,32 @@ class LLM:
 
     model: a Hugging Face directory, or "demo". Keyword arguments are the fields of `moeserve.config` under their own
     names: dtype, max_model_len, max_num_seqs, enable_prefix_caching, skip_tokenizer_init, threads, kv_cache_bytes, ...
-    Raises ConfigError when the model cannot be served. `close()` is idempotent; leaving the `with` block calls it.
+    Raises ConfigError when the model cannot be served. `close()` is idempotent; leaving the `with` block calls it, and
+    so does the end of the program or of the last reference to this object. May be used from several threads.
     """
 
-    def __init__(self, model: str | None = None, *, config: Config | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | PathLike[str] | None = None, *, config: Config | None = None, **settings: Any
+    ) -> None:
         self._engine = AsyncEngine(model, config=config, **settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="moeserve loop", daemon=True)
-        self._thread.start()
-        self._closed = False
-        try:
-            self._call(self._engine.__aenter__())
-        except BaseException:
-            self._stop_loop()
-            raise
-        atexit.register(self.close)
+        self._thread = LoopThread(self._engine)
+        self._close = weakref.finalize(self, self._thread.close)
 
     @property
     def stats(self) -> FrontStats:
         """Counters since the start: tokens, preemptions, cache hits, latencies."""
-        return self._engine.front.stats
+        return self._front.stats
 
     @property
     def ready(self) -> Ready:
         """Facts about the loaded model: sizes, limits, dtype, device."""
-        facts = self._engine.front.ready
+        facts = self._front.ready
         assert facts is not None
         return facts
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -70,11 +66,11 @@ class LLM:
         Raises RequestError for the first prompt that is refused; nothing of that call keeps running then.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = _one_each(sampling_params, len(batch))
+        params = _one_each(sampling_params, len(batch), self.ready.vocab_size)
         priorities = list(priority) if priority is not None else [0] * len(batch)
         if len(priorities) != len(batch):
             raise ValueError(f"{len(priorities)} priorities for {len(batch)} prompts")
-        return self._call(self._run_all(batch, params, priorities, use_tqdm))
+        return self._thread.call(self._run_all(self._front, batch, params, priorities, use_tqdm))
 
     def chat(
         self,
@@ -84,25 +80,26 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Like `generate` for one conversation or several, through the model's chat template."""
-        one = not messages or isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
-        prompts = [{"prompt_token_ids": render_chat(self._engine.front, c)} for c in conversations]
+        several = isinstance(messages, Sequence) and messages and isinstance(messages[0], list | tuple)
+        conversations: Any = messages if several else [messages]
+        prompts = [{"prompt_token_ids": render_chat(self._front, c)} for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    @staticmethod
     async def _run_all(
-        self, batch: list[Prompt], params: list[SamplingParams], priorities: list[int], use_tqdm: bool
+        front: FrontEnd, batch: list[Prompt], params: list[SamplingParams], priorities: list[int], use_tqdm: bool
     ) -> list[RequestOutput]:
-        front = self._engine.front
-        room = asyncio.Semaphore(IN_FLIGHT)
+        room = asyncio.Semaphore(max(1, IN_FLIGHT // max((p.n for p in params), default=1)))
         bar = tqdm(total=len(batch), unit="req", delay=BAR_DELAY_S, disable=not use_tqdm, dynamic_ncols=True)
 
         async def one(i: int) -> RequestOutput:
-            text, tokens = await read_prompt(front, batch[i])
-            outputs = [CompletionOutput(k) for k in range(params[i].n)]
-            result = RequestOutput(str(i), text, tokens, outputs)
-            async with room, await front.generate(tokens, params[i], priority=priorities[i]) as deltas:
-                async for delta in deltas:
-                    result.add(delta)
+            async with room:
+                text, tokens = await read_prompt(front, batch[i])
+                async with await front.generate(tokens, params[i], priority=priorities[i]) as deltas:
+                    answers = [CompletionOutput(k) for k in range(params[i].n)]
+                    result = RequestOutput(str(i), text, tokens, answers, finished=True)
+                    async for delta in deltas:
+                        result.add(answers[delta.index], delta)
             bar.update()
             return result
 
@@ -110,33 +107,21 @@ class LLM:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(i)) for i in range(len(batch))]
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            first = failures.exceptions[0]
+            raise first from first.__cause__  # the group around it is our affair
         finally:
             bar.close()
         return [task.result() for task in tasks]
 
     def close(self) -> None:
         """Stops the engine and its threads."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self.close)
-            try:
-                self._call(self._engine.__aexit__(None, None, None))
-            finally:
-                self._stop_loop()
+        self._close()
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()  # Ctrl-C aborts the batch in the engine too
-            raise
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    @property
+    def _front(self) -> FrontEnd:
+        if not self._close.alive:
+            raise RuntimeError("this LLM was closed")
+        return self._engine.front
 
     def __enter__(self) -> LLM:
         return self
@@ -145,9 +130,15 @@ class LLM:
         self.close()
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, vocab_size: int
+) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling params for {count} prompts")
-    return list(params)
+        each = [checked(params)]
+    else:
+        each = [checked(p) for p in params]
+        if len(each) != count:
+            raise ValueError(f"{len(each)} sampling params for {count} prompts")
+    for one in each:
+        one.check(vocab_size)
+    return each if len(each) == count else each * count

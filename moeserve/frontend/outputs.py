@@ -24,6 +24,16 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def add(self, delta: Delta) -> None:
+        """Accumulates one delta of this sequence."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(p.values[0] for p in delta.logprobs)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -37,18 +47,10 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
 
-    def add(self, delta: Delta) -> None:
-        """Accumulates one delta."""
-        out = self.outputs[delta.index]
-        out.text += delta.text
-        out.token_ids += delta.token_ids
-        if delta.logprobs:
-            out.logprobs = (out.logprobs or []) + delta.logprobs
-            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(p.values[0] for p in delta.logprobs)
-        out.finish_reason = delta.finish_reason
-        out.stop_reason = delta.stop_reason
+    def add(self, answer: CompletionOutput, delta: Delta) -> None:
+        """Accumulates one delta, which belongs to `answer`."""
+        answer.add(delta)
         if delta.cached_tokens is not None:
             self.num_cached_tokens = max(self.num_cached_tokens, delta.cached_tokens)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
-        self.finished = all(o.finished for o in self.outputs)

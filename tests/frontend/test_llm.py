@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from moeserve import LLM, AsyncEngine, SamplingParams
@@ -72,12 +77,107 @@ def test_close_is_idempotent_and_leaves_no_thread():
         assert not thread.is_alive(), thread
 
 
+def test_use_after_close_says_so():
+    engine = LLM("demo", threads=1, max_model_len=64)
+    engine.close()
+    for use in (lambda: engine.generate("A"), lambda: engine.stats, lambda: engine.chat([{"role": "user"}])):
+        with pytest.raises(RuntimeError, match="was closed"):
+            use()
+
+
+def test_the_last_reference_takes_the_engine_along():
+    before = set(threading.enumerate())
+    engine = LLM("demo", threads=1, max_model_len=64)
+    ours = set(threading.enumerate()) - before
+    assert ours
+    del engine
+    for thread in ours:
+        thread.join(5)
+        assert not thread.is_alive(), thread
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del llm"])
+def test_a_program_that_forgets_to_close_ends_at_once_and_in_silence(ending):
+    code = f"""if True:
+        from moeserve import LLM, SamplingParams
+        llm = LLM("demo", threads=1, max_model_len=64)
+        llm.generate("A", SamplingParams(max_tokens=1))
+        {ending}"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (3 if "3" in ending else 0, "")
+
+
+def test_ctrl_c_ends_a_batch_and_leaves_the_engine_well(llm):
+    done_before = llm.stats.generation_tokens
+
+    def press_when_it_runs():
+        while llm.stats.generation_tokens == done_before:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=press_when_it_runs).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["A fox"] * 20, SamplingParams(max_tokens=200, ignore_eos=True))
+    assert llm.generate("A fox", GREEDY)[0].finished
+    assert llm.stats.num_active == 0
+
+
+def test_large_batches_and_many_answers(llm):
+    prompts = ({"prompt_token_ids": [5 + i % 100]} for i in range(2500))
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1] * 2500
+    outputs = llm.generate(["A"] * 90, SamplingParams(max_tokens=1, n=128))  # 11,520 sequences
+    assert all(len(o.outputs) == 128 for o in outputs)
+    assert llm.stats.num_active == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ({"prompt_token_ids": [1.5]}, GREEDY),
+        ({"prompt_token_ids": ["a"]}, GREEDY),
+        ({"prompt_token_ids": None}, GREEDY),
+        ({"tokens": [1]}, GREEDY),
+        ([1], GREEDY),
+        ("A", {"max_tokens": 1}),
+        ("A", SamplingParams(n="2")),
+        ("A", SamplingParams(stop=5)),
+        ("A", SamplingParams(bad_words="abc")),
+        ("A", SamplingParams(logit_bias=[1])),
+        ("A", SamplingParams(stop_token_ids=7)),
+    ],
+)
+def test_what_is_no_request_is_refused_by_name(llm, prompt, params):
+    with pytest.raises(InvalidRequest):
+        llm.generate(prompt, params)
+    assert llm.stats.num_active == 0
+
+
+def test_arrays_of_token_ids_are_prompts(llm):
+    array = llm.generate({"prompt_token_ids": np.array([10, 11, 12])}, GREEDY)
+    assert array[0].outputs == llm.generate({"prompt_token_ids": [10, 11, 12]}, GREEDY)[0].outputs
+    assert type(array[0].prompt_token_ids[0]) is int
+
+
+@pytest.mark.parametrize("messages", ["hi", [{"content": "x"}], [], [["hi"]]])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(InvalidRequest):
+        llm.chat(messages)
+
+
+async def test_an_llm_inside_a_running_loop(llm):
+    assert llm.generate("A fox", GREEDY)[0].finished
+
+
 @pytest.mark.parametrize(
     ("error", "match", "settings"),
     [
         (ConfigError, "did you mean 'max_num_seqs'", {"max_seqs": 2}),
         (CheckpointError, "no-such-model", {"model": "no-such-model"}),
         (ConfigError, "2048", {"max_model_len": 10**6}),
+        (ConfigError, "max_model_len", {"max_model_len": "x"}),
+        (ConfigError, "dtype", {"dtype": "int3"}),
+        (ConfigError, "threads", {"threads": 1.5}),
         (DoesNotFit, "would fit", {"kv_cache_bytes": 200_000, "max_model_len": 2000}),
     ],
 )
