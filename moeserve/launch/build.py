@@ -6,6 +6,8 @@ import asyncio
 import os
 import time
 
+import msgspec
+
 from moeserve.config import Config, Limits
 from moeserve.engine.groups import KVGroup, groups_of
 from moeserve.engine.null_runner import NullRunner
@@ -40,9 +42,9 @@ def build_runner(config: Config, progress: Progress) -> Built:
     except BaseException:
         threaded.close()
         raise
-    ready = _ready(
-        spec, limits, str(runner.dtype).removeprefix("torch."), runner.properties.name, began_s, runner.notes
-    )
+    dtype = str(runner.dtype).removeprefix("torch.")
+    ready = _ready(spec, limits, dtype, runner.properties.name, began_s, runner.notes)
+    ready = msgspec.structs.replace(ready, step_s=runner.step_s)
     return threaded, limits, ready, runner.groups, spec.eos_token_ids
 
 
