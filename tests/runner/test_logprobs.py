@@ -8,7 +8,7 @@ import torch
 
 from moeserve.messages import Logprobs
 from moeserve.runner import logprobs, outputs
-from moeserve.runner.logprobs import logprob_rows, to_messages
+from moeserve.runner.logprobs import likeliest, logprob_rows, to_messages
 from moeserve.sampling import TokenSampling
 from tests.runner.harness import VOCAB, Driver, Request, fake_runner, greedy
 
@@ -99,3 +99,16 @@ def test_prompt_logits_that_are_not_finite_fail_that_request(monkeypatch: pytest
     result = driver.run([(bad, 5), (good, 5)])
     assert list(result.failed) == [bad.slot]
     assert list(result.prompt_logprobs) == [good.slot]
+
+
+@pytest.mark.parametrize("width", [3, 64, 200, 1300, 9001])
+def test_ties_go_to_the_lowest_ids_however_many_are_asked_for(width: int) -> None:
+    x = torch.randint(-3, 3, (7, width), generator=torch.Generator().manual_seed(width)).float().log_softmax(-1)
+    x[0] = 0.0
+    x[1, ::2] = -0.0
+    x[2, 1:] = float("-inf")
+    whole = likeliest(x, 20)
+    for row, ids in zip(x.tolist(), whole.tolist(), strict=True):
+        assert ids == sorted(range(width), key=lambda token: (-row[token], token))[:20]
+    for n in (0, 1, 2, 5, 19):
+        assert torch.equal(likeliest(x, n), whole[:, :n])
