@@ -29,7 +29,7 @@ from moeserve.errors import (
 )
 from moeserve.frontend.admission import Admission
 from moeserve.frontend.generation import Generation, Sequence
-from moeserve.frontend.prepare import check_priority, check_prompt, token_sampling
+from moeserve.frontend.prepare import check_priority, check_prompt, token_ids, token_sampling
 from moeserve.frontend.stats import FrontStats
 from moeserve.launch.link import EngineGone, EngineLink, FromEngine
 from moeserve.messages import (
@@ -55,7 +55,6 @@ from moeserve.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "draining", "lost"]
-LONG_TEXT = 4_000  # characters; longer texts are tokenized in a thread
 ABORT_GRACE_S = 2.0  # for what the engine aborts at the end of draining to arrive
 
 
@@ -138,11 +137,11 @@ class FrontEnd:
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, with the tokenizer's own special tokens around it if `special`."""
-        if self.tokenizer is None:
-            raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, special=special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
+        return (await self.encode_all([text], special=special))[0]
+
+    async def encode_all(self, texts: list[str], *, special: bool = True) -> list[list[int]]:
+        """`encode` for several texts."""
+        return await token_ids(self.tokenizer, texts, special=special)
 
     def admit(self, num_sequences: int) -> Ready:
         """Raises Overloaded unless so many more sequences may come now, InvalidRequest if they never may."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -10,8 +11,21 @@ import msgspec
 from moeserve.errors import ContextLengthExceeded, InvalidRequest
 from moeserve.messages import Ready
 from moeserve.sampling import SamplingParams, TokenSampling
+from moeserve.text.tokenizer import Tokenizer
 
+LONG_TEXT = 4_000  # characters
 _SEED_MASK = 2**63 - 1
+
+
+async def token_ids(tokenizer: Tokenizer | None, texts: list[str], *, special: bool) -> list[list[int]]:
+    """Token ids of each text, worked out in a thread when they are long together."""
+    if tokenizer is None:
+        raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
+
+    def work() -> list[list[int]]:
+        return [tokenizer.encode(text, special=special) for text in texts]
+
+    return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
 
 def check_prompt(prompt: Sequence[int], ready: Ready) -> None:

@@ -16,6 +16,7 @@ from moeserve.server.errors import RequestTimeout, shorten
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and arrays in one body
+LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
 _TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -28,7 +29,7 @@ async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body. Raises 400, 408, 413 or 415."""
     check_head(request, max_bytes)
     body = await _read(request, max_bytes)
-    return parse_object(body)
+    return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
 
 
 def check_head(request: web.BaseRequest, max_bytes: int) -> None:

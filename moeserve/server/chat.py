@@ -25,6 +25,7 @@ from moeserve.text.control import unshield
 async def chat_completions(call: Call) -> web.StreamResponse:
     front, ready, request = await _read(call)
     params = chat_params(request, front.defaults, ready.vocab_size)
+    front.admit(params.n)  # before any work on a prompt that may not run anyway
     _, prompt = await chat_prompt(front, ready, request)
     call.counts = counts = Counts(len(prompt))
     form = None

@@ -34,7 +34,8 @@ async def completions(call: Call) -> web.StreamResponse:
         raise InvalidRequest(
             f"{len(asked)} prompts times n = {params.n} is more than {MAX_SEQUENCES} sequences", param="prompt"
         )
-    prompts = [await _ids(front, ready, prompt, request) for prompt in asked]
+    front.admit(params.n * len(asked))  # before any work on texts that may not run anyway
+    prompts = await _ids(front, ready, asked, request)
     call.counts = counts = Counts(sum(map(len, prompts)))
     head = _head(call, front, ready)
     form = None
@@ -58,7 +59,7 @@ async def completions(call: Call) -> web.StreamResponse:
 
 
 def split_prompts(prompt: Any) -> list[Prompt]:
-    """OpenAI's four forms (text, texts, ids, lists of ids) as a list of prompts."""
+    """OpenAI's four forms (text, texts, ids, lists of ids) as a list of prompts, all of one kind."""
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
@@ -75,12 +76,13 @@ def split_prompts(prompt: Any) -> list[Prompt]:
     raise InvalidRequest("prompt mixes texts and token ids", param="prompt")
 
 
-async def _ids(front: FrontEnd, ready: Ready, prompt: Prompt, request: CompletionRequest) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
+async def _ids(front: FrontEnd, ready: Ready, asked: list[Prompt], request: CompletionRequest) -> list[list[int]]:
+    texts = [prompt for prompt in asked if isinstance(prompt, str)]
+    if not texts:
+        return [prompt for prompt in asked if isinstance(prompt, list)]
     if front.tokenizer is not None:
-        check_chars(len(prompt), front.tokenizer, ready.max_model_len, "prompt")
-    return await front.encode(prompt, special=request.add_special_tokens is not False)
+        check_chars(max(map(len, texts)), front.tokenizer, ready.max_model_len, "prompt")
+    return await front.encode_all(texts, special=request.add_special_tokens is not False)
 
 
 def _text(front: FrontEnd, prompt: Prompt) -> str:

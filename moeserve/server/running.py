@@ -44,6 +44,7 @@ class Running:
         owner: str = "",
     ) -> Running:
         """All prompts or none: raises what `FrontEnd.generate` raises for the first that is refused."""
+        front.admit(len(prompts) * params.n)
         generations: list[Generation] = []
         try:
             for prompt in prompts:

@@ -19,6 +19,8 @@ from moeserve.server.protocol import (
     TokenizeResponse,
 )
 
+MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
+
 
 async def tokenize(call: Call) -> web.StreamResponse:
     raw = await read_json(call.request, call.context.config.max_request_bytes)
@@ -37,6 +39,8 @@ async def tokenize(call: Call) -> web.StreamResponse:
         )
         _, tokens = await chat_prompt(front, ready, chat)
     else:
+        if len(request.prompt or "") > MAX_CHARS:
+            raise InvalidRequest(f"the prompt has more than {MAX_CHARS:,} characters; send it in parts", param="prompt")
         tokens = await front.encode(request.prompt or "", special=request.add_special_tokens is not False)
     answer = TokenizeResponse(count=len(tokens), max_model_len=ready.max_model_len, tokens=tokens)
     if request.return_token_strs and front.tokenizer is not None:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from moeserve.errors import InvalidRequest
 
 MARK = "\ufdd0"  # a Unicode noncharacter: never part of text that means anything, dropped if a user sends it
+SHORT = 1000  # characters or tokens
 _TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
 
 
@@ -45,8 +46,7 @@ class ControlTokens:
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered prompt that contains marks. May take a second the first time."""
         named = self._any.sub(lambda match: self._names[match.group()], text)
-        ids: list[int] = self._get_twin().encode(unshield(named), add_special_tokens=False).ids
-        return ids
+        return encode_ids(self._get_twin(), unshield(named), special=False)
 
     def warm_up(self) -> None:
         """Makes the twin tokenizer. Raises InvalidRequest if this tokenizer cannot have one."""
@@ -77,6 +77,15 @@ class ControlTokens:
             if twin.encode(name, add_special_tokens=False).ids != [self._backend.token_to_id(content)]:
                 raise InvalidRequest("this model's tokenizer cannot take control tokens as plain text")
         return twin
+
+
+def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
+    """Ids of a text. Only the batched call lets other threads run meanwhile, which matters from some length on."""
+    if len(text) < SHORT:
+        ids: list[int] = backend.encode(text, add_special_tokens=special).ids
+    else:
+        ids = backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return ids
 
 
 def unshield(text: str) -> str:

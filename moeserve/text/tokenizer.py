@@ -1,6 +1,7 @@
 """One tokenizer: text to ids and back, and the special-token facts of its model directory.
 
-A thin layer over Hugging Face `tokenizers` (tokenizer.json). Thread-safe: encode and decode release the GIL.
+A thin layer over Hugging Face `tokenizers` (tokenizer.json). Thread-safe; for long texts, encode and decode release
+the GIL.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.text.control import MARK, ControlTokens
+from moeserve.text.control import MARK, SHORT, ControlTokens, encode_ids
 from moeserve.text.pieces import Pieces
 
 MAX_TOKENIZER_BYTES = 200 * 2**20
@@ -62,10 +63,9 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of `text`. special: add what the tokenizer puts around every text, such as BOS."""
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
+            return encode_ids(self.backend, text, special=special)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the text contains an unpaired surrogate, which is not Unicode") from error
-        return ids
 
     def encode_prompt(self, rendered: str) -> list[int]:
         """Ids of a rendered chat: the template's control tokens count, those that a user typed are plain text."""
@@ -83,7 +83,10 @@ class Tokenizer:
             self.control.warm_up()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < SHORT:
+            text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def pieces(self, *, skip_special_tokens: bool) -> Pieces | None:

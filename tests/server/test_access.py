@@ -140,6 +140,34 @@ async def test_a_full_queue_is_a_503_with_retry_after(launch):
         assert (await full)[0] == 200
 
 
+async def test_what_could_never_fit_is_no_overload(launch):
+    async with launch(max_queued_requests=0) as live:
+        for path, body in (
+            (CHAT, ASK | {"n": 65}),
+            ("/v1/completions", {"prompt": "a", "n": 65}),
+            ("/v1/completions", {"prompt": ["a"] * 13, "n": 5}),
+        ):
+            status, answer, response = await live.post(path, body)
+            assert (status, answer["error"]["code"]) == (400, "invalid_value"), answer
+            assert "at most 64" in answer["error"]["message"]
+            assert "Retry-After" not in response.headers
+        assert live.engine.told == []
+
+
+async def test_prompts_that_do_not_all_fit_run_not_at_all(launch):
+    async with launch(max_queued_requests=0) as live:
+        live.engine.gate.clear()
+        first = asyncio.create_task(live.post(CHAT, ASK | {"n": 60}))
+        async with asyncio.timeout(3):
+            while len(live.engine.rows) < 60:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        before = list(live.engine.told)
+        assert (await live.post("/v1/completions", {"prompt": ["a"] * 5}))[0] == 503
+        assert live.engine.told == before
+        live.engine.gate.set()
+        assert (await first)[0] == 200
+
+
 async def test_head_is_get_without_a_body(live):
     async with live.session.head(live.url + "/readyz") as response:
         assert response.status == 200

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
 import pytest
 
 from moeserve.errors import CheckpointError, InvalidRequest
+from moeserve.text.control import SHORT
 from moeserve.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer
 
 TEXTS = [
@@ -94,3 +96,34 @@ def test_padding_and_truncation_of_the_file_do_not_apply(byte_level_dir, tmp_pat
     spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     assert len(Tokenizer.load(tmp_path).encode("Once upon a time a fox found it")) > 3
+
+
+async def test_long_texts_leave_other_threads_alone(tokenizer):
+    text = "ab cd " * 50_000
+    slices = 0
+
+    async def count() -> None:
+        nonlocal slices
+        while True:
+            await asyncio.sleep(0)
+            slices += 1
+
+    counting = asyncio.create_task(count())
+    ids = await asyncio.to_thread(tokenizer.encode, text)
+    back = await asyncio.to_thread(tokenizer.decode, ids)
+    counting.cancel()
+    assert back.strip() == text.strip()
+    assert slices > 100
+
+
+def test_long_and_short_texts_have_the_same_ids(tokenizer):
+    for part in ("ab cd ", "é🦊<|im_end|> \n\n  x ", "a\x00"):
+        long = part * SHORT
+        assert len(long) >= SHORT
+        for special in (True, False):
+            assert (
+                tokenizer.encode(long, special=special)
+                == tokenizer.backend.encode(long, add_special_tokens=special).ids
+            )
+    with pytest.raises(InvalidRequest):
+        tokenizer.encode("\ud800" * SHORT)
