@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = 1 << 22  # most logits that are turned into logprobs at once
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """P rows, each a chosen token and the n likeliest in order: what the device computes, before it becomes messages."""
+    """P rows, each a chosen token and the n likeliest in order: on the device, before it becomes messages."""
 
     ids_PN: Tensor  # int64 [P, 1 + n], the chosen token first
     values_PN: Tensor  # float32
@@ -70,7 +70,7 @@ def likeliest(x_PV: Tensor, n: int) -> Tensor:
 
 
 def _ordered_topk(x_PW: Tensor, ids_PW: Tensor, n: int) -> Tensor:
-    """Columns of the n largest (value, -id) of each row. A float's bits order as an integer, once negative ones flip."""
+    """Columns of each row's n largest (value, -id). A float's bits order as an integer, once negative ones flip."""
     bits_PW = (x_PW + 0.0).view(torch.int32)
     keys_PW = (bits_PW ^ ((bits_PW >> 31) & 0x7FFFFFFF)).long() << 32
     return (keys_PW - ids_PW).topk(n, dim=-1).indices
