@@ -11,7 +11,9 @@ from pathlib import Path
 from moeserve.config import Config
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.launch.link import ChildEngine, EngineLink, LocalEngine
+from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
+from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
@@ -43,6 +45,9 @@ async def open_front_end(config: Config, *, child: bool, max_queued: int | None 
 
 def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queued: int | None) -> FrontEnd:
     asked = config.model
+    read_model_spec(model_dir)
+    if not config.device.null_runner:
+        open_checkpoint(model_dir)  # the engine would find the same, once it has imported torch
     tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(model_dir)
     template = None
     if tokenizer is not None:

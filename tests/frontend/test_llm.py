@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,11 @@ import numpy as np
 import pytest
 
 from moeserve import LLM, AsyncEngine, SamplingParams
+from moeserve.config import config_of
 from moeserve.errors import CheckpointError, ConfigError, DoesNotFit, InvalidRequest
+from moeserve.frontend.open import open_front_end
+
+from .conftest import DEMO
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -184,6 +190,27 @@ async def test_an_llm_inside_a_running_loop(llm):
 def test_what_cannot_work_is_refused_with_a_remedy(error, match, settings):
     with pytest.raises(error, match=match):
         LLM(**({"model": "demo", "threads": 1} | settings))
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda copy: [path.unlink() for path in copy.iterdir()], "config.json is missing"),
+        (lambda copy: (copy / "config.json").write_text("{"), "config.json"),
+        (lambda copy: (copy / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda copy: (copy / "model.safetensors").unlink(), "no \\*.safetensors"),
+        (lambda copy: os.truncate(copy / "model.safetensors", 10**6), "truncated"),
+    ],
+)
+async def test_damaged_models_are_refused_without_waiting_for_torch(tmp_path, damage, match):
+    copy = tmp_path / "model"
+    shutil.copytree(DEMO, copy)
+    damage(copy)
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=match):
+        async with open_front_end(config_of(str(copy)), child=True):
+            pass
+    assert time.monotonic() - began < 1.5
 
 
 async def test_async_engine_streams_and_stops_when_left():
