@@ -10,10 +10,11 @@ import torch
 from moeserve.loader.spec import ModelSpec
 from moeserve.moe.all2all.layout import TERMS
 from moeserve.ops.attention import CONTEXT, QUERY_BLOCK, SCORES, TILE
-from moeserve.ops.table import ROW_BUCKET
+from moeserve.ops.linear import padded_rows
 
 INT64 = 8
 FP32 = 4
+LARGEST_PAD = 32  # rows; that pick_ops may choose
 
 
 def workspace_bytes(spec: ModelSpec, max_tokens: int, max_rows: int, max_len: int, dtype: torch.dtype) -> int:
@@ -22,7 +23,7 @@ def workspace_bytes(spec: ModelSpec, max_tokens: int, max_rows: int, max_len: in
 
     Layers run one after the other and reuse memory, so the peak is the dearer of a layer's two halves.
     """
-    tokens = -(-max_tokens // ROW_BUCKET) * ROW_BUCKET
+    tokens = padded_rows(max_tokens, LARGEST_PAD)
     size = dtype.itemsize
     # residual, normed rows, a block's output, and the norm's fp32 copies
     stream = tokens * spec.hidden_size * (3 * size + 3 * FP32)

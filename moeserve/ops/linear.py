@@ -18,6 +18,17 @@ PackLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [N, K], bias [N
 
 # Below this many elements a bfloat16 weight stays plain: oneDNN's packed call costs about 10 us before it starts.
 SMALL_WEIGHT = 32 * 1024
+ROW_BUCKET = 16
+
+
+def padded_rows(rows: int, pad: int) -> int:
+    """The row count to compute `rows` with: a multiple of `pad`, and one of few sizes, since oneDNN compiles a kernel
+    for each (0.3 ms) and keeps about a thousand. Above 16 at most a sixteenth or 15 rows are padding; 0 becomes 1.
+
+    (1, 1) -> 1, (3, 8) -> 8, (17, 1) -> 32, (1000, 1) -> 1024
+    """
+    step = max(pad, ROW_BUCKET, 1 << max(0, rows.bit_length() - 5)) if rows > ROW_BUCKET else pad
+    return max(1, -(-rows // step)) * step
 
 
 class PlainLinear:

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 from moeserve.ops import attention, elementwise
-from moeserve.ops.linear import PackLinear, onednn_pack, plain_packer
+from moeserve.ops.linear import PackLinear, onednn_pack, padded_rows, plain_packer
 from moeserve.ops.memory import keep_freed_memory
 from moeserve.ops.probe import probe_attention, probe_linear
 
 log = logging.getLogger(__name__)
-
-ROW_BUCKET = 16  # above this many rows, counts are rounded up to it, so that oneDNN compiles few shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +79,11 @@ def pick_ops(device: torch.device | str, dtype: torch.dtype, *, onednn: bool | N
 
 
 def _table(device: torch.device, dtype: torch.dtype, pack: PackLinear, pad: int, how: str, threads: int) -> Ops:
-    def pad_rows(rows: int) -> int:
-        step = max(pad, ROW_BUCKET) if rows > ROW_BUCKET else pad
-        return max(1, -(-rows // step)) * step
-
     ops = Ops(
         device=device,
         dtype=dtype,
         chosen=(("linear", how), ("attention", "torch, tiles of 64"), ("others", "torch")),
-        pad_rows=pad_rows,
+        pad_rows=lambda rows: padded_rows(rows, pad),
         pack_linear=pack,
         silu_mul=lambda x: elementwise.silu_mul(x, threads),
         sigmoid_gate=lambda x: elementwise.sigmoid_gate(x, threads),

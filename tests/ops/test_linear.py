@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeserve.errors import ConfigError
-from moeserve.ops.linear import PackedLinear, PlainLinear
+from moeserve.ops.linear import PackedLinear, PlainLinear, padded_rows
 from moeserve.ops.probe import probe_attention, probe_linear
 from moeserve.ops.table import pick_ops
 
@@ -87,6 +87,17 @@ def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rows in 16s" in ops.describe()
     assert "oneDNN's products depend" in ops.describe()
     assert [ops.pad_rows(n) for n in (0, 1, 16, 17)] == [16, 16, 16, 32]
+
+
+def test_padded_row_counts() -> None:
+    assert [padded_rows(n, 1) for n in (0, 1, 16, 17, 1000)] == [1, 1, 16, 32, 1024]
+    assert padded_rows(3, 8) == 8
+    for pad in (1, 8, 32):
+        sizes = [padded_rows(n, pad) for n in range(1, 8193)]
+        assert all(n <= size <= max(n + n // 16 + 1, n + 15, n + pad - 1) for n, size in enumerate(sizes, 1))
+        assert all(size % pad == 0 for size in sizes)
+        assert sizes == sorted(sizes)
+        assert len(set(sizes)) < 120
 
 
 def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
