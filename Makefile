@@ -10,8 +10,11 @@ ARGS ?=
 .DELETE_ON_ERROR:
 .PHONY: serve test check format bench clean
 
+# At a terminal the server gets a process group of its own, so that Ctrl-C reaches it and not make: it drains, exits 0.
 serve: $(VENV)/.serve
-	@$(BIN)/moeserve serve $(ARGS)
+	@if [ -t 0 ] && command -v bash > /dev/null; \
+	  then exec bash -mc '$(BIN)/moeserve serve $(ARGS); exit $$?'; \
+	  else exec $(BIN)/moeserve serve $(ARGS); fi
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)
