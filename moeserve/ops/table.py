@@ -59,23 +59,33 @@ def pick_ops(device: torch.device | str, dtype: torch.dtype, *, onednn: bool | N
     if device.type != "cpu":
         return _table(device, dtype, plain_packer(1), 1, "torch on " + device.type, 1)
     keep_freed_memory()
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    can_pack = has_onednn and dtype != torch.float16
-    reason = "torch"
-    if onednn or (onednn is None and can_pack):
-        if not can_pack:
-            raise ConfigError(f"oneDNN cannot pack {dtype} weights on this machine; leave onednn unset")
-        if probe_linear(onednn_pack, dtype):
+    how = "torch"
+    if onednn is not False:
+        obstacle = _onednn_obstacle(dtype)
+        if obstacle is None:
             probe_attention(dtype)
             return _table(device, dtype, onednn_pack, 1, "oneDNN, packed", torch.get_num_threads())
-        reason = "torch, because oneDNN's products depend on the row count here"
+        if onednn:
+            raise ConfigError(f"{obstacle}; leave onednn unset to use plain torch")
+        how = f"torch ({obstacle})"
     for pad in (1, 8, 16, 32):
         if probe_linear(plain_packer(pad), dtype):
             probe_attention(dtype)
-            return _table(device, dtype, plain_packer(pad), pad, f"{reason}, rows in {pad}s", torch.get_num_threads())
+            return _table(device, dtype, plain_packer(pad), pad, f"{how}, rows in {pad}s", torch.get_num_threads())
     log.warning("products of %s depend on the row count at every padding up to 32 on this machine: "
                 "a request's tokens may depend on what else is in the batch", dtype)  # fmt: skip
-    return _table(device, dtype, plain_packer(32), 32, f"{reason}, not batch-invariant", torch.get_num_threads())
+    return _table(device, dtype, plain_packer(32), 32, f"{how}, not batch-invariant", torch.get_num_threads())
+
+
+def _onednn_obstacle(dtype: torch.dtype) -> str | None:
+    """Why oneDNN's packed products cannot serve here, or None."""
+    if dtype == torch.float16:
+        return "oneDNN is not faster in float16"
+    try:
+        invariant = probe_linear(onednn_pack, dtype)
+    except RuntimeError as error:  # no oneDNN in this build, or no support for the dtype on this processor
+        return f"oneDNN cannot pack {dtype} here: {str(error).splitlines()[0]}"
+    return None if invariant else "oneDNN's products depend on the row count here"
 
 
 def _table(device: torch.device, dtype: torch.dtype, pack: PackLinear, pad: int, how: str, threads: int) -> Ops:

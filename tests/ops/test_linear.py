@@ -100,6 +100,19 @@ def test_padded_row_counts() -> None:
         assert len(set(sizes)) < 120
 
 
+def test_a_processor_without_packed_products_is_served_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import moeserve.ops.table as table
+
+    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+        raise NotImplementedError("no such operator\nand a long story")
+
+    monkeypatch.setattr(table, "onednn_pack", pack)
+    described = pick_ops("cpu", torch.float32).describe()
+    assert "torch (oneDNN cannot pack torch.float32 here: no such operator), rows in" in described
+    with pytest.raises(ConfigError, match="no such operator; leave onednn unset"):
+        pick_ops("cpu", torch.float32, onednn=True)
+
+
 def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import moeserve.ops.table as table
 
@@ -111,5 +124,5 @@ def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog
 def test_refuses_other_dtypes() -> None:
     with pytest.raises(ConfigError, match="float64"):
         pick_ops("cpu", torch.float64)
-    with pytest.raises(ConfigError, match="oneDNN cannot pack"):
+    with pytest.raises(ConfigError, match="leave onednn unset"):
         pick_ops("cpu", torch.float16, onednn=True)
