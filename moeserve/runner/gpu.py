@@ -42,7 +42,7 @@ class GPUModelRunner(ModelRunnerBase):
         self.model = load_model(self.spec, self.model_dir, self.device, self.dtype, max_tokens, progress)
 
     def profile_run(self) -> int:
-        return workspace_bytes(self.spec, self.config)
+        return workspace_bytes(self.spec, self.config, self.dtype)
 
     def capture_model(self) -> None:
         """Eager: `graphs` stays as it is."""
