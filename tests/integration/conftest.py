@@ -90,7 +90,7 @@ def running_server(log: Path, *flags: str) -> Iterator[Server]:
     port = free_port()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moeserve.cli.main", "serve", "--port", str(port), *flags],
+            [sys.executable, "-m", "moeserve.cli.main", "serve", "--port", str(port), "--threads", "1", *flags],
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -54,6 +54,95 @@ async def test_streams_go_on_after_the_engine_is_killed(own_server):
     assert own_server.engine().pid != engine.pid
 
 
+REPLAYED = [
+    ("/v1/completions", {"prompt": "Once upon a time", "n": 3, "seed": 3, "ignore_eos": True}),
+    ("/v1/completions", {"prompt": ["A dog", "A cat"], "seed": 5, "logprobs": 2, "echo": True}),
+    ("/v1/completions", {"prompt": "The fox and the " * 20, "seed": 7, "stop": ["and the", "d. T"], "min_tokens": 20}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A story!"}], "seed": 9, "logprobs": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A song!"}], "seed": 1, "n": 2, "stop": "e"}),
+]
+
+
+async def answers(session: aiohttp.ClientSession, url: str) -> list[tuple[object, ...]]:
+    """What `REPLAYED` gives, apart from what may differ: ids, times, cache hits."""
+
+    async def ask(path: str, body: dict) -> tuple[object, ...]:
+        options = {"max_tokens": 80, "temperature": 1.1, "presence_penalty": 0.5, "return_token_ids": True}
+        async with session.post(url + path, json=options | body) as answer:
+            assert answer.status == 200, await answer.text()
+            found = await answer.json()
+        cached = found["usage"].pop("prompt_tokens_details")["cached_tokens"]
+        assert cached <= found["usage"]["prompt_tokens"]
+        return found["choices"], found["usage"]
+
+    return await asyncio.gather(*(ask(path, body) for path, body in REPLAYED))
+
+
+def busy(server, num: int = 8) -> bool:
+    return running_requests(server) >= num
+
+
+async def test_answers_are_the_same_whatever_moment_the_engine_dies(own_server):
+    async with aiohttp.ClientSession() as session:
+        undisturbed = await answers(session, own_server.url)
+        for delay_s in (0.0, 0.2):
+            await until(lambda: own_server.get("/readyz")[0] == 200)
+            asked = asyncio.create_task(answers(session, own_server.url))
+            await until(lambda: busy(own_server))
+            await asyncio.sleep(delay_s)
+            own_server.engine().kill()
+            assert await asked == undisturbed
+    assert running_requests(own_server) == 0
+
+
+async def test_an_engine_that_dies_while_the_server_drains_costs_nothing(own_server):
+    async with aiohttp.ClientSession() as session:
+        undisturbed = await answers(session, own_server.url)
+        asked = asyncio.create_task(answers(session, own_server.url))
+        await until(lambda: busy(own_server))
+        engine = own_server.engine()
+        os.kill(own_server.process.pid, signal.SIGTERM)
+        await until(lambda: own_server.get("/readyz")[0] == 503, 2)
+        engine.kill()
+        assert await asked == undisturbed
+    assert own_server.process.wait(10) == 0
+    log = own_server.log.read_text()
+    assert "Traceback" not in log
+    assert log.count("was killed by SIGKILL") == 1
+
+
+async def test_a_server_whose_engine_keeps_dying_tells_everyone_and_ends(own_server):
+    async with aiohttp.ClientSession() as session:
+        body = STORY | {"n": 2, "max_tokens": 1500}
+
+        async def ask() -> tuple[int, str]:
+            async with session.post(own_server.url + "/v1/completions", json=body) as answer:
+                return answer.status, (await answer.json())["error"]["code"]
+
+        asked = [asyncio.create_task(ask()) for _ in range(3)]
+        await until(lambda: busy(own_server, 6))
+        seen: set[int] = set()
+        while own_server.process.poll() is None:
+            for engine in psutil.Process(own_server.process.pid).children():
+                if engine.pid not in seen:
+                    seen.add(engine.pid)
+                    engine.kill()
+            await asyncio.sleep(0.02)
+        assert await asyncio.gather(*asked) == [(503, "engine_lost")] * 3
+    assert own_server.process.returncode == 1
+    assert "giving up" in own_server.log.read_text()
+
+
+async def test_a_stopped_engine_makes_the_server_unready_until_it_goes_on(own_server):
+    engine = own_server.engine()
+    engine.suspend()
+    await until(lambda: own_server.get("/readyz")[0] == 503, 10)
+    assert json.loads(own_server.get("/readyz")[1])["status"] == "stalled"
+    assert own_server.get("/livez")[0] == 200
+    engine.resume()
+    await until(lambda: own_server.get("/readyz")[0] == 200, 5)
+
+
 async def test_no_engine_survives_a_killed_front_end(own_server):
     engine = own_server.engine()
     own_server.process.kill()
