@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -60,15 +61,18 @@ class SseStream:
 async def watch(streams: set[SseStream], ping_s: float, stall_s: float = STALL_S) -> None:
     """Serves all streams with one timer: pings the silent ones, drops the stalled ones. Runs until cancelled."""
     loop = asyncio.get_running_loop()
-    while True:
-        await asyncio.sleep(min(ping_s, stall_s, 4.0) / 4)
-        now = loop.time()
-        for stream in list(streams):
-            silent_s = now - stream.sent_at
-            if stream.sending and silent_s > stall_s:
-                stream.drop()
-            elif stream.started and not stream.sending and silent_s > ping_s:
-                try:
-                    await stream.send(PING)
-                except ConnectionError:
-                    stream.sending = False  # its own handler is being cancelled
+    async with asyncio.TaskGroup() as pings:
+        while True:
+            await asyncio.sleep(min(ping_s, stall_s, 4.0) / 4)
+            now = loop.time()
+            for stream in streams:
+                silent_s = now - stream.sent_at
+                if stream.sending and silent_s > stall_s:
+                    stream.drop()
+                elif stream.started and not stream.sending and silent_s > ping_s:
+                    pings.create_task(_ping(stream))  # it may take as long as the reader likes
+
+
+async def _ping(stream: SseStream) -> None:
+    with suppress(ConnectionError):  # its own handler is being cancelled
+        await stream.send(PING)

@@ -185,3 +185,35 @@ async def test_many_idle_connections_do_not_hurt(live):
     assert (await live.get("/livez"))[0] == 200
     for _, writer in idle:
         writer.close()
+
+
+class _Stream:
+    """An SseStream whose reader takes nothing (`stuck`) or everything."""
+
+    def __init__(self, stuck: bool) -> None:
+        self.stuck, self.started, self.sending, self.sent_at = stuck, True, False, 0.0
+        self.pings = 0
+        self.dropped = asyncio.Event()
+
+    async def send(self, frames: bytes) -> None:
+        self.sent_at, self.sending = asyncio.get_running_loop().time(), True
+        self.pings += 1
+        if self.stuck:
+            await asyncio.Event().wait()
+        self.sending = False
+
+    def drop(self) -> None:
+        self.dropped.set()
+
+
+async def test_a_ping_to_a_stalled_reader_holds_nobody_up():
+    stuck, fine = _Stream(True), _Stream(False)
+    watching = asyncio.create_task(watch({stuck, fine}, ping_s=0.02, stall_s=0.1))
+    async with asyncio.timeout(3):
+        await stuck.dropped.wait()
+        while fine.pings < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert stuck.pings == 1
+    assert not fine.dropped.is_set()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
