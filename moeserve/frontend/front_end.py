@@ -190,6 +190,9 @@ class FrontEnd:
         except Exception as error:  # a fault of ours; nobody may wait for ever because of it
             log.exception("the front end failed")
             self._give_up(EngineDied(f"the front end failed: {error!r}"))
+        finally:
+            if self.failure is None:
+                self._give_up(EngineDied("the engine was closed"))
 
     def _handle(self, msg: FromEngine) -> None:
         match msg:

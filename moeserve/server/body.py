@@ -18,7 +18,8 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and arrays in one body
 LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
-_TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
+# Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes for each of its own.
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r"(.*) - at `(?:key` in `)?\$\.?(.*)`$", re.DOTALL)
 

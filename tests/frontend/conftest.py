@@ -93,7 +93,7 @@ async def front(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[F
     front = FrontEnd(
         engine, model_name="m", model_dir=DEMO, tokenizer=tokenizer, chat_template=None, defaults={}, max_queued=2
     )
-    runs = asyncio.create_task(front.run())
+    runs = front.runs = asyncio.create_task(front.run())  # type: ignore[attr-defined]
     await engine.tell(ready())
     yield front
     runs.cancel()

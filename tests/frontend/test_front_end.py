@@ -252,6 +252,17 @@ async def test_text_that_fails_hurts_its_own_request_only(front, engine, monkeyp
     assert sorted(rid for abort in engine.take(Abort) for rid in abort.rids) == [broken.rid, sibling.rid]
 
 
+async def test_closing_leaves_nobody_waiting(front, engine):
+    generation = await front.generate([5], SamplingParams(n=2))
+    reader = asyncio.create_task(collect(generation))
+    await asyncio.sleep(0)
+    front.runs.cancel()
+    with pytest.raises(EngineLost):
+        await reader
+    with pytest.raises(EngineLost):
+        await front.generate([5], SamplingParams())
+
+
 async def test_a_fault_of_the_front_end_leaves_nobody_waiting(front, engine):
     generation = await front.generate([5], SamplingParams())
     await engine.tell(StepOutput(rids=b"123", tokens=b"", finish=b""))

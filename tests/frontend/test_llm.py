@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from moeserve import LLM, AsyncEngine, SamplingParams
 from moeserve.config import config_of
-from moeserve.errors import CheckpointError, ConfigError, DoesNotFit, InvalidRequest
+from moeserve.errors import CheckpointError, ConfigError, DoesNotFit, EngineLost, InvalidRequest
 from moeserve.frontend.open import open_front_end
 
 from .conftest import DEMO
@@ -224,3 +225,14 @@ async def test_async_engine_streams_and_stops_when_left():
         assert "".join(p.outputs[0].text for p in again) == "".join(p.outputs[0].text for p in pieces)
     with pytest.raises(RuntimeError, match="async with"):
         _ = engine.front
+
+
+async def test_leaving_an_async_engine_ends_what_still_runs():
+    async def read(engine):
+        return [p async for p in engine.generate("A", SamplingParams(max_tokens=200, ignore_eos=True))]
+
+    async with AsyncEngine("demo", threads=1, max_model_len=256) as engine:
+        readers = [asyncio.create_task(read(engine)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+    async with asyncio.timeout(5):
+        assert [type(e) for e in await asyncio.gather(*readers, return_exceptions=True)] == [EngineLost] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.errors import InvalidRequest
-from moeserve.server.body import MAX_DEPTH, convert, parse_object, unknown_fields
+from moeserve.server.body import MAX_DEPTH, _check_shape, convert, parse_object, unknown_fields
 from moeserve.server.fields import decode
 from moeserve.server.protocol import ChatRequest, CompletionRequest
 
@@ -82,3 +83,15 @@ def test_fields_are_named_by_path():
         convert({"rows": [{"x": 1}, {"x": "no"}]}, Outer)
     assert caught.value.param == "rows[1].x"
     assert unknown_fields({"rowz": 1}, frozenset(["rows"])) == ["rowz (did you mean rows?)"]
+
+
+@pytest.mark.parametrize("filling", [rb"\n", rb"a\n", b"a", rb"\\"])
+def test_checking_a_long_string_takes_no_memory(filling):
+    body = b'{"a":[' + b"[]," * 70 + b'"' + filling * 1_000_000 + b'"]}'
+    tracemalloc.start()
+    try:
+        _check_shape(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000, peak
