@@ -70,26 +70,30 @@ class Handle(Generic[T]):
 class _Worker:
     """A thread that runs jobs in order until it is told to stop."""
 
-    def __init__(self, name: str, enter: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._enter = enter
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._lock = threading.Lock()  # no job may come behind the order to stop
+        self._stopped = False
+        self.thread = threading.Thread(target=self._run, args=(enter,), name=name, daemon=True)
         self.thread.start()
 
     def do(self, job: Callable[[], None]) -> bool:
-        """Queues a job; False when the thread has ended and will never run it."""
-        if not self.thread.is_alive():
-            return False
-        self._jobs.put(job)
-        return True
+        """Queues a job; False when the thread ends, or has ended, and will never run it."""
+        with self._lock:
+            if self._stopped or not self.thread.is_alive():
+                return False
+            self._jobs.put(job)
+            return True
 
     def stop(self) -> None:
-        self._jobs.put(None)
+        """Returns when all jobs are done and the thread is gone."""
+        with self._lock:
+            self._stopped = True
+            self._jobs.put(None)
         self.thread.join()
 
-    def _run(self) -> None:
-        if self._enter is not None:
-            self._enter()
+    def _run(self, enter: Callable[[], None]) -> None:
+        enter()
         while (job := self._jobs.get()) is not None:
             job()
 
@@ -126,11 +130,16 @@ class ThreadedRunner:
         return await handle.result()
 
     def close(self) -> None:
-        """Lets the step that runs now finish, fails those behind it, and joins the threads."""
+        """Lets the step that runs now finish, fails those behind it, joins the threads, and lets go of the model.
+
+        Whoever waits for this knows that the model's memory is free: a thread that still frees it while the
+        interpreter ends would abort the process.
+        """
         self._cause = self._cause or "the model runner was closed"
         for worker in (self._launcher, self._collector):
             if worker is not None:
                 worker.stop()
+        self.__dict__.pop("runner", None)
 
     def _launch(self, plan: StepPlan, handle: Handle[StepResult]) -> None:
         if self._cause is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -154,3 +155,34 @@ def test_a_loop_that_went_away_does_not_hurt_the_thread() -> None:
 
     assert asyncio.run(again()).step == 1
     runner.close()
+
+
+@pytest.mark.parametrize("device_is_async", [False, True])
+async def test_a_closed_runner_lets_go_of_the_model(device_is_async: bool) -> None:
+    scripted = Scripted(device_is_async=device_is_async)
+    runner = ThreadedRunner(scripted)
+    await runner.start(plan(0)).result()
+    alive = weakref.ref(scripted)
+    del scripted
+    runner.close()
+    assert alive() is None
+    runner.close()
+
+
+async def test_a_step_that_comes_while_the_runner_closes_fails() -> None:
+    scripted = Scripted()
+    gate = scripted.launch_gate[0] = threading.Event()
+    runner = ThreadedRunner(scripted)
+    running = runner.start(plan(0))
+    closing = asyncio.create_task(asyncio.to_thread(runner.close))
+    while True:  # until the order to stop was given
+        late = runner.start(plan(1))
+        if runner._launcher._stopped:
+            break
+        await asyncio.sleep(0)
+    late = runner.start(plan(2))
+    gate.set()
+    assert (await running.result()).step == 0
+    with pytest.raises(EngineDied, match="closed"):
+        await asyncio.wait_for(late.result(), 10)
+    await closing
