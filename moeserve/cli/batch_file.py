@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from moeserve.errors import ConfigError
 
+ID_PREFIX = "batch_req_"
+_BEGINNING = b'{"id":"' + ID_PREFIX.encode()  # of each result line, also of one that an earlier run left unfinished
 URLS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -60,6 +62,23 @@ def _parse(text: bytes, where: str) -> Line:
     return Line(custom_id, method, url, body)
 
 
+class _Result(msgspec.Struct):
+    """A line that we wrote, as far as it matters here."""
+
+    id: str
+    custom_id: str
+    response: msgspec.Raw
+    error: msgspec.Raw
+
+
+def open_output(path: Path) -> BinaryIO:
+    """For adding results at its end. Raises ConfigError."""
+    try:
+        return path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
 def read_done(path: Path) -> set[str]:
     """custom_ids that the output file already answers. A last line that an earlier run left unfinished is cut off."""
     if not path.exists():
@@ -67,12 +86,15 @@ def read_done(path: Path) -> set[str]:
     done: set[str] = set()
     good_bytes = 0
     for number, text in enumerate(_text_lines(path), 1):
+        strange = ConfigError(f"{path}:{number} is no result line; is this the right output file?")
         if not text.endswith(b"\n"):
+            if text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
+                raise strange
             break
         try:
-            done.add(msgspec.json.decode(text)["custom_id"])
-        except (msgspec.MsgspecError, KeyError, TypeError):
-            raise ConfigError(f"{path}:{number} is no result line; is this the right output file?") from None
+            done.add(msgspec.json.decode(text, type=_Result).custom_id)
+        except msgspec.MsgspecError:
+            raise strange from None
         good_bytes += len(text)
     with path.open("r+b") as file:
         file.truncate(good_bytes)
@@ -91,7 +113,7 @@ def fault_line(custom_id: str, code: str, message: str) -> bytes:
 
 
 def _encode(custom_id: str, response: Any, error: Any) -> bytes:
-    line = {"id": f"batch_req_{custom_id}", "custom_id": custom_id, "response": response, "error": error}
+    line = {"id": ID_PREFIX + custom_id, "custom_id": custom_id, "response": response, "error": error}
     return msgspec.json.encode(line) + b"\n"
 
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from moeserve.cli.batch_file import Line, fault_line, read_done, read_input, result_line
+from moeserve.cli.batch_file import Line, fault_line, open_output, read_done, read_input, result_line
 from moeserve.cli.local_server import local_server
 from moeserve.cli.settings import add_flags, settle
 from moeserve.client import AsyncClient
@@ -51,6 +51,7 @@ async def _run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     async with AsyncExitStack() as stack:
+        output = stack.enter_context(open_output(args.output_file))
         if args.base_url:
             try:
                 client = await stack.enter_async_context(AsyncClient(args.base_url, args.base_url_key))
@@ -58,8 +59,7 @@ async def _run(args: argparse.Namespace) -> int:
                 raise ConfigError(f"--base-url: {error}") from None
         else:
             client = await stack.enter_async_context(local_server(settle(args).config))
-        with args.output_file.open("ab") as output:
-            failed = await Batch(client, output, quiet=args.disable_tqdm).answer(todo, args.max_concurrency)
+        failed = await Batch(client, output, quiet=args.disable_tqdm).answer(todo, args.max_concurrency)
     print(f"{len(todo)} lines answered, {failed} of them with an error", file=sys.stderr)
     return 0
 

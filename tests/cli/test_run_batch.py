@@ -65,7 +65,7 @@ def test_both_urls_are_answered_and_faults_stay_in_their_line(fake: FakeOpenAI, 
 def test_what_is_answered_is_not_asked_again(fake: FakeOpenAI, tmp_path: Path) -> None:
     assert batch(fake, write(tmp_path, chat("a", "one"))) == 0
     with (tmp_path / "out.jsonl").open("a") as file:
-        file.write('{"id": "torn", "custom_id": "b", "respon')  # an earlier run died here
+        file.write('{"id":"batch_req_b","custom_id":"b","respon')  # an earlier run died here
     assert batch(fake, write(tmp_path, chat("a", "one"), chat("b", "two"), chat("c", "three"))) == 0
     assert set(results(tmp_path)) == {"a", "b", "c"}
     assert [body["messages"][0]["content"] for _, body in fake.seen] == ["one", "two", "three"]
@@ -114,11 +114,15 @@ def test_a_file_whose_answers_would_have_no_name_is_refused(
     assert fake.seen == []
 
 
-def test_other_files_are_not_overwritten(fake: FakeOpenAI, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out.jsonl").write_text("my diary\n")
+@pytest.mark.parametrize("diary", ["my diary\n", "my diary", '{"custom_id": "a", "method": "POST"}\n', "{}\n", "{}"])
+def test_other_files_are_not_overwritten(
+    fake: FakeOpenAI, tmp_path: Path, diary: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.jsonl").write_text(diary)
     assert batch(fake, write(tmp_path, chat("a", "x"))) == 2
     assert "is this the right output file?" in capsys.readouterr().err
-    assert (tmp_path / "out.jsonl").read_text() == "my diary\n"
+    assert (tmp_path / "out.jsonl").read_text() == diary
+    assert fake.seen == []
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,7 @@ def test_other_files_are_not_overwritten(fake: FakeOpenAI, tmp_path: Path, capsy
         (["--max-concurrency", "0"], "--max-concurrency must be at least 1"),
         (["--model", "demo"], "give one of them"),
         (["-i", "/nowhere/in.jsonl"], "cannot read /nowhere/in.jsonl"),
+        (["-o", "/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
     ],
 )
 def test_bad_flags_are_refused(
