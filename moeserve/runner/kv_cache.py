@@ -9,8 +9,6 @@ largest group has layers.
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +18,7 @@ from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import BlockMove
 from moeserve.layers.inputs import LayerKV
 from moeserve.loader.spec import ModelSpec
+from moeserve.runner.zeros import lazy_zeros
 
 
 def num_positions(groups: Sequence[KVGroup]) -> int:
@@ -51,14 +50,14 @@ class KVCache:
         block = (groups[0].block_size, spec.num_kv_heads, spec.head_dim)
         self._positions = [
             LayerKV(
-                _zeros((num_blocks, *block), dtype, device),
-                _zeros((num_blocks, *block), dtype, device),
+                lazy_zeros((num_blocks, *block), dtype, device),
+                lazy_zeros((num_blocks, *block), dtype, device),
             )
             for _ in range(num_positions(groups))
         ]
         by_layer = {layer: i for group in groups for i, layer in enumerate(group.layers)}
         self.layers = tuple(self._positions[by_layer[layer]] for layer in range(len(by_layer)))
-        self._store = _zeros((num_cells, len(self._positions), 2, *block), dtype, torch.device("cpu"))
+        self._store = lazy_zeros((num_cells, len(self._positions), 2, *block), dtype, torch.device("cpu"))
 
     def clear_null_block(self) -> None:
         """After dummy runs, which write there."""
@@ -83,12 +82,3 @@ class KVCache:
         """Block numbers on the device, cell numbers on the host."""
         blocks = torch.tensor([move.block for move in moves], dtype=torch.int64, device=self._positions[0].k.device)
         return blocks, torch.tensor([move.cell for move in moves], dtype=torch.int64)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on the host take memory only where they are touched (`torch.zeros` writes every page)."""
-    count = math.prod(shape)
-    if device.type != "cpu" or count == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, count * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)

@@ -5,6 +5,7 @@ The functions below `MemoryFacts` are pure; the operating system is asked in `ho
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,9 +147,12 @@ def plan_kv(asked: KVAsked, groups: Sequence[KVGroup], bytes_per_block: int, bud
     need = (blocks_for(groups, wanted_len, asked.chunk) + 1 + watermark) * bytes_per_block
     have = num_blocks * bytes_per_block
     if fits < groups[0].block_size:
+        one = blocks_for(groups, groups[0].block_size, asked.chunk)
+        least = next(n for n in itertools.count(one + 1) if n - 1 - int(asked.watermark * n) >= one)
         raise DoesNotFit(
-            f"{_mib(have)} for KV blocks of {_mib(bytes_per_block)} cannot hold even one block of a request. Free "
-            "some memory, raise --memory-utilization or --kv-cache-bytes, or choose a smaller model."
+            f"{have:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold even one block of a request: "
+            f"{least * bytes_per_block:,} is the least. Free some memory, raise --memory-utilization or "
+            "--kv-cache-bytes, or choose a smaller model."
         )
     if asked.max_model_len is not None:
         raise DoesNotFit(

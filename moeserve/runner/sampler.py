@@ -35,7 +35,8 @@ class Status:
     FINE, NOT_FINITE, NOTHING_ALLOWED = range(3)
     MESSAGES = (
         "",
-        "the model's logits for this request are not finite numbers",
+        "the model's logits for this request are not finite numbers: the weights are damaged, or float16 is too "
+        "narrow for this model (--dtype bfloat16 or float32)",
         "no token is left to choose: allowed_token_ids, logit_bias and the banned tokens exclude each other",
     )
 

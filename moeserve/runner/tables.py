@@ -20,6 +20,7 @@ from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import I32, BlockDiff
 from moeserve.errors import ConfigError
 from moeserve.runner.upload import Upload
+from moeserve.runner.zeros import lazy_zeros
 
 I64 = NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
@@ -45,7 +46,7 @@ class Tables:
                 f"max_num_seqs={slots} times max_model_len={max_len} needs request tables of {starts[-1]:,} entries; "
                 f"at most {_INT32_MAX:,} fit. Lower one of the two."
             )
-        self.arena = torch.zeros(int(starts[-1]), dtype=torch.int32, device=device)
+        self.arena = lazy_zeros((int(starts[-1]),), torch.int32, device)
         self._block_starts = [int(start) for start in starts[1:-1]]
         self.blocks = tuple(
             self.arena[start : start + slots * n].view(slots, n)

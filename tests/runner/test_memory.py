@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,19 @@ def test_kv_bytes_that_were_asked_for_are_taken_or_refused() -> None:
         plan_kv(asked(kv_cache_bytes=50_001), FULL, 1000, 50_000, 64)
 
 
+@pytest.mark.parametrize("watermark", [0.0, 0.01, 0.5])
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("budget", [0, 999, 1500])
-def test_no_room_for_one_block_is_a_clear_refusal(budget: int) -> None:
-    with pytest.raises(DoesNotFit, match="cannot hold even one block"):
-        plan_kv(asked(), FULL, 1000, budget, 4096)
+def test_no_room_for_one_block_is_refused_with_the_least_that_helps(
+    budget: int, groups: tuple[KVGroup, ...], watermark: float
+) -> None:
+    with pytest.raises(DoesNotFit, match="cannot hold even one block") as refused:
+        plan_kv(asked(watermark=watermark), groups, 1000, budget, 4096)
+    numbers = re.findall(r"([\d,]+) is the least", str(refused.value))
+    least = int(numbers[0].replace(",", ""))
+    assert plan_kv(asked(watermark=watermark), groups, 1000, least, 4096).max_model_len >= 16
+    with pytest.raises(DoesNotFit):
+        plan_kv(asked(watermark=watermark), groups, 1000, least - 1, 4096)
 
 
 @pytest.mark.parametrize("watermark", [0.0, 0.01, 0.3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -98,3 +99,13 @@ def test_sampling_of_an_added_request_does_not_touch_the_tables() -> None:
     assert tables.tokens[0].tolist() == [0] * 5, "staged only"
     tables.apply()
     assert tables.tokens[0].tolist() == [1, 2, 0, 0, 0]
+
+
+def test_tables_take_memory_only_where_they_are_used() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    tables = Tables(1024, 131_072, GROUPS, CPU, HostUpload())
+    tables.add(1023, np.arange(5, dtype=np.int32))
+    tables.apply()
+    assert tables.tokens[1023, :6].tolist() == [0, 1, 2, 3, 4, 0]
+    assert process.memory_info().rss - before < tables.arena.nbytes // 20
