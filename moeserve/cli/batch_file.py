@@ -81,6 +81,8 @@ def open_output(path: Path) -> BinaryIO:
 
 def read_done(path: Path) -> set[str]:
     """custom_ids that the output file already answers. A last line that an earlier run left unfinished is cut off."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
     if not path.exists():
         return set()
     done: set[str] = set()

@@ -51,7 +51,6 @@ async def _run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     async with AsyncExitStack() as stack:
-        output = stack.enter_context(open_output(args.output_file))
         if args.base_url:
             try:
                 client = await stack.enter_async_context(AsyncClient(args.base_url, args.base_url_key))
@@ -59,6 +58,7 @@ async def _run(args: argparse.Namespace) -> int:
                 raise ConfigError(f"--base-url: {error}") from None
         else:
             client = await stack.enter_async_context(local_server(settle(args).config))
+        output = stack.enter_context(open_output(args.output_file))
         failed = await Batch(client, output, quiet=args.disable_tqdm).answer(todo, args.max_concurrency)
     print(f"{len(todo)} lines answered, {failed} of them with an error", file=sys.stderr)
     return 0

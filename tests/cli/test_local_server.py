@@ -41,7 +41,7 @@ def test_a_model_that_cannot_be_served_is_its_own_error(tmp_path: Path, capsys: 
     assert main.main([*argv, str(tmp_path / "model")]) == 3
     error = capsys.readouterr().err
     assert "the server did not start" in error
-    assert "no such file" in error
+    assert "is missing" in error
     assert "Traceback" not in error
     assert not (tmp_path / "out").exists()
 
