@@ -76,7 +76,10 @@ class PrefixCache:
 
     def match(self, request: Request) -> Hit:
         """The longest beginning of the request that is cached, its last token excepted. Holds nothing yet."""
-        if not (self._enabled and request.reads_cache):
+        if not self._enabled:
+            return self._miss
+        self._begin(request)
+        if not request.reads_cache:
             return self._miss
         limit = (len(request.tokens) - 1) // self._block_size
         self._extend(request, request.tokens, limit)
@@ -129,12 +132,20 @@ class PrefixCache:
         if self._store is not None:
             self._store.clear()
 
+    def _begin(self, request: Request) -> None:
+        """Starts the hash chain, again after a reset. Only at an admission: a request that runs through a reset goes
+        on with what it computed before, under hashes that nobody looks for any more."""
+        if request.epoch != self._epoch:
+            request.epoch = self._epoch
+            request.root = root_of(request.salt, self._epoch)
+            request.hashes.clear()
+
     def _extend(self, request: Request, tokens: I32, num_blocks: int) -> None:
         hashes = request.hashes
         if len(hashes) >= num_blocks:
             return
-        if not hashes and not request.root:
-            request.root = root_of(request.salt, self._epoch)
+        if not request.root:
+            self._begin(request)
         parent = hashes[-1] if hashes else request.root
         start = len(hashes) * self._block_size
         hashes.extend(chain(parent, tokens[start : num_blocks * self._block_size], self._block_size))

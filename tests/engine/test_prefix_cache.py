@@ -108,6 +108,20 @@ def test_reset_separates_before_from_after() -> None:
     assert cache.match(request(list(range(12)))).num_blocks == 2
 
 
+def test_a_request_that_waited_through_a_reset_finds_nothing_from_before() -> None:
+    pool = BlockPool(20)
+    cache = PrefixCache(pool, groups_of((4,), 4))
+    running, waiting = request(list(range(12))), request(list(range(12)))
+    for one in (running, waiting):
+        assert cache.match(one).num_blocks == 0
+    blocks = pool.take(2).tolist()
+    cache.register(running, running.tokens, [blocks[:1]], 0)
+    cache.reset()
+    cache.register(running, running.tokens, [blocks[1:]], 1)  # made of what was computed before
+    assert cache.match(waiting).num_blocks == 0
+    assert cache.match(running).num_blocks == 0
+
+
 def test_window_groups_need_only_their_tail_and_all_groups_agree() -> None:
     groups = groups_of((None, 6, 3), 4)
     pool = BlockPool(40)
