@@ -12,6 +12,7 @@ from moeserve.loader.safetensors_file import TensorInfo
 
 SUPPORTED = ("F32", "BF16", "F16")
 _MAX_SHOWN = 5
+_MAX_NAME = 200  # characters: a name in a file may be of any length
 
 
 def check_plan(checkpoint: Checkpoint, plan: WeightPlan) -> None:
@@ -25,7 +26,7 @@ def check_plan(checkpoint: Checkpoint, plan: WeightPlan) -> None:
             problems.append(problem)
     for name, tensor in found.items():
         if name not in wanted and name not in plan.ignore:
-            problems.append(f"tensor {name!r} in {tensor.path.name} has no place in this model")
+            problems.append(f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model")
     if problems:
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_MAX_SHOWN])
