@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.ops.linear import mkldnn_rows
+
 TILE = 64
 QUERY_BLOCK = 64
 SCORES = 1 << 20
 CONTEXT = 1 << 21
-MKLDNN_MIN = 4096  # torch gives smaller bfloat16 products (rows * columns * inner) to another kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def row_pad(dtype: torch.dtype, head_dim: int) -> int:
     """Query rows per product are a multiple of this, so that torch always takes the same kernel."""
     if dtype != torch.bfloat16:
         return 8
-    return 1 << (MKLDNN_MIN // (TILE * head_dim)).bit_length()
+    return mkldnn_rows(TILE * head_dim)
 
 
 def plan_attention(

@@ -16,6 +16,8 @@ from torch import Tensor
 Linear = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N], both of the weight's dtype
 PackLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [N, K], bias [N] or None
 
+# torch computes bfloat16 products of fewer multiplications (rows * columns * inner) with another kernel.
+MKLDNN_MIN = 4096
 # Below this many elements a bfloat16 weight stays plain: oneDNN's packed call costs about 10 us before it starts.
 SMALL_WEIGHT = 32 * 1024
 ROW_BUCKET = 16
@@ -29,6 +31,14 @@ def padded_rows(rows: int, pad: int) -> int:
     """
     step = max(pad, ROW_BUCKET, 1 << max(0, rows.bit_length() - 5)) if rows > ROW_BUCKET else pad
     return max(1, -(-rows // step)) * step
+
+
+def mkldnn_rows(num_elements: int) -> int:
+    """Rows, a power of two, from which every bfloat16 product with so many elements goes through one kernel.
+
+    A 64 x 64 weight -> 2, an 8 x 256 one -> 4, anything larger than 4,096 elements -> 1
+    """
+    return 1 << (MKLDNN_MIN // num_elements).bit_length()
 
 
 class PlainLinear:
@@ -53,7 +63,11 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """The same product with the weight reordered once for oneDNN. It keeps no reference to `weight`."""
+    """The same product with the weight reordered once for oneDNN. It keeps no reference to `weight`.
+
+    A single row is computed as two: oneDNN has a kernel of its own for one row, which sums long inputs (K > 1,024) in
+    another order. The weight is read once all the same.
+    """
 
     __slots__ = ("bias", "packed")
 
@@ -63,6 +77,8 @@ class PackedLinear:
         self.bias = bias
 
     def __call__(self, x_MK: Tensor) -> Tensor:
+        if x_MK.shape[0] == 1:
+            return self(x_MK.repeat(2, 1))[:1]
         y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, self.packed, self.bias, "none", [], "")
         return y_MN
 
@@ -79,5 +95,5 @@ def plain_packer(pad: int) -> PackLinear:
 def onednn_pack(weight: Tensor, bias: Tensor | None) -> Linear:
     """Linear layers by oneDNN, small bfloat16 weights by torch (which calls the same kernel, with the same bits)."""
     if weight.dtype == torch.bfloat16 and weight.numel() < SMALL_WEIGHT:
-        return PlainLinear(weight, bias)
+        return PlainLinear(weight, bias, pad=mkldnn_rows(weight.numel()))
     return PackedLinear(weight, bias)

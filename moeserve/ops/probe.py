@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 ROWS = 48
 SHAPES = ((64, 96), (256, 256), (512, 136))  # inputs, outputs
+DEEP = (2048, 96)  # long sums, each row alone: libraries that split K do it for few rows
+DEEP_ROWS = 256
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 24, 40)
 
 
@@ -36,7 +38,10 @@ def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
             first = (count * 5) % (ROWS - count)
             if not torch.equal(linear(x[first : first + count]), whole[first : first + count]):
                 return False
-    return True
+    k, n = DEEP
+    linear = pack(_values(n, k, seed=k).to(dtype), None)
+    x = _values(DEEP_ROWS, k, seed=n).to(dtype)
+    return torch.equal(torch.cat([linear(row) for row in torch.split(x, 1)]), linear(x))
 
 
 def probe_attention(dtype: torch.dtype) -> None:

@@ -109,6 +109,12 @@ def test_wider_model_with_odd_sizes(dtype: torch.dtype, make_checkpoint: Any) ->
     check(checkpoint.path, dtype, 25, 50, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_as_long_as_in_real_models(dtype: torch.dtype, make_checkpoint: Any) -> None:
+    checkpoint = make_checkpoint("qwen3_moe", hidden_size=1536, moe_intermediate_size=1280, num_hidden_layers=1)
+    check(checkpoint.path, dtype, 6, 50, 1)
+
+
 @pytest.mark.parametrize("block_size", [4, 48, 128])
 def test_block_size_does_not_matter(block_size: int, make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen3_moe").path
