@@ -5,6 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
+from .conftest import running_server
+
 MESSAGES = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
 
 
@@ -114,3 +116,23 @@ async def test_async_client_of_the_package_streams(server):
         )
         chunks = [chunk async for chunk in stream]
     assert chunks[-1].choices[0].finish_reason
+
+
+def test_the_package_retries_when_we_are_full(tmp_path):
+    """A server with room for one: the second request gets 503 and Retry-After, and succeeds once the first is done."""
+    flags = ["--max-num-seqs", "1", "--max-queued-requests", "0"]
+    with running_server(tmp_path / "log", *flags) as server:
+        url = server.url + "/v1"
+        with (
+            openai.OpenAI(base_url=url, api_key="none", max_retries=0) as impatient,
+            openai.OpenAI(base_url=url, api_key="none", max_retries=8) as patient,
+        ):
+            asked = {"model": "demo", "prompt": "Once upon a time", "temperature": 0}
+            stream = impatient.completions.create(**asked, max_tokens=500, stream=True, extra_body={"ignore_eos": True})
+            next(iter(stream))
+            with pytest.raises(openai.InternalServerError) as caught:
+                impatient.completions.create(**asked, max_tokens=1)
+            assert caught.value.status_code == 503
+            assert float(caught.value.response.headers["retry-after"]) > 0
+            assert patient.completions.create(**asked, max_tokens=1).choices[0].text
+            stream.close()
