@@ -174,6 +174,7 @@ async def test_a_step_that_comes_while_the_runner_closes_fails() -> None:
     gate = scripted.launch_gate[0] = threading.Event()
     runner = ThreadedRunner(scripted)
     running = runner.start(plan(0))
+    await asyncio.to_thread(scripted.began.wait, 10)
     closing = asyncio.create_task(asyncio.to_thread(runner.close))
     while True:  # until the order to stop was given
         late = runner.start(plan(1))
