@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeserve.errors import ConfigError
-from moeserve.ops.linear import PackedLinear, PlainLinear, padded_rows
+from moeserve.ops.linear import PackedLinear, PlainLinear, onednn_pack, padded_rows
 from moeserve.ops.probe import probe_attention, probe_linear
 from moeserve.ops.table import pick_ops
 
@@ -59,10 +59,9 @@ def test_rows_keep_their_bits(dtype: torch.dtype, onednn: bool | None, threads: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lone_row_keeps_its_bits_however_long_the_sum(dtype: torch.dtype) -> None:
     """Libraries split long sums for a single row; in bfloat16 few outputs show it, so many are looked at."""
-    ops = pick_ops("cpu", dtype)
     generator = torch.Generator().manual_seed(2)
     for k, n in ((1280, 256), (2048, 256), (4096, 128)):
-        linear = ops.pack_linear(torch.randn(n, k, generator=generator).to(dtype), None)
+        linear = onednn_pack(torch.randn(n, k, generator=generator).to(dtype), None)
         x = torch.randn(250, k, generator=generator).to(dtype)
         whole = linear(x)
         assert torch.equal(torch.cat([linear(row) for row in x.split(1)]), whole), (k, n)
@@ -71,10 +70,9 @@ def test_a_lone_row_keeps_its_bits_however_long_the_sum(dtype: torch.dtype) -> N
 
 def test_tiny_bfloat16_weights_keep_their_rows_bits() -> None:
     """Routers of small models: torch computes products below a size with another kernel."""
-    ops = pick_ops("cpu", torch.bfloat16)
     generator = torch.Generator().manual_seed(3)
     for n, k in ((8, 256), (4, 64), (64, 64), (16, 300)):
-        linear = ops.pack_linear(torch.randn(n, k, generator=generator).bfloat16(), None)
+        linear = onednn_pack(torch.randn(n, k, generator=generator).bfloat16(), None)
         x = torch.randn(6000, k, generator=generator).bfloat16()
         whole = linear(x)
         for rows in (1, 2, 3, 5):
