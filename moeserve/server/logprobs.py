@@ -58,10 +58,6 @@ class CompletionColumns:
         self._num_top = num_top
         self._offset = 0
 
-    def skip(self, text: str) -> None:
-        """Text before the first token that is reported."""
-        self._offset += len(text)
-
     def take(self, token_ids: Sequence[int], rows: Sequence[Logprobs | None]) -> dict[str, Any]:
         """Columns of the next tokens."""
         tokens: list[str] = []
