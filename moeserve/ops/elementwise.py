@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
-GATE_LANES = 64
+LANES = 64  # torch's vectorised loops work on this many elements at a time, or on half or a quarter of them
 
 
 def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
@@ -62,16 +62,23 @@ def silu_mul(gate_up_MI: Tensor, threads: int) -> Tensor:
     [1, 2] -> [1 / (1 + e^-1) * 2] = [1.4621]
     """
     gate, up = gate_up_MI.chunk(2, dim=-1)
+    width = gate.shape[1]
+    if extra := -width % LANES:
+        # No column may meet the scalar tail, which another division of the columns would put elsewhere.
+        gate = F.pad(gate, (0, extra))
     if gate.numel() <= TORCH_GRAIN or threads == 1:
-        return F.silu(gate).mul_(up)
-    out = torch.empty_like(gate)
+        return F.silu(gate)[:, :width].mul_(up).contiguous()
+    out = torch.empty_like(up)
     for rows in row_pieces(gate.shape[0], gate.shape[1], threads):
-        torch.mul(F.silu(gate[rows]), up[rows], out=out[rows])
+        for start in range(0, width, TORCH_GRAIN):
+            columns = slice(start, start + TORCH_GRAIN)
+            up_part = up[rows, columns]
+            torch.mul(F.silu(gate[rows, columns])[:, : up_part.shape[1]], up_part, out=out[rows, columns])
     return out
 
 
 def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
-    """sigmoid of the first of GATE_LANES columns, fp32 [T, 1]: a lone column would meet torch's scalar tail."""
+    """sigmoid of the first of LANES columns, fp32 [T, 1]: a lone column would meet torch's scalar tail."""
     wide = logits_TL.float()
     out = torch.empty_like(wide)
     for rows in row_pieces(wide.shape[0], wide.shape[1], threads):

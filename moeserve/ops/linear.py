@@ -1,4 +1,5 @@
-"""Matrix products with constant weights: y = x W^T + b, where a row's bits never depend on the other rows.
+"""Matrix products with constant weights: y = x W^T + b, where a row's bits never depend on the other rows, nor a
+column's on the other columns: tensor-parallel ranks compute some columns each.
 
 M rows, K inputs, N outputs. A `Linear` is packed once at start and called every step. Two kinds: `PlainLinear` is
 torch's own and the reference; `PackedLinear` holds the weight in oneDNN's blocked layout, which saves reordering it in
@@ -21,6 +22,9 @@ MKLDNN_MIN = 4096
 # Below this many elements a bfloat16 weight stays plain: oneDNN's packed call costs about 10 us before it starts.
 SMALL_WEIGHT = 32 * 1024
 ROW_BUCKET = 16
+# Both libraries have kernels of their own for fewer columns (torch's for 1 to 8, oneDNN's for 1) that sum in another
+# order: such weights are widened with zeros.
+NARROW = 16
 
 
 def padded_rows(rows: int, pad: int) -> int:
@@ -47,19 +51,18 @@ class PlainLinear:
     x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
     """
 
-    __slots__ = ("bias", "pad", "weight")
+    __slots__ = ("bias", "columns", "pad", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pad: int = 1) -> None:
-        self.weight = weight
-        self.bias = bias
+        self.columns = weight.shape[0]
+        self.weight, self.bias = _widened(weight, bias)
         self.pad = pad
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         rows = x_MK.shape[0]
-        extra = -rows % self.pad
-        if not extra:
-            return F.linear(x_MK, self.weight, self.bias)
-        return F.linear(F.pad(x_MK, (0, 0, 0, extra)), self.weight, self.bias)[:rows]
+        if extra := -rows % self.pad:
+            x_MK = F.pad(x_MK, (0, 0, 0, extra))
+        return _narrowed(F.linear(x_MK, self.weight, self.bias)[:rows], self.columns)
 
 
 class PackedLinear:
@@ -69,24 +72,38 @@ class PackedLinear:
     another order. The weight is read once all the same.
     """
 
-    __slots__ = ("bias", "packed")
+    __slots__ = ("bias", "columns", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.columns = weight.shape[0]
+        weight, self.bias = _widened(weight, bias)
         # 64 is the row count that oneDNN lays the weight out for; any other count may use it.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-        self.bias = bias
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         if x_MK.shape[0] == 1:
             return self(x_MK.repeat(2, 1))[:1]
         y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, self.packed, self.bias, "none", [], "")
-        return y_MN
+        return _narrowed(y_MN, self.columns)
+
+
+def _widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    missing = max(0, NARROW - weight.shape[0])
+    if not missing:
+        return weight, bias
+    return F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
+
+
+def _narrowed(y_MN: Tensor, columns: int) -> Tensor:
+    return y_MN if columns >= NARROW else y_MN[:, :columns].contiguous()
 
 
 def plain_packer(pad: int) -> PackLinear:
     """Linear layers by torch, rows padded to a multiple of `pad`."""
 
     def pack(weight: Tensor, bias: Tensor | None) -> Linear:
+        if weight.untyped_storage().nbytes() > weight.nbytes:
+            weight = weight.clone()  # a part of a larger tensor would keep all of it in memory
         return PlainLinear(weight, bias, pad=pad)
 
     return pack

@@ -7,6 +7,7 @@ is padded. torch's libraries choose code by shape, so this holds only where some
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from moeserve.ops.attention import TILE, attention, plan_attention
 from moeserve.ops.linear import PackLinear
+from moeserve.ops.native_linear import native_pack
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,32 @@ def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
     linear = pack(_values(n, k, seed=k).to(dtype), None)
     x = _values(DEEP_ROWS, k, seed=n).to(dtype)
     return torch.equal(torch.cat([linear(row) for row in torch.split(x, 1)]), linear(x))
+
+
+def probe_native(dtype: torch.dtype) -> str | None:
+    """What the native kernels in use compute wrongly on this machine, or None: each is compared with torch's."""
+    from moeserve.ops import elementwise, native_attention, native_rows
+
+    if not probe_linear(native_pack, dtype):
+        return "the bits of products depend on the row count"
+    close = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
+    weight, x = _values(136, 264, seed=0).to(dtype), _values(9, 264, seed=1).to(dtype)
+    norm_D = _values(264, seed=2).abs()
+    q = _values(70, 4, 64, seed=3).to(dtype)
+    caches = [_values(8, 10, 2, 64, seed=seed).to(dtype) for seed in (4, 5)]
+    step: Any = torch.arange(1, 8)[None], 10, None, np.array([0], np.int32), np.array([0, 70], np.int32), 4, 2, 64
+    pairs = {
+        "products": (native_pack(weight, None)(x), x.double() @ weight.double().T),
+        "norms": (native_rows.rms_norm(x, norm_D, 1e-6), elementwise.rms_norm(x.float(), norm_D, 1e-6)),
+        "attention": (
+            native_attention.attention(q / 8, caches[0], caches[1], native_attention.plan_attention(*step)),
+            attention(q / 8, caches[0], caches[1], plan_attention(*step)),
+        ),
+    }
+    for what, (ours, reference) in pairs.items():
+        if not torch.allclose(ours.double(), reference.double(), rtol=close, atol=close):
+            return f"{what} differ from torch's by up to {(ours.double() - reference.double()).abs().max():.3g}"
+    return None
 
 
 def probe_attention(dtype: torch.dtype) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise
+from moeserve.ops import attention, elementwise, native_attention, native_linear, native_rows, prologue
 from moeserve.ops.linear import PackLinear, onednn_pack, padded_rows, plain_packer
 from moeserve.ops.memory import keep_freed_memory
-from moeserve.ops.probe import probe_attention, probe_linear
+from moeserve.ops.native import native
+from moeserve.ops.probe import probe_attention, probe_linear, probe_native
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +25,8 @@ class Ops:
     """Every kernel that model code calls. Meanings, shapes and examples are at the functions of the same names.
 
     pad_rows(n): how many rows a step or an expert with n rows is computed with; what the rest holds is irrelevant.
-    pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout.
+    pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native: whether these
+    are the kernels of csrc/, which have a kernel for experts, too.
     """
 
     device: torch.device
@@ -33,51 +36,98 @@ class Ops:
     pack_linear: PackLinear
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_gate: Callable[[Tensor], Tensor]
+    native: bool = False
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
-    rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rotary
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = elementwise.write_kv
     route: Callable[[Tensor, int, str, bool], tuple[Tensor, Tensor]] = elementwise.route
-    plan_attention: Callable[..., attention.AttentionPlan] = attention.plan_attention
-    attention: Callable[[Tensor, Tensor, Tensor, attention.AttentionPlan], Tensor] = attention.attention
+    prologue: Callable[..., Tensor] = prologue.prologue
+    plan_attention: Callable[..., Any] = attention.plan_attention
+    attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attention.attention  # takes this table's own plans
 
     def describe(self) -> str:
         return ", ".join(f"{kernel}: {how}" for kernel, how in self.chosen)
 
 
-def pick_ops(device: torch.device | str, dtype: torch.dtype, *, onednn: bool | None = None) -> Ops:
+Choice = Literal["auto", "native", "onednn", "torch"]
+
+
+def pick_ops(
+    device: torch.device | str, dtype: torch.dtype, kernels: Choice = "auto", *, head_dim: int | None = None
+) -> Ops:
     """Choose the kernels for this machine, after probing that their bits do not depend on the batch.
 
-    On a CPU it also tells the C library to keep freed memory (ops/memory.py). Call it after the thread count is set.
-    onednn: None takes oneDNN's packed products where they work; True demands them; False takes plain torch. Raises
-    ConfigError for a dtype that no kernel serves.
+    On a CPU it also tells the C library to keep freed memory (ops/memory.py). Call it after the thread count is set:
+    native kernels compute with as many, and leave torch one, since threads of two pools would wait for each other.
+    kernels: auto takes native ones, else oneDNN's packed products, else plain torch, whatever works; the others demand
+    one. head_dim: of the model, for which native attention must be made. Raises ConfigError for a dtype that no kernel
+    serves, or where what is demanded does not work.
     """
     device = torch.device(device)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
     if device.type != "cpu":
+        if kernels != "auto":
+            raise ConfigError(f"kernels: {kernels} is for CPUs; choose kernels: auto on {device.type}")
         return _table(device, dtype, plain_packer(1), 1, "torch on " + device.type, 1)
     keep_freed_memory()
-    how = "torch"
-    if onednn is not False:
-        obstacle = _onednn_obstacle(dtype)
-        if obstacle is None:
-            probe_attention(dtype)
-            return _table(device, dtype, onednn_pack, 1, "oneDNN, packed", torch.get_num_threads())
-        if onednn:
-            raise ConfigError(f"{obstacle}; leave onednn unset to use plain torch")
-        how = f"torch ({obstacle})"
-    for pad in (1, 8, 16, 32):
-        if probe_linear(plain_packer(pad), dtype):
-            probe_attention(dtype)
-            return _table(device, dtype, plain_packer(pad), pad, f"{how}, rows in {pad}s", torch.get_num_threads())
-    log.warning("products of %s depend on the row count at every padding up to 32 on this machine: "
-                "a request's tokens may depend on what else is in the batch", dtype)  # fmt: skip
-    return _table(device, dtype, plain_packer(32), 32, f"{how}, not batch-invariant", torch.get_num_threads())
+    obstacles: list[str] = []
+    for name, obstacle_of, table_of in (("native", _native_obstacle, _native), ("onednn", _onednn_obstacle, _onednn)):
+        if kernels in ("auto", name):
+            obstacle = obstacle_of(dtype, head_dim)
+            if obstacle is None:
+                if obstacles:
+                    log.info("%s; %s serves", "; ".join(obstacles), name)
+                return table_of(device, dtype)
+            if kernels == name:
+                raise ConfigError(f"{obstacle}; choose kernels: auto")
+            obstacles.append(obstacle)
+    return _torch(device, dtype, obstacles)
 
 
-def _onednn_obstacle(dtype: torch.dtype) -> str | None:
+def _native_obstacle(dtype: torch.dtype, head_dim: int | None) -> str | None:
+    """Why the native kernels cannot serve here, or None; then the best of them that computes rightly is in use."""
+    module: Any = native()
+    if module is None or not module.supported_isas():
+        return "there are no native kernels for this machine"
+    if head_dim is not None and not native_attention.serves(head_dim):
+        return f"native attention does not know heads of width {head_dim}"
+    for isa in reversed(module.supported_isas()):
+        module.use_isa(isa)
+        wrong = probe_native(dtype)
+        if wrong is None:
+            return None
+        log.warning("the native kernels for %s do not serve: %s; please report this processor", isa, wrong)
+    return "no native kernels compute rightly here"
+
+
+def _native(device: torch.device, dtype: torch.dtype) -> Ops:
+    module: Any = native()
+    threads = torch.get_num_threads()
+    module.set_threads([-1] * threads)
+    torch.set_num_threads(1)
+    ops = Ops(
+        device=device,
+        dtype=dtype,
+        chosen=(("all", f"native, {module.serving_isa()}"),),
+        native=True,
+        pad_rows=lambda rows: max(1, rows),
+        pack_linear=native_linear.native_pack,
+        silu_mul=native_rows.silu_mul,
+        sigmoid_gate=native_rows.sigmoid_gate,
+        rms_norm=native_rows.rms_norm,
+        add_rms_norm=native_rows.add_rms_norm,
+        embedding=native_rows.embedding,
+        route=native_rows.route,
+        prologue=native_rows.prologue,
+        plan_attention=native_attention.plan_attention,
+        attention=native_attention.attention,
+    )
+    log.info("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.describe())
+    return ops
+
+
+def _onednn_obstacle(dtype: torch.dtype, head_dim: int | None) -> str | None:
     """Why oneDNN's packed products cannot serve here, or None."""
     if dtype == torch.float16:
         return "oneDNN is not faster in float16"
@@ -86,6 +136,23 @@ def _onednn_obstacle(dtype: torch.dtype) -> str | None:
     except RuntimeError as error:  # no oneDNN in this build, or no support for the dtype on this processor
         return f"oneDNN cannot pack {dtype} here: {str(error).splitlines()[0]}"
     return None if invariant else "oneDNN's products depend on the row count here"
+
+
+def _onednn(device: torch.device, dtype: torch.dtype) -> Ops:
+    probe_attention(dtype)
+    return _table(device, dtype, onednn_pack, 1, "oneDNN, packed", torch.get_num_threads())
+
+
+def _torch(device: torch.device, dtype: torch.dtype, obstacles: list[str]) -> Ops:
+    """obstacles: why nothing better serves."""
+    how = f"torch ({'; '.join(obstacles)})" if obstacles else "torch"
+    for pad in (1, 8, 16, 32):
+        if probe_linear(plain_packer(pad), dtype):
+            probe_attention(dtype)
+            return _table(device, dtype, plain_packer(pad), pad, f"{how}, rows in {pad}s", torch.get_num_threads())
+    log.warning("products of %s depend on the row count at every padding up to 32 on this machine: "
+                "a request's tokens may depend on what else is in the batch", dtype)  # fmt: skip
+    return _table(device, dtype, plain_packer(32), 32, f"{how}, not batch-invariant", torch.get_num_threads())
 
 
 def _table(device: torch.device, dtype: torch.dtype, pack: PackLinear, pad: int, how: str, threads: int) -> Ops:

@@ -45,9 +45,21 @@ def test_rows_of_activations_and_norms_keep_their_bits(width: int, dtype: torch.
         part = slice(first, first + rows)
         assert torch.equal(e.silu_mul(x[part], threads), whole[part]), rows
         assert torch.equal(e.rms_norm(x[part], weight, 1e-6), normed[part]), rows
-    gates = torch.randn(1500, e.GATE_LANES)
+    gates = torch.randn(1500, e.LANES)
     assert torch.equal(e.sigmoid_gate(gates, threads)[40:41], e.sigmoid_gate(gates[40:41], threads))
     assert e.sigmoid_gate(gates, threads)[3].item() == pytest.approx(gates[3, 0].sigmoid().item())
+
+
+@pytest.mark.parametrize("width", [90, 192, 1000, 66_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_columns_of_activations_keep_their_bits(width: int, dtype: torch.dtype, threads: int) -> None:
+    """However the columns are divided among ranks, none meets torch's scalar code where another division does not."""
+    gate, up = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(4)).to(dtype)
+    whole = e.silu_mul(torch.cat((gate, up), 1), threads)
+    for size in (2, 3, 8):
+        parts = [e.silu_mul(torch.cat(pair, 1), threads) for pair in
+                 zip(gate.tensor_split(size, 1), up.tensor_split(size, 1), strict=True)]  # fmt: skip
+        assert torch.equal(torch.cat(parts, 1), whole)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5, 16])

@@ -10,7 +10,8 @@ import torch
 from moeserve.errors import ConfigError
 from moeserve.ops.linear import PackedLinear, PlainLinear, onednn_pack, padded_rows
 from moeserve.ops.probe import probe_attention, probe_linear
-from moeserve.ops.table import pick_ops
+from moeserve.ops.table import Choice, pick_ops
+from tests.ops.choices import CHOICES, ops_of
 
 
 @pytest.fixture(params=[1, 2])
@@ -27,6 +28,16 @@ def test_example() -> None:
         assert linear(torch.tensor([[1.0, 2.0]])).tolist() == [[16.0]]
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN can pack such weights on this processor; bfloat16 needs AVX-512."""
+    try:
+        PackedLinear(torch.ones(16, 16, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN does not pack bfloat16 on this processor")
 def test_packed_bfloat16_has_the_bits_of_plain() -> None:
     """What lets small weights stay plain, and a tied embedding be packed."""
     generator = torch.Generator().manual_seed(0)
@@ -39,10 +50,10 @@ def test_packed_bfloat16_has_the_bits_of_plain() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("onednn", [None, False])
-def test_rows_keep_their_bits(dtype: torch.dtype, onednn: bool | None, threads: int) -> None:
+@pytest.mark.parametrize("kernels", CHOICES)
+def test_rows_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: int) -> None:
     """More shapes, counts and places than the probe at start looks at; views with a row stride too."""
-    ops = pick_ops("cpu", dtype, onednn=onednn)
+    ops = ops_of(dtype, kernels)
     generator = torch.Generator().manual_seed(1)
     for k, n in ((1024, 72), (96, 1000), (320, 256)):
         linear = ops.pack_linear(torch.randn(n, k, generator=generator).to(dtype), None)
@@ -56,9 +67,32 @@ def test_rows_keep_their_bits(dtype: torch.dtype, onednn: bool | None, threads: 
         assert torch.equal(linear(wide[:, k:]), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernels", CHOICES)
+def test_columns_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: int) -> None:
+    """What tensor parallelism relies on: a share of the columns, down to one, has the bits of the whole product,
+    though another kernel or padding may serve its size."""
+    ops = ops_of(dtype, kernels)
+    generator = torch.Generator().manual_seed(3)
+    for k, n in ((32, 64), (96, 301), (200, 48), (520, 256), (1024, 96), (2048, 40)):
+        weight = torch.randn(n, k, generator=generator).to(dtype)
+        bias = torch.randn(n, generator=generator).to(dtype)
+        x = torch.randn(33, k, generator=generator).to(dtype)
+        whole = ops.pack_linear(weight, bias)
+        for size in (2, 3, 4, 8, 16, n):
+            each = -(-n // size)
+            for start in {0, (size // 2) * each, max(0, n - each)}:
+                part = slice(start, start + each)
+                share = ops.pack_linear(weight[part].contiguous(), bias[part].contiguous())
+                for rows in (1, 2, 16, 33):
+                    assert torch.equal(share(x[:rows]), whole(x[:rows])[:, part]), (k, n, size, start, rows)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lone_row_keeps_its_bits_however_long_the_sum(dtype: torch.dtype) -> None:
     """Libraries split long sums for a single row; in bfloat16 few outputs show it, so many are looked at."""
+    if not packs(dtype):
+        pytest.skip("oneDNN does not pack bfloat16 on this processor")
     generator = torch.Generator().manual_seed(2)
     for k, n in ((1280, 256), (2048, 256), (4096, 128)):
         linear = onednn_pack(torch.randn(n, k, generator=generator).to(dtype), None)
@@ -104,6 +138,7 @@ def test_probe_of_attention_says_when_bits_differ(
 def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import moeserve.ops.table as table
 
+    monkeypatch.setattr(table, "native", lambda: None)
     monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: isinstance(pack(torch.ones(1, 1), None), PlainLinear)
                         and pack(torch.ones(1, 1), None).pad == 16)  # fmt: skip
     ops = pick_ops("cpu", torch.float32)
@@ -129,16 +164,18 @@ def test_a_processor_without_packed_products_is_served_by_torch(monkeypatch: pyt
     def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
         raise NotImplementedError("no such operator\nand a long story")
 
+    monkeypatch.setattr(table, "native", lambda: None)
     monkeypatch.setattr(table, "onednn_pack", pack)
     described = pick_ops("cpu", torch.float32).describe()
-    assert "torch (oneDNN cannot pack torch.float32 here: no such operator), rows in" in described
-    with pytest.raises(ConfigError, match="no such operator; leave onednn unset"):
-        pick_ops("cpu", torch.float32, onednn=True)
+    assert "machine; oneDNN cannot pack torch.float32 here: no such operator), rows in" in described
+    with pytest.raises(ConfigError, match="no such operator; choose kernels: auto"):
+        pick_ops("cpu", torch.float32, "onednn")
 
 
 def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import moeserve.ops.table as table
 
+    monkeypatch.setattr(table, "native", lambda: None)
     monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: False)
     assert "not batch-invariant" in pick_ops("cpu", torch.float32).describe()
     assert "may depend on what else is in the batch" in caplog.text
@@ -147,5 +184,43 @@ def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog
 def test_refuses_other_dtypes() -> None:
     with pytest.raises(ConfigError, match="float64"):
         pick_ops("cpu", torch.float64)
-    with pytest.raises(ConfigError, match="leave onednn unset"):
-        pick_ops("cpu", torch.float16, onednn=True)
+    with pytest.raises(ConfigError, match="choose kernels: auto"):
+        pick_ops("cpu", torch.float16, "onednn")
+
+
+def test_native_kernels_that_compute_wrongly_do_not_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import moeserve.ops.table as table
+
+    if not ops_of(torch.float32, "native").native:
+        pytest.skip("no native kernels here")
+    monkeypatch.setattr(table, "probe_native", lambda dtype: "norms differ from torch's by up to 3")
+    assert not pick_ops("cpu", torch.float32).native
+    assert "norms differ from torch's by up to 3; please report this processor" in caplog.text
+    with pytest.raises(ConfigError, match="no native kernels compute rightly here"):
+        pick_ops("cpu", torch.float32, "native")
+
+
+def test_kernels_are_chosen_for_cpus_only() -> None:
+    assert pick_ops("meta", torch.float32).pad_rows(5) == 5
+    with pytest.raises(ConfigError, match="kernels: native is for CPUs; choose kernels: auto on meta"):
+        pick_ops("meta", torch.float32, "native")
+
+
+def test_heads_that_native_attention_does_not_know() -> None:
+    assert not pick_ops("cpu", torch.float32, head_dim=12).native
+    with pytest.raises(ConfigError, match="width 12; choose kernels: auto"):
+        pick_ops("cpu", torch.float32, "native", head_dim=12)
+
+
+def test_the_probe_sees_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moeserve.ops import native_attention, native_rows, probe
+
+    ops_of(torch.float32, "native")
+    assert probe.probe_native(torch.float32) is None
+    for module, name, what in ((native_rows, "rms_norm", "norms"), (native_attention, "attention", "attention")):
+        function = getattr(module, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *args, _function=function: _function(*args) * 1.01)
+            assert what in (probe.probe_native(torch.float32) or "")

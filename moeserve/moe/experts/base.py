@@ -5,7 +5,8 @@ e local slots, P received rows, D model width, I expert width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -31,13 +32,19 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCaps:
-    """What a kernel can compute; `plan_moe` compares it with backends and model once at start."""
+    """What a kernel can compute; `plan_moe` compares it with backends and model once at start.
+
+    not_on: why it does not run on a device, where that needs a reason. width_step: elements that the model's width and
+    an expert's must be multiples of.
+    """
 
     name: str
     layouts: frozenset[Layout]
     dtypes: frozenset[str]
     devices: frozenset[str]
     graph_safe: bool = False
+    not_on: Mapping[str, str] = field(default_factory=dict)
+    width_step: int = 1
 
 
 class Experts(Protocol):
@@ -48,6 +55,22 @@ class Experts(Protocol):
 
     def pack(self, weights: ExpertWeights) -> Any:
         """The weights in this kernel's own layout, slot by slot; keeps none of the tensors that it replaces."""
+        ...
+
+    def pack_slot(self, w13_FD: Tensor, w2_DI: Tensor) -> Any:
+        """One expert's weights in this kernel's layout, ready for `put`; may run in any thread while others compute."""
+        ...
+
+    def put(self, packed: Any, slot: int, one: Any) -> None:
+        """Replaces the expert in a slot, between two steps. Takes no longer than copying one expert."""
+        ...
+
+    def take(self, packed: Any, slot: int) -> Any:
+        """The expert in a slot, as `put` takes it; stays what it is when the slot gets another. Any thread may ask."""
+        ...
+
+    def stack(self, ones: Sequence[Any]) -> Any:
+        """Packed weights with these experts in slots 0, 1, ...; each came from `pack_slot` or `take`."""
         ...
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor, scratch: Scratch) -> None:

@@ -6,6 +6,8 @@ experts without rows are skipped, and row counts are rounded up over the followi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,8 +34,19 @@ class ReferenceExperts:
         self._ops = ops
 
     def pack(self, weights: ExpertWeights) -> Packed:
-        pack = self._ops.pack_linear
-        return [(pack(w13, None), pack(w2, None)) for w13, w2 in zip(weights.w13_eFD, weights.w2_eDI, strict=True)]
+        return [self.pack_slot(w13, w2) for w13, w2 in zip(weights.w13_eFD, weights.w2_eDI, strict=True)]
+
+    def pack_slot(self, w13_FD: Tensor, w2_DI: Tensor) -> tuple[Linear, Linear]:
+        return self._ops.pack_linear(w13_FD, None), self._ops.pack_linear(w2_DI, None)
+
+    def put(self, packed: Packed, slot: int, one: tuple[Linear, Linear]) -> None:
+        packed[slot] = one
+
+    def take(self, packed: Packed, slot: int) -> tuple[Linear, Linear]:
+        return packed[slot]
+
+    def stack(self, ones: Sequence[tuple[Linear, Linear]]) -> Packed:
+        return list(ones)
 
     def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
         ops = self._ops

@@ -1,0 +1,187 @@
+// Matrix products with packed weights. moeserve/ops/native_linear.py and moe/experts/native.py are the only callers.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "bindings/bindings.hpp"
+#include "kernels/pack.hpp"
+#include "kernels/table.hpp"
+#include "pool/scratch.hpp"
+
+namespace py = pybind11;
+
+namespace moeserve {
+namespace {
+
+using Counts = py::array_t<int64_t, py::array::c_style>;
+
+constexpr size_t kMostRows = 48;                // of a part: a whole number of tiles for every instruction set
+constexpr size_t kPartBytes = 384 << 10;        // of a part's rows as floats: they are to stay in a core's L2 cache
+constexpr size_t kTilesStep = 6;                // parts are a multiple of this, where there are several
+constexpr size_t kTakes = 64;                   // times that a worker asks for tasks, about: few enough to keep it busy
+
+size_t most_rows(size_t depth) { return std::clamp(kPartBytes / (4 * depth) / 12 * 12, size_t{12}, kMostRows); }
+
+/// Rows [first, first + count) of a slot in nearly equal parts of at most `most` rows.
+void divide(size_t slot, size_t first, size_t count, size_t most, std::vector<Part>& parts) {
+    const size_t number = (count + most - 1) / most;
+    const size_t each = number > 1 ? (count + number - 1) / number + kTilesStep - 1 : count;
+    const size_t step = number > 1 ? each / kTilesStep * kTilesStep : count;
+    for (size_t begin = 0; begin < count; begin += step) parts.push_back({slot, first + begin, std::min(step, count - begin)});
+}
+
+/// Computes a product over all parts on the threads of the pool. Threads take tasks as they finish: bytes and rows of
+/// tasks differ, and so does what else a core does.
+void multiply(ProductArgs args, const std::vector<Part>& parts) {
+    args.parts = parts.data();
+    for (const Part& part : parts) args.most_rows = std::max(args.most_rows, part.count);
+    const std::shared_ptr<Pool> threads = pool();
+    const size_t num_threads = static_cast<size_t>(threads->size());
+    std::vector<size_t> held(num_threads * (64 / sizeof(size_t)), ~size_t{0});
+    args.held = held.data();
+    const auto run = [](void* context, size_t begin, size_t end, int worker) {
+        kernels()->product(*static_cast<const ProductArgs*>(context), begin, end, worker);
+    };
+    const size_t tasks = parts.size() * args.units();
+    threads->share(tasks, tasks / (num_threads * kTakes), Work{run, &args});
+}
+
+ProductArgs product_args(Type type, const Packing& packing, const uint8_t* weights) {
+    ProductArgs args{};
+    args.type = type;
+    args.weights = weights;
+    args.weight_type = packing.type;
+    args.depth = packing.depth;
+    args.columns = packing.columns;
+    args.num_blocks = packing.num_blocks();
+    args.block_bytes = packing.block_bytes();
+    args.group = packing.group;
+    args.zero_points = packing.zero_points;
+    return args;
+}
+
+/// y [rows, columns] = x [rows, depth] times one packed matrix. bias: fp32, filled up to whole blocks, or null.
+void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
+            Address y) {
+    ProductArgs args = product_args(type, packing, at<uint8_t>(weights));
+    args.bias = at<float>(bias);
+    args.x = at<void>(x);
+    args.x_stride = x_stride;
+    args.y = at<void>(y);
+    args.y_stride = packing.columns;
+    std::vector<Part> parts;
+    divide(0, 0, rows, most_rows(packing.depth), parts);
+    multiply(args, parts);
+}
+
+/// Gated experts over rows in the order of their slots. A slot is gate and up in alternating blocks (each as `gate_up`
+/// says), then `down`.
+void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes,
+             const std::vector<size_t>& counts, Address x, size_t x_stride, Address y, size_t y_stride) {
+    std::vector<Part> into, back;
+    size_t rows = 0;
+    for (size_t slot = 0; slot < counts.size(); ++slot) {
+        divide(slot, rows, counts[slot], most_rows(gate_up.depth), into);
+        divide(slot, rows, counts[slot], most_rows(down.depth), back);
+        rows += counts[slot];
+    }
+    const size_t element = type == Type::fp32 ? 4 : 2;
+    uint8_t* hidden = scratch(Scratch::hidden, rows * gate_up.columns * element);
+
+    ProductArgs first = product_args(type, gate_up, at<uint8_t>(weights));
+    first.gated = true;
+    first.num_blocks *= 2;
+    first.slot_bytes = slot_bytes;
+    first.x = at<void>(x);
+    first.x_stride = x_stride;
+    first.y = hidden;
+    first.y_stride = gate_up.columns;
+    multiply(first, into);
+
+    ProductArgs second = product_args(type, down, at<uint8_t>(weights) + 2 * gate_up.bytes());
+    second.slot_bytes = slot_bytes;
+    second.x = hidden;
+    second.x_stride = down.depth;
+    second.y = at<void>(y);
+    second.y_stride = y_stride;
+    multiply(second, back);
+}
+
+/// Packs a matrix, block n to `to` + n * step. all_threads: shares the work with the pool, whose other callers then wait.
+void pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, bool all_threads) {
+    struct Job {
+        const Packing& packing;
+        const Unpacked& from;
+        uint8_t* to;
+        size_t step;
+    } job{packing, from, to, step};
+    if (!all_threads) return pack(packing, from, to, step, 0, packing.num_blocks());
+    const auto run = [](void* context, size_t begin, size_t end, int) {
+        const Job& job = *static_cast<Job*>(context);
+        pack(job.packing, job.from, job.to, job.step, begin, end);
+    };
+    pool()->share(packing.num_blocks(), 4, Work{run, &job});
+}
+
+/// Asks for large pages where the kernel gives them only on demand: decoding reads weights faster with fewer of them.
+void advise_huge_pages([[maybe_unused]] Address address, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+    constexpr uintptr_t kPage = 4096;
+    const uintptr_t begin = (address + kPage - 1) / kPage * kPage, end = (address + bytes) / kPage * kPage;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only advice: may be refused
+#endif
+}
+
+Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool zero_points) {
+    if (!depth || !columns) throw std::invalid_argument("a packed matrix has inputs and outputs");
+    if (type == Type::fp8) throw std::invalid_argument("fp8 weights cannot be packed");
+    if ((type == Type::int4) != (group > 0) || group % 8) throw std::invalid_argument("groups of 8 n inputs are for int4");
+    return {type, depth, columns, group, zero_points};
+}
+
+}  // namespace
+
+void bind_products(py::module_& m) {
+    py::class_<Packing>(m, "Packing")
+        .def(py::init(&packing_of), py::arg("type"), py::arg("depth"), py::arg("columns"), py::arg("group") = 0,
+             py::arg("zero_points") = false)
+        .def_property_readonly("block_bytes", &Packing::block_bytes)
+        .def_property_readonly("bytes", &Packing::bytes);
+    m.def(
+        "pack",
+        [](const Packing& packing, Address weights, size_t stride, Address scales, Address zero_points, Address to,
+           size_t step, bool all_threads) {
+            pack_all(packing, {at<void>(weights), stride, at<float>(scales), at<float>(zero_points)}, at<uint8_t>(to),
+                     step, all_threads);
+        },
+        Unlocked(), py::arg("packing"), py::arg("weights"), py::arg("stride"), py::arg("scales"), py::arg("zero_points"),
+        py::arg("to"), py::arg("step"), py::arg("all_threads"));
+    m.def("linear", &linear, Unlocked(), py::arg("type"), py::arg("packing"), py::arg("weights"), py::arg("bias"),
+          py::arg("x"), py::arg("x_stride"), py::arg("rows"), py::arg("y"));
+    m.def(
+        "experts",
+        [](Type type, const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes,
+           const Counts& counts, Address x, size_t x_stride, Address y, size_t y_stride) {
+            const std::vector<size_t> rows(counts.data(), counts.data() + counts.size());
+            py::gil_scoped_release unlocked;
+            experts(type, gate_up, down, weights, slot_bytes, rows, x, x_stride, y, y_stride);
+        },
+        py::arg("type"), py::arg("gate_up"), py::arg("down"), py::arg("weights"), py::arg("slot_bytes"),
+        py::arg("counts"), py::arg("x"), py::arg("x_stride"), py::arg("y"), py::arg("y_stride"));
+    m.def("advise_huge_pages", &advise_huge_pages, py::arg("address"), py::arg("bytes"));
+    m.def(
+        "product_reference",
+        [](Address x, size_t rows, size_t depth, Address w, size_t columns, Address y) {
+            product_reference(at<float>(x), rows, depth, at<float>(w), columns, at<float>(y));
+        },
+        Unlocked(), py::arg("x"), py::arg("rows"), py::arg("depth"), py::arg("w"), py::arg("columns"), py::arg("y"));
+}
+
+}  // namespace moeserve

@@ -1,0 +1,135 @@
+// Kernels on rows: everything elementwise or row-wise. moeserve/ops/native_rows.py is their only caller.
+#include <pybind11/numpy.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings/bindings.hpp"
+#include "core/grouping.hpp"
+#include "core/weighted_sum.hpp"
+#include "kernels/row_args.hpp"
+#include "kernels/table.hpp"
+
+namespace py = pybind11;
+
+namespace moeserve {
+namespace {
+
+using Counts = py::array_t<int64_t, py::array::c_style>;
+
+constexpr size_t kWorthSharing = 1 << 15;  // elements: about 10 us, a few times what it takes to wake the others
+
+/// Calls rows(begin, end) for [0, count), `width` elements each, on the pool's threads if there are enough of them. Small
+/// calls keep the interpreter's lock: getting it back may take longer than they do.
+template <class Rows>
+void over_rows(size_t count, size_t width, const Rows& rows) {
+    if (count * width < kWorthSharing) return rows(size_t{0}, count);
+    py::gil_scoped_release unlocked;
+    const auto run = [](void* context, size_t begin, size_t end, int) {
+        if (begin < end) (*static_cast<const Rows*>(context))(begin, end);
+    };
+    pool()->split(count, Work{run, const_cast<Rows*>(&rows)});
+}
+
+template <class Args>
+void over_rows(void (*kernel)(const Args&, size_t, size_t), const Args& args, size_t count, size_t width) {
+    over_rows(count, width, [&](size_t begin, size_t end) { kernel(args, begin, end); });
+}
+
+void bind_dense(py::module_& m) {
+    m.def("rms_norm", [](Type type, size_t rows, size_t width, Address x, size_t stride, Address weight, float eps,
+                         Address out) {
+        const NormArgs args{type, width, at<void>(x), stride, nullptr, 0, at<float>(weight), eps, at<void>(out), nullptr};
+        over_rows(kernels()->rms_norm, args, rows, width);
+    });
+    m.def("add_rms_norm", [](Type type, size_t rows, size_t width, Address x, size_t stride, Address residual,
+                             size_t residual_stride, Address weight, float eps, Address out, Address total) {
+        const NormArgs args{type,           width, at<void>(x), stride, at<void>(residual), residual_stride,
+                            at<float>(weight), eps, at<void>(out), at<void>(total)};
+        over_rows(kernels()->rms_norm, args, rows, width);
+    });
+    m.def("silu_mul", [](Type type, size_t rows, size_t width, Address x, size_t stride, Address out) {
+        over_rows(kernels()->silu_mul, SiluArgs{type, width, at<void>(x), stride, at<void>(out)}, rows, width);
+    });
+    m.def("sigmoid_gate", [](Type type, size_t rows, Address x, size_t stride, Address out) {
+        over_rows(kernels()->sigmoid, SigmoidArgs{type, at<void>(x), stride, at<float>(out)}, rows, 16);
+    });
+    m.def("prologue", [](Type type, size_t rows, size_t real, size_t heads, size_t kv_heads, size_t dim, Address qkv,
+                         size_t stride, Address normed, Address norms, float eps, float clip, Address cos, Address sin,
+                         float scale, Address cells, Address k, Address v, Address q) {
+        if (dim > PrologueArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
+        const PrologueArgs args{type,  heads, kv_heads,       dim,           real,           at<void>(qkv), stride,
+                                at<float>(normed), at<float>(norms), eps, clip, at<float>(cos), at<float>(sin),
+                                scale, at<int64_t>(cells), at<void>(k), at<void>(v), at<void>(q)};
+        over_rows(kernels()->prologue, args, rows, (heads + 2 * kv_heads) * dim);
+    });
+}
+
+void bind_routing(py::module_& m) {
+    m.def("route", [](Type type, size_t rows, size_t experts, size_t top_k, Address logits, size_t stride, bool selected,
+                      bool renormalize, Address ids, Address weights) {
+        if (experts > RouteArgs::kMaxExperts || top_k > experts || !top_k) {
+            throw std::invalid_argument("cannot choose " + std::to_string(top_k) + " of " + std::to_string(experts) + " experts");
+        }
+        const RouteArgs args{type,   experts, top_k, at<void>(logits), stride, selected, renormalize,
+                             at<int32_t>(ids), at<float>(weights)};
+        over_rows(kernels()->route, args, rows, experts * (top_k / 2 + 4));
+    });
+    m.def("count_ids", [](Address ids, size_t num_ids, Counts counts) {
+        count_ids(at<int32_t>(ids), num_ids, static_cast<size_t>(counts.size()), counts.mutable_data());
+    }, py::arg(), py::arg(), py::arg().noconvert());
+    m.def("group_pairs", [](Address ids, size_t num_pairs, Counts counts, Address order, Address place) {
+        return group_pairs(at<int32_t>(ids), num_pairs, static_cast<size_t>(counts.size()), counts.mutable_data(),
+                           at<int64_t>(order), at<int64_t>(place));
+    }, py::arg(), py::arg(), py::arg().noconvert(), py::arg(), py::arg());
+    m.def("copy_rows", [](Address from, size_t from_rows, Address index, int64_t divisor, size_t count, size_t row_bytes,
+                          Address out) {
+        const auto* rows = at<int64_t>(index);
+        for (size_t j = 0; j < count; ++j) {
+            if (rows[j] >= 0 && static_cast<size_t>(rows[j] / divisor) < from_rows) continue;
+            throw std::out_of_range("row " + std::to_string(rows[j] / divisor) + " of " + std::to_string(from_rows));
+        }
+        over_rows(count, row_bytes, [&](size_t begin, size_t end) {
+            copy_rows(at<char>(from), rows, divisor, row_bytes, begin, end, at<char>(out));
+        });
+    });
+    m.def("sum_pairs", [](Element element, size_t tokens, size_t top_k, size_t dim, Address y, Address place,
+                          Address weights, Address out) {
+        const size_t row_bytes = dim * element_bytes(element);
+        const std::vector<char> nothing(row_bytes);
+        const auto* places = at<int64_t>(place);
+        std::vector<const void*> rows(tokens * top_k);
+        for (size_t n = 0; n < rows.size(); ++n) {
+            rows[n] = places[n] < 0 ? nothing.data() : at<char>(y) + static_cast<size_t>(places[n]) * row_bytes;
+        }
+        over_rows(tokens, top_k * dim, [&](size_t begin, size_t end) {
+            weighted_sum(rows.data() + begin * top_k, at<float>(weights) + begin * top_k, end - begin, top_k, dim,
+                         element, at<char>(out) + begin * row_bytes, best_isa());
+        });
+    });
+}
+
+void bind_sampling(py::module_& m) {
+    m.def("argmax", [](size_t rows, size_t width, Address x, size_t stride, Address index, Address peak, Address column) {
+        const ArgmaxArgs args{width, at<float>(x), stride, at<int64_t>(index), at<float>(peak), at<int64_t>(column)};
+        over_rows(kernels()->argmax, args, rows, width);
+    });
+    m.def("race", [](size_t rows, size_t width, Address x, size_t stride, Address index, Address temperature, Address low,
+                     Address high, Address token_hash, Address blocks, Address peak, Address column) {
+        const RaceArgs args{width, at<float>(x), stride, at<int64_t>(index), at<float>(temperature), at<int32_t>(low),
+                            at<int32_t>(high), at<int32_t>(token_hash), at<int64_t>(blocks), at<float>(peak),
+                            at<int64_t>(column)};
+        over_rows(kernels()->race, args, rows, width);
+    });
+}
+
+}  // namespace
+
+void bind_rows(py::module_& m) {
+    bind_dense(m);
+    bind_routing(m);
+    bind_sampling(m);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,273 @@
+// Paged attention for decode and prefill: online softmax over absolute tiles of a chunk, chunks added in order.
+//
+// The bits of a query depend on it and its context alone. Positions that it does not see have weight exactly 0, and
+// their values are never multiplied: what lies in unwritten cells does not matter.
+#pragma once
+
+#include "kernels/attention_plan.hpp"
+#include "kernels/attention_tile.hpp"
+
+namespace moeserve::MOESERVE_ISA::attention {
+
+/// Scratch memory of a piece, one row per query row.
+struct AttentionRows {
+    float* q;       // [rows, padded]
+    float* chunk;   // [rows, sums]
+    float* total;   // [rows, sums]
+    float* p;       // [rows of a KV head, kTile]
+    float* keys;    // [padded, kTile]
+    float* values;  // [kTile, padded]
+};
+
+MOESERVE_INLINE AttentionRows attention_rows(const AttentionShape& shape, int64_t rows, float* at) {
+    AttentionRows s{};
+    s.q = at;
+    s.chunk = s.q + rows * shape.padded();
+    s.total = s.chunk + rows * shape.sums();
+    s.p = s.total + rows * shape.sums();
+    s.keys = s.p + rows * kTile;
+    s.values = s.keys + shape.padded() * kTile;
+    return s;
+}
+
+MOESERVE_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+MOESERVE_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/// One tile as the queries of a block see it. Query i sees the columns first(i) .. last(i) - 1 of it.
+struct TileView {
+    int64_t start, position, window;
+
+    MOESERVE_INLINE int64_t first(int64_t i) const { return at_least(0, position + i - window + 1 - start); }
+    MOESERVE_INLINE int64_t last(int64_t i) const { return at_most(kTile, position + i + 1 - start); }
+    /// The queries that see any of it: from .. to - 1.
+    MOESERVE_INLINE int64_t from() const { return at_least(0, start - position); }
+    MOESERVE_INLINE int64_t to(int64_t count) const {
+        return at_most(count, start + kTile - 1 + window - position);
+    }
+};
+
+template <class E>
+inline void copy_queries(const AttentionCall& call, const QueryBlock& block, float* q) {
+    const int64_t dim = call.shape.dim, group = call.shape.group(), padded = call.shape.padded(), bytes = E::bytes;
+    for (int64_t head = block.head; head < block.head + block.heads; ++head) {
+        for (int64_t i = 0; i < block.count; ++i) {
+            const int64_t start = (block.token + i) * call.q_stride + head * group * dim;
+            const char* from = static_cast<const char*>(call.q) + start * bytes;
+            for (int64_t h = 0; h < group; ++h, q += padded, from += dim * bytes) {
+                for (int64_t d = 0; d < padded; d += kWidth) {
+                    store(q + d, load_at<E>(from, d, dim));
+                }
+            }
+        }
+    }
+}
+
+/// p [rows, columns first..last) times values. Rows see ranges that begin and end no earlier than those of the row
+/// before, so that at any position those that see it are neighbours.
+template <class Values>
+inline void add_values(const AttentionShape& shape, const TileView& view, int64_t row, int64_t count, const float* p,
+                       Values values, float* sums) {
+    const int64_t group = shape.group(), columns = (shape.dim + kWidth - 1) / kWidth * kWidth, stride = shape.sums();
+    const int64_t end = view.last((row + count - 1) / group);
+    int64_t low = 0, high = 0;  // rows low .. high - 1 of the strip see position j
+    for (int64_t j = view.first(row / group); j < end;) {
+        while (view.last((row + low) / group) <= j) ++low;
+        while (high < count && view.first((row + high) / group) <= j) ++high;
+        int64_t next = view.last((row + low) / group);
+        if (high < count) next = at_most(next, view.first((row + high) / group));
+        if (low < high) {
+            strip(high - low, p + (row + low) * kTile, kTile, values, 0, columns, j, next, sums + (row + low) * stride,
+                  stride, false);
+        }
+        j = next;
+    }
+}
+
+/// Rows of one KV head against one tile. q and sums begin at the head's first row.
+template <class E>
+inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t count, const Paged<E>& keys,
+                        const Paged<E>& values, const AttentionRows& s, const float* q, float* sums) {
+    const AttentionShape& shape = call.shape;
+    const int64_t group = shape.group(), padded = shape.padded();
+    const int64_t from = view.from(), to = view.to(count);
+    const int64_t first = view.first(from), last = view.last(to - 1);
+    // Few rows go through the keys in parts that stay in the nearest cache, and read the values where they lie.
+    const bool many = (to - from) * group > kStrip, copy = many || shape.dim % kWidth != 0;
+    if (many) pack_keys(keys, shape.dim, first / 16 * 16, (last + 15) / 16 * 16, s.keys, kTile);
+    if (copy) pack_values<E>(values.rows, shape.dim, padded, first, last, s.values);
+    const int64_t end = to * group;
+    for (int64_t row = from * group; row < end; row += kStrip) {
+        const int64_t rows = at_most(kStrip, end - row);
+        const int64_t left = view.first(row / group) / 16 * 16;
+        const int64_t right = (view.last((row + rows - 1) / group) + 15) / 16 * 16;
+        for (int64_t column = left, part; column < right; column += part) {
+            part = many ? right - left : at_most(32, right - column);
+            const Even columns{many ? s.keys : s.keys - column, many ? kTile : 32};
+            if (!many) pack_keys(keys, shape.dim, column, column + part, s.keys - column, 32);
+            strip(rows, q + row * padded, padded, columns, column, column + part, 0, shape.dim, s.p + row * kTile, kTile,
+                  true);
+        }
+        for (int64_t r = row; r < row + rows; ++r) {
+            softmax_tile(s.p + r * kTile, view.first(r / group), view.last(r / group), call.soft_cap,
+                         row_sums(sums + r * shape.sums(), padded), padded);
+        }
+        if (copy) add_values(shape, view, row, rows, s.p, Even{s.values, padded}, sums);
+        else add_values(shape, view, row, rows, s.p, values, sums);
+    }
+}
+
+/// Where the keys and values of one tile and KV head lie.
+struct TileRows {
+    const char *keys[kTile], *values[kTile];
+};
+
+/// Those of the piece's first head. Columns that nobody sees repeat one that somebody does.
+inline void find_rows(const AttentionCall& call, const QueryBlock& block, const TileView& view, int64_t head_bytes,
+                      TileRows& rows) {
+    const AttentionShape& shape = call.shape;
+    const int64_t* table = call.tables + block.request * call.table_width;
+    const int64_t first = view.first(view.from()), last = view.last(view.to(block.count) - 1);
+    int64_t index = (view.start + first) / shape.block_size, offset = (view.start + first) % shape.block_size;
+    for (int64_t j = first; j < last; ++j) {
+        const int64_t cell = table[index] * shape.block_size + offset;
+        const int64_t at = (cell * shape.kv_heads + block.head) * head_bytes;
+        rows.keys[j] = static_cast<const char*>(call.k) + at;
+        rows.values[j] = static_cast<const char*>(call.v) + at;
+        if (++offset == shape.block_size) ++index, offset = 0;
+    }
+    for (int64_t j = first == 0 ? last : 0; j < kTile; j = j + 1 == first ? last : j + 1) {
+        rows.keys[j] = rows.keys[first];
+        rows.values[j] = rows.values[first];
+    }
+}
+
+/// Rows of head h, and the h-th part of what the next tile's heads will read, in the order in which it lies in memory.
+inline void step_rows(const TileRows& tile, const TileRows& next, int64_t h, int64_t heads, int64_t head_bytes,
+                      TileRows& rows, TileRows& ahead) {
+    int64_t row = h * kTile / heads, head = h * kTile % heads;
+    for (int64_t j = 0; j < kTile; ++j) {
+        rows.keys[j] = tile.keys[j] + h * head_bytes;
+        rows.values[j] = tile.values[j] + h * head_bytes;
+        ahead.keys[j] = next.keys[row] + head * head_bytes;
+        ahead.values[j] = next.values[row] + head * head_bytes;
+        if (++head == heads) ++row, head = 0;
+    }
+}
+
+/// Adds one chunk up in s.chunk.
+template <class E>
+inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, int64_t chunk, const AttentionRows& s) {
+    const AttentionShape& shape = call.shape;
+    const int64_t rows = shape.rows(block), head_rows = rows / block.heads, head_bytes = shape.dim * E::bytes;
+    for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.chunk + r * shape.sums(), shape.padded()), shape.padded());
+    const int64_t last = block.position + block.count, end = at_most(last, (chunk + 1) * kChunk);
+    const int64_t start = at_least(block.position - shape.window + 1, chunk * kChunk) / kTile * kTile;
+    TileRows tiles[2], now, ahead;
+    find_rows(call, block, {start, block.position, shape.window}, head_bytes, tiles[0]);
+    int turn = 0;
+    for (int64_t tile = start; tile < end; tile += kTile, turn ^= 1) {
+        const TileView view{tile, block.position, shape.window}, next{tile + kTile, block.position, shape.window};
+        if (next.start < last) find_rows(call, block, next, head_bytes, tiles[turn ^ 1]);
+        const TileRows& then = next.start < last ? tiles[turn ^ 1] : tiles[turn];
+        for (int64_t h = 0; h < block.heads; ++h) {
+            step_rows(tiles[turn], then, h, block.heads, head_bytes, now, ahead);
+            attend_tile<E>(call, view, block.count, {now.keys, ahead.keys}, {now.values, ahead.values}, s,
+                           s.q + h * head_rows * shape.padded(), s.chunk + h * head_rows * shape.sums());
+        }
+    }
+}
+
+template <class E>
+inline void write_row(const float* values, float weight, int64_t dim, char* out) {
+    for (int64_t d = 0; d < dim; d += kWidth)  // + 0: there is no negative zero
+        store_at<E>(out, d, dim, add(div(load(values + d), all(weight)), zero()));
+}
+
+/// Divides the total sums of a block's rows by their weights, and writes them.
+template <class E>
+inline void write_rows(const AttentionCall& call, const QueryBlock& block, float* total) {
+    const AttentionShape& shape = call.shape;
+    const int64_t group = shape.group();
+    for (int64_t r = 0; r < shape.rows(block); ++r) {
+        const int64_t h = r % group, i = r / group % block.count, g = r / group / block.count;
+        const int64_t head = (block.head + g) * group + h;
+        const RowSums s = row_sums(total + r * shape.sums(), shape.padded());
+        if (call.sinks != nullptr) {  // one more score, whose value is zero
+            const float sink = call.sinks[head], largest = sink > *s.largest ? sink : *s.largest;
+            const float old = exp_one(*s.largest - largest);
+            *s.weight = *s.weight * old + exp_one(sink - largest);
+            for (int64_t d = 0; d < shape.padded(); d += kWidth) store(s.values + d, mul(load(s.values + d), all(old)));
+        }
+        const int64_t at = ((block.token + i) * shape.heads + head) * shape.dim * static_cast<int64_t>(E::bytes);
+        write_row<E>(s.values, *s.weight, shape.dim, static_cast<char*>(call.out) + at);
+    }
+}
+
+inline void write_block(const AttentionCall& call, const QueryBlock& block, float* total) {
+    switch (call.q_type) {
+        case Type::bf16: return write_rows<BFloat16>(call, block, total);
+        case Type::fp16: return write_rows<Float16>(call, block, total);
+        default: return write_rows<Float32>(call, block, total);
+    }
+}
+
+template <class E>
+inline void attend_piece(const AttentionCall& call, const QueryBlock& piece, float* scratch) {
+    const AttentionShape& shape = call.shape;
+    const int64_t rows = shape.rows(piece), padded = shape.padded();
+    AttentionRows s = attention_rows(shape, rows, scratch);
+    switch (call.q_type) {
+        case Type::bf16: copy_queries<BFloat16>(call, piece, s.q); break;
+        case Type::fp16: copy_queries<Float16>(call, piece, s.q); break;
+        default: copy_queries<Float32>(call, piece, s.q);
+    }
+    if (piece.partial >= 0) {
+        s.chunk = call.partials + piece.partial;
+        attend_chunk<E>(call, piece, piece.first_chunk, s);
+        return;
+    }
+    for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.total + r * shape.sums(), padded), padded);
+    for (int64_t chunk = piece.first_chunk; chunk < piece.end_chunk; ++chunk) {
+        attend_chunk<E>(call, piece, chunk, s);
+        for (int64_t r = 0; r < rows; ++r) {
+            add_chunk(row_sums(s.total + r * shape.sums(), padded), row_sums(s.chunk + r * shape.sums(), padded), padded);
+        }
+    }
+    write_block(call, piece, s.total);
+}
+
+/// Work over pieces.
+inline void attend(void* context, size_t begin, size_t end, int worker) {
+    const AttentionCall& call = *static_cast<const AttentionCall*>(context);
+    float* scratch = call.scratch + worker * call.scratch_size;
+    for (size_t i = begin; i < end; ++i) {
+        switch (call.kv_type) {
+            case Type::bf16: attend_piece<BFloat16>(call, call.pieces[i], scratch); break;
+            case Type::fp16: attend_piece<Float16>(call, call.pieces[i], scratch); break;
+            default: attend_piece<Float32>(call, call.pieces[i], scratch);
+        }
+    }
+}
+
+/// Work over blocks that were cut by chunks: adds the chunks up.
+inline void merge_attention(void* context, size_t begin, size_t end, int worker) {
+    const AttentionCall& call = *static_cast<const AttentionCall*>(context);
+    const AttentionShape& shape = call.shape;
+    const int64_t padded = shape.padded();
+    for (size_t i = begin; i < end; ++i) {
+        const QueryBlock& block = call.merges[i];
+        const int64_t rows = shape.rows(block);
+        const AttentionRows s = attention_rows(shape, rows, call.scratch + worker * call.scratch_size);
+        for (int64_t r = 0; r < rows; ++r) {
+            const RowSums total = row_sums(s.total + r * shape.sums(), padded);
+            clear(total, padded);
+            for (int64_t chunk = 0; chunk < block.end_chunk - block.first_chunk; ++chunk) {
+                float* sums = call.partials + block.partial + (chunk * rows + r) * shape.sums();
+                add_chunk(total, row_sums(sums, padded), padded);
+            }
+        }
+        write_block(call, block, s.total);
+    }
+}
+
+}  // namespace moeserve::MOESERVE_ISA::attention

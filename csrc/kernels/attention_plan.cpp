@@ -1,0 +1,135 @@
+#include "kernels/attention_plan.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+
+namespace moeserve {
+namespace {
+
+constexpr int64_t kRows = 128;              // of one block, if a single query has no more
+constexpr int64_t kPartials = 16ll << 20;  // floats: beyond this, blocks stay whole
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// Memory that a calling thread keeps: two lanes may call at once.
+float* kept_memory(size_t floats) {
+    struct Free {
+        void operator()(float* p) const { ::operator delete(p, std::align_val_t{64}); }
+    };
+    thread_local std::unique_ptr<float, Free> memory;
+    thread_local size_t size = 0;
+    if (floats > size) {
+        memory.reset();
+        size = 0;
+        memory.reset(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t{64})));
+        size = floats;
+    }
+    return memory.get();
+}
+
+size_t bytes_of(Type type) { return type == Type::fp32 ? 4 : 2; }
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(AttentionShape shape, const int64_t* tables, int64_t table_width, int64_t requests,
+                             const int32_t* starts, const int32_t* offsets, int threads)
+    : shape_(shape), tables_(tables), table_width_(table_width), num_tokens_(offsets[requests]) {
+    make_blocks(requests, starts, offsets);
+    cut_blocks(threads);
+}
+
+/// The longest contexts of a request come first: threads take pieces in this order, and short ones fill the gaps.
+void AttentionPlan::make_blocks(int64_t requests, const int32_t* starts, const int32_t* offsets) {
+    const int64_t most = std::max<int64_t>(1, kRows / shape_.group());
+    for (int64_t request = 0; request < requests; ++request) {
+        const int64_t begin = offsets[request], tokens = offsets[request + 1] - begin;
+        for (int64_t i = ceil_div(tokens, most) - 1; i >= 0; --i) {
+            QueryBlock block{};
+            block.request = request;
+            block.token = begin + i * most;
+            block.count = std::min(most, tokens - i * most);
+            block.position = starts[request] + i * most;
+            block.first_chunk = std::max<int64_t>(0, block.position - shape_.window + 1) / kChunk;
+            block.end_chunk = (block.position + block.count - 1) / kChunk + 1;
+            blocks_.push_back(block);
+        }
+    }
+}
+
+/// In rows times tiles; reading a tile costs as much as a few rows.
+int64_t AttentionPlan::cost(const QueryBlock& block) const {
+    const int64_t first = std::max<int64_t>(0, block.position - shape_.window + 1) / kTile;
+    const int64_t tiles = (block.position + block.count - 1) / kTile + 1 - first;
+    return tiles * block.heads * (block.count * shape_.group() + 8);
+}
+
+void AttentionPlan::cut_blocks(int threads) {
+    // Few blocks are cut by KV heads first if they are short, and by chunks if they are long.
+    int64_t parts = 0, total = 0, most = shape_.kv_heads;
+    for (const QueryBlock& block : blocks_) parts += block.end_chunk - block.first_chunk;
+    while (threads > 1 && most > 1 && parts * ceil_div(shape_.kv_heads, most) < 2 * threads) most = (most + 1) / 2;
+    std::vector<QueryBlock> whole;
+    whole.reserve(blocks_.size());
+    for (QueryBlock block : blocks_) {
+        const int64_t fit = std::max<int64_t>(1, kRows / (block.count * shape_.group()));
+        const int64_t step = std::min(most, fit);
+        for (block.head = 0; block.head < shape_.kv_heads; block.head += step) {
+            block.heads = std::min(step, shape_.kv_heads - block.head);
+            total += cost(block);
+            whole.push_back(block);
+        }
+    }
+    for (QueryBlock& block : whole) {
+        const int64_t chunks = block.end_chunk - block.first_chunk;
+        const int64_t floats = chunks * shape_.rows(block) * shape_.sums();
+        if (threads == 1 || chunks == 1 || cost(block) * 4 * threads <= total || partials_ + floats > kPartials) {
+            pieces_.push_back(block);
+            continue;
+        }
+        block.partial = partials_;
+        partials_ += floats;
+        merges_.push_back(block);
+        for (int64_t chunk = block.first_chunk; chunk < block.end_chunk; ++chunk) {
+            QueryBlock piece = block;
+            piece.first_chunk = chunk;
+            piece.end_chunk = chunk + 1;
+            piece.partial = block.partial + (chunk - block.first_chunk) * shape_.rows(block) * shape_.sums();
+            pieces_.push_back(piece);
+        }
+    }
+    blocks_.clear();
+}
+
+void AttentionPlan::run(AttentionCall call, int64_t num_rows) const {
+    const int64_t row_bytes = shape_.heads * shape_.dim * static_cast<int64_t>(bytes_of(call.q_type));
+    std::memset(static_cast<char*>(call.out) + num_tokens_ * row_bytes, 0,
+                static_cast<size_t>((num_rows - num_tokens_) * row_bytes));
+    describe(call);
+    const std::shared_ptr<Pool> threads = pool();
+    call.pieces = pieces_.data();
+    call.merges = merges_.data();
+    call.scratch_size = scratch_floats();
+    call.scratch = kept_memory(static_cast<size_t>(call.scratch_size * threads->size() + partials_));
+    call.partials = call.scratch + call.scratch_size * threads->size();
+    const Kernels& kernel = *kernels();
+    threads->share(pieces_.size(), 1, {kernel.attend, &call});
+    threads->share(merges_.size(), 1, {kernel.merge_attention, &call});
+}
+
+void AttentionPlan::describe(AttentionCall& call) const {
+    call.shape = shape_;
+    call.tables = tables_;
+    call.table_width = table_width_;
+}
+
+/// Queries, running sums of a chunk and of all, probabilities; a tile of keys and one of values.
+int64_t AttentionPlan::scratch_floats() const {
+    int64_t rows = 1;
+    for (const QueryBlock& piece : pieces_) rows = std::max(rows, shape_.rows(piece));
+    const int64_t floats = rows * (shape_.padded() + 2 * shape_.sums() + kTile) + 2 * kTile * shape_.padded();
+    return ceil_div(floats, 1024) * 1024;
+}
+
+}  // namespace moeserve

@@ -1,0 +1,44 @@
+// Every family of kernels, compiled for MOESERVE_ISA, and their table. Each isa_*.cpp includes a vec_*.hpp, then this.
+#pragma once
+
+#include "kernels/table.hpp"
+
+#include "kernels/activation.hpp"
+#include "kernels/attention.hpp"
+#include "kernels/math.hpp"
+#include "kernels/norms.hpp"
+#include "kernels/product.hpp"
+#include "kernels/rotary.hpp"
+#include "kernels/routing.hpp"
+#include "kernels/sampling.hpp"
+
+namespace moeserve::MOESERVE_ISA {
+
+inline void exp_all(const float* x, float* y, size_t count) {
+    float part[kWidth];
+    for (size_t i = 0; i < count; i += kWidth) {
+        const size_t left = count - i < kWidth ? count - i : kWidth;
+        for (size_t j = 0; j < kWidth; ++j) part[j] = j < left ? x[i + j] : 0.0f;
+        store(part, exp(load(part)));
+        for (size_t j = 0; j < left; ++j) y[i + j] = part[j];
+    }
+}
+
+constexpr Kernels table(const char* name) {
+    Kernels kernels{};
+    kernels.name = name;
+    kernels.exp = exp_all;
+    kernels.rms_norm = rms_norm;
+    kernels.silu_mul = silu_mul;
+    kernels.sigmoid = sigmoid;
+    kernels.prologue = prologue;
+    kernels.route = route;
+    kernels.argmax = argmax;
+    kernels.product = product;
+    kernels.race = race;
+    kernels.attend = attention::attend;
+    kernels.merge_attention = attention::merge_attention;
+    return kernels;
+}
+
+}  // namespace moeserve::MOESERVE_ISA

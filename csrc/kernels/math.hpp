@@ -1,0 +1,30 @@
+// Functions of whole vectors: every lane has the same bits whatever lies beside it. Include after a vec_*.hpp.
+#pragma once
+
+namespace moeserve::MOESERVE_ISA {
+
+/// 2^n for whole numbers n in [-126, 127].
+MOESERVE_INLINE f32 power_of_two(f32 n) { return floats(left<23>(add(to_int(n), all_words(127)))); }
+
+/// e^x, within 2 units in the last place; exactly 0 from -104 down (-infinity included), infinity above 88.7, NaN for NaN.
+/// Range reduction by ln 2 in two parts, then a polynomial of degree 6 (Cephes' expf, Moshier 1992).
+MOESERVE_INLINE f32 exp(f32 x) {
+    x = max(all(-104.0f), min(all(89.0f), x));  // these two return their second operand if one is NaN
+    const f32 n = nearest(mul(x, all(1.44269504088896341f)));
+    f32 r = fnma(n, all(0.693359375f), x);
+    r = fnma(n, all(-2.12194440e-4f), r);
+    f32 p = all(1.9875691500e-4f);
+    p = fma(p, r, all(1.3981999507e-3f));
+    p = fma(p, r, all(8.3334519073e-3f));
+    p = fma(p, r, all(4.1665795894e-2f));
+    p = fma(p, r, all(1.6666665459e-1f));
+    p = fma(p, r, all(5.0000001201e-1f));
+    p = add(fma(mul(r, r), p, r), all(1.0f));
+    const f32 half = nearest(mul(n, all(0.5f)));  // 2^n in two factors: it need not be a float itself
+    return mul(mul(p, power_of_two(half)), power_of_two(sub(n, half)));
+}
+
+/// x / (1 + e^-x).
+MOESERVE_INLINE f32 silu(f32 x) { return div(x, add(all(1.0f), exp(sub(zero(), x)))); }
+
+}  // namespace moeserve::MOESERVE_ISA

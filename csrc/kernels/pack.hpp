@@ -1,0 +1,23 @@
+// Weights as they come from a checkpoint, into blocks of 16 columns.
+#pragma once
+
+#include "kernels/product_args.hpp"
+
+namespace moeserve {
+
+/// A matrix [columns, depth] row by row. Quantised ones have one byte per weight (signed, or 0 to 15) and scales and zero
+/// points per column: [columns] for int8, [columns, groups] for int4.
+struct Unpacked {
+    const void* weights;
+    size_t stride;  // elements from row to row
+    const float* scales = nullptr;
+    const float* zero_points = nullptr;
+};
+
+/// Packs the blocks [begin, end), each `step` bytes behind the one before. Every byte of a block is written.
+void pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, size_t begin, size_t end);
+
+/// What products are compared with in tests, bit for bit: y = x w^T by one chain of std::fma per output, in fp32.
+void product_reference(const float* x, size_t rows, size_t depth, const float* w, size_t columns, float* y);
+
+}  // namespace moeserve

@@ -1,0 +1,59 @@
+// What matrix products take: packed weights, rows grouped by the weights that they meet, and where results go.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moeserve {
+
+enum class Type : int;
+
+/// A weight matrix in blocks of 16 columns (outputs), zeros filling up the last. All inputs of a block are in one piece:
+///   bf16  [depth / 2][16][2]: pairs of inputs side by side; an odd last one has a zero beside it
+///   fp16, fp32  [depth][16]
+///   int8  [depth][16], then 16 scales
+///   int4  per group of inputs: 16 scales, 16 zero points unless symmetric, [group / 8][16] words of 8 inputs, first low
+/// Scales and zero points are fp32. A block is filled up to a multiple of 64 bytes.
+struct Packing {
+    static constexpr size_t kBlock = 16;
+
+    Type type;
+    size_t depth, columns;
+    size_t group = 0;  // int4: inputs of a group, a multiple of 8; the last may be smaller
+    bool zero_points = false;
+
+    size_t num_blocks() const { return (columns + kBlock - 1) / kBlock; }
+    size_t block_bytes() const;
+    size_t bytes() const { return num_blocks() * block_bytes(); }
+};
+
+/// Rows [first, first + count) meet the weights of `slot`.
+struct Part {
+    size_t slot, first, count;
+};
+
+/// y = x times weights (+ bias): one fp32 chain of fused multiply-adds per output, rounded once to the type.
+/// Gated: blocks come in pairs, gate and up, and y = silu(gate) * up, `columns` wide.
+struct ProductArgs {
+    static constexpr size_t kUnit = 4;  // blocks of one task
+
+    Type type;  // of x and y
+    const void* x;
+    size_t x_stride;  // elements
+    const uint8_t* weights;
+    size_t slot_bytes;
+    Type weight_type;
+    size_t depth, columns, num_blocks, block_bytes, group;
+    bool zero_points, gated;
+    const float* bias;  // or null; a multiple of 16
+    void* y;
+    size_t y_stride;
+    const Part* parts;  // of at most `most_rows` rows
+    size_t most_rows;
+    size_t* held;  // per worker, 64 bytes apart: the part whose rows it holds, ~0 at first
+
+    /// Tasks are numbered part by part.
+    size_t units() const { return (num_blocks + kUnit - 1) / kUnit; }
+};
+
+}  // namespace moeserve

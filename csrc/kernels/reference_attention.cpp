@@ -1,0 +1,119 @@
+// Paged attention of fp32 tensors, one number at a time: the specification of the bits. Kernels of every instruction
+// set must agree exactly.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/attention_plan.hpp"
+
+namespace moeserve {
+namespace {
+
+float exp_one(float x) {
+    float y;
+    kernels()->exp(&x, &y, 1);
+    return y;
+}
+
+/// Sixteen sums, those of columns j, j + 16, ..., then halves onto halves.
+float sum_of_tile(const float* p) {
+    float part[16] = {};
+    for (int64_t j = 0; j < kTile; ++j) part[j % 16] += p[j];
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) part[i] += part[i + half];
+    return part[0];
+}
+
+struct Sums {
+    std::vector<float> values;
+    float largest = -std::numeric_limits<float>::infinity(), weight = 0;
+};
+
+class Row {
+  public:
+    Row(const AttentionCall& call, int64_t request, int64_t token, int64_t position, int64_t head)
+        : call_(call),
+          table_(call.tables + request * call.table_width),
+          q_(static_cast<const float*>(call.q) + token * call.q_stride + head * call.shape.dim),
+          k_(static_cast<const float*>(call.k)),
+          v_(static_cast<const float*>(call.v)),
+          position_(position),
+          head_(head) {}
+
+    /// The fp32 result of one query, [dim].
+    std::vector<float> attend() const {
+        const int64_t dim = call_.shape.dim;
+        const int64_t first = std::max<int64_t>(0, position_ - call_.shape.window + 1);
+        Sums total{std::vector<float>(dim)};
+        for (int64_t chunk = first / kChunk; chunk <= position_ / kChunk; ++chunk) {
+            Sums sums{std::vector<float>(dim)};
+            const int64_t end = std::min(position_ + 1, (chunk + 1) * kChunk);
+            int64_t tile = std::max(first, chunk * kChunk) / kTile * kTile;
+            for (; tile < end; tile += kTile) add_tile(tile, first, sums);
+            if (sums.weight == 0) continue;
+            const float largest = std::max(total.largest, sums.largest);
+            const float old = exp_one(total.largest - largest), fresh = exp_one(sums.largest - largest);
+            total.largest = largest;
+            total.weight = total.weight * old + sums.weight * fresh;
+            for (int64_t d = 0; d < dim; ++d)
+                total.values[d] = std::fma(sums.values[d], fresh, total.values[d] * old);
+        }
+        if (call_.sinks != nullptr) {
+            const float largest = std::max(total.largest, call_.sinks[head_]), old = exp_one(total.largest - largest);
+            total.weight = total.weight * old + exp_one(call_.sinks[head_] - largest);
+            for (float& value : total.values) value *= old;
+        }
+        for (float& value : total.values) value = value / total.weight + 0.0f;
+        return total.values;
+    }
+
+  private:
+    int64_t cache_row(int64_t position) const {
+        const int64_t size = call_.shape.block_size, cell = table_[position / size] * size + position % size;
+        return (cell * call_.shape.kv_heads + head_ / call_.shape.group()) * call_.shape.dim;
+    }
+
+    float score(int64_t position) const {
+        float sum = 0;
+        for (int64_t d = 0; d < call_.shape.dim; ++d) {
+            sum = std::fma(q_[d], k_[cache_row(position) + d], sum);
+        }
+        if (call_.soft_cap == 0) return sum;
+        return call_.soft_cap * (1.0f - 2.0f / (exp_one(2.0f * (sum / call_.soft_cap)) + 1.0f));
+    }
+
+    void add_tile(int64_t tile, int64_t first, Sums& sums) const {
+        float p[kTile];
+        const int64_t from = std::max(tile, first) - tile, to = std::min(tile + kTile, position_ + 1) - tile;
+        std::fill(p, p + kTile, -std::numeric_limits<float>::infinity());
+        for (int64_t j = from; j < to; ++j) p[j] = score(tile + j);
+        const float before = sums.largest;
+        sums.largest = std::max(before, *std::max_element(p, p + kTile));
+        const float base = std::max(sums.largest, -std::numeric_limits<float>::max());
+        for (float& x : p) x = exp_one(x - base);
+        const float factor = before == sums.largest ? 1.0f : exp_one(before - sums.largest);
+        sums.weight = sums.weight * factor + sum_of_tile(p);
+        for (int64_t d = 0; d < call_.shape.dim; ++d) {
+            float value = sums.values[d] * factor;
+            for (int64_t j = from; j < to; ++j)
+                value = std::fma(p[j], v_[cache_row(tile + j) + d], value);
+            sums.values[d] = value;
+        }
+    }
+
+    const AttentionCall& call_;
+    const int64_t* table_;
+    const float *q_, *k_, *v_;
+    const int64_t position_, head_;
+};
+
+}  // namespace
+
+void reference_attention(const AttentionCall& call, int64_t request, int64_t token, int64_t position, float* out) {
+    for (int64_t head = 0; head < call.shape.heads; ++head) {
+        const std::vector<float> row = Row(call, request, token, position, head).attend();
+        std::copy(row.begin(), row.end(), out + head * call.shape.dim);
+    }
+}
+
+}  // namespace moeserve

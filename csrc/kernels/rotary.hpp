@@ -1,0 +1,84 @@
+// Attention's prologue: per-head norms, clipping, rotary embedding (Su et al. 2021, half layout), the softmax scale, and
+// the way of keys and values into the cache. In fp32 from the projection's output to the one rounding.
+#pragma once
+
+#include "kernels/norms.hpp"
+
+namespace moeserve::MOESERVE_ISA {
+
+/// Both keep NaN.
+MOESERVE_INLINE f32 clipped(f32 x, f32 limit) { return min(limit, max(sub(zero(), limit), x)); }
+
+/// y = the head, rotated and scaled. x and y have room for one vector more.
+MOESERVE_INLINE void rotate(const float* x, const float* cos, const float* sin, size_t dim, float scale, float* y) {
+    const size_t half = dim / 2;
+    const f32 factor = all(scale);
+    // A last vector may run over into the second half, which is written after.
+    for (size_t i = 0; i < half; i += kWidth) {
+        const f32 c = load_at<Float32>(bytes_of(cos), i, dim), s = load_at<Float32>(bytes_of(sin), i, dim);
+        store(y + i, mul(add(mul(load(x + i), c), mul(load(x + half + i), s)), factor));
+    }
+    for (size_t i = 0; i < half; i += kWidth) {
+        const f32 c = load_at<Float32>(bytes_of(cos), half + i, dim), s = load_at<Float32>(bytes_of(sin), half + i, dim);
+        store(y + half + i, mul(add(mul(load(x + half + i), c), mul(load(x + i), s)), factor));
+    }
+}
+
+/// One query or key head of a row, from its place in the projection (or in `normed`) to y.
+template <class E>
+MOESERVE_INLINE void query_or_key(const PrologueArgs& args, size_t row, size_t head, float* x, float* y) {
+    const size_t dim = args.dim, both = args.heads + args.kv_heads;
+    if (args.normed) {
+        memcpy(x, args.normed + (row * both + head) * dim, dim * sizeof(float));
+    } else {
+        const char* from = static_cast<const char*>(args.qkv) + (row * args.stride + head * dim) * E::bytes;
+        for (size_t i = 0; i < dim; i += kWidth) store(x + i, load_at<E>(from, i, dim));
+    }
+    if (args.norms) {
+        const f32 inverse = inverse_rms<Float32>(bytes_of(x), dim, args.eps);
+        const char* weight = bytes_of(args.norms + head * dim);
+        for (size_t i = 0; i < dim; i += kWidth) {
+            store(x + i, mul(mul(load(x + i), inverse), load_at<Float32>(weight, i, dim)));
+        }
+    }
+    if (args.clip < __builtin_inff()) {
+        for (size_t i = 0; i < dim; i += kWidth) store(x + i, clipped(load(x + i), all(args.clip)));
+    }
+    rotate(x, args.cos + row * dim, args.sin + row * dim, dim, head < args.heads ? args.scale : 1.0f, y);
+}
+
+template <class E>
+MOESERVE_INLINE void store_head(const float* y, size_t dim, char* to) {
+    for (size_t i = 0; i < dim; i += kWidth) store_at<E>(to, i, dim, load(y + i));
+}
+
+template <class E>
+void prologue_of(const PrologueArgs& args, size_t begin, size_t end) {
+    alignas(64) float x[PrologueArgs::kMaxDim + 2 * kWidth] = {}, y[PrologueArgs::kMaxDim + 2 * kWidth];
+    const size_t dim = args.dim, head_bytes = dim * E::bytes;
+    for (size_t row = begin; row < end; ++row) {
+        char* q = static_cast<char*>(args.q) + row * args.heads * head_bytes;
+        for (size_t head = 0; head < args.heads; ++head) {
+            query_or_key<E>(args, row, head, x, y);
+            store_head<E>(y, dim, q + head * head_bytes);
+        }
+        if (row >= args.real) continue;
+        const size_t cell = static_cast<size_t>(args.cells[row]) * args.kv_heads;
+        const char* values = static_cast<const char*>(args.qkv) +
+                             (row * args.stride + (args.heads + args.kv_heads) * dim) * E::bytes;
+        for (size_t group = 0; group < args.kv_heads; ++group) {
+            query_or_key<E>(args, row, args.heads + group, x, y);
+            store_head<E>(y, dim, static_cast<char*>(args.k) + (cell + group) * head_bytes);
+            char* to = static_cast<char*>(args.v) + (cell + group) * head_bytes;
+            for (size_t i = 0; i < dim; i += kWidth) {
+                store_at<E>(to, i, dim, clipped(load_at<E>(values + group * head_bytes, i, dim), all(args.clip)));
+            }
+        }
+    }
+}
+
+inline void prologue(const PrologueArgs& args, size_t begin, size_t end) {
+    MOESERVE_BY_TYPE(prologue_of, args, begin, end)
+}
+
+}  // namespace moeserve::MOESERVE_ISA

@@ -1,0 +1,104 @@
+// What the row kernels take: everything elementwise or row-wise. Each computes the rows [begin, end) of its arguments.
+// Strides are in elements; outputs are contiguous. A row's bits depend on that row alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moeserve {
+
+enum class Type : int;
+
+/// out = x / sqrt(mean(x^2) + eps) * weight. With a residual: total = x + residual, rounded to the type, takes x's place.
+struct NormArgs {
+    Type type;
+    size_t width;
+    const void* x;
+    size_t stride;
+    const void* residual;  // null: none
+    size_t residual_stride;
+    const float* weight;
+    float eps;
+    void* out;
+    void* total;  // where there is a residual
+};
+
+/// out = silu(first half of x) * second half, each half `width` wide.
+struct SiluArgs {
+    Type type;
+    size_t width;
+    const void* x;
+    size_t stride;
+    void* out;
+};
+
+/// out = sigmoid of each row's first element.
+struct SigmoidArgs {
+    Type type;
+    const void* x;
+    size_t stride;
+    float* out;
+};
+
+/// From a projection to attention's inputs: rows of heads + 2 * kv_heads heads of `dim`, queries first.
+struct PrologueArgs {
+    static constexpr size_t kMaxDim = 1024;
+
+    Type type;
+    size_t heads, kv_heads, dim;
+    size_t real;  // rows that have a cell; the others' keys and values go nowhere
+    const void* qkv;
+    size_t stride;
+    const float* normed;  // queries and keys instead of qkv's, [rows, heads + kv_heads, dim]; or null
+    const float* norms;   // weights of a norm per head, [heads + kv_heads, dim]; or null
+    float eps;
+    float clip;        // infinity: none
+    const float* cos;  // [rows, dim], as sin
+    const float* sin;  // negative in the first half
+    float scale;       // of queries
+    const int64_t* cells;
+    void* k;  // [cells, kv_heads, dim], as v
+    void* v;
+    void* q;  // [rows, heads, dim]
+};
+
+/// The top_k experts of each row of scores, best first.
+struct RouteArgs {
+    static constexpr size_t kMaxExperts = 4096;
+
+    Type type;
+    size_t experts, top_k;
+    const void* logits;
+    size_t stride;
+    bool selected;  // softmax over the chosen ones instead of all
+    bool renormalize;
+    int32_t* ids;    // [rows, top_k], as weights
+    float* weights;
+};
+
+/// The largest of each row and its lowest column; the first NaN where there is one.
+struct ArgmaxArgs {
+    size_t width;
+    const float* x;
+    size_t stride;
+    const int64_t* index;  // row i is x's row index[i]; null: row i
+    float* peak;
+    int64_t* column;
+};
+
+/// The column of the largest (x - peak) / temperature - noise of each row; -1 where rounding could decide between two.
+struct RaceArgs {
+    size_t width;
+    const float* x;
+    size_t stride;
+    const int64_t* index;      // as for ArgmaxArgs
+    const float* temperature;  // null: x itself less the noise
+    const int32_t* low;        // the two halves of each row's key
+    const int32_t* high;
+    const int32_t* token_hash;
+    const int64_t* blocks;  // [rows, width / 64]: column c is token blocks[c / 64] * 64 + c % 64; null: token c
+    float* peak;            // of each row, before the temperature
+    int64_t* column;
+};
+
+}  // namespace moeserve

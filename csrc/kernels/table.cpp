@@ -1,0 +1,56 @@
+#include "kernels/table.hpp"
+
+#include <atomic>
+#include <stdexcept>
+
+namespace moeserve {
+
+#if defined(__x86_64__)
+extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
+#endif
+
+namespace {
+
+std::vector<const Kernels*> supported() {
+    std::vector<const Kernels*> tables;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        tables.push_back(&kAvx2);
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+            tables.push_back(&kAvx512);
+            if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kAvx512Bf16);
+        }
+    }
+#endif
+    return tables;
+}
+
+std::atomic<const Kernels*>& serving() {
+    static std::atomic<const Kernels*> table{supported().empty() ? nullptr : supported().back()};
+    return table;
+}
+
+}  // namespace
+
+std::vector<std::string> supported_isas() {
+    std::vector<std::string> names;
+    for (const Kernels* table : supported()) names.emplace_back(table->name);
+    return names;
+}
+
+void use_isa(const std::string& name) {
+    std::string known;
+    for (const Kernels* table : supported()) {
+        if (table->name == name) {
+            serving() = table;
+            return;
+        }
+        known += known.empty() ? table->name : std::string(", ") + table->name;
+    }
+    throw std::invalid_argument("no kernels for '" + name + "' on this CPU; there are: " + (known.empty() ? "none" : known));
+}
+
+const Kernels* kernels() { return serving(); }
+
+}  // namespace moeserve

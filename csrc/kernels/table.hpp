@@ -1,0 +1,43 @@
+// The kernels of one instruction set, as function pointers. Callers have checked shapes and dtypes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/product_args.hpp"
+#include "kernels/row_args.hpp"
+#include "pool/pool.hpp"
+
+namespace moeserve {
+
+/// Element types of activations and weights.
+enum class Type : int { fp32, bf16, fp16, int8, int4, fp8 };
+
+/// One pointer per kernel; what it means and expects is said where it is defined, in kernels/<family>.hpp.
+struct Kernels {
+    const char* name;
+    void (*exp)(const float* x, float* y, size_t count);  // for tests of math.hpp
+    void (*rms_norm)(const NormArgs&, size_t begin, size_t end);
+    void (*silu_mul)(const SiluArgs&, size_t begin, size_t end);
+    void (*sigmoid)(const SigmoidArgs&, size_t begin, size_t end);
+    void (*prologue)(const PrologueArgs&, size_t begin, size_t end);
+    void (*route)(const RouteArgs&, size_t begin, size_t end);
+    void (*argmax)(const ArgmaxArgs&, size_t begin, size_t end);
+    void (*product)(const ProductArgs&, size_t begin, size_t end, int worker);
+    void (*race)(const RaceArgs&, size_t begin, size_t end);
+    void (*attend)(void* call, size_t begin, size_t end, int worker);           // pieces of an AttentionCall
+    void (*merge_attention)(void* call, size_t begin, size_t end, int worker);  // merges of one
+};
+
+/// Names of the instruction sets that this module was compiled for and this CPU has, best last.
+std::vector<std::string> supported_isas();
+
+/// Makes one of them serve from now on. Throws std::invalid_argument for any other name.
+void use_isa(const std::string& name);
+
+/// The table that serves: of the best instruction set until `use_isa`; nullptr where none is supported.
+const Kernels* kernels();
+
+}  // namespace moeserve

@@ -1,0 +1,133 @@
+// Vectors of 16 floats for CPUs with AVX-512 (F, BW, DQ, VL). The same names as in vec_avx2.hpp.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define MOESERVE_INLINE inline __attribute__((always_inline))
+
+namespace moeserve::MOESERVE_ISA {
+
+constexpr int kWidth = 16;  // floats in a vector
+constexpr int kRegisters = 32;
+
+using f32 = __m512;
+using i32 = __m512i;
+
+MOESERVE_INLINE f32 zero() { return _mm512_setzero_ps(); }
+MOESERVE_INLINE f32 all(float x) { return _mm512_set1_ps(x); }
+MOESERVE_INLINE f32 all(const float* x) { return _mm512_set1_ps(*x); }
+MOESERVE_INLINE i32 all_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+MOESERVE_INLINE f32 add(f32 a, f32 b) { return _mm512_add_ps(a, b); }
+MOESERVE_INLINE f32 sub(f32 a, f32 b) { return _mm512_sub_ps(a, b); }
+MOESERVE_INLINE f32 mul(f32 a, f32 b) { return _mm512_mul_ps(a, b); }
+MOESERVE_INLINE f32 div(f32 a, f32 b) { return _mm512_div_ps(a, b); }
+MOESERVE_INLINE f32 max(f32 a, f32 b) { return _mm512_max_ps(a, b); }
+MOESERVE_INLINE f32 min(f32 a, f32 b) { return _mm512_min_ps(a, b); }
+MOESERVE_INLINE f32 sqrt(f32 a) { return _mm512_sqrt_ps(a); }
+/// a * b + c, rounded once.
+MOESERVE_INLINE f32 fma(f32 a, f32 b, f32 c) { return _mm512_fmadd_ps(a, b, c); }
+/// c - a * b, rounded once.
+MOESERVE_INLINE f32 fnma(f32 a, f32 b, f32 c) { return _mm512_fnmadd_ps(a, b, c); }
+MOESERVE_INLINE f32 nearest(f32 a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+MOESERVE_INLINE i32 words(f32 a) { return _mm512_castps_si512(a); }
+MOESERVE_INLINE f32 floats(i32 a) { return _mm512_castsi512_ps(a); }
+MOESERVE_INLINE f32 to_float(i32 a) { return _mm512_cvtepi32_ps(a); }
+MOESERVE_INLINE i32 to_int(f32 a) { return _mm512_cvtps_epi32(a); }
+MOESERVE_INLINE i32 add(i32 a, i32 b) { return _mm512_add_epi32(a, b); }
+MOESERVE_INLINE i32 both(i32 a, i32 b) { return _mm512_and_si512(a, b); }
+MOESERVE_INLINE i32 either(i32 a, i32 b) { return _mm512_or_si512(a, b); }
+MOESERVE_INLINE i32 differing(i32 a, i32 b) { return _mm512_xor_si512(a, b); }
+MOESERVE_INLINE i32 mul(i32 a, i32 b) { return _mm512_mullo_epi32(a, b); }  // the lower 32 bits
+MOESERVE_INLINE i32 max(i32 a, i32 b) { return _mm512_max_epi32(a, b); }
+template <int bits>
+MOESERVE_INLINE i32 left(i32 a) {
+    return _mm512_slli_epi32(a, bits);
+}
+template <int bits>
+MOESERVE_INLINE i32 right(i32 a) {  // zeros come in
+    return _mm512_srli_epi32(a, bits);
+}
+template <int bits>
+MOESERVE_INLINE i32 right_signed(i32 a) {
+    return _mm512_srai_epi32(a, bits);
+}
+
+MOESERVE_INLINE f32 load(const float* p) { return _mm512_loadu_ps(p); }
+MOESERVE_INLINE void store(float* p, f32 a) { _mm512_storeu_ps(p, a); }
+MOESERVE_INLINE i32 load_words(const void* p) { return _mm512_loadu_si512(p); }
+MOESERVE_INLINE void store_words(void* p, i32 a) { _mm512_storeu_si512(p, a); }
+
+/// Comparisons, one bit per lane, lane 0 lowest. not_below: a >= b, or one of them is NaN.
+MOESERVE_INLINE unsigned equal(i32 a, i32 b) { return _mm512_cmpeq_epi32_mask(a, b); }
+MOESERVE_INLINE unsigned not_below(f32 a, f32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }
+
+MOESERVE_INLINE f32 load_bf16(const void* p) {
+    return floats(left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))));
+}
+MOESERVE_INLINE f32 load_fp16(const void* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+MOESERVE_INLINE f32 load_int8(const void* p) {
+    return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+
+/// Rounded to nearest even; NaN stays NaN.
+MOESERVE_INLINE void store_bf16(void* p, f32 a) {
+    const i32 b = words(a);
+    const i32 up = add(add(b, all_words(0x7fff)), both(right<16>(b), all_words(1)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const i32 high = right<16>(_mm512_mask_mov_epi32(up, nan, all_words(0x7fc00000)));
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
+}
+MOESERVE_INLINE void store_fp16(void* p, f32 a) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+
+/// The sum of all lanes, in one fixed order: halves onto halves.
+MOESERVE_INLINE float sum(f32 a) {
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+MOESERVE_INLINE float largest(f32 a) { return _mm512_reduce_max_ps(a); }
+MOESERVE_INLINE int32_t largest(i32 a) { return _mm512_reduce_max_epi32(a); }
+
+/// The first lane.
+MOESERVE_INLINE float first(f32 a) { return _mm512_cvtss_f32(a); }
+
+/// r[i][j] and r[j][i] change places.
+MOESERVE_INLINE void transpose(f32 (&r)[16]) {
+    f32 a[16], b[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    // b[4 * i + j]: column j of each group of four columns, of rows 4 * i to 4 * i + 3.
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_shuffle_ps(a[i], a[i + 2], 0x44);
+        b[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        const f32 even_top = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x88);  // groups 0 and 2 of rows 0 to 7
+        const f32 odd_top = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xdd);   // groups 1 and 3
+        const f32 even_low = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0x88);
+        const f32 odd_low = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0xdd);
+        r[j] = _mm512_shuffle_f32x4(even_top, even_low, 0x88);
+        r[j + 4] = _mm512_shuffle_f32x4(odd_top, odd_low, 0x88);
+        r[j + 8] = _mm512_shuffle_f32x4(even_top, even_low, 0xdd);
+        r[j + 12] = _mm512_shuffle_f32x4(odd_top, odd_low, 0xdd);
+    }
+}
+
+}  // namespace moeserve::MOESERVE_ISA

@@ -1,0 +1,158 @@
+#include "pool/pool.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace moeserve {
+namespace {
+
+int64_t now_ns() {
+    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+void breathe() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+/// Sleeps while `word` is `value`; may return for no reason.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+#else
+    word.wait(value);
+#endif
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+    word.notify_all();
+#endif
+}
+
+/// Whether `done()` became true within the time.
+template <class Done>
+bool spin(int64_t limit_ns, const Done& done) {
+    if (done()) return true;
+    if (limit_ns <= 0) return false;
+    const int64_t end = now_ns() + limit_ns;
+    do {
+        for (int i = 0; i < 32; ++i) {
+            breathe();
+            if (done()) return true;
+        }
+    } while (now_ns() < end);
+    return false;
+}
+
+void pin_to([[maybe_unused]] int cpu) {
+#if defined(__linux__)
+    if (cpu < 0) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(static_cast<size_t>(cpu), &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // where it is refused, the thread runs anywhere
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(std::vector<int> cpus, int64_t spin_ns) : spin_ns_(spin_ns) {
+    for (size_t w = 1; w < cpus.size(); ++w) {
+        threads_.emplace_back([this, w, cpu = cpus[w]] { live(static_cast<int>(w), cpu); });
+    }
+}
+
+Pool::~Pool() {
+    ends_ = true;
+    round_.fetch_add(1);
+    wake_all(round_);
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void Pool::split(size_t count, const Work& work) { run({work, count, 0}); }
+
+void Pool::share(size_t count, size_t grain, const Work& work) { run({work, count, std::max<size_t>(grain, 1)}); }
+
+void Pool::run(const Job& job) {
+    if (job.count == 0) return;
+    const std::lock_guard<std::mutex> one_at_a_time(callers_);
+    job_ = job;
+    next_.store(0, std::memory_order_relaxed);
+    const bool alone = threads_.empty() || job.count <= std::max<size_t>(job.grain, 1);
+    if (alone) {
+        job.work.run(job.work.context, 0, job.count, 0);
+        return;
+    }
+    busy_.store(static_cast<uint32_t>(threads_.size()), std::memory_order_relaxed);
+    round_.fetch_add(1);  // sequentially consistent, as is reading `asleep_`: no worker falls asleep unseen
+    if (asleep_.load() != 0) wake_all(round_);
+    take_part(0);
+    if (spin(spin_ns_, [this] { return busy_.load(std::memory_order_acquire) == 0; })) return;
+    caller_asleep_ = true;
+    for (uint32_t busy; (busy = busy_.load()) != 0;) wait_while(busy_, busy);
+    caller_asleep_ = false;
+}
+
+void Pool::take_part(int worker) {
+    const Job& job = job_;
+    if (job.grain == 0) {
+        const size_t workers = static_cast<size_t>(size()), w = static_cast<size_t>(worker);
+        const size_t begin = job.count * w / workers, end = job.count * (w + 1) / workers;
+        if (begin < end) job.work.run(job.work.context, begin, end, worker);
+        return;
+    }
+    for (;;) {
+        const size_t begin = next_.fetch_add(job.grain, std::memory_order_relaxed);
+        if (begin >= job.count) return;
+        job.work.run(job.work.context, begin, std::min(begin + job.grain, job.count), worker);
+    }
+}
+
+void Pool::live(int worker, int cpu) {
+    pin_to(cpu);
+    for (uint32_t seen = 0;;) {
+        if (!spin(spin_ns_, [&] { return round_.load(std::memory_order_acquire) != seen; })) {
+            asleep_.fetch_add(1);
+            while (round_.load() == seen) wait_while(round_, seen);
+            asleep_.fetch_sub(1);
+        }
+        if (ends_) return;
+        ++seen;  // the caller waits for all, so nobody misses a round
+        take_part(worker);
+        if (busy_.fetch_sub(1) == 1 && caller_asleep_) wake_all(busy_);
+    }
+}
+
+namespace {
+std::mutex g_mutex;
+std::shared_ptr<Pool> g_pool;
+}  // namespace
+
+std::shared_ptr<Pool> pool() {
+    const std::lock_guard<std::mutex> lock(g_mutex);
+    if (!g_pool) g_pool = std::make_shared<Pool>(std::vector<int>{-1});
+    return g_pool;
+}
+
+void set_pool(std::shared_ptr<Pool> pool) {
+    const std::lock_guard<std::mutex> lock(g_mutex);
+    g_pool = std::move(pool);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,80 @@
+// The thread pool: every index once, whoever calls, however many workers, asleep or spinning. Run under TSan and ASan.
+#include "pool/pool.hpp"
+
+#include <chrono>
+#include <cstring>
+
+#include "tests/check.hpp"
+
+using namespace moeserve;
+
+namespace {
+
+/// Counts visits to each index without locks or atomics: a second visitor is a data race, which TSan sees.
+struct Visits {
+    std::vector<int> count, by;
+
+    explicit Visits(size_t n) : count(n), by(n, -1) {}
+
+    static void visit(void* context, size_t begin, size_t end, int worker) {
+        Visits& self = *static_cast<Visits*>(context);
+        CHECK(begin < end && end <= self.count.size());
+        for (size_t i = begin; i < end; ++i) {
+            ++self.count[i];
+            self.by[i] = worker;
+        }
+    }
+
+    Work work() { return {visit, this}; }
+
+    void all_once(int workers) const {
+        for (size_t i = 0; i < count.size(); ++i) CHECK(count[i] == 1 && by[i] >= 0 && by[i] < workers);
+    }
+};
+
+void every_index_once(Pool& pool) {
+    for (size_t n : {0, 1, 2, 3, 7, 64, 1000}) {
+        Visits even(n);
+        pool.split(n, even.work());
+        even.all_once(pool.size());
+        for (size_t i = 1; i < n; ++i) CHECK(even.by[i - 1] <= even.by[i]);  // parts are contiguous, in worker's order
+        for (size_t grain : {0, 1, 3, 5000}) {
+            Visits shared(n);
+            pool.share(n, grain, shared.work());
+            shared.all_once(pool.size());
+        }
+    }
+}
+
+void many_callers(Pool& pool) {
+    std::vector<std::thread> callers;
+    for (int c = 0; c < 3; ++c) {
+        callers.emplace_back([&pool] {
+            for (int i = 0; i < 200; ++i) {
+                Visits visits(17);
+                pool.share(17, 2, visits.work());
+                visits.all_once(pool.size());
+            }
+        });
+    }
+    for (std::thread& caller : callers) caller.join();
+}
+
+}  // namespace
+
+int main() {
+    for (int size : {1, 2, 3, 5}) {
+        for (int64_t spin_ns : {0, 1'000, 200'000}) {
+            Pool pool(std::vector<int>(static_cast<size_t>(size), -1), spin_ns);
+            CHECK(pool.size() == size);
+            for (int i = 0; i < 20; ++i) every_index_once(pool);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));  // all asleep
+            every_index_once(pool);
+            many_callers(pool);
+        }
+    }
+    for (int i = 0; i < 200; ++i) Pool ended_at_once({-1, -1, -1});
+    Pool pinned({0, 0, 1 << 20});  // a CPU that does not exist is as good as any
+    every_index_once(pinned);
+    std::puts("ok");
+}

@@ -1,0 +1,223 @@
+// Products with packed weights against chains of std::fma, bit for bit: every format, odd shapes and addresses, weights
+// and scratch memory that end where their contents end.
+#include <algorithm>
+#include <memory>
+#include <thread>
+
+#include "kernels/pack.hpp"
+#include "pool/pool.hpp"
+#include "tests/exact.hpp"
+
+#include "kernels/product.hpp"
+
+using namespace moeserve;
+
+namespace {
+
+/// A matrix [columns, depth]: packed, and as the floats that the products see, scales apart.
+struct Matrix {
+    Packing packing;
+    Exact<float> plain, scales, zero_points;
+    Exact<uint8_t> packed;
+
+    size_t groups() const { return packing.group ? (packing.depth + packing.group - 1) / packing.group : 1; }
+
+    Matrix(const Packing& p, size_t offset)
+        : packing(p),
+          plain(p.columns * p.depth),
+          scales(random<float>(p.columns * groups(), offset)),
+          zero_points(p.columns * groups(), offset),
+          packed(p.bytes()) {
+        for (size_t i = 0; i < zero_points.size(); ++i) zero_points[i] = static_cast<float>(below(16));
+        switch (p.type) {
+            case Type::bf16: fill<Bf16>(offset, [] { return normal(); }); break;
+            case Type::fp16: fill<Fp16>(offset, [] { return normal(); }); break;
+            case Type::int8: fill<int8_t>(offset, [] { return static_cast<float>(below(256)) - 128; }); break;
+            case Type::int4: fill<uint8_t>(offset, [] { return static_cast<float>(below(16)); }); break;
+            default: fill<float>(offset, [] { return normal(); }); break;
+        }
+    }
+
+    template <class T, class Value>
+    void fill(size_t offset, const Value& value) {
+        const size_t stride = packing.depth + 3;
+        Exact<T> from((packing.columns - 1) * stride + packing.depth, offset);
+        for (size_t n = 0; n < packing.columns; ++n) {
+            for (size_t k = 0; k < packing.depth; ++k) {
+                const T weight = from[n * stride + k] = static_cast<T>(value());
+                float& x = plain[n * packing.depth + k] = static_cast<float>(weight);
+                if (packing.type != Type::int4) continue;
+                x -= packing.zero_points ? zero_points[n * groups() + k / packing.group] : 8.0f;
+            }
+        }
+        pack(packing, {from.data(), stride, scales.data(), zero_points.data()}, packed.data(), packing.block_bytes(), 0,
+             packing.num_blocks());
+    }
+
+    float sum(const float* x, size_t column) const {
+        const float* w = plain.data() + column * packing.depth;
+        if (packing.type != Type::int4) {
+            float y;
+            product_reference(x, 1, packing.depth, w, 1, &y);
+            return packing.type == Type::int8 ? y * scales[column] : y;
+        }
+        float total = 0;
+        for (size_t g = 0; g < groups(); ++g) {
+            float chain;
+            const size_t first = g * packing.group;
+            product_reference(x + first, 1, std::min(packing.group, packing.depth - first), w + first, 1, &chain);
+            total = std::fma(chain, scales[column * groups() + g], total);
+        }
+        return total;
+    }
+};
+
+ProductArgs arguments(const Packing& packing, size_t num_blocks) {
+    ProductArgs args{};
+    args.weight_type = packing.type;
+    args.depth = packing.depth;
+    args.columns = packing.columns;
+    args.num_blocks = num_blocks;
+    args.block_bytes = packing.block_bytes();
+    args.group = packing.group;
+    args.zero_points = packing.zero_points;
+    return args;
+}
+
+/// Runs a product, its tasks dealt out as bindings/products.cpp does.
+void run(ProductArgs args, const std::vector<Part>& parts) {
+    args.parts = parts.data();
+    for (const Part& part : parts) args.most_rows = std::max(args.most_rows, part.count);
+    const std::shared_ptr<Pool> threads = pool();
+    std::vector<size_t> held(static_cast<size_t>(threads->size()) * (64 / sizeof(size_t)), ~size_t{0});
+    args.held = held.data();
+    const auto work = [](void* context, size_t begin, size_t end, int worker) {
+        tested::product(*static_cast<const ProductArgs*>(context), begin, end, worker);
+    };
+    threads->share(parts.size() * args.units(), 1, Work{work, &args});
+}
+
+/// Two slots, and no rows for a third between them. E: of activations.
+template <class E>
+void linear(const Packing& packing, size_t rows, size_t offset) {
+    const Matrix matrix(packing, offset);
+    const size_t depth = packing.depth, columns = packing.columns, x_stride = depth + 1, y_stride = columns + 2;
+    const auto x = random<E>((rows - 1) * x_stride + depth, offset);
+    auto bias = random<float>(packing.num_blocks() * Packing::kBlock, offset);
+    Exact<E> y((rows - 1) * y_stride + columns, 1 - offset), expected(y);
+    for (bool biased : {false, true}) {
+        ProductArgs args = arguments(packing, packing.num_blocks());
+        args.type = kType<E>;
+        args.x = x.data(), args.x_stride = x_stride;
+        args.y = y.data(), args.y_stride = y_stride;
+        args.weights = matrix.packed.data();
+        args.bias = biased ? bias.data() : nullptr;
+        const size_t half = rows / 2;
+        run(args, half ? std::vector<Part>{{0, 0, half}, {0, half, rows - half}} : std::vector<Part>{{0, 0, rows}});
+        std::vector<float> row(depth);
+        for (size_t r = 0; r < rows; ++r) {
+            for (size_t k = 0; k < depth; ++k) row[k] = static_cast<float>(x[r * x_stride + k]);
+            for (size_t n = 0; n < columns; ++n) {
+                const float sum = matrix.sum(row.data(), n);
+                expected[r * y_stride + n] = E(biased ? sum + bias[n] : sum);
+            }
+        }
+        CHECK(same(y, expected));
+    }
+    run(arguments(packing, packing.num_blocks()), {});
+}
+
+/// The first product of gated experts: blocks of gate and up take turns, slots lie one behind the other.
+template <class E>
+void gated(const Packing& packing, size_t offset) {
+    const size_t slots = 3, depth = packing.depth, columns = packing.columns, block = packing.block_bytes();
+    std::vector<std::unique_ptr<Matrix>> halves;
+    Exact<uint8_t> weights(slots * 2 * packing.bytes());
+    for (size_t i = 0; i < 2 * slots; ++i) {
+        halves.push_back(std::make_unique<Matrix>(packing, offset));
+        for (size_t b = 0; b < packing.num_blocks(); ++b) {
+            std::memcpy(weights.data() + i / 2 * 2 * packing.bytes() + (2 * b + i % 2) * block,
+                        halves[i]->packed.data() + b * block, block);
+        }
+    }
+    const std::vector<Part> parts{{0, 0, 1}, {2, 1, 8}, {2, 9, 2}};
+    const size_t rows = 11;
+    const auto x = random<E>(rows * depth, offset);
+    Exact<E> y(rows * columns, 1 - offset), expected(rows * columns);
+    ProductArgs args = arguments(packing, 2 * packing.num_blocks());
+    args.type = kType<E>;
+    args.gated = true;
+    args.slot_bytes = 2 * packing.bytes();
+    args.x = x.data(), args.x_stride = depth;
+    args.y = y.data(), args.y_stride = columns;
+    args.weights = weights.data();
+    run(args, parts);
+    std::vector<float> row(depth);
+    for (const Part& part : parts) {
+        for (size_t r = part.first; r < part.first + part.count; ++r) {
+            for (size_t k = 0; k < depth; ++k) row[k] = static_cast<float>(x[r * depth + k]);
+            for (size_t n = 0; n < columns; ++n) {
+                const float gate = halves[2 * part.slot]->sum(row.data(), n), up = halves[2 * part.slot + 1]->sum(row.data(), n);
+                expected[r * columns + n] = E(silu_of(gate) * up);
+            }
+        }
+    }
+    CHECK(same(y, expected));
+}
+
+void every_format(size_t offset) {
+    std::vector<Packing> formats;
+    const size_t shapes[][2] = {{1, 1}, {2, 16}, {7, 17}, {9, 65}, {33, 100}, {300, 33}};  // inputs, outputs
+    for (const auto& [depth, columns] : shapes) {
+        for (Type type : {Type::fp32, Type::bf16, Type::fp16, Type::int8}) formats.push_back({type, depth, columns});
+        for (size_t group : {8, 32, 264}) {
+            for (bool zero_points : {false, true}) formats.push_back({Type::int4, depth, columns, group, zero_points});
+        }
+    }
+    for (const Packing& packing : formats) {
+        for (size_t rows : {1, 2, 3, 5, 6, 7, 25}) linear<float>(packing, rows, offset);
+        linear<Bf16>(packing, 13, offset);
+        linear<Fp16>(packing, 13, 1 - offset);
+        gated<float>(packing, offset);
+        gated<Bf16>(packing, offset);
+        gated<Fp16>(packing, 1 - offset);
+    }
+}
+
+/// Two threads multiply at once on the same workers, whose scratch memory both products use.
+void lanes() {
+    std::vector<std::thread> threads;
+    for (size_t lane = 0; lane < 2; ++lane) {
+        threads.emplace_back([lane] {
+            const Packing packing{Type::bf16, 40 + 20 * lane, 150};
+            const Matrix matrix(packing, lane);
+            const size_t rows = 30, depth = packing.depth;
+            const auto x = random<float>(rows * depth);
+            Exact<float> expected(rows * packing.columns);
+            for (size_t i = 0; i < expected.size(); ++i) {
+                expected[i] = matrix.sum(x.data() + i / packing.columns * depth, i % packing.columns);
+            }
+            for (int turn = 0; turn < 10; ++turn) {
+                Exact<float> y(expected.size());
+                ProductArgs args = arguments(packing, packing.num_blocks());
+                args.x = x.data(), args.x_stride = depth;
+                args.y = y.data(), args.y_stride = packing.columns;
+                args.weights = matrix.packed.data();
+                run(args, {{0, 0, 12}, {0, 12, 12}, {0, 24, 6}});
+                CHECK(y == expected);
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main(int argc, char**) {
+    for (size_t workers : {1, 2, 3}) {
+        set_pool(std::make_shared<Pool>(std::vector<int>(workers, -1)));
+        if (argc == 1 && workers < 3) every_format(workers - 1);  // with an argument: what threads share, and no more
+        lanes();
+    }
+    std::puts("ok");
+}

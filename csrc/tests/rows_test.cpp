@@ -1,0 +1,247 @@
+// Row kernels against loops that say the same, bit for bit: odd widths and addresses, buffers without a byte to spare.
+#include <algorithm>
+#include <numeric>
+
+#include "core/grouping.hpp"
+#include "tests/exact.hpp"
+
+#include "kernels/activation.hpp"
+#include "kernels/rotary.hpp"
+#include "kernels/routing.hpp"
+#include "kernels/sampling.hpp"
+
+using namespace moeserve;
+
+namespace {
+
+constexpr size_t kRows = 3;
+constexpr size_t kWidths[] = {1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100};
+
+template <class T>
+float inverse_rms(const T* x, size_t width, float eps) {
+    float sums[32] = {};
+    for (size_t i = 0; i < width; ++i) sums[i % 32] = std::fma(float(x[i]), float(x[i]), sums[i % 32]);
+    return 1.0f / std::sqrt(folded(sums) / static_cast<float>(width) + eps);
+}
+
+template <class T>
+void norms(size_t width, size_t offset) {
+    const size_t stride = width + 3;  // the last row ends with its memory, not after a whole stride
+    const auto x = random<T>((kRows - 1) * stride + width, offset), residual = random<T>(kRows * width, 1 - offset);
+    const auto weight = random<float>(width, offset);
+    Exact<T> out(kRows * width, offset), total(kRows * width, 1 - offset), normed(kRows * width), summed(kRows * width);
+    for (bool add : {false, true}) {
+        const NormArgs args{kType<T>, width, x.data(), stride, add ? residual.data() : nullptr, width, weight.data(), 1e-5f,
+                            out.data(), total.data()};
+        tested::rms_norm(args, 1, 1);
+        CHECK(same(total, Exact<T>(kRows * width)));
+        tested::rms_norm(args, 0, 1);
+        tested::rms_norm(args, 1, kRows);
+        for (size_t r = 0; r < kRows; ++r) {
+            for (size_t i = 0; i < width; ++i) {
+                summed[r * width + i] = T(add ? float(x[r * stride + i]) + float(residual[r * width + i]) : float(x[r * stride + i]));
+            }
+            const float inverse = inverse_rms(summed.data() + r * width, width, 1e-5f);
+            for (size_t i = 0; i < width; ++i) normed[r * width + i] = T(float(summed[r * width + i]) * inverse * weight[i]);
+        }
+        CHECK(same(out, normed));
+        CHECK(!add || same(total, summed));
+    }
+}
+
+template <class T>
+void activations(size_t width, size_t offset) {
+    const size_t stride = 2 * width + 1;
+    auto x = random<T>((kRows - 1) * stride + 2 * width, offset, 20);
+    x[0] = T(kInfinity), x[2 * width - 1] = T(-1e30f), x[stride] = T(kNan);
+    Exact<T> out(kRows * width, offset), expected(kRows * width);
+    Exact<float> gate(kRows, offset), expected_gate(kRows);
+    tested::silu_mul(SiluArgs{kType<T>, width, x.data(), stride, out.data()}, 0, kRows);
+    tested::sigmoid(SigmoidArgs{kType<T>, x.data(), stride, gate.data()}, 0, kRows);
+    for (size_t r = 0; r < kRows; ++r) {
+        const T* row = x.data() + r * stride;
+        for (size_t i = 0; i < width; ++i) expected[r * width + i] = T(silu_of(float(row[i])) * float(row[width + i]));
+        expected_gate[r] = 1.0f / (1.0f + exp_of(0.0f - float(row[0])));
+    }
+    CHECK(same(out, expected));
+    CHECK(same(gate, expected_gate));
+}
+
+/// What `PrologueArgs` says, one head at a time.
+template <class T>
+void head_of(const PrologueArgs& args, size_t row, size_t head, T* to) {
+    const size_t dim = args.dim, both = args.heads + args.kv_heads, at = (row * both + head) * dim;
+    std::vector<float> x(dim);
+    const T* from = static_cast<const T*>(args.qkv) + row * args.stride + head * dim;
+    for (size_t i = 0; i < dim; ++i) x[i] = args.normed && head < both ? args.normed[at + i] : float(from[i]);
+    const float inverse = inverse_rms(x.data(), dim, args.eps);
+    for (size_t i = 0; i < dim; ++i) {
+        if (args.norms && head < both) x[i] = x[i] * inverse * args.norms[head * dim + i];
+        x[i] = std::clamp(x[i], -args.clip, args.clip);
+    }
+    for (size_t i = 0; i < dim; ++i) {
+        const float *cos = args.cos + row * dim, *sin = args.sin + row * dim;
+        const float turned = x[i] * cos[i] + x[(i + dim / 2) % dim] * sin[i];
+        to[i] = T(head >= both ? x[i] : head < args.heads ? turned * args.scale : turned);
+    }
+}
+
+template <class T>
+void prologues(size_t dim, size_t offset) {
+    const size_t heads = 3, groups = 2, all = heads + 2 * groups, stride = all * dim + 1, real = kRows - 1, cells = 4;
+    const auto qkv = random<T>((kRows - 1) * stride + all * dim, offset);
+    const auto normed = random<float>(kRows * (heads + groups) * dim, offset), norms = random<float>((heads + groups) * dim, offset);
+    const auto cos = random<float>(kRows * dim, offset), sin = random<float>(kRows * dim, 1 - offset);
+    Exact<int64_t> cell(real);
+    cell[0] = 3, cell[1] = 0;
+    for (int way = 0; way < 8; ++way) {
+        Exact<T> k(cells * groups * dim, offset), v(cells * groups * dim, 1 - offset), q(kRows * heads * dim, offset);
+        Exact<T> want_k(k), want_v(v), want_q(q);
+        const PrologueArgs args{kType<T>, heads, groups, dim, real, qkv.data(), stride, way & 1 ? normed.data() : nullptr,
+                                way & 2 ? norms.data() : nullptr, 1e-5f, way & 4 ? 0.6f : kInfinity, cos.data(), sin.data(), 0.37f,
+                                cell.data(), k.data(), v.data(), q.data()};
+        tested::prologue(args, 0, kRows);
+        for (size_t r = 0; r < kRows; ++r) {
+            for (size_t h = 0; h < heads; ++h) head_of(args, r, h, want_q.data() + (r * heads + h) * dim);
+            for (size_t g = 0; g < groups && r < real; ++g) {
+                const size_t at = (static_cast<size_t>(cell[r]) * groups + g) * dim;
+                head_of(args, r, heads + g, want_k.data() + at);
+                head_of(args, r, heads + groups + g, want_v.data() + at);
+            }
+        }
+        CHECK(same(q, want_q) && same(k, want_k) && same(v, want_v));
+    }
+}
+
+void softmax(std::vector<float>& x) {
+    float sums[32] = {};
+    const float peak = *std::max_element(x.begin(), x.end());
+    for (size_t i = 0; i < x.size(); ++i) sums[i % 32] += x[i] = exp_of(x[i] - peak);
+    const float total = folded(sums);
+    for (float& term : x) term /= total;
+}
+
+template <class T>
+void routes(size_t experts, size_t top_k, size_t offset) {
+    const size_t stride = experts + 1;
+    auto logits = random<T>((kRows - 1) * stride + experts, offset);
+    for (size_t i = 0; i < logits.size(); ++i) logits[i] = T(std::round(float(logits[i]) * 2) / 2);  // ties, -0
+    for (int way = 0; way < 4; ++way) {
+        Exact<int32_t> ids(kRows * top_k, offset), want_ids(kRows * top_k);
+        Exact<float> weights(kRows * top_k, 1 - offset), want(kRows * top_k);
+        tested::route(RouteArgs{kType<T>, experts, top_k, logits.data(), stride, (way & 1) != 0, (way & 2) != 0, ids.data(),
+                                   weights.data()}, 0, kRows);
+        for (size_t r = 0; r < kRows; ++r) {
+            std::vector<float> scores(logits.data() + r * stride, logits.data() + r * stride + experts), chosen;
+            if (!(way & 1)) softmax(scores);
+            std::vector<int32_t> order(experts);
+            std::iota(order.begin(), order.end(), 0);
+            std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
+            for (size_t k = 0; k < top_k; ++k) chosen.push_back(scores[want_ids[r * top_k + k] = order[k]]);
+            if (way & 1) softmax(chosen);
+            const float total = std::accumulate(chosen.begin() + 1, chosen.end(), chosen[0]);
+            for (size_t k = 0; k < top_k; ++k) want[r * top_k + k] = way & 2 ? chosen[k] / total : chosen[k];
+        }
+        CHECK(ids == want_ids && same(weights, want));
+    }
+    for (size_t i = 0; i < logits.size(); ++i) logits[i] = T(below(2) ? kNan : kInfinity);  // any, but distinct ones
+    Exact<int32_t> ids(top_k);
+    Exact<float> weights(top_k);
+    tested::route(RouteArgs{kType<T>, experts, top_k, logits.data(), stride, offset == 1, true, ids.data(), weights.data()}, 0, 1);
+    std::sort(ids.data(), ids.data() + top_k);
+    for (size_t k = 0; k < top_k; ++k) CHECK(ids[k] >= 0 && ids[k] < int32_t(experts) && (!k || ids[k] > ids[k - 1]));
+}
+
+void maxima(size_t width, size_t offset) {
+    auto x = random<float>(5 * width, offset);
+    for (size_t i = 0; i < width; ++i) x[i] = -kInfinity, x[width + i] = std::round(x[width + i]);
+    x[2 * width + below(width)] = kInfinity;
+    x[3 * width + below(width)] = kNan;
+    const Exact<int64_t> index = [] {
+        Exact<int64_t> rows(4);
+        for (size_t r = 0; r < 4; ++r) rows[r] = int64_t(3 - r);
+        return rows;
+    }();
+    Exact<float> peak(4, offset);
+    Exact<int64_t> column(4, offset);
+    tested::argmax(ArgmaxArgs{width, x.data(), width, index.data(), peak.data(), column.data()}, 0, 4);
+    for (size_t r = 0; r < 4; ++r) {
+        const float* row = x.data() + (3 - r) * width;
+        const float* best = std::find_if(row, row + width, [](float value) { return value != value; });
+        if (best == row + width) best = std::max_element(row, row + width);
+        CHECK(column[r] == best - row && std::memcmp(&peak[r], best, 4) == 0);
+    }
+}
+
+double noise_of(uint32_t hash, uint32_t low, uint32_t high) {
+    uint32_t h = (hash ^ low) * 0x85ebca6bu;
+    h = (h ^ h >> 16 ^ high) * 0xc2b2ae35u;
+    h = (h ^ h >> 15) * 0x7feb352du >> 1;
+    return -std::log(-std::log1p(-double((float(h) + 0.5f) * 0x1.fffffcp-32f)));
+}
+
+void races(size_t width, size_t offset, bool in_blocks) {
+    const size_t rows = 20, blocks = (width + 63) / 64;
+    const auto x = random<float>(rows * width, offset, 3);
+    Exact<int32_t> low(rows), high(rows), hash((blocks + 2) * 64, offset);
+    for (auto* numbers : {&low, &high, &hash}) {
+        for (size_t i = 0; i < numbers->size(); ++i) (*numbers)[i] = static_cast<int32_t>(rng());
+    }
+    Exact<int64_t> of(rows * blocks), column(rows, offset);
+    for (size_t i = 0; i < of.size(); ++i) of[i] = int64_t(i % blocks + below(3));
+    Exact<float> peak(rows, offset), temperature(rows);
+    for (size_t r = 0; r < rows; ++r) temperature[r] = 0.05f + float(below(40)) / 10;
+    tested::race(RaceArgs{width, x.data(), width, nullptr, temperature.data(), low.data(), high.data(), hash.data(),
+                             in_blocks ? of.data() : nullptr, peak.data(), column.data()}, 0, rows);
+    size_t undecided = 0;
+    for (size_t r = 0; r < rows; ++r) {
+        const float* row = x.data() + r * width;
+        double best = -kInfinity;
+        int64_t winner = -1;
+        CHECK(peak[r] == *std::max_element(row, row + width));
+        for (size_t c = 0; c < width; ++c) {
+            const size_t token = (in_blocks ? size_t(of[r * blocks + c / 64]) : c / 64) * 64 + c % 64;
+            const double score = (row[c] - peak[r]) / temperature[r] + noise_of(hash[token], low[r], high[r]);
+            if (score > best) best = score, winner = int64_t(c);
+        }
+        CHECK(column[r] == winner || column[r] == -1);
+        undecided += column[r] < 0;
+    }
+    CHECK(undecided < 3);
+}
+
+void copies() {
+    const auto from = random<uint8_t>(4 * 13, 1);
+    Exact<int64_t> index(5);
+    for (size_t j = 0; j < 5; ++j) index[j] = int64_t(11 - 2 * j);
+    Exact<uint8_t> to(5 * 13, 1);
+    copy_rows(reinterpret_cast<const char*>(from.data()), index.data(), 3, 13, 0, 5, reinterpret_cast<char*>(to.data()));
+    for (size_t i = 0; i < to.size(); ++i) CHECK(to[i] == from[size_t(index[i / 13] / 3) * 13 + i % 13]);
+    copy_rows(nullptr, nullptr, 1, 13, 0, 0, nullptr);
+}
+
+template <class T>
+void all_of(size_t offset) {
+    for (size_t width : kWidths) {
+        norms<T>(width, offset);
+        activations<T>(width, offset);
+        for (size_t top_k : {size_t{1}, std::min<size_t>(width, 6), width}) routes<T>(width, top_k, offset);
+    }
+    for (size_t dim : {2, 6, 8, 10, 16, 24, 40, 72, 1024}) prologues<T>(dim, offset);
+    routes<T>(RouteArgs::kMaxExperts, 8, offset);
+}
+
+}  // namespace
+
+int main() {
+    for (size_t offset : {0, 1}) {
+        all_of<float>(offset);
+        all_of<Bf16>(offset);
+        all_of<Fp16>(offset);
+        for (size_t width : {1, 9, 511, 512, 513, 1500}) maxima(width, offset);
+        for (size_t width : {1, 63, 64, 65, 700}) races(width, offset, false);
+        for (size_t width : {64, 320}) races(width, offset, true);
+    }
+    copies();
+    std::puts("ok");
+}

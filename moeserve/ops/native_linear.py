@@ -1,0 +1,82 @@
+"""Matrix products in C++ (csrc/kernels/product.hpp), with the interface of ops/linear.py.
+
+An output is one fp32 chain of fused multiply-adds over the inputs in ascending order, so its bits depend on nothing
+but its row and its column's weights: not on other rows, columns, threads, or the processor's vector width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import ConfigError
+from moeserve.ops.native import native
+
+BLOCK = 16  # columns of a packed block
+HUGE = 2 << 20
+
+
+def native_type(dtype: torch.dtype) -> Any:
+    """The extension's name for an element type. Raises ConfigError for one that its products do not take."""
+    module: Any = native()
+    if module is None or not module.serving_isa():
+        raise ConfigError("native products need the compiled extension and a CPU with AVX2, FMA and F16C")
+    types = {
+        torch.float32: module.Type.float32,
+        torch.bfloat16: module.Type.bfloat16,
+        torch.float16: module.Type.float16,
+    }
+    if dtype not in types:
+        raise ConfigError(f"native products take float32, bfloat16 or float16, not {dtype}")
+    return types[dtype]
+
+
+def packed_memory(num_bytes: int) -> Tensor:
+    """Bytes for packed weights, aligned to 64, on large pages where there are enough of them."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if num_bytes >= HUGE:
+        module: Any = native()
+        module.advise_huge_pages(memory.data_ptr(), num_bytes)
+    return memory
+
+
+class NativeLinear:
+    """y = x W^T + b for x [M, K] of the weight's dtype; rows of x may be strided. It keeps no reference to `weight`.
+
+    x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
+    """
+
+    __slots__ = ("_bias", "_columns", "_depth", "_dtype", "_module", "_packing", "_type", "packed")
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        module: Any = native()
+        self._module = module
+        self._dtype, self._type = weight_NK.dtype, native_type(weight_NK.dtype)
+        self._columns, self._depth = weight_NK.shape
+        weight_NK = weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous()
+        self._packing = self._module.Packing(self._type, self._depth, self._columns)
+        self.packed = packed_memory(self._packing.bytes)
+        self._module.pack(
+            self._packing, weight_NK.data_ptr(), weight_NK.stride(0), 0, 0, self.packed.data_ptr(),
+            self._packing.block_bytes, True,
+        )  # fmt: skip
+        self._bias = None if bias_N is None else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        assert x_MK.dtype == self._dtype
+        assert x_MK.shape[1] == self._depth
+        if x_MK.stride(1) != 1:
+            x_MK = x_MK.contiguous()
+        y_MN = x_MK.new_empty(x_MK.shape[0], self._columns)
+        self._module.linear(
+            self._type, self._packing, self.packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr(),
+            x_MK.data_ptr(), x_MK.stride(0), x_MK.shape[0], y_MN.data_ptr(),
+        )  # fmt: skip
+        return y_MN
+
+
+def native_pack(weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    """Linear layers by the native products."""
+    return NativeLinear(weight, bias)

@@ -1,0 +1,247 @@
+"""The functions of ops/elementwise.py, in native code: same signatures, same meanings; CPU tensors only.
+
+They differ from the reference where it rounds more often (silu_mul) or adds in another order (sums of squares, of
+exponentials). Rows must be contiguous in themselves. A small call costs two microseconds, most of them for its tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.ops.native import native
+from moeserve.ops.prologue import HeadRule
+
+_native: Any = native()
+AVAILABLE = hasattr(_native, "race") and bool(_native.supported_isas())
+_empty = torch.empty
+_TYPES: dict[torch.dtype, Any] = {}
+_ELEMENTS: dict[torch.dtype, Any] = {}
+if AVAILABLE:
+    for _name in ("float32", "bfloat16", "float16"):
+        _TYPES[getattr(torch, _name)] = getattr(_native.Type, _name)
+        _ELEMENTS[getattr(torch, _name)] = getattr(_native.Element, _name)
+
+
+def _stride(x: Tensor) -> int:
+    """Elements from one row to the next; the elements of a row must lie side by side."""
+    stride, step = x.stride()
+    assert step == 1 or x.shape[1] == 1, (x.shape, x.stride())
+    return stride
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    rows, width = x_TD.shape
+    out_TD = _empty((rows, width), dtype=x_TD.dtype)
+    _native.rms_norm(
+        _TYPES[x_TD.dtype], rows, width, x_TD.data_ptr(), _stride(x_TD), weight_D.data_ptr(), eps, out_TD.data_ptr()
+    )
+    return out_TD
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows, width = x_TD.shape
+    assert residual_TD.shape == x_TD.shape, (x_TD.shape, residual_TD.shape)
+    assert residual_TD.dtype is x_TD.dtype, (x_TD.dtype, residual_TD.dtype)
+    out_TD = _empty((rows, width), dtype=x_TD.dtype)
+    total_TD = _empty((rows, width), dtype=x_TD.dtype)
+    _native.add_rms_norm(
+        _TYPES[x_TD.dtype],
+        rows,
+        width,
+        x_TD.data_ptr(),
+        _stride(x_TD),
+        residual_TD.data_ptr(),
+        _stride(residual_TD),
+        weight_D.data_ptr(),
+        eps,
+        out_TD.data_ptr(),
+        total_TD.data_ptr(),
+    )
+    return out_TD, total_TD
+
+
+def prologue(
+    qkv_THd: Tensor,
+    rule: HeadRule,
+    cos_T1d: Tensor,
+    sin_T1d: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cells_T: Tensor,
+    normed_THd: Tensor | None = None,
+) -> Tensor:
+    rows, _, dim = qkv_THd.shape
+    row_stride, head_stride, step = qkv_THd.stride()
+    assert (head_stride, step) == (dim, 1), qkv_THd.stride()
+    assert k_cache.dtype is qkv_THd.dtype, (k_cache.dtype, qkv_THd.dtype)
+    q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_THd.dtype)
+    _native.prologue(
+        _TYPES[qkv_THd.dtype],
+        rows,
+        cells_T.shape[0],
+        rule.num_heads,
+        rule.num_kv_heads,
+        dim,
+        qkv_THd.data_ptr(),
+        row_stride,
+        0 if normed_THd is None else normed_THd.data_ptr(),
+        0 if rule.norms is None else rule.norms.data_ptr(),
+        rule.eps,
+        rule.clip,
+        cos_T1d.data_ptr(),
+        sin_T1d.data_ptr(),
+        rule.scale,
+        cells_T.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        q_THd.data_ptr(),
+    )
+    return q_THd
+
+
+def silu_mul(gate_up_MI: Tensor) -> Tensor:
+    rows, both = gate_up_MI.shape
+    out_MI = _empty((rows, both // 2), dtype=gate_up_MI.dtype)
+    _native.silu_mul(
+        _TYPES[gate_up_MI.dtype], rows, both // 2, gate_up_MI.data_ptr(), _stride(gate_up_MI), out_MI.data_ptr()
+    )
+    return out_MI
+
+
+def sigmoid_gate(logits_TL: Tensor) -> Tensor:
+    out_T1 = _empty((logits_TL.shape[0], 1))
+    _native.sigmoid_gate(
+        _TYPES[logits_TL.dtype], logits_TL.shape[0], logits_TL.data_ptr(), logits_TL.stride(0), out_T1.data_ptr()
+    )
+    return out_T1
+
+
+def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    assert ids_T.dtype is torch.int64, ids_T.dtype
+    return _rows(weight_VD, ids_T, 1)
+
+
+def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:
+    rows, experts = logits_TE.shape
+    ids_TK = _empty((rows, top_k), dtype=torch.int32)
+    weights_TK = _empty((rows, top_k))
+    _native.route(
+        _TYPES[logits_TE.dtype],
+        rows,
+        experts,
+        top_k,
+        logits_TE.data_ptr(),
+        _stride(logits_TE),
+        score == "softmax_selected",
+        renormalize,
+        ids_TK.data_ptr(),
+        weights_TK.data_ptr(),
+    )
+    return ids_TK, weights_TK
+
+
+def count_ids(ids_TK: Tensor, num_experts: int) -> NDArray[np.int64]:
+    """How many of the int32 ids are each expert's; -1 counts nowhere."""
+    _check_ids(ids_TK)
+    counts_E = np.empty(num_experts, np.int64)
+    _native.count_ids(ids_TK.data_ptr(), ids_TK.numel(), counts_E)
+    return counts_E
+
+
+def group_pairs(ids_TK: Tensor, num_slots: int) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+    """(order_P, place_N, counts_e) of a `Grouping` (moe/all2all/layout.py)."""
+    _check_ids(ids_TK)
+    num_pairs = ids_TK.numel()
+    order_N, place_N = _empty(num_pairs, dtype=torch.int64), _empty(num_pairs, dtype=torch.int64)
+    counts_e = np.empty(num_slots, np.int64)
+    placed = _native.group_pairs(ids_TK.data_ptr(), num_pairs, counts_e, order_N.data_ptr(), place_N.data_ptr())
+    return order_N if placed == num_pairs else order_N[:placed], place_N, counts_e
+
+
+def rows_of_pairs(x_TD: Tensor, order_P: Tensor, top_k: int) -> Tensor:
+    """[P, D]: the token's row of each pair t * top_k + k."""
+    return _rows(x_TD.contiguous(), order_P, top_k)
+
+
+def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor) -> Tensor:
+    """out[t] = sum over k, in order and in fp32, of weights[t, k] * y[place[t * K + k]]; -1 adds zero."""
+    tokens, top_k = weights_TK.shape
+    assert y_PD.dtype is out_TD.dtype, (y_PD.dtype, out_TD.dtype)
+    assert all(x.is_contiguous() for x in (y_PD, weights_TK, out_TD)), (y_PD.stride(), out_TD.stride())
+    _native.sum_pairs(
+        _ELEMENTS[y_PD.dtype],
+        tokens,
+        top_k,
+        y_PD.shape[1],
+        y_PD.data_ptr(),
+        place_N.data_ptr(),
+        weights_TK.data_ptr(),
+        out_TD.data_ptr(),
+    )
+    return out_TD
+
+
+def _check_ids(ids_TK: Tensor) -> None:
+    assert ids_TK.dtype is torch.int32, ids_TK.dtype
+    assert ids_TK.is_contiguous(), ids_TK.stride()
+
+
+def _rows(from_XD: Tensor, index_P: Tensor, divisor: int) -> Tensor:
+    assert from_XD.is_contiguous(), from_XD.stride()
+    assert index_P.is_contiguous(), index_P.stride()
+    count, width = index_P.shape[0], from_XD.shape[1]
+    out_PD = _empty((count, width), dtype=from_XD.dtype)
+    row_bytes = width * from_XD.itemsize
+    _native.copy_rows(
+        from_XD.data_ptr(), from_XD.shape[0], index_P.data_ptr(), divisor, count, row_bytes, out_PD.data_ptr()
+    )
+    return out_PD
+
+
+def argmax(x_SV: Tensor, index_r: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(maximum, its lowest column) of each fp32 row, or of the rows in `index_r`; NaN counts as largest."""
+    rows = x_SV.shape[0] if index_r is None else index_r.shape[0]
+    peak_r, column_r = _empty(rows), _empty(rows, dtype=torch.int64)
+    index = 0 if index_r is None else index_r.data_ptr()
+    _native.argmax(rows, x_SV.shape[1], x_SV.data_ptr(), _stride(x_SV), index, peak_r.data_ptr(), column_r.data_ptr())
+    return peak_r, column_r
+
+
+def race(
+    x_SV: Tensor,
+    low_r: Tensor,
+    high_r: Tensor,
+    token_hash_V: Tensor,
+    *,
+    index_r: Tensor | None = None,
+    temperature_r: Tensor | None = None,
+    blocks_rB: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(maximum of each row, column of the largest (x - maximum) / temperature + Gumbel noise): runner/noise.py's noise
+    for keys low and high and the tokens that blocks_rB names. The column is -1 where fp32 logarithms could decide
+    between two, or where a row's maximum is not finite: ask the reference then.
+
+    index_r: which rows of x. Without temperatures the rows are taken as they are, not shifted.
+    """
+    rows = low_r.shape[0]
+    peak_r, column_r = _empty(rows), _empty(rows, dtype=torch.int64)
+    optional = [0 if x is None else x.data_ptr() for x in (index_r, temperature_r)]
+    _native.race(
+        rows,
+        x_SV.shape[1],
+        x_SV.data_ptr(),
+        _stride(x_SV),
+        *optional,
+        low_r.data_ptr(),
+        high_r.data_ptr(),
+        token_hash_V.data_ptr(),
+        0 if blocks_rB is None else blocks_rB.data_ptr(),
+        peak_r.data_ptr(),
+        column_r.data_ptr(),
+    )
+    return peak_r, column_r

@@ -1,0 +1,133 @@
+"""Native experts: the bits of the native products and SwiGLU written out, for any division of rows over slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.moe.all2all.base import Inbound, Layout
+from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.native import NativeExperts, Packed
+from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.lane import Scratch
+from moeserve.ops.native import native
+from moeserve.ops.native_linear import NativeLinear
+from moeserve.ops.table import pick_ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+E = 5
+module: Any = native()
+pytestmark = pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    module.set_threads([-1] * request.param)
+    yield request.param
+    module.set_threads([-1])
+
+
+def make(dtype: torch.dtype, width: int = 64, hidden: int = 48, slots: int = E, seed: int = 0) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(seed)
+    return ExpertWeights(
+        (torch.randn(slots, 2 * hidden, width, generator=generator) * width**-0.5).to(dtype),
+        (torch.randn(slots, width, hidden, generator=generator) * hidden**-0.5).to(dtype),
+    )
+
+
+def rows(count: int, width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(packed: Packed, x_PD: Tensor, counts: list[int]) -> Tensor:
+    counts_e = np.array(counts, np.int64)
+    out = torch.full_like(x_PD, torch.nan)
+    NativeExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out, Scratch())
+    return out
+
+
+def written_out(x_PD: Tensor, weights: ExpertWeights, counts: list[int]) -> Tensor:
+    """Two native products and the kernels' own exp, one expert after another."""
+    parts = []
+    for slot, x in enumerate(torch.split(x_PD[: sum(counts)], counts)):
+        gate, up = (NativeLinear(half.float())(x.float()) for half in weights.w13_eFD[slot].chunk(2))
+        power, minus = torch.empty_like(gate), -gate
+        module.exp(minus.data_ptr(), power.data_ptr(), gate.numel())
+        hidden = (gate / (1 + power) * up).to(x.dtype)
+        parts.append(NativeLinear(weights.w2_eDI[slot])(hidden))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "hidden"), [(64, 48), (37, 21), (256, 80)])
+@pytest.mark.parametrize(
+    "counts", [[3, 0, 1, 17, 2], [0, 0, 140, 0, 0], [0, 0, 0, 0, 1], [1] * 5, [8, 50, 7, 0, 49], [0] * 5]
+)
+def test_has_the_bits_of_products_written_out(
+    counts: list[int], width: int, hidden: int, dtype: torch.dtype, threads: int
+) -> None:
+    weights = make(dtype, width, hidden)
+    x = rows(sum(counts) + 3, width, dtype)
+    out = run(NativeExperts().pack(weights), x, counts)
+    assert torch.equal(out[: sum(counts)], written_out(x, weights, counts))
+    assert out[sum(counts) :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_with_the_reference(dtype: torch.dtype) -> None:
+    reference = ReferenceExperts(pick_ops("cpu", dtype, kernels="torch"))
+    weights, counts = make(dtype), [3, 0, 1, 17, 2]
+    x = rows(23, 64, dtype)
+    expected = torch.empty_like(x)
+    counts_e = np.array(counts)
+    inbound = Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum())
+    reference.run(inbound, reference.pack(weights), expected, Scratch())
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    difference = run(NativeExperts().pack(weights), x, counts).double() - expected.double()
+    assert difference.norm() <= tolerance * expected.double().norm()
+
+
+def test_ten_thousand_rows_for_one_expert(threads: int) -> None:
+    weights = make(torch.bfloat16)
+    x = rows(10_000, 64, torch.bfloat16)
+    packed = NativeExperts().pack(weights)
+    out = run(packed, x, [0, 0, 10_000, 0, 0])
+    for row in (0, 47, 48, 4999, 9999):
+        assert torch.equal(run(packed, x[row : row + 1], [0, 0, 1, 0, 0])[0], out[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, threads: int) -> None:
+    """The needle goes to expert 2, among any rows of any experts, NaN in other experts' rows included."""
+    packed = NativeExperts().pack(make(dtype))
+    needle = rows(1, 64, dtype)
+    alone = run(packed, needle, [0, 0, 1, 0, 0])
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        counts = rng.integers(0, 80, E) * (rng.random(E) < 0.6)
+        counts[2] += 1
+        x = torch.from_numpy(rng.standard_normal((counts.sum(), 64))).to(dtype)
+        first = counts[:2].sum()
+        x[first + counts[2] :] = torch.nan
+        place = first + rng.integers(0, counts[2])
+        x[place] = needle[0]
+        assert torch.equal(run(packed, x, counts.tolist())[place], alone[0])
+
+
+def test_moving_experts() -> None:
+    """pack_slot, put, take and stack all give what packing the weights in their new places gives."""
+    experts, weights, other = NativeExperts(), make(torch.bfloat16), make(torch.bfloat16, seed=9)
+    packed, whole = experts.pack(weights), experts.pack(other)
+    taken = experts.take(packed, 1)
+    experts.put(packed, 1, experts.pack_slot(other.w13_eFD[1], other.w2_eDI[1]))
+    assert torch.equal(packed.bytes_eS[1], whole.bytes_eS[1])
+    assert torch.equal(taken.packed, experts.pack(weights).bytes_eS[1])
+    again = experts.stack([experts.take(packed, slot) for slot in (4, 1)])
+    x = rows(6, 64, torch.bfloat16)
+    assert torch.equal(run(again, x, [2, 4])[2:], run(whole, x[2:], [0, 4, 0, 0, 0]))
+    assert torch.equal(run(again, x, [2, 4])[:2], run(experts.pack(weights), x[:2], [0, 0, 0, 0, 2]))

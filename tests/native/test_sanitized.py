@@ -1,0 +1,95 @@
+"""Test programs in csrc/tests, compiled with a sanitizer each: what it sees ends them with an error."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+X86 = platform.machine() == "x86_64"
+COMMON = ["-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-Wno-psabi", "-Icsrc"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+# Checks of every single pointer would take the compiler minutes, and find what AddressSanitizer finds.
+MEMORY = ["-fsanitize=address,undefined", "-fno-sanitize=null,alignment,pointer-overflow,object-size"]
+# The products are so long when unrolled that what lies on the stack is left out, and checks are calls.
+HEAP = ["-fsanitize=address", "--param", "asan-instrumentation-with-call-threshold=0", "--param", "asan-stack=0"]
+THREADS = ["-fsanitize=thread"]
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+    pytest.mark.timeout(240),  # the compiler takes 3 to 20 seconds of a core, which may be busy
+]
+
+
+@dataclass(frozen=True)
+class Program:
+    """csrc/tests/<name>_test.cpp, the parts of csrc that it is about, and what its kernels are compiled for."""
+
+    name: str
+    sources: tuple[str, ...]
+    isa: tuple[str, ...] = ()
+
+    def run(self, folder: Path, flags: list[str], *arguments: str) -> None:
+        if missing := {flag.removeprefix("-m") for flag in self.isa} - cpu_flags():
+            pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+        sources = [f"csrc/tests/{self.name}_test.cpp", *(f"csrc/{source}" for source in self.sources)]
+        binary = folder / self.name
+        command = ["g++", *COMMON, *self.isa, *flags, "-fno-sanitize-recover=all", *sources, "-o", str(binary)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        done = subprocess.run([str(binary), *arguments], capture_output=True, text=True, timeout=50)
+        assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+POOL = Program("pool", ("pool/pool.cpp",))
+ROWS = Program("rows", ("core/grouping.cpp", "core/pairs.cpp"), tuple(AVX2))
+ATTENTION = Program(
+    "attention", ("kernels/attention_plan.cpp", "kernels/reference_attention.cpp", "pool/pool.cpp"), tuple(AVX2)
+)
+PRODUCTS = ("kernels/pack.cpp", "pool/pool.cpp")
+
+
+def cpu_flags() -> set[str]:
+    """Names of this CPU's extensions, as Linux spells them; none elsewhere."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if X86 and info.exists() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.mark.parametrize("flags", [MEMORY, THREADS], ids=["memory", "threads"])
+def test_pool(flags: list[str], tmp_path: Path) -> None:
+    POOL.run(tmp_path, flags)
+
+
+def test_rows(tmp_path: Path) -> None:
+    ROWS.run(tmp_path, MEMORY)
+
+
+def test_attention(tmp_path: Path) -> None:
+    ATTENTION.run(tmp_path, MEMORY)
+
+
+def test_attention_in_two_lanes(tmp_path: Path) -> None:
+    ATTENTION.run(tmp_path, THREADS, "lanes")
+
+
+def test_products(tmp_path: Path) -> None:
+    Program("products", (*PRODUCTS, "tests/exact_scratch.cpp"), tuple(AVX2)).run(tmp_path, HEAP)
+
+
+def test_products_in_two_lanes(tmp_path: Path) -> None:
+    Program("products", (*PRODUCTS, "pool/scratch.cpp"), tuple(AVX2)).run(tmp_path, THREADS, "lanes")
+
+
+@pytest.mark.skipif(not X86, reason="needs a compiler for x86-64")
+@pytest.mark.parametrize(("isa", "flags"), [("avx512", AVX512), ("avx512_bf16", [*AVX512, "-mavx512bf16"])])
+def test_what_this_cpu_may_lack_compiles_without_warnings(isa: str, flags: list[str], tmp_path: Path) -> None:
+    """GCC 12 takes the undefined operands of its own intrinsics for mistakes."""
+    strict = ["-Wall", "-Wextra", "-Werror", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    source, to = f"csrc/kernels/isa_{isa}.cpp", str(tmp_path / "kernels.o")
+    subprocess.run(["g++", *COMMON, *flags, *strict, "-c", source, "-o", to], cwd=ROOT, check=True)

@@ -1,0 +1,19 @@
+"""The kernels that a test can ask for by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeserve.errors import ConfigError
+from moeserve.ops.table import Choice, Ops, pick_ops
+
+CHOICES: tuple[Choice, ...] = ("native", "onednn", "torch")
+
+
+def ops_of(dtype: torch.dtype, kernels: Choice) -> Ops:
+    """Skips the test where this machine lacks them."""
+    try:
+        return pick_ops("cpu", dtype, kernels)
+    except ConfigError as error:
+        pytest.skip(str(error))

@@ -1,0 +1,255 @@
+"""The native attention: the reference's bits for every shape, company, thread count and instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.ops import attention as torch_attention
+from moeserve.ops import native_attention
+from moeserve.ops.native import native
+from tests.ops.test_attention import Cache, make_cache
+
+module: Any = native()
+ISAS = module.supported_isas() if hasattr(module, "AttentionPlan") else []
+pytestmark = pytest.mark.skipif(not ISAS, reason="no native attention for this CPU")
+
+Row = tuple[int, int, int]  # context, first position, count
+
+
+@dataclass
+class Extra:
+    soft_cap: float = 0.0
+    sinks_H: Tensor | None = None
+
+
+@pytest.fixture(autouse=True)
+def one_thread_again() -> Iterator[None]:
+    yield
+    module.set_threads([-1])
+    module.use_isa(ISAS[-1])
+
+
+def step(cache: Cache, rows: list[Row], q: list[Tensor], window: int | None) -> tuple[Tensor, tuple[Any, ...]]:
+    """The step's queries, beside other data and padded by three rows, and what plans take."""
+    width = max(len(cache.tables[c]) for c, _, _ in rows)
+    blocks = torch.tensor([cache.tables[c] + [0] * (width - len(cache.tables[c])) for c, _, _ in rows])
+    counts = [count for _, _, count in rows]
+    queries = torch.cat([q[c][s : s + n] for c, s, n in rows])
+    apart = queries.new_full((len(queries) + 3, queries.shape[1] + 1, queries.shape[2]), 7)
+    apart[: len(queries), :-1] = queries
+    starts = np.array([s for _, s, _ in rows], np.int32)
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    shape = (queries.shape[1], *cache.k.shape[2:])
+    return apart[:, :-1], (blocks, cache.block_size, window, starts, offsets, *shape)
+
+
+def run(cache: Cache, rows: list[Row], q: list[Tensor], window: int | None, extra: Extra | None = None) -> list[Tensor]:
+    extra = extra or Extra()
+    queries, args = step(cache, rows, q, window)
+    plan = native_attention.plan_attention(*args)
+    out = native_attention.attention(queries, cache.k, cache.v, plan, soft_cap=extra.soft_cap, sinks_H=extra.sinks_H)
+    assert not out[plan.num_tokens :].any()
+    return list(out[: plan.num_tokens].split([count for _, _, count in rows]))
+
+
+def reference(cache: Cache, row: Row, q: list[Tensor], window: int | None, extra: Extra | None = None) -> Tensor:
+    """The result of the scalar specification in fp32 for the first query of a row."""
+    extra = extra or Extra()
+    queries, args = step(cache, [row], q, window)
+    plan = native_attention.plan_attention(*args)
+    single, k, v = queries.float(), cache.k.float(), cache.v.float()
+    out = torch.empty(queries.shape[1] * queries.shape[2])
+    sinks = 0 if extra.sinks_H is None else extra.sinks_H.data_ptr()
+    plan.pieces.reference(0, 0, row[1], single.data_ptr(), single.stride(0), k.data_ptr(), v.data_ptr(),
+                          out.data_ptr(), extra.soft_cap, sinks)  # fmt: skip
+    return out
+
+
+def make_queries(lengths: list[int], heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return [(torch.randn(n, heads, dim, generator=generator) * 2 * dim**-0.5).to(dtype) for n in lengths]
+
+
+def cut(length: int, start: int, count: int) -> tuple[int, int]:
+    return start, min(count, length - start)
+
+
+CASES = [  # heads, KV heads, head width, block size, window
+    (4, 2, 64, 16, None),
+    (8, 1, 8, 16, None),
+    (3, 3, 24, 5, None),
+    (7, 1, 80, 48, None),
+    (8, 2, 128, 128, None),
+    (2, 2, 256, 16, None),
+    (4, 2, 64, 16, 1),
+    (4, 2, 24, 7, 63),
+    (8, 2, 16, 48, 64),
+    (4, 1, 80, 16, 100),
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("h", "g", "d", "size", "window"), CASES)
+def test_bits_are_the_references_in_any_company(
+    h: int, g: int, d: int, size: int, window: int | None, isa: str
+) -> None:
+    """fp32 and converted bf16 caches; whole contexts, then parts in random company with 1 to 3 threads."""
+    module.use_isa(isa)
+    lengths = [200, 1, 63, 64, 65, 131]
+    rng = np.random.default_rng(4)
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = make_cache(lengths, g, d, size, dtype)
+        q = make_queries(lengths, h, d, torch.float32)
+        whole = run(cache, [(c, 0, n) for c, n in enumerate(lengths)], q, window)
+        for context, length in enumerate(lengths):
+            for position in {0, length // 2, length - 1}:
+                expected = reference(cache, (context, position, 1), q, window)
+                assert torch.equal(whole[context][position], expected), (context, position)
+        for turn in range(12):
+            module.set_threads([-1] * (turn % 3 + 1))
+            order = rng.permutation(len(lengths))[: rng.integers(1, 6)].tolist()
+            rows = [(c, *cut(lengths[c], int(rng.integers(0, lengths[c])), int(rng.choice([1, 1, 3, 9, 70]))))
+                    for c in order]  # fmt: skip
+            for (c, s, n), found in zip(rows, run(cache, rows, q, window), strict=True):
+                assert torch.equal(found, whole[c][s : s + n]), (c, s, n)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("length", "window"), [(1023, None), (1024, None), (1025, 100), (4097, None), (40_000, None)])
+def test_long_contexts_have_the_bits_of_the_reference(length: int, window: int | None, isa: str) -> None:
+    """Alone, where threads share the chunks, beside others, and as the end of a prompt."""
+    module.use_isa(isa)
+    lengths = [length, 40]
+    cache = make_cache(lengths, 2, 16, 16, torch.bfloat16)
+    q = make_queries(lengths, 4, 16, torch.float32)
+    expected = reference(cache, (0, length - 1, 1), q, window)
+    pieces = []
+    for threads in (1, 2, 3):
+        module.set_threads([-1] * threads)
+        alone = run(cache, [(0, length - 1, 1)], q, window)[0][0]
+        beside = run(cache, [(1, 39, 1), (0, length - 1, 1)], q, window)[1][0]
+        end = run(cache, [(0, length - 70, 70), (1, 0, 40)], q, window)[0]
+        assert torch.equal(alone, expected)
+        assert torch.equal(beside, expected)
+        assert torch.equal(end[-1], expected)
+        one_by_one = [run(cache, [(0, p, 1)], q, window)[0][0] for p in range(length - 70, length - 64)]
+        assert torch.equal(torch.stack(one_by_one), end[:6])
+        _, args = step(cache, [(0, length - 1, 1)], q, window)
+        pieces.append(native_attention.plan_attention(*args).pieces.num_pieces)
+    assert pieces[0] == 1
+    if length > 2000:
+        assert pieces[1] == -(-length // 1024)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_one_by_one_in_chunks_and_at_once(window: int | None) -> None:
+    cache = make_cache([1100], 2, 64, 16, torch.bfloat16)
+    q = make_queries([1100], 4, 64, torch.bfloat16)
+    whole = run(cache, [(0, 0, 1100)], q, window)[0]
+    chunks = [run(cache, [(0, s, min(300, 1100 - s))], q, window)[0] for s in range(0, 1100, 300)]
+    assert torch.equal(torch.cat(chunks), whole)
+    single = [run(cache, [(0, p, 1)], q, window)[0] for p in range(1100)]
+    assert torch.equal(torch.cat(single), whole)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("window", [None, 70])
+def test_agrees_with_torch(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    lengths = [1, 64, 700, 1500]
+    rows = [(0, 0, 1), (1, 63, 1), (2, 400, 300), (3, 1499, 1)]
+    cache = make_cache(lengths, 2, 64, 16, dtype)
+    q = make_queries(lengths, 4, 64, dtype)
+    queries, args = step(cache, rows, q, window)
+    expected = torch_attention.attention(
+        queries, cache.k.clone(), cache.v.clone(), torch_attention.plan_attention(*args)
+    )
+    found = native_attention.attention(queries, cache.k, cache.v, native_attention.plan_attention(*args))
+    assert found.dtype == dtype
+    assert (found.float() - expected.float()).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_soft_cap_and_sinks(isa: str) -> None:
+    module.use_isa(isa)
+    module.set_threads([-1, -1])
+    lengths = [1300, 90]
+    cache = make_cache(lengths, 2, 40, 16, torch.float32)
+    q = [8 * x for x in make_queries(lengths, 4, 40, torch.float32)]
+    extra = Extra(5.0, torch.tensor([0.5, -3.0, 4.0, 30.0]))
+    assert extra.sinks_H is not None
+    decoded = run(cache, [(0, 1299, 1)], q, None, extra)[0][0]
+    prefilled = run(cache, [(1, 0, 90), (0, 1200, 100)], q, None, extra)
+    assert torch.equal(prefilled[1][-1], decoded)
+    assert torch.equal(decoded, reference(cache, (0, 1299, 1), q, None, extra))
+    for context, found in ((0, decoded), (1, prefilled[0][-1])):
+        scores = torch.einsum("ghd,tgd->ght", q[context][-1].view(2, 2, 40), cache.keys[context])
+        scores = torch.cat((5.0 * torch.tanh(scores / 5.0), extra.sinks_H.view(2, 2, 1)), -1)
+        expected = torch.einsum("ght,tgd->ghd", scores.softmax(-1)[..., :-1], cache.values[context]).flatten()
+        assert (found - expected).abs().max() < 5e-6
+
+
+def test_addresses_need_no_alignment() -> None:
+    cache = make_cache([130], 2, 24, 16, torch.bfloat16)
+    q = make_queries([130], 4, 24, torch.bfloat16)
+    expected = run(cache, [(0, 0, 130)], q, None)[0]
+    shifted = [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in (cache.k, cache.v)]
+    cache.k, cache.v = shifted
+    assert torch.equal(run(cache, [(0, 0, 130)], q, None)[0], expected)
+    assert torch.equal(run(cache, [(0, 129, 1)], q, None)[0][0], expected[-1])
+
+
+def test_later_values_do_not_reach_earlier_queries() -> None:
+    """Infinite values of a position that a query does not see, in the same tile."""
+    cache = make_cache([60], 1, 16, 16, torch.float32)
+    q = make_queries([60], 4, 16, torch.float32)
+    expected = run(cache, [(0, 0, 60)], q, 20)[0]
+    cell = cache.tables[0][1] * 16 + 4  # position 20
+    cache.v.view(-1, 16)[cell] = torch.inf
+    cache.k.view(-1, 16)[cell] = torch.nan
+    found = run(cache, [(0, 0, 60)], q, 20)[0]
+    assert torch.equal(found[:20], expected[:20])
+    assert torch.equal(found[40:], expected[40:])
+    assert found[20:40].isnan().all()
+
+
+def test_scores_of_minus_infinity_weigh_nothing() -> None:
+    """A key that overflowed, alone in its tile or chunk as far as the window goes, or the only one there is."""
+    cache = make_cache([1100], 1, 16, 16, torch.float32)
+    q = [x.abs() + 0.1 for x in make_queries([1100], 2, 16, torch.float32)]
+    cells = [cache.tables[0][position // 16] * 16 + position % 16 for position in (0, 63, 1023)]
+    cache.k.view(-1, 16)[cells] = -torch.inf
+    cache.v.view(-1, 16)[cells] = 1e9
+    found = run(cache, [(0, 0, 1100)], q, 8)[0]
+    assert found[0].isnan().all()
+    assert found[1:].abs().max() < 10
+    for position in (1, 65, 70, 1023, 1030):
+        assert torch.equal(found[position], reference(cache, (0, position, 1), q, 8)), position
+    sinks = Extra(0.0, torch.tensor([0.5, -3.0]))
+    assert not run(cache, [(0, 0, 1)], q, 8, sinks)[0].any()
+    assert not reference(cache, (0, 0, 1), q, 8, sinks).any()
+
+
+def test_no_negative_zeros() -> None:
+    cache = make_cache([3], 1, 8, 16, torch.float32)
+    cache.v.fill_(-0.0)
+    found = run(cache, [(0, 0, 3)], make_queries([3], 2, 8, torch.float32), None)[0]
+    assert not found.any()
+    assert not found.signbit().any()
+
+
+def test_a_step_without_tokens() -> None:
+    plan = native_attention.plan_attention(torch.zeros((0, 1), dtype=torch.int64), 16, None, np.zeros(0, np.int32),
+                                           np.zeros(1, np.int32), 4, 2, 16)  # fmt: skip
+    cache = torch.zeros(2, 16, 2, 16)
+    assert not native_attention.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()
+
+
+def test_head_widths() -> None:
+    assert [width for width in (0, 4, 8, 12, 64, 256, 264) if native_attention.serves(width)] == [8, 64, 256]
