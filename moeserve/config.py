@@ -68,8 +68,40 @@ class DeviceConfig:
     determinism: Literal["auto", "fast", "batch"] = _opt(
         "auto", "batch: a request's bits depend on nothing but itself (always so on CPU; not yet on CUDA)"
     )
+    kernels: Literal["auto", "native", "onednn", "torch"] = _opt(
+        "auto", "what computes on CPUs: the native kernels, or torch's with or without oneDNN's packing", flag=None
+    )
     null_runner: bool = _opt(False, "benchmarks only: made-up tokens at no cost of a model", flag=None)
     null_step_ms: float = _opt(0.0, "benchmarks only: time that the null runner lets pass per step", flag=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    dp: int = _opt(1, "engines that share the requests (data parallel)", low=1, high=1024)
+    tp: int = _opt(1, "processes per engine that share attention (tensor parallel)", low=1, high=64)
+    ep: Literal["on", "off"] = _opt("on", "on: experts are dealt out to all dp x tp ranks; off: every rank has all")
+    all2all: str = _opt(
+        "auto", "how rows travel to their experts: shm, torch, allgather, deepep_ht, deepep_ll, deepep_v2, or auto"
+    )
+    wire: Literal["auto", "fp8_b128"] = _opt(
+        "auto", "element format of dispatched rows; auto: the model's own; fp8_b128: half the bytes, rounded", flag=None
+    )
+    dbo: Literal["auto", "on", "off"] = _opt(
+        "auto", "dual-batch overlap: one half of the batch computes while the other one's rows travel"
+    )
+    redundant_experts: int = _opt(0, "expert slots beyond one per expert, for replicas of busy experts")
+    rebalance: Literal["auto", "off"] = _opt("auto", "move experts between ranks when the load is uneven and it pays")
+    fork_server: Literal["on", "off"] = _opt(
+        "on", "on: engines are forks of a process that has imported everything, and replaced at once (Linux)", flag=None
+    )
+    nnodes: int = _opt(1, "machines that serve together; each gets dp / nnodes engines", low=1, high=1024)
+    node_rank: int = _opt(0, "which of them this is; 0 answers HTTP", high=1023)
+    rendezvous: str | None = _opt(None, "HOST:PORT on machine 0 where the machines meet")
+    cluster_key_file: str | None = _opt(None, "file with the secret that all machines share (nnodes > 1)")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +133,7 @@ class Config:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    parallel: ParallelConfig = ParallelConfig()
     server: ServerConfig = ServerConfig()
 
 
@@ -109,6 +142,7 @@ SECTIONS: dict[str, type[Any]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
+    "parallel": ParallelConfig,
     "server": ServerConfig,
 }
 

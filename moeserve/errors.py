@@ -5,6 +5,7 @@
         InvalidRequest    400: a field is out of its range; `param` names it
           ContextLengthExceeded
         Unauthorized      401      Forbidden    403      ModelNotFound 404
+        Conflict          409: not in the state that the server is in now
         PayloadTooLarge   413      UnsupportedMedia 415
         Overloaded        503 with Retry-After: the queue is full, or the server drains or loads
         RequestFailed     500: a fault inside this one request (its sampling, say)
@@ -16,11 +17,15 @@
         DoesNotFit        memory (5)
       ActorStopped      the addressee ended before it could answer
       EngineDied        nobody can answer; the supervisor acts
+      PeerLost          other ranks are gone: a step failed, the engine waits for the next Join
+      StepSkew          the ranks disagree about where they are; the same follows
 
 Messages carry the offending values and the remedy. `assert` is only for our own bugs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class MoeserveError(Exception):
@@ -74,6 +79,13 @@ class NotFound(RequestError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class Conflict(RequestError):
+    """The server is not in a state in which this can be done; the message says why."""
+
+    http_status = 409
+    code = "conflict"
 
 
 class PayloadTooLarge(RequestError):
@@ -150,3 +162,22 @@ class ActorStopped(MoeserveError):
 
 class EngineDied(MoeserveError):
     """The engine cannot serve anyone any more."""
+
+
+class PeerLost(MoeserveError):
+    """Ranks of this rank's group are gone, or it was told to part: the step failed, the engine did not.
+
+    missing: the expert-parallel ranks that did not answer; empty when it is not known who.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class StepSkew(MoeserveError):
+    """The engines of a group do not vote on the same step: a bug of ours, and reason enough to form it anew."""
+
+    def __init__(self, positions: Sequence[tuple[int, int]]) -> None:
+        where = ", ".join(f"engine {i} in epoch {epoch}, step {step}" for i, (epoch, step) in enumerate(positions))
+        super().__init__(f"the engines are not in the same step: {where}")

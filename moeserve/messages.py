@@ -1,7 +1,8 @@
 """Every message that crosses an actor's inbox or a process boundary. Never pickle: msgspec structs in msgpack.
 
-    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Call
-    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, Answer, Stopped
+    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Call, Join, Place, TraceNext
+    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, Answer, Stopped,
+                                           Joined, Parted, ExpertLoad, Placed, Traced
 
 Arrays travel as little-endian bytes (`int32`, `int64`, `uint8`), one message per step and front end, because
 decoding one struct per request costs a hundred times more.
@@ -62,7 +63,54 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     what: Literal["reset_prefix_cache", "audit"]
 
 
-EngineIn = Submit | Abort | Drain | Ping | Call
+class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A placement on its way: see `moeserve.moe.placement.Placement`.
+
+    experts: int32 [layers, num_ranks * slots_per_rank], the expert in each physical slot, row-major.
+    """
+
+    version: int
+    num_ranks: int
+    slots_per_rank: int
+    num_experts: int
+    experts: bytes
+
+
+class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Meet the other ranks and serve with them from now on: the membership of one epoch, as one engine sees it.
+
+    A later Join replaces it; whatever of the earlier epoch is still connected is dropped first. hosts: the machine of
+    each engine, by data-parallel rank (equal names share memory). directory: private folder for this epoch's Unix
+    sockets, the same for all engines of a machine. store: host:port of the TCPStore that data-parallel rank 0 opens.
+    vote: host:port at which it listens for the step vote, where there are several machines.
+    """
+
+    epoch: int
+    dp_rank: int
+    tp_size: int
+    hosts: tuple[str, ...]
+    directory: str
+    store: str
+    token: str
+    placement: PlacementTable | None = None  # None: a model without experts, or ep off
+    vote: str = ""
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.hosts)
+
+
+class Place(msgspec.Struct, frozen=True, tag=True):
+    """Prepare this placement in the background, layer by layer; the vote commits each layer on all ranks at once."""
+
+    placement: PlacementTable
+
+
+class TraceNext(msgspec.Struct, frozen=True, tag=True):
+    """Record the next step that all ranks run, and send it as Traced."""
+
+
+EngineIn = Submit | Abort | Drain | Ping | Call | Join | Place | TraceNext
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
@@ -92,6 +140,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     weight_bytes: int
     startup_s: float
     step_s: float = 0.0  # the longest step to expect; 0: not worth mentioning
+    num_moe_layers: int = 0
+    num_experts: int = 0
+    expert_bytes: int = 0  # of one expert in one layer
+    checkpoint: str = ""  # fingerprint of what was loaded; "": nothing was
     notes: tuple[str, ...] = ()
 
 
@@ -155,4 +207,63 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     cause: str
 
 
-EngineOut = Phase | Ready | StepOutput | Refused | Pong | Answer | Stopped
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """This engine serves in `epoch`."""
+
+    epoch: int
+    took_s: float
+
+
+class Parted(msgspec.Struct, frozen=True, tag=True):
+    """This engine lost its group (or could not form it), keeps weights, K/V and requests, and waits for a Join.
+
+    missing: data-parallel ranks that seem to be gone; empty when it cannot say.
+    """
+
+    epoch: int
+    cause: str
+    missing: tuple[int, ...] = ()
+
+
+class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Tokens that this engine's requests sent to each logical expert since its last report; padding is not counted."""
+
+    counts: bytes  # int64 [layers, experts], row-major
+    num_layers: int
+    num_steps: int
+    version: int  # of the placement in force
+
+
+class Placed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A placement is in force on this engine, or (error) was given up after its first `layers` layers, on all ranks
+    alike: these are in force all the same, and the other layers stay as they were."""
+
+    version: int
+    layers: int = 0
+    moved_bytes: int = 0
+    took_s: float = 0.0
+    error: str = ""
+
+
+class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
+    """One span of a step. track: "lane 0", "lane 1", "transfer 0", "engine", ... Times in ns on the monotonic clock."""
+
+    name: str
+    track: str
+    start_ns: int
+    end_ns: int
+    layer: int = -1
+
+
+class Traced(msgspec.Struct, frozen=True, tag=True):
+    """What one rank (data-parallel, tensor-parallel) did in a traced step of the group."""
+
+    step: int
+    dp_rank: int
+    tp_rank: int
+    events: list[TraceEvent]
+
+
+EngineOut = (
+    Phase | Ready | StepOutput | Refused | Pong | Answer | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
+)

@@ -22,5 +22,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     plan_us: int = 0
     settle_us: int = 0
     device_us: int = 0
-    exposed_comm_us: int = 0
+    comm_us: int = 0  # between the start of each transfer and the arrival of its last row, summed
+    exposed_comm_us: int = 0  # the part of it for which the model stood still
+    lanes: int = 1
+    vote_us: int = 0
+    dp_rank: int = 0
     expert_peak_over_mean: float = 0.0

@@ -34,8 +34,8 @@ def adopt() -> bytes:
 
     The first thing a child does. Exits with code 77 if the parent is gone already.
     """
-    _ask_for_death_signal()
     line = _read_line()
+    die_with_parent()  # not before: a fork (forked.py) changes its parent once, and the kernel would call that a death
     if not line.endswith(b"\n"):
         _end("the parent ended before it said what to do")
     birth = msgspec.json.decode(line, type=Birth)
@@ -45,7 +45,8 @@ def adopt() -> bytes:
     return bytes(birth.document)
 
 
-def _ask_for_death_signal() -> None:
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when its parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

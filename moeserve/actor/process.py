@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import IO, Protocol
 
 import msgspec
 
@@ -21,6 +23,7 @@ from moeserve.errors import ConfigError
 
 TAIL_LINES = 50
 MAX_LINE_BYTES = 4096
+PIPE_BYTES = 65536  # that fit into any pipe
 LOG_GRACE_S = 0.5  # for the last log lines after the exit; a grandchild may hold the pipe open for ever
 
 # Control characters but the tab, line and paragraph separators, changes of writing direction.
@@ -38,6 +41,7 @@ class Death:
     lived_s: float
     log_tail: tuple[str, ...]
     verdict: str = ""  # why we ended it, if we did
+    stranded: bool = False  # it went with its machine, which is no fault of its own
 
     @property
     def summary(self) -> str:
@@ -55,13 +59,58 @@ class Death:
         return "\n    ".join([f"{self.summary}; its last log lines:", *self.log_tail])
 
 
+class Running(Protocol):
+    """A child of this process: a `subprocess.Popen`, or a fork (forked.py). `kill` after its end does nothing."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def kill(self) -> None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self) -> int:
+        """Blocks; returns the exit code as in subprocess."""
+        ...
+
+
+class Process(Protocol):
+    """A process that somebody supervises, wherever it runs. pid: 0 until it has one."""
+
+    name: str
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def death(self) -> Death:
+        """Returns when the process has ended and its last log lines were read. May be awaited by several."""
+        ...
+
+    def kill(self, verdict: str) -> None:
+        """Ends it at once, whatever it does. `verdict` says why, for the log and the error."""
+        ...
+
+    async def stop(self, term_s: float, verdict: str = "") -> Death:
+        """SIGTERM, then SIGKILL if it still runs `term_s` later. Takes `term_s` plus a moment at most."""
+        ...
+
+
 class Child:
-    """A running child process. Belongs to the loop that started it, and so does the child: see guard.py.
+    """`Process` of our own, running. Belongs to the loop that started it, and so does the child: see guard.py.
 
     start() it on a thread that lives as long as the child should, which means the loop's own.
     """
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], forward: Callable[[str], None] | None) -> None:
+    def __init__(self, name: str, process: Running, forward: Callable[[str], None] | None) -> None:
         self.name = name
         self.pid = process.pid
         self.verdict = ""  # the rest of a sentence that begins with "it"
@@ -78,19 +127,18 @@ class Child:
         cls,
         name: str,
         command: Sequence[str],
-        document: bytes,
+        document: bytes | None,
         *,
         env: Mapping[str, str] | None = None,
         forward: Callable[[str], None] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Starts `command` and hands it `document` (JSON) over stdin, which nobody else can read.
+        """Starts `command` and hands it `document` (JSON) over stdin, which nobody else can read; None: it needs none.
 
         The child must call `guard.adopt()` first. Its stdout and stderr are kept as log tail and passed on, line
-        by line and with control characters escaped, to `forward` (default: our stderr). Raises ConfigError.
+        by line and with control characters escaped, to `forward` (default: our stderr). pass_fds: what else of ours
+        it inherits. Raises ConfigError.
         """
-        line = msgspec.json.encode(Birth(os.getpid(), msgspec.Raw(document))) + b"\n"
-        # A pipe takes this much before anyone reads: writing must not block the loop.
-        assert len(line) < 65536, f"{name}: a start document of {len(line)} bytes"
         try:
             process = subprocess.Popen(
                 command,
@@ -99,12 +147,27 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=None if env is None else dict(env),
                 bufsize=0,
+                pass_fds=pass_fds,
             )
         except OSError as exc:
             raise ConfigError(f"cannot start {name} ({command[0]}): {exc}") from exc
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it is dead already, and its exit says why
-            process.stdin.write(line)
+        return cls(name, process, forward) if document is None else cls.take(name, process, document, forward=forward)
+
+    @classmethod
+    def take(
+        cls, name: str, process: Running, document: bytes, *, forward: Callable[[str], None] | None = None
+    ) -> Child:
+        """As `start`, with a process that runs already and waits for its document. Raises ConfigError, and ends it."""
+        try:
+            _hand_over(process, document, name)
+        except ConfigError:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+            raise
         return cls(name, process, forward)
 
     def log_tail(self, lines: int = 20) -> tuple[str, ...]:
@@ -118,17 +181,18 @@ class Child:
     def age_s(self) -> float:
         return time.monotonic() - self._born_s
 
+    async def started(self) -> int:
+        """Its pid; others than `Child` may have none yet."""
+        return self.pid
+
     async def death(self) -> Death:
-        """Returns when the process has ended and its last log lines were read. May be awaited by several."""
         return await asyncio.shield(self._death)
 
     def kill(self, verdict: str) -> None:
-        """Ends the child at once, whatever it does. `verdict` says why, for the log and the error."""
         self.verdict = self.verdict or verdict
         self._process.kill()
 
     async def stop(self, term_s: float, verdict: str = "") -> Death:
-        """SIGTERM, then SIGKILL if it still runs `term_s` later. Takes `term_s` plus a moment at most."""
         self._process.terminate()
         try:
             async with asyncio.timeout(term_s):
@@ -160,13 +224,31 @@ class Child:
         return Death(self.name, self.pid, code, lived_s, self.log_tail(), self.verdict)
 
 
+def _hand_over(process: Running, document: bytes, name: str) -> None:
+    line = msgspec.json.encode(Birth(os.getpid(), msgspec.Raw(document))) + b"\n"
+    assert process.stdin is not None
+    _make_room(process.stdin.fileno(), len(line), name)
+    with suppress(BrokenPipeError):  # it is dead already, and its exit says why
+        process.stdin.write(line)
+
+
+def _make_room(fd: int, num_bytes: int, name: str) -> None:
+    """A pipe must take the whole start document before anyone reads: writing must not block the loop."""
+    if num_bytes <= PIPE_BYTES:
+        return
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, num_bytes)  # type: ignore[attr-defined,unused-ignore]  # Linux
+    except (AttributeError, OSError) as exc:
+        raise ConfigError(f"cannot hand {name} a start document of {num_bytes} bytes through a pipe: {exc}") from exc
+
+
 class _LogLines(asyncio.Protocol):
     """Cuts a child's output into lines, keeps the last ones, passes each on."""
 
     def __init__(self, forward: Callable[[str], None] | None) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._forward = _to_stderr if forward is None else forward
+        self.forward = to_stderr if forward is None else forward
         self._rest = b""
 
     def data_received(self, data: bytes) -> None:
@@ -186,7 +268,7 @@ class _LogLines(asyncio.Protocol):
     def _keep(self, line: bytes) -> None:
         text = one_line(line[:MAX_LINE_BYTES].decode(errors="backslashreplace"))
         self.tail.append(text)
-        self._forward(text)
+        self.forward(text)
 
 
 def one_line(text: str) -> str:
@@ -194,7 +276,8 @@ def one_line(text: str) -> str:
     return text.rstrip("\r\n").translate(_CONTROL)
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
+    """A log line of a child on its way."""
     with suppress(OSError, ValueError):  # a closed terminal must not hurt the engine
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -12,17 +13,18 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from moeserve.actor.process import Child, Death
+from moeserve.actor.process import Death, Process
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Pauses of first_pause_s * 2^k, at most max_pause_s; k starts anew once a child lived for window_s.
+    """Pauses of first_pause_s * 2^k, at most max_pause_s; k counts the deaths within window_s.
 
-    More than max_deaths within window_s means giving up. silence_s: how long a starting child may show no
-    progress before it counts as hung.
+    More than max_deaths within window_s means giving up. proven_s: a child that was ready for so long is started
+    again at once, and its earlier deaths no longer count. silence_s: how long a starting child may show no progress
+    before it counts as hung.
     """
 
     first_pause_s: float = 0.25
@@ -30,13 +32,14 @@ class RestartPolicy:
     max_deaths: int = 5
     window_s: float = 300.0
     silence_s: float = 600.0
+    proven_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
     """One child. `serving` is called once and returns when the child is ready; cancelled if it dies first."""
 
-    child: Child
+    child: Process
     serving: Callable[[], Awaitable[object]]
 
 
@@ -61,11 +64,12 @@ class Supervisor:
 
     def __init__(self, owner: Owner, policy: RestartPolicy | None = None) -> None:
         self.policy = policy or RestartPolicy()
-        self.child: Child | None = None
+        self.child: Process | None = None
         self._owner = owner
         self._deaths: deque[float] = deque()
         self._retired = asyncio.Event()
         self._progress_s = 0.0
+        self._ready_s: float | None = None  # since when the child is ready
 
     async def run(self) -> Death:
         """Starts the child again and again; returns its last death after `stop` or after giving up.
@@ -74,6 +78,7 @@ class Supervisor:
         """
         for generation in count():
             self.progress()
+            self._ready_s = None
             async with self._owner.life(generation) as life:
                 self.child = life.child
                 try:
@@ -118,6 +123,7 @@ class Supervisor:
                 await asyncio.wait({ready, died}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()  # an error of the owner's own
+                self._ready_s = time.monotonic()
         finally:
             ready.cancel()
             died.cancel()
@@ -130,6 +136,10 @@ class Supervisor:
         if not self._owner.curable(death):
             log.log(logging.ERROR if death.exit_code else logging.INFO, "%s; not started again", death.summary)
             return None
+        if self._ready_s is not None and now - self._ready_s >= policy.proven_s:
+            self._deaths.clear()
+            log.error("%s; starting it again at once", death.summary)
+            return 0.0
         self._deaths.append(now)
         while self._deaths[0] < now - policy.window_s:
             self._deaths.popleft()
@@ -146,5 +156,5 @@ class Supervisor:
             async with asyncio.timeout(pause_s):
                 await self._retired.wait()
         except TimeoutError:
-            return False
+            return self._retired.is_set()  # in the same turn of the loop
         return True

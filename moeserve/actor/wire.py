@@ -56,7 +56,9 @@ class Wire(Protocol[Out_contra, In_co]):
         ...
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Lets go; safe to repeat. What was sent already still leaves if that takes at most `linger_s`."""
+        """Lets go; safe to repeat. What was sent already still leaves if that takes at most `linger_s`, and the peer
+        has it before its notice. Not so where the peer had as many messages unread as its wire's limit, or where the
+        network loses packets at that moment: what must not be lost needs a peer that hangs up first."""
         ...
 
 

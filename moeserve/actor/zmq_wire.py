@@ -1,8 +1,8 @@
-"""A wire between processes: ZeroMQ over `ipc://`, msgspec structs in msgpack, protocol version in the first frame.
+"""A wire between processes: ZeroMQ over `ipc://`, or over `tcp://` with CURVE keys.
 
-The listener (ROUTER) accepts one peer, the one that knows the token; whatever else arrives is dropped and
-counted. Nothing polls: ZeroMQ's descriptor wakes the loop (asyncio or uvloop), its monitor tells of a lost peer.
-TCP needs CURVE keys and belongs into `_check_address` and `_open` when it comes; all else stays as it is.
+Messages are msgspec structs in msgpack, the protocol version comes in the first frame. The listener (ROUTER) accepts
+one peer, the one that knows the token; whatever else arrives is dropped and counted. Nothing polls: ZeroMQ's descriptor
+wakes the loop (asyncio or uvloop), its monitor tells of a lost peer, heartbeats over TCP of a machine that vanished.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from moeserve.actor.inbox import Inbox
+from moeserve.actor.keys import Keys
 from moeserve.actor.wire import PeerGone, WireStats
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
 from moeserve.messages import PROTOCOL_VERSION
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 128 * 2**20
 READ_BURST = 256  # frames per turn of the loop, so that a flood cannot starve everything else
+HEARTBEAT_MS, VANISHED_MS = 1000, 5000  # over TCP: a machine that is silent for so long is gone
+NEVER_MS = 2**30  # 12 days: a wire that has lost its peer is closed long before
 MAX_PATH_BYTES = 107  # sun_path of a Unix socket, its end mark excluded
 _GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENTS = _GONE_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
@@ -61,15 +64,17 @@ def listen(
     receives: Any,
     inbox: Inbox[In],
     notice: Callable[[PeerGone], Any] = lambda gone: gone,
+    keys: Keys | None = None,
     limit: int = 10_000,
     version: int = PROTOCOL_VERSION,
 ) -> ZmqWire[Any, In]:
-    """Waits at `address` (`ipc:///path`, in a directory that only we can enter) for the one peer with `token`.
+    """Waits at `address` for the one peer with `token`: `ipc:///path`, in a directory that only we can enter, or
+    `tcp://host:port` with `keys` (port *: any free one; the wire's `address` has the number).
 
     receives: the union of messages that may come. inbox: where they go. notice: what a lost peer looks like
     there. limit: most frames on their way in each direction. Raises ConfigError if the address cannot be used.
     """
-    return ZmqWire(zmq.ROUTER, address, token, receives, inbox, notice, limit, version)
+    return ZmqWire(zmq.ROUTER, address, token, receives, inbox, notice, keys, limit, version)
 
 
 def connect(
@@ -79,11 +84,12 @@ def connect(
     receives: Any,
     inbox: Inbox[In],
     notice: Callable[[PeerGone], Any] = lambda gone: gone,
+    keys: Keys | None = None,
     limit: int = 10_000,
     version: int = PROTOCOL_VERSION,
 ) -> ZmqWire[Any, In]:
     """The other end of `listen`. May send at once; what it sends arrives after its hello."""
-    return ZmqWire(zmq.DEALER, address, token, receives, inbox, notice, limit, version)
+    return ZmqWire(zmq.DEALER, address, token, receives, inbox, notice, keys, limit, version)
 
 
 class ZmqWire(Generic[Out, In]):
@@ -97,10 +103,11 @@ class ZmqWire(Generic[Out, In]):
         receives: Any,
         inbox: Inbox[In],
         notice: Callable[[PeerGone], In],
+        keys: Keys | None,
         limit: int,
         version: int,
     ) -> None:
-        _check_address(address)
+        _check_address(address, keys)
         self.address = address
         self.inbox = inbox
         self.stats = WireStats()
@@ -111,25 +118,32 @@ class ZmqWire(Generic[Out, In]):
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
         self._route: list[bytes] = []  # how ZeroMQ addresses the peer: its identity on a ROUTER
         self._peer_fd: int | None = None
+        self._met = False  # there was a connection, whoever is at its other end
         self._gone: str | None = None  # why there is no peer any more
         self._loop = asyncio.get_running_loop()
         self._connected: asyncio.Future[None] = self._loop.create_future()
-        self._open(limit)
+        self._open(limit, keys)
 
-    def _open(self, limit: int) -> None:
+    def _open(self, limit: int, keys: Keys | None) -> None:
         self._context = zmq.Context(io_threads=1)
         self._socket = socket = self._context.socket(self._kind)
         socket.set_hwm(limit)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
-        # A peer that comes back is another process; it gets another wire.
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        # A peer that comes back is another process; it gets another wire. Not ZeroMQ's own "never" (-1): with a lost
+        # connection that drops what came over it and was not read yet.
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        if keys is not None:
+            self._secure(keys)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         try:
             if self._kind == zmq.ROUTER:
                 socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 socket.bind(self.address)
-                os.chmod(self.address.removeprefix("ipc://"), 0o600)
+                if self.address.startswith("ipc://"):
+                    os.chmod(self.address.removeprefix("ipc://"), 0o600)
+                else:
+                    self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
             else:
                 socket.connect(self.address)
         except (zmq.ZMQError, OSError) as exc:
@@ -142,6 +156,18 @@ class ZmqWire(Generic[Out, In]):
         # The descriptors report changes only, and there may have been one already.
         self._loop.call_soon(self._read)
         self._loop.call_soon(self._on_monitor)
+
+    def _secure(self, keys: Keys) -> None:
+        socket, serves = self._socket, self._kind == zmq.ROUTER
+        socket.curve_publickey = keys.server_public if serves else keys.client_public
+        socket.curve_secretkey = keys.server_secret if serves else keys.client_secret
+        if serves:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = keys.server_public
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, VANISHED_MS)
 
     # Sending
 
@@ -262,6 +288,7 @@ class ZmqWire(Generic[Out, In]):
                 event, fd = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 break
+            self._met |= bool(event & zmq.EVENT_CONNECTED)
             if event & _GONE_EVENTS:
                 gone.add(fd)
             else:
@@ -269,14 +296,21 @@ class ZmqWire(Generic[Out, In]):
         if gone:
             self._read_rest()  # the hello may be among it
         if gone and (self._kind == zmq.DEALER or self._peer_fd in gone):
-            self._lose("the connection was closed by the other process")
+            self._lose(self._why_closed())
+
+    def _why_closed(self) -> str:
+        if self.greeted or self.address.startswith("ipc://"):
+            return "the connection was closed by the other process"
+        if not self._met:
+            return f"nobody listens at {self.address}"
+        return f"{self.address} closed the connection before it answered: is the cluster key there the same?"
 
     def _finish(self, cause: str) -> None:
         self._read_rest()
         self._lose(cause)
 
     def _read_rest(self) -> None:
-        """What was sent before the end comes before the notice, whatever the inbox's limit."""
+        """What arrived before the end comes before the notice, whatever the inbox's limit."""
         while self._gone is None and self._read_one():
             pass
 
@@ -306,23 +340,27 @@ class ZmqWire(Generic[Out, In]):
     def close(self, linger_s: float = 0.0) -> None:
         if self._socket.closed:
             return
-        self._part("closed")
-        self._release(linger_s)
+        had_peer = self._part("closed")
+        self._release(linger_s if had_peer else 0.0)
 
     def _release(self, linger_s: float = 0.0) -> None:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(int(linger_s * 1000))
         self._context.term()  # at most linger_s
-        if self._kind == zmq.ROUTER:
+        if self._kind == zmq.ROUTER and self.address.startswith("ipc://"):
             with suppress(OSError):
                 os.unlink(self.address.removeprefix("ipc://"))
 
 
-def _check_address(address: str) -> None:
+def _check_address(address: str, keys: Keys | None) -> None:
+    if address.startswith("tcp://"):
+        if keys is None:
+            raise ConfigError(f"{address}: messages cross a network only with CURVE keys; give a --cluster-key-file")
+        return
     path = address.removeprefix("ipc://")
     if path == address:
-        raise ConfigError(f"{address}: only ipc:// addresses are built; tcp:// needs CURVE keys")
+        raise ConfigError(f"{address}: must begin with ipc:// or tcp://")
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ConfigError(
             f"{path} is longer than the {MAX_PATH_BYTES} bytes of a socket path; set TMPDIR to a shorter one"

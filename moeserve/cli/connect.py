@@ -12,8 +12,12 @@ DEFAULT_URL = "http://localhost:8000/v1"
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"the server's API [{DEFAULT_URL}]")
+    add_server_flags(parser)
     parser.add_argument("--model-name", "--model", metavar="NAME", help="model to ask (default: the server's first)")
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"the server's API [{DEFAULT_URL}]")
     parser.add_argument("--api-key", metavar="KEY", help="key for the server (default: $MOESERVE_API_KEY)")
 
 

@@ -26,10 +26,11 @@ TITLES = {
     "cache": "KV cache",
     "scheduler": "scheduling",
     "device": "device",
+    "parallel": "ranks and experts",
     "server": "HTTP server",
 }
 SECRET = ("api_key",)
-FILES = ("chat_template", "api_key_file", "admin_key_file")
+FILES = ("chat_template", "api_key_file", "admin_key_file", "cluster_key_file")
 
 
 @dataclass(frozen=True, slots=True)

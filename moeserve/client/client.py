@@ -17,6 +17,7 @@ from moeserve.client.types import (
     ChatCompletionChunk,
     Completion,
     Detokenized,
+    Experts,
     Model,
     ModelList,
     Tokenized,
@@ -79,6 +80,15 @@ class AsyncClient:
     async def detokenize(self, tokens: Sequence[int], **fields: Any) -> Detokenized:
         body = {"tokens": list(tokens)} | fields
         return await self.transport.fetch("POST", f"{self.transport.root_url}/detokenize", Detokenized, body)
+
+    async def experts(self) -> Experts:
+        """Where a moeserve server's experts are, how busy they are, and how its engines fare. NotFound: it has none."""
+        return await self.transport.fetch("GET", f"{self.transport.base_url}/experts", Experts)
+
+    async def watch_experts(self, interval_s: float = 1.0) -> Stream[Experts]:
+        """`experts` again and again, until the server drains."""
+        url = f"{self.transport.base_url}/experts?stream=true&interval_s={interval_s:g}"
+        return Stream(await self.transport.open("GET", url), Experts, self.transport.timeout_s)
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Returns as soon as the server can answer; raises Unreachable with its last word after timeout_s seconds."""

@@ -21,6 +21,7 @@ _BY_STATUS: dict[int, type[errors.RequestError]] = {
     401: errors.Unauthorized,
     403: errors.Forbidden,
     404: errors.NotFound,
+    409: errors.Conflict,
     413: errors.PayloadTooLarge,
     415: errors.UnsupportedMedia,
     429: errors.Overloaded,

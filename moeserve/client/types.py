@@ -153,6 +153,100 @@ class Aborted(Answer, kw_only=True):
     aborted: int = 0
 
 
+class ExpertEngine(msgspec.Struct, kw_only=True):
+    """Times in seconds; see the server's /openapi.json."""
+
+    engine: int = 0
+    host: str = ""
+    pid: int | None = None
+    state: str = ""
+    epoch: int = 0
+    restarts: int = 0
+    requests: int = 0
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    mean_step_s: float = 0.0
+    vote_s: float = 0.0
+    lanes: int = 1
+    comm_s: float = 0.0
+    exposed_comm_s: float = 0.0
+    overlap_efficiency: float = 1.0
+
+
+class ExpertRank(msgspec.Struct, kw_only=True):
+    """share: of the rows of late; None where nothing was counted."""
+
+    rank: int = 0
+    engine: int = 0
+    tp_rank: int = 0
+    slots: int = 0
+    share: float | None = None
+
+
+class ExpertBalance(msgspec.Struct, kw_only=True):
+    """Mean over fullest; 1 is even."""
+
+    ranks: float = 1.0
+    experts: float = 1.0
+    ranks_by_layer: list[float] = []
+    experts_by_layer: list[float] = []
+
+
+class ExpertLoads(msgspec.Struct, kw_only=True):
+    """Rows by layer and expert; in `recent`, what is older counts less."""
+
+    total: list[list[int]] = []
+    recent: list[list[float]] = []
+
+
+class ExpertPlacement(msgspec.Struct, kw_only=True):
+    """The expert in each slot of each layer."""
+
+    version: int = 0
+    slots_per_rank: int = 0
+    experts: list[list[int]] = []
+
+
+class RebalanceDecision(msgspec.Struct, kw_only=True):
+    age_s: float = 0.0
+    version: int = 0
+    forced: bool = False
+    moved_bytes: int = 0
+    took_s: float = 0.0
+    error: str = ""
+
+
+class ExpertRebalancing(msgspec.Struct, kw_only=True):
+    mode: str = "off"
+    why: str = ""
+    moved_bytes: int = 0
+    placed: int = 0
+    given_up: int = 0
+    decisions: list[RebalanceDecision] = []
+
+
+class Experts(Answer, kw_only=True):
+    """What a moeserve server shows of its experts, ranks and engines."""
+
+    created: float = 0.0
+    dealt_out: bool = False
+    dp: int = 1
+    tp: int = 1
+    epoch: int = 0
+    complete: bool = True
+    waiting: int = 0
+    num_layers: int = 0
+    num_experts: int = 0
+    engines: list[ExpertEngine] = []
+    ranks: list[ExpertRank] = []
+    balance: ExpertBalance = msgspec.field(default_factory=ExpertBalance)
+    load: ExpertLoads = msgspec.field(default_factory=ExpertLoads)
+    placement: ExpertPlacement = msgspec.field(default_factory=ExpertPlacement)
+    rebalancing: ExpertRebalancing = msgspec.field(default_factory=ExpertRebalancing)
+
+
 class ErrorBody(msgspec.Struct):
     """The inside of OpenAI's {"error": {...}}; vLLM sends its code as a number."""
 

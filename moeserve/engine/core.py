@@ -7,12 +7,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 
 import msgspec
 
-from moeserve.engine.plan import Runner, StepHandle, StepPlan
+from moeserve.engine.expert_load import LoadReport
+from moeserve.engine.plan import Agreed, Runner, StepHandle, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 from moeserve.messages import (
@@ -22,12 +23,19 @@ from moeserve.messages import (
     Drain,
     EngineIn,
     EngineOut,
+    Join,
+    Parted,
     Ping,
+    Place,
+    Placed,
     Pong,
     Refused,
     StepOutput,
     Stopped,
     Submit,
+    Traced,
+    TraceEvent,
+    TraceNext,
 )
 
 AUDIT_EVERY_S = 10.0  # an idle engine checks its books, but not after each of many short requests
@@ -42,12 +50,14 @@ class Mail(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that the runner has."""
+    """A step that the runner has. agreed: what the group decided about it, if there is a group."""
 
     plan: StepPlan
     handle: StepHandle
     at_s: float
     plan_us: int
+    agreed: Agreed | None = None
+    vote_us: int = 0
 
 
 class EngineCore:
@@ -77,30 +87,45 @@ class EngineCore:
         self._draining = False
         self._deadline_s = math.inf
         self._audited_s = -math.inf
+        self._trace_next = False
+        self._dp_rank = 0
+        self._load = LoadReport(emit)
 
     @property
     def busy(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_work
 
+    @property
+    def over(self) -> bool:
+        """Whether a Drain is done."""
+        return self._draining and not self.busy
+
     async def run(self) -> None:
         """Serves until a Drain is done. An error of the runner or of ours ends everything, with its cause."""
         try:
-            while self.busy or not self._draining:
-                if not self.busy:
-                    self._audit_when_due()
-                for msg in await self.inbox.drain(wait=not self.busy):
-                    self.handle(msg)
-                if self._clock() >= self._deadline_s:
-                    self._emit_rows(self.scheduler.abort_all())
-                # With more ranks, the step vote stands between the two halves of `_start`: all ranks decide alike.
-                if len(self._in_flight) < self._depth and (step := self._start()) is not None:
-                    self._in_flight.append(step)
-                elif self._in_flight:
-                    await self._settle(self._in_flight.popleft())
+            while not self.over:
+                await self._turn()
+            self._load.flush()
         except BaseException as error:
             self.emit(Stopped(f"{type(error).__name__}: {error}"))
             raise
+        finally:
+            self._load.close()
         self.emit(Stopped(""))
+
+    async def _turn(self) -> None:
+        """Reads what came, then starts a step, or else settles the oldest."""
+        if not self.busy:
+            self._audit_when_due()
+        for msg in await self.inbox.drain(wait=not self.busy):
+            self.handle(msg)
+        self._abort_when_late()
+        if len(self._in_flight) < self._depth and (step := self._start()) is not None:
+            self._in_flight.append(step)
+        elif self._in_flight:
+            step = self._in_flight.popleft()
+            self._settle(step, await step.handle.result())
+            await asyncio.sleep(0)  # a result that was there already did not let the wires move
 
     def handle(self, msg: EngineIn) -> None:
         match msg:
@@ -115,6 +140,12 @@ class EngineCore:
                 self.emit(Pong(seq, self.num_settled, self.busy))
             case Call():
                 self._call(msg)
+            case TraceNext():
+                self._trace_next = True
+            case Join(epoch=epoch):
+                self.emit(Parted(epoch, "this engine was started to serve alone"))
+            case Place(placement=placement):
+                self.emit(Placed(version=placement.version, error="this engine serves alone and has all experts"))
             case _:
                 assert_never(msg)
 
@@ -148,18 +179,44 @@ class EngineCore:
             assert self._in_flight or not self.scheduler.has_work, "requests wait, and nothing will ever wake them"
             return None
         plan_us = round((self._clock() - at_s) * 1e6)
-        return Step(plan, self.runner.start(plan), at_s, plan_us)
+        if not self._trace_next:
+            return Step(plan, self.runner.start(plan), at_s, plan_us)
+        self._trace_next = False
+        agreed = Agreed(plan.step, most_tokens=(plan.num_tokens, 0), trace=True)
+        return Step(plan, self.runner.start(replace(plan, agreed=agreed)), at_s, plan_us, agreed)
 
-    async def _settle(self, step: Step) -> None:
-        result = await step.handle.result()
+    def _settle(self, step: Step, result: StepResult) -> None:
         start_s = self._clock()
         output = self.scheduler.settle(step.plan, result)
-        self.num_settled += 1
+        settled_s = self._clock()
         assert output.record is not None
-        settle_us = round((self._clock() - start_s) * 1e6)
-        record = msgspec.structs.replace(output.record, at_s=step.at_s, plan_us=step.plan_us, settle_us=settle_us)
+        record = msgspec.structs.replace(
+            output.record,
+            at_s=step.at_s,
+            plan_us=step.plan_us,
+            settle_us=round((settled_s - start_s) * 1e6),
+            comm_us=result.comm_us,
+            exposed_comm_us=result.exposed_comm_us,
+            lanes=step.agreed.lanes if step.agreed is not None else 1,
+            vote_us=step.vote_us,
+            dp_rank=self._dp_rank,
+        )
         self.emit(msgspec.structs.replace(output, record=record))
-        await asyncio.sleep(0)  # a result that was there already did not let the wires move
+        self._account(step, result, start_s, settled_s)
+
+    def _account(self, step: Step, result: StepResult, start_s: float, settled_s: float) -> None:
+        """What a step says beside its tokens, which were settled from start_s to settled_s."""
+        self.num_settled += 1
+        if result.load_LE is not None:
+            self._load.add(result.load_LE)
+        if step.agreed is not None and step.agreed.trace:
+            spans = _spans(step, start_s, settled_s)
+            self.emit(Traced(step.agreed.step, self._dp_rank, 0, [*spans, *result.events]))
+
+    def _abort_when_late(self) -> None:
+        """At the deadline of a drain, ends what is left."""
+        if self._clock() >= self._deadline_s:
+            self._emit_rows(self.scheduler.abort_all())
 
     def _emit_rows(self, output: StepOutput | None) -> None:
         if output is not None:
@@ -169,3 +226,16 @@ class EngineCore:
         if (now_s := self._clock()) - self._audited_s >= AUDIT_EVERY_S:
             self.scheduler.audit()
             self._audited_s = now_s
+
+
+def _spans(step: Step, start_s: float, settled_s: float) -> list[TraceEvent]:
+    """What the loop did for a step; "run" is from handing it to the runner to its result, the step before included."""
+    planned_s = step.at_s + step.plan_us / 1e6
+    voted_s = planned_s + step.vote_us / 1e6
+    times_s = {"plan": (step.at_s, planned_s), "vote": (planned_s, voted_s), "run": (voted_s, start_s)}
+    times_s["settle"] = (start_s, settled_s)
+    return [
+        TraceEvent(name, "engine", round(begin * 1e9), round(end * 1e9))
+        for name, (begin, end) in times_s.items()
+        if end > begin
+    ]

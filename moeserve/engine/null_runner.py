@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from moeserve.engine.plan import StepPlan, StepResult
+from moeserve.messages import Join, Placed, PlacementTable
 
 
 class NullHandle:
@@ -30,7 +32,11 @@ class NullRunner:
 
     turns: how often the event loop runs before a result is there, to try what a late result does.
     step_s: time between two results, to offer the front end a load that does not depend on the host's speed.
+    In a group it has no experts, so that nothing travels and nothing can be placed.
     """
+
+    placed = 0
+    on_placed: Callable[[Placed], None] | None = None
 
     def __init__(self, vocab_size: int = 1000, turns: int = 0, step_s: float = 0.0) -> None:
         self._vocab_size = vocab_size
@@ -47,3 +53,16 @@ class NullRunner:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    async def join(self, join: Join) -> None:
+        """Nobody to connect with."""
+
+    async def leave(self) -> None:
+        """Nothing to drop: a step that runs ends by itself."""
+
+    def prepare(self, placement: PlacementTable) -> None:
+        if self.on_placed is not None:
+            self.on_placed(Placed(version=placement.version, error="the null runner has no experts"))
+
+    def lanes_ok(self, plan: StepPlan | None) -> bool:
+        return plan is None

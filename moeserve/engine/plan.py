@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.messages import Logprobs, PromptLogprobs
+from moeserve.messages import Logprobs, PromptLogprobs, TraceEvent
 from moeserve.sampling import TokenSampling
 
 I32 = NDArray[np.int32]
@@ -48,6 +48,22 @@ class BlockMove:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks decided about a step that they run together; the same on each of them.
+
+    step: the number of the vote that decided it, within its epoch; votes that decide to rest count as well. lanes: 1 or
+    2. most_tokens: in each lane, of the engine that has most. placed: how far the pending placement is to be in force
+    (see runner/experts.py). trace: record this step.
+    """
+
+    step: int
+    lanes: int = 1
+    most_tokens: tuple[int, int] = (0, 0)
+    placed: int = 0
+    trace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Row i computes positions starts_R[i] .. starts_R[i]+counts_R[i]-1 of the request in slots_R[i].
 
@@ -64,6 +80,8 @@ class StepPlan:
     added: tuple[Added, ...] = ()
     stores: tuple[BlockMove, ...] = ()  # device block -> store cell, run first
     loads: tuple[BlockMove, ...] = ()  # store cell -> device block
+    cut: int = 0  # tokens of the first lane, if the step runs in two
+    agreed: Agreed | None = None  # None: this engine serves alone
 
     def __post_init__(self) -> None:
         rows = len(self.slots_R)
@@ -90,6 +108,10 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)
     device_us: int = 0
     expert_peak_over_mean: float = 0.0
+    comm_us: int = 0
+    exposed_comm_us: int = 0
+    load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step
+    events: tuple[TraceEvent, ...] = ()
 
 
 class StepHandle(Protocol):

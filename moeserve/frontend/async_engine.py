@@ -14,6 +14,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.frontend.outputs import CompletionOutput, RequestOutput
+from moeserve.launch.fleet import Fleet
 from moeserve.sampling import SamplingParams
 
 Prompt = str | Mapping[str, Any]
@@ -46,6 +47,14 @@ class AsyncEngine:
         if self._front is None:
             raise RuntimeError("the engine is not open: use it inside `async with AsyncEngine(...) as engine`")
         return self._front
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines behind this one: what they do (`view`), and changes to them (`scaling`)."""
+        fleet = self.front.fleet
+        if fleet is None:
+            raise RuntimeError("this is one engine of one process; give dp or tp above 1")
+        return fleet
 
     async def __aenter__(self) -> AsyncEngine:
         async with AsyncExitStack() as stack:

@@ -2,7 +2,8 @@
 
 It numbers sequences, submits them over a link to the engine, turns columnar step outputs into deltas, finds stop
 strings, counts, and survives the engine: prompt and emitted tokens stay here, so when the engine dies and is
-started again, every running sequence is submitted with what it already has and goes on with the same tokens.
+started again, every running sequence is submitted with what it already has and goes on with the same tokens. Of
+several engines, only the sequences of the one that died are.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, assert_never
@@ -29,21 +29,26 @@ from moeserve.errors import (
 )
 from moeserve.frontend.admission import Admission
 from moeserve.frontend.generation import Generation, Sequence
-from moeserve.frontend.prepare import check_priority, check_prompt, token_ids, token_sampling
+from moeserve.frontend.prepare import check_priority, check_prompt, submission, token_ids, token_sampling
 from moeserve.frontend.stats import FrontStats
-from moeserve.launch.link import EngineGone, EngineLink, FromEngine
+from moeserve.frontend.watch import Watch
+from moeserve.launch.link import EngineGone, EngineLink, Fleet, FromEngine, RequestsLost, Resized
 from moeserve.messages import (
     Abort,
     Answer,
     Drain,
+    ExpertLoad,
     FinishReason,
+    Joined,
+    Parted,
     Phase,
+    Placed,
     Pong,
     Ready,
     Refused,
     StepOutput,
     Stopped,
-    Submit,
+    Traced,
 )
 from moeserve.sampling import SamplingParams
 from moeserve.text.bad_words import bad_sequences
@@ -59,7 +64,7 @@ ABORT_GRACE_S = 2.0  # for what the engine aborts at the end of draining to arri
 
 
 class FrontEnd:
-    """Owns all running sequences of one engine. `run()` must run as a task while anything else is called.
+    """Owns all running sequences. `run()` must run as a task while anything else is called.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
     """
@@ -85,6 +90,7 @@ class FrontEnd:
         self.ready: Ready | None = None
         self.phase = Phase("starting", 0, 0.0)
         self.failure: MoeserveError | None = None  # why the engine is gone for good
+        self.watch = Watch(link, self.stats)
         self._link = link
         self._admission = Admission(max_queued)
         self._rids = itertools.count(1)
@@ -92,6 +98,11 @@ class FrontEnd:
         self._unsent_aborts: list[int] = []  # the engine did not keep up when they were due
         self._drain_by_s: float | None = None  # when draining ends, on the loop's clock
         self._changed = asyncio.Event()  # set whenever state changes or the last sequence ends
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """The engines behind it, if there may be several."""
+        return self._link if isinstance(self._link, Fleet) else None
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -122,7 +133,7 @@ class FrontEnd:
         self.stats.num_active = len(self._sequences)
         try:
             for sequence in generation.sequences:
-                self._link.send(self._submission(sequence))
+                self._link.send(submission(sequence))
         except Overloaded:
             self._abort(generation)
             raise
@@ -206,7 +217,13 @@ class FrontEnd:
                 self._on_refused(msg)
             case EngineGone():
                 self._on_gone(msg)
-            case Pong() | Answer() | Stopped():
+            case RequestsLost():
+                self._on_lost(msg)
+            case Resized(ready):
+                self.ready = ready
+            case ExpertLoad() | Traced():
+                self.watch.hear(msg, self.ready)
+            case Pong() | Answer() | Stopped() | Joined() | Parted() | Placed():
                 pass  # the link answers for these
             case _:
                 assert_never(msg)
@@ -274,37 +291,30 @@ class FrontEnd:
         if self.state != "draining":
             self.state = "ready"
         if again:
-            self.stats.engine_restarts += 1
-            self._replay()
+            self.stats.lost_engine(0, died=True)
+            self._replay(list(self._sequences), "the engine is back")
         if self._drain_by_s is not None:
             self._link.send(Drain(max(0.0, self._drain_by_s - self._now())))
         self._notify()
 
-    def _replay(self) -> None:
-        log.warning("engine is back; %d sequences go on where they were", len(self._sequences))
-        for sequence in list(self._sequences.values()):
-            if sequence.rid not in self._sequences:
+    def _on_lost(self, msg: RequestsLost) -> None:
+        self.stats.lost_engine(msg.engine, died=msg.died)
+        self._unsent_aborts = [rid for rid in self._unsent_aborts if rid not in msg.rids]
+        what = "is gone" if msg.died else "gives requests back"
+        self._replay(msg.rids, f"engine {msg.engine} {what} ({msg.cause})")
+
+    def _replay(self, rids: Collection[int], why: str) -> None:
+        """Submits these sequences with what they already have; they go on where they were."""
+        live = [rid for rid in rids if rid in self._sequences]
+        log.warning("%s; %d sequences go on where they were", why, len(live))
+        for rid in live:
+            sequence = self._sequences.get(rid)
+            if sequence is None:
                 continue  # a sibling could not be sent
             try:
-                self._link.send(self._submission(sequence))
+                self._link.send(submission(sequence))
             except Overloaded as error:
                 self._fail(sequence.owner, error)
-
-    @staticmethod
-    def _submission(sequence: Sequence) -> Submit:
-        """Its prompt and whatever was already emitted: the same message starts a sequence and replays it."""
-        owner = sequence.owner
-        sampling = sequence.sampling
-        if sequence.tokens and sampling.prompt_logprobs is not None:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # already delivered
-        return Submit(
-            rid=sequence.rid,
-            tokens=array("i", [*owner.prompt_token_ids, *sequence.tokens]).tobytes(),
-            num_prompt=len(owner.prompt_token_ids),
-            sampling=sampling,
-            priority=owner.priority,
-            salt=owner.salt,
-        )
 
     def _on_refused(self, msg: Refused) -> None:
         sequence = self._sequences.get(msg.rid)
@@ -365,6 +375,10 @@ class FrontEnd:
         await self._until(lambda: self.failure is not None)
         assert self.failure is not None
         return self.failure
+
+    async def stopping(self) -> None:
+        """Returns once it drains, or the engine is gone for good."""
+        await self._until(lambda: self.state == "draining" or self.failure is not None)
 
     @property
     def healthy(self) -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from moeserve.config import Config
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.launch.link import ChildEngine, EngineLink, LocalEngine
+from moeserve.launch.check_parallel import check_parallel
+from moeserve.launch.link import ChildEngine, EngineLink, Fleet, LocalEngine
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.hf_config import read_model_spec
@@ -25,11 +26,17 @@ log = logging.getLogger(__name__)
 async def open_front_end(config: Config, *, child: bool, max_queued: int | None = None) -> AsyncIterator[FrontEnd]:
     """A running front end; the engine loads meanwhile (await `wait_ready()`).
 
-    child: the engine gets a process of its own and a supervisor; otherwise it runs on this loop with a thread.
+    child: the engine gets a process of its own and a supervisor; otherwise it runs on this loop with a thread. Several
+    ranks (dp, tp) have processes of their own in any case.
     Raises ConfigError at once for what can be seen from the model's files alone.
     """
     model_dir = resolve_model_dir(config.model.model)
-    link: EngineLink = ChildEngine(config) if child else LocalEngine(config)
+    link: EngineLink
+    if config.parallel.num_ranks > 1:
+        link = Fleet(config)
+    else:
+        check_parallel(config, read_model_spec(model_dir))
+        link = ChildEngine(config) if child else LocalEngine(config)
     await link.start()  # first of all: it is the longest
     try:
         front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued)
@@ -45,7 +52,8 @@ async def open_front_end(config: Config, *, child: bool, max_queued: int | None 
 
 def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queued: int | None) -> FrontEnd:
     asked = config.model
-    read_model_spec(model_dir)
+    if read_model_spec(model_dir).num_experts:
+        import moeserve.launch.rebalancing  # noqa: F401  (slow: here, so that the loop stays free)
     if not config.device.null_runner:
         open_checkpoint(model_dir)  # the engine would find the same, once it has imported torch
     tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(model_dir)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import Sequence
 
 import msgspec
 
 from moeserve.errors import ContextLengthExceeded, InvalidRequest
-from moeserve.messages import Ready
+from moeserve.frontend.generation import Sequence as OneOf
+from moeserve.messages import Ready, Submit
 from moeserve.sampling import SamplingParams, TokenSampling
 from moeserve.text.tokenizer import Tokenizer
 
@@ -84,6 +86,21 @@ def token_sampling(
         bad_seqs=bad_seqs,
     )
     return [_with_seed(shared, (seed + i) & _SEED_MASK) for i in range(params.n)]
+
+
+def submission(sequence: OneOf) -> Submit:
+    """Its prompt and whatever was already emitted: the same message starts a sequence and replays it."""
+    owner, sampling = sequence.owner, sequence.sampling
+    if sequence.tokens and sampling.prompt_logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # already delivered
+    return Submit(
+        rid=sequence.rid,
+        tokens=array("i", [*owner.prompt_token_ids, *sequence.tokens]).tobytes(),
+        num_prompt=len(owner.prompt_token_ids),
+        sampling=sampling,
+        priority=owner.priority,
+        salt=owner.salt,
+    )
 
 
 def _with_seed(sampling: TokenSampling, seed: int) -> TokenSampling:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from dataclasses import dataclass, field
+
+import msgspec
 
 from moeserve.metrics import StepRecord
 
@@ -32,6 +35,8 @@ TTFT_S = (
 ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = tuple(float(2**i) for i in range(18))
+RECENT_STEPS = 64  # that a moving average is over, about
+SUMS = ("restarts", "steps", "step_s", "vote_s", "comm_s", "exposed_comm_s")
 
 
 class Histogram:
@@ -51,6 +56,34 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class EngineStats:
+    """One engine's steps with requests of its own, restarts included. Times in seconds, summed unless they say else."""
+
+    last: StepRecord | None = None  # the newest; None while there is no engine, or it has not had any
+    restarts: int = 0
+    steps: int = 0
+    step_s: float = 0.0  # in the model
+    mean_step_s: float = 0.0  # of late
+    vote_s: float = 0.0
+    comm_s: float = 0.0  # expert rows on their way, summed over transfers
+    exposed_comm_s: float = 0.0  # the part of it for which the model stood still
+
+    def step(self, record: StepRecord) -> None:
+        self.last = record
+        self.steps += 1
+        self.step_s += record.device_us / 1e6
+        self.mean_step_s += (record.device_us / 1e6 - self.mean_step_s) / min(self.steps, RECENT_STEPS)
+        self.vote_s += record.vote_us / 1e6
+        self.comm_s += record.comm_us / 1e6
+        self.exposed_comm_s += record.exposed_comm_us / 1e6
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """Share of the communication that was hidden behind computing; 1 where nothing travelled."""
+        return 1.0 - self.exposed_comm_s / self.comm_s if self.comm_s else 1.0
+
+
+@dataclass(slots=True)
 class FrontStats:
     """Totals since the front end started; they survive engine restarts. Times in seconds."""
 
@@ -58,8 +91,7 @@ class FrontStats:
     generation_tokens: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
-    steps: int = 0
-    engine_restarts: int = 0
+    engines: defaultdict[int, EngineStats] = field(default_factory=lambda: defaultdict(EngineStats))  # by rank (dp)
     rejected: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> sequences
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_S))
@@ -68,16 +100,46 @@ class FrontStats:
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    last: StepRecord | None = None  # the newest step's gauges: running, waiting, free blocks
     num_active: int = 0  # sequences that the front end is waiting for
 
     def step(self, record: StepRecord) -> None:
-        self.steps += 1
         self.preemptions += record.num_preempted
         self.prompt_tokens += record.prompt_tokens
         if record.num_tokens:
             self.step_tokens.add(record.num_tokens)
-        self.last = record
+        self.engines[record.dp_rank].step(record)
+
+    def lost_engine(self, engine: int, *, died: bool) -> None:
+        self.engines[engine].last = None
+        self.engines[engine].restarts += died
+
+    @property
+    def total(self) -> EngineStats:
+        """What adds up over engines."""
+        total = EngineStats()
+        for engine in self.engines.values():
+            for name in SUMS:
+                setattr(total, name, getattr(total, name) + getattr(engine, name))
+        return total
+
+    @property
+    def engine_restarts(self) -> int:
+        return sum(engine.restarts for engine in self.engines.values())
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The newest step's record; its gauges (running, waiting, blocks) are the sums over all engines' newest."""
+        records = [engine.last for engine in self.engines.values() if engine.last is not None]
+        if len(records) <= 1:
+            return records[0] if records else None
+        newest = max(records, key=lambda record: record.at_s)
+        return msgspec.structs.replace(
+            newest,
+            num_running=sum(record.num_running for record in records),
+            num_waiting=sum(record.num_waiting for record in records),
+            num_free_blocks=sum(record.num_free_blocks for record in records),
+            num_blocks=1 + sum(record.num_blocks - 1 for record in records),  # each has a null block
+        )
 
     def end(self, reason: str, age_s: float, num_prompt: int, num_generated: int) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1

@@ -8,32 +8,48 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast, runtime_checkable
 
 from moeserve.actor.inbox import Inbox
 from moeserve.config import Config, Limits
-from moeserve.messages import EngineIn, EngineOut, Phase, Ready
+from moeserve.launch.group import forming
+from moeserve.launch.order import Role
+from moeserve.messages import EngineIn, EngineOut, Phase, Ready, Traced
 
 if TYPE_CHECKING:
     from moeserve.engine.core import EngineCore
     from moeserve.engine.groups import KVGroup
     from moeserve.engine.plan import Runner
+    from moeserve.engine.vote import GroupRunner
 
 T = TypeVar("T")
 
-# What a builder is called with: the settings, and progress(name of the phase, percent of the whole).
+# What a builder is called with: the settings, the role, and progress(name of the phase, percent of the whole).
 # What it returns: runner, resolved limits, facts for the front end, KV groups, end-of-text ids.
 Built = tuple["Runner", Limits, Ready, "tuple[KVGroup, ...]", "tuple[int, ...]"]
 Progress = Callable[[str, int], None]
 
 
+@runtime_checkable
+class SeveralRanks(Protocol):
+    """What a runner may have whose engine is more than this process. on_traced: hears what other ranks did in a step
+    that was traced, from any thread."""
+
+    on_traced: Callable[[Traced], object] | None
+
+    async def died(self) -> Exception:
+        """Returns why the engine cannot go on, once one of its ranks is gone."""
+        ...
+
+
 async def assemble(
-    config: Config, builder: str, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], None], born_s: float
+    config: Config, builder: str, role: Role, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], None], born_s: float
 ) -> tuple[EngineCore, Ready]:
     """Builds the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase meanwhile.
 
-    born_s: monotonic time at which the start began. Raises what the builder raises. The loop stays free throughout,
-    imports of torch and the like included. Cancelled, it leaves the building thread to itself.
+    role: the engine's place among others. born_s: monotonic time at which the start began. Raises what the builder
+    raises. The loop stays free throughout, imports of torch and the like included. Cancelled, it leaves the building
+    thread to itself.
     """
     loop = asyncio.get_running_loop()
     abandoned = False
@@ -45,20 +61,30 @@ async def assemble(
     def progress(name: str, percent: int) -> None:
         loop.call_soon_threadsafe(tell, name, percent)
 
-    def build() -> tuple[Built, type[EngineCore], Any]:
-        from moeserve.engine.core import EngineCore
-        from moeserve.engine.scheduler import Scheduler
+    def build() -> Built:
+        import moeserve.engine.group_core
+        import moeserve.engine.scheduler  # noqa: F401  (slow: here, so that the loop stays free)
 
         module, _, function = builder.partition(":")
-        return getattr(import_module(module), function)(config, progress), EngineCore, Scheduler
+        built: Built = getattr(import_module(module), function)(config, role, progress)
+        return built
 
     tell("importing libraries", 1)
     try:
-        (runner, limits, ready, groups, eos_ids), core_type, scheduler_type = await in_thread("engine start", build)
+        runner, limits, ready, groups, eos_ids = await in_thread("engine start", build)
     finally:
         abandoned = True
-    scheduler = scheduler_type(limits, groups, eos_ids=eos_ids, vocab_size=ready.vocab_size)
-    return core_type(scheduler, runner, inbox, emit), ready
+    from moeserve.engine.core import EngineCore
+    from moeserve.engine.group_core import GroupCore
+    from moeserve.engine.scheduler import Scheduler
+
+    scheduler = Scheduler(limits, groups, eos_ids=eos_ids, vocab_size=ready.vocab_size)
+    if not role.grouped:
+        return EngineCore(scheduler, runner, inbox, emit), ready
+    if isinstance(runner, SeveralRanks):
+        runner.on_traced = lambda traced: loop.call_soon_threadsafe(emit, traced)
+    grouped = cast("GroupRunner", runner)
+    return GroupCore(scheduler, grouped, inbox, emit, forming(grouped)), ready
 
 
 def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:

@@ -3,7 +3,8 @@
     link.send(EngineIn)  -->  engine  -->  link.inbox: Phase ... Ready, then StepOutput and the rest of EngineOut,
                                            and EngineGone; after a restart Phase ... Ready once more
 
-`ChildEngine` (child_engine.py) supervises a process, `LocalEngine` (local_engine.py) runs in this one.
+`ChildEngine` (child_engine.py) supervises a process, `LocalEngine` (local_engine.py) runs in this one. `Fleet`
+(fleet.py) has several processes: when one of them dies, RequestsLost comes in place of EngineGone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,25 @@ class EngineGone(msgspec.Struct, frozen=True, kw_only=True):
         return kind(self.cause) if kind else EngineDied("\n    ".join([self.cause, *self.log_tail]))
 
 
-FromEngine = EngineOut | EngineGone
+class RequestsLost(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine among several ended: nothing more comes of these requests until they are submitted again.
+
+    engine: its data-parallel rank. died: False when it was retired because fewer engines are wanted.
+    """
+
+    rids: tuple[int, ...]
+    engine: int
+    died: bool
+    cause: str
+
+
+class Resized(msgspec.Struct, frozen=True):
+    """Engines came, went or were replaced: these are the facts from now on. Requests go on."""
+
+    ready: Ready
+
+
+FromEngine = EngineOut | EngineGone | RequestsLost | Resized
 
 
 def is_config_error(exit_code: int) -> bool:

@@ -1,7 +1,8 @@
-"""Where a front end gets its engine from: one interface, two places in which the engine may run."""
+"""Where a front end gets its engine from: one interface, three ways in which engines may run."""
 
 from moeserve.launch.child_engine import ChildEngine
-from moeserve.launch.interface import EngineGone, EngineLink, FromEngine
+from moeserve.launch.fleet import Fleet
+from moeserve.launch.interface import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
 from moeserve.launch.local_engine import LocalEngine
 
-__all__ = ["ChildEngine", "EngineGone", "EngineLink", "FromEngine", "LocalEngine"]
+__all__ = ["ChildEngine", "EngineGone", "EngineLink", "Fleet", "FromEngine", "LocalEngine", "RequestsLost", "Resized"]

@@ -14,7 +14,7 @@ from moeserve.errors import ConfigError, Overloaded
 from moeserve.launch.assemble import assemble, in_thread
 from moeserve.launch.heartbeat import INTERVAL_S, Heartbeat
 from moeserve.launch.interface import EngineGone, FromEngine
-from moeserve.launch.order import BUILDER
+from moeserve.launch.order import BUILDER, Role
 from moeserve.messages import Drain, EngineIn, EngineOut, Phase, Pong, Ready
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ class LocalEngine:
     async def _run(self) -> None:
         exit_code, cause = 1, "cancelled"
         try:
-            core, ready = await assemble(self._config, self._builder, self._engine_inbox, self._hear, time.monotonic())
+            core, ready = await assemble(
+                self._config, self._builder, Role(), self._engine_inbox, self._hear, time.monotonic()
+            )
             try:
                 self._begin(ready)
                 async with asyncio.TaskGroup() as group:

@@ -7,8 +7,18 @@ from dataclasses import replace
 import msgspec
 
 from moeserve.config import Config, ServerConfig
+from moeserve.messages import PlacementTable
+from moeserve.parallel.world import World
 
 BUILDER = "moeserve.launch.build:build_runner"
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's place among others. grouped: it waits for a Join before it serves. placement: what its ranks load."""
+
+    world: World = World()
+    grouped: bool = False
+    placement: PlacementTable | None = None
 
 
 class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +32,7 @@ class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     born_s: float
     builder: str = BUILDER
+    role: Role = Role()
 
 
 def without_secrets(config: Config) -> Config:

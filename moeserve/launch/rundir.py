@@ -11,7 +11,7 @@ from moeserve.errors import ConfigError
 
 _PREFIX = "moeserve-"
 _LOCK = "lock"
-_MAX_BASE_BYTES = 70  # leaves room for our two names within the 107 bytes of a socket path
+_MAX_BASE_BYTES = 48  # leaves room for our name, an epoch's and a socket's within the 107 bytes of a socket path
 
 
 class RunDir:
@@ -28,11 +28,23 @@ class RunDir:
                 f"cannot make a directory for sockets in {base}: {exc}; set TMPDIR to one that can be written"
             ) from exc
 
+        _OPEN.add(self)
+
     def close(self) -> None:
+        _OPEN.discard(self)
         if self._lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+_OPEN: set[RunDir] = set()
+
+
+def close_all() -> None:
+    """For a process that ends without taking down what it has built."""
+    for run_dir in list(_OPEN):
+        run_dir.close()
 
 
 def _base() -> str:

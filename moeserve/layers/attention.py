@@ -1,20 +1,25 @@
 """The attention block of a decoder: project, normalise, rotate, write to the cache, attend, project back.
 
-T tokens (padded rows included), D model width, H heads, G KV heads, d head width.
+T tokens (padded rows included), D model width, H heads and G KV heads of this rank, d head width.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeserve.layers.columns import ColumnLinear
 from moeserve.layers.inputs import LayerKV
+from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec
-from moeserve.ops.attention import AttentionPlan
 from moeserve.ops.linear import Linear
+from moeserve.ops.prologue import HeadRule
 from moeserve.ops.table import Ops
+from moeserve.parallel.tensor import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,61 +29,55 @@ class AttentionStep:
     cos_Td: Tensor
     sin_Td: Tensor
     cells_T: Tensor  # of the real tokens
-    plan: AttentionPlan
+    plan: Any  # what `ops.plan_attention` made
 
 
 class Attention:
-    """Grouped-query attention over the paged cache.
+    """Grouped-query attention of the rank's heads over its paged cache; their outputs are gathered before `out`.
 
     qkv: D -> (H + 2G) * d, queries first. head_norms: fp32 [H + G, d], or full_norms: fp32 weights of all query heads
-    together and of all key heads together (OLMoE).
+    of the model together and of all its key heads together (OLMoE).
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         ops: Ops,
+        heads: Heads,
+        tp: TensorParallel,
         qkv: Linear,
-        out: Linear,
+        out: ColumnLinear,
         head_norms: Tensor | None = None,
         full_norms: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._ops = ops
+        self._tp = tp
         self._qkv = qkv
         self._out = out
-        self._head_norms = head_norms
+        clip = math.inf if spec.clip_qkv is None else spec.clip_qkv
+        self._rule = HeadRule(heads.count, heads.count_kv, spec.scale, spec.norm_eps, head_norms, clip)
         self._full_norms = full_norms
-        self._heads = spec.num_heads
-        self._kv_heads = spec.num_kv_heads
+        self._all_kv_heads = spec.num_kv_heads
         self._dim = spec.head_dim
-        self._scale = spec.scale
-        self._eps = spec.norm_eps
-        self._clip = spec.clip_qkv
 
-    def __call__(self, x_TD: Tensor, step: AttentionStep, kv: LayerKV) -> Tensor:
-        ops = self._ops
+    def __call__(self, x_TD: Tensor, step: AttentionStep, kv: LayerKV, channel: int) -> Tensor:
         qkv = self._qkv(x_TD)
         qkv_THd = qkv.view(qkv.shape[0], -1, self._dim)
-        both = self._heads + self._kv_heads
-        qk_THd, v_TGd = self._normalise(qkv_THd[:, :both].float()), qkv_THd[:, both:]
-        if self._clip is not None:
-            qk_THd, v_TGd = qk_THd.clamp(-self._clip, self._clip), v_TGd.clamp(-self._clip, self._clip)
-        rotated = ops.rotary(qk_THd, step.cos_Td, step.sin_Td)
-        # The softmax scale goes into the queries while they are still fp32: one rounding instead of two.
-        rotated[:, : self._heads] *= self._scale
-        rotated = rotated.to(x_TD.dtype)
-        real = step.plan.num_tokens
-        ops.write_kv(rotated[:real, self._heads :], v_TGd[:real], kv.k, kv.v, step.cells_T)
-        return self._out(ops.attention(rotated[:, : self._heads], kv.k, kv.v, step.plan))
+        normed = None if self._full_norms is None else self._normalise_fully(qkv_THd, self._full_norms, channel)
+        q_THd = self._ops.prologue(qkv_THd, self._rule, step.cos_Td, step.sin_Td, kv.k, kv.v, step.cells_T, normed)
+        attended = self._ops.attention(q_THd, kv.k, kv.v, step.plan)
+        return self._out(self._tp.gather_columns(attended, channel), channel)
 
-    def _normalise(self, qk_THd: Tensor) -> Tensor:
-        if self._head_norms is not None:
-            return torch.rms_norm(qk_THd, (self._dim,), None, self._eps) * self._head_norms
-        if self._full_norms is not None:
-            parts = qk_THd[:, : self._heads], qk_THd[:, self._heads :]
-            normed = [
-                self._ops.rms_norm(part.flatten(1), weight, self._eps).view(part.shape)
-                for part, weight in zip(parts, self._full_norms, strict=True)
-            ]
-            return torch.cat(normed, dim=1)
-        return qk_THd
+    def _normalise_fully(self, qkv_THd: Tensor, weights: tuple[Tensor, Tensor], channel: int) -> Tensor:
+        """Queries and keys in fp32, after norms over all ranks' heads: those are gathered, since a sum of the ranks'
+        sums would round differently."""
+        size, rank, heads = self._tp.size, self._tp.rank, self._rule.num_heads
+        holders = max(1, size // self._all_kv_heads)  # ranks that have the same keys
+        gathered = self._tp.gather_columns(qkv_THd[:, : heads + self._rule.num_kv_heads].flatten(1), channel)
+        all_TRHd = gathered.view(len(gathered), size, -1, self._dim)
+        parts = all_TRHd[:, :, :heads], all_TRHd[:, ::holders, heads:]
+        mine = []
+        for part, weight, place in zip(parts, weights, (rank, rank // holders), strict=True):
+            normed = self._ops.rms_norm(part.flatten(1).float(), weight, self._rule.eps)
+            mine.append(normed.view(part.shape)[:, place])
+        return torch.cat(mine, dim=1)

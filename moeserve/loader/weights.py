@@ -50,11 +50,11 @@ def load(
     reads = [
         read
         for piece in sorted(plan.pieces, key=lambda piece: _place(checkpoint.tensors[piece.source]))
-        for read in _reads_of(piece, checkpoint.tensors[piece.source], params[piece.param])
+        for read in reads_of(piece, checkpoint.tensors[piece.source], params[piece.param])
     ]
     threads = threads or max(2, min(16, os.cpu_count() or 1))
     total, done = sum(read.num_bytes for read in reads), 0
-    with _Reader(checkpoint) as reader, ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
+    with Reader(checkpoint) as reader, ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
         try:
             for num_bytes in pool.map(reader.carry_out, reads):
                 done += num_bytes
@@ -71,7 +71,7 @@ def _place(tensor: TensorInfo) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class Read:
     """One range of a file and where it goes. `into` is a view of the parameter in the source's order of dimensions."""
 
     tensor: TensorInfo
@@ -85,7 +85,8 @@ class _Read:
         return math.prod(self.shape) * DTYPES[self.tensor.dtype].itemsize
 
 
-def _reads_of(piece: Piece, tensor: TensorInfo, param: Tensor) -> Iterator[_Read]:
+def reads_of(piece: Piece, tensor: TensorInfo, param: Tensor, limit: int | None = None) -> Iterator[Read]:
+    """What carries out a piece: reads of at most about `limit` bytes each (default: READ_BYTES)."""
     into = param[piece.at]
     if piece.transpose:
         into = into.transpose(-1, -2)
@@ -95,30 +96,32 @@ def _reads_of(piece: Piece, tensor: TensorInfo, param: Tensor) -> Iterator[_Read
     )
     take += tuple(slice(0, size, 1) for size in piece.shape[len(take) :])
     assert all(isinstance(part, int) or part.step == 1 for part in take), piece
-    yield from _split(tensor, tensor.offset, piece.shape, take, into)
+    yield from _split(tensor, tensor.offset, piece.shape, take, into, limit or READ_BYTES)
 
 
-def _split(tensor: TensorInfo, offset: int, shape: tuple[int, ...], take: Index, into: Tensor) -> Iterator[_Read]:
-    """The reads, of about READ_BYTES each, that bring `take` of a row-major array at `offset`."""
+def _split(
+    tensor: TensorInfo, offset: int, shape: tuple[int, ...], take: Index, into: Tensor, limit: int
+) -> Iterator[Read]:
+    """The reads, of about `limit` bytes each, that bring `take` of a row-major array at `offset`."""
     if not shape:
         shape, take, into = (1,), (slice(0, 1, 1),), into.unsqueeze(0)
     first, rest = take[0], take[1:]
     row_bytes = math.prod(shape[1:]) * DTYPES[tensor.dtype].itemsize
     if isinstance(first, int):
-        yield from _split(tensor, offset + first * row_bytes, shape[1:], rest, into)
+        yield from _split(tensor, offset + first * row_bytes, shape[1:], rest, into, limit)
         return
-    if row_bytes > READ_BYTES and len(shape) > 1:
+    if row_bytes > limit and len(shape) > 1:
         for row in range(first.start, first.stop):
-            yield from _split(tensor, offset + row * row_bytes, shape[1:], rest, into[row - first.start])
+            yield from _split(tensor, offset + row * row_bytes, shape[1:], rest, into[row - first.start], limit)
         return
-    step = max(1, READ_BYTES // max(row_bytes, 1))
+    step = max(1, limit // max(row_bytes, 1))
     for row in range(first.start, first.stop, step):
         stop = min(row + step, first.stop)
         part = into[row - first.start : stop - first.start]
-        yield _Read(tensor, offset + row * row_bytes, (stop - row, *shape[1:]), (slice(None), *rest), part)
+        yield Read(tensor, offset + row * row_bytes, (stop - row, *shape[1:]), (slice(None), *rest), part)
 
 
-class _Reader:
+class Reader:
     """Open files, and one buffer per thread for what has to be converted on its way."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -126,7 +129,7 @@ class _Reader:
         self._paths = {tensor.path for tensor in checkpoint.tensors.values()}
         self._local = threading.local()
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> Reader:
         for path in self._paths:
             try:
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -140,7 +143,7 @@ class _Reader:
             os.close(self._files.popitem()[1])
 
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
-    def carry_out(self, read: _Read) -> int:
+    def carry_out(self, read: Read) -> int:
         """Does one read; returns its number of bytes. Runs in any thread; reading and converting drop the GIL."""
         if not read.num_bytes:
             return 0
@@ -164,7 +167,14 @@ class _Reader:
             self._local.buffer = have
         return have[:num_bytes]
 
-    def _fill(self, read: _Read, target: Tensor) -> None:
+    def stat(self, path: Path) -> os.stat_result:
+        """Of the file that was opened, whatever its name means by now."""
+        try:
+            return os.fstat(self._files[path])
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+
+    def _fill(self, read: Read, target: Tensor) -> None:
         flat = target.as_strided((target.numel(),), (1,))  # a size of 1 may have any stride, which `view` refuses
         memory: memoryview = flat.view(torch.uint8).numpy().data
         offset, left = read.offset, len(memory)
@@ -181,13 +191,13 @@ class _Reader:
             raise CheckpointError(f"{read.tensor.path}: tensor {read.tensor.name!r}: {error}") from None
 
 
-def _shape_of(read: _Read) -> tuple[int, ...]:
+def _shape_of(read: Read) -> tuple[int, ...]:
     """Sizes after the first dimension that `take` leaves."""
     sizes = zip(read.take[1:], read.shape[1:], strict=True)
     return tuple(len(range(size)[part]) for part, size in sizes if isinstance(part, slice))
 
 
-def _check_range(read: _Read) -> None:
+def _check_range(read: Read) -> None:
     if not torch.isfinite(read.into).all():
         raise CheckpointError(
             f"{read.tensor.path}: tensor {read.tensor.name!r} has values that float16 cannot hold (65504 at most); "

@@ -9,20 +9,27 @@ import torch
 from torch import Tensor
 
 from moeserve.layers.attention import Attention
+from moeserve.layers.columns import ColumnLinear, widened
 from moeserve.layers.mlp import GatedMLP, SigmoidGatedMLP
 from moeserve.layers.rotary import RotaryTable
+from moeserve.loader.heads import local_heads
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.decoder import Decoder, FeedForward, Layer
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.base import Experts, ExpertWeights
+from moeserve.moe.experts.grouped_mm import GroupedMM
+from moeserve.moe.experts.native import NativeExperts
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.lane import Lane
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.moe.routing import Router
+from moeserve.moe.slots import SlotMap
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
+from moeserve.parallel.tensor import ALONE, TensorParallel, share
 from moeserve.parallel.world import World
 
 log = logging.getLogger(__name__)
@@ -35,40 +42,68 @@ def build_decoder(
     dtype: torch.dtype,
     *,
     world: World | None = None,
+    tp: TensorParallel = ALONE,
+    placement: Placement | None = None,
     backends: Sequence[All2All] | None = None,
+    lanes: int = 1,
     max_tokens: int = 1,
     max_position: int | None = None,
 ) -> Decoder:
     """Build the decoder that `spec` describes. `params` (named as in models/checkpoint.py, of `dtype`) is emptied.
 
-    max_tokens: rows of one step, for backends with a limit. max_position: length of the rotary table, the model's own
-    by default. Raises ConfigError when no all2all backend and expert kernel fit.
+    tp: the engine's ranks, as `world` has them. placement: as for `weight_plan`. lanes: that a step may have.
+    max_tokens: rows of one step. max_position: length of the rotary table, the model's own by default. Raises
+    ConfigError when no all2all backend and expert kernel fit.
     """
     assert dtype == ops.dtype, (dtype, ops.dtype)
-    build = _Build(spec, params, ops)
+    world = world or World()
+    assert (tp.rank, tp.size) == (world.tp_rank, world.tp_size), (tp.rank, tp.size, world)
+    if placement is None:
+        placement = Placement.initial(sum(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
+    build = _Build(spec, params, ops, world, tp, placement)
     if any(spec.moe_layers):
         needs = MoENeeds(
             hidden_size=spec.hidden_size,
             dtype=str(dtype).removeprefix("torch."),
             device=ops.device.type,
+            expert_size=spec.expert_size,
             max_tokens=max_tokens,
-            world_size=(world or World()).size,
+            world_size=world.num_expert_ranks,
+            lanes=lanes,
+            exact=ops.device.type == "cpu",  # other devices know determinism=fast alone (runner/factory.py)
         )
-        build.moe = plan_moe(needs, backends or [LocalAll2All(spec.num_experts)], [ReferenceExperts(ops)])
+        kernels: list[Experts] = [GroupedMM(ops), ReferenceExperts(ops)]
+        if ops.native:
+            kernels.insert(0, NativeExperts())
+        build.moe = plan_moe(needs, backends or [LocalAll2All(placement.slots_per_rank)], kernels)
         for line in build.moe.table().splitlines():
-            log.info("MoE kernels: %s", line)
+            log.log(logging.DEBUG if world.rank else logging.INFO, "MoE kernels: %s", line)  # alike on all ranks
     layers = [build.layer(index) for index in range(spec.num_layers)]
     embed = params.pop("embed")
-    head = ops.pack_linear(embed if spec.tie_embeddings else params.pop("lm_head"), None)
+    if spec.tie_embeddings:
+        params["lm_head"] = embed[share(spec.vocab_size, tp.size, tp.rank)]
+    head = build.columns("lm_head", spec.vocab_size)
     rotary = RotaryTable(spec.rope, spec.head_dim, max_position or spec.max_position, ops.device)
-    decoder = Decoder(spec, ops, embed, layers, build.norm("norm"), head, rotary)
+    decoder = Decoder(spec, ops, embed, layers, build.norm("norm"), head, rotary, build.heads)
     assert not params, f"parameters that nothing uses: {sorted(params)}"
     return decoder
 
 
 class _Build:
-    def __init__(self, spec: ModelSpec, params: dict[str, Tensor], ops: Ops) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        params: dict[str, Tensor],
+        ops: Ops,
+        world: World,
+        tp: TensorParallel,
+        placement: Placement,
+    ) -> None:
         self.spec = spec
+        self.tp = tp
+        self.heads = local_heads(spec, world)
+        self.placement = placement
+        self.num_moe = 0  # MoE layers built so far
         self.params = params
         self.ops = ops
         self.moe: MoEPlan | None = None
@@ -90,28 +125,41 @@ class _Build:
     def linear(self, name: str) -> Linear:
         return self.ops.pack_linear(self.params.pop(name), self.params.pop(name + "_bias", None))
 
+    def columns(self, name: str, num_columns: int, tp: TensorParallel | None = None) -> ColumnLinear:
+        """A product whose columns are shared out; this rank's are there."""
+        return ColumnLinear(self.part(name, num_columns, tp or self.tp), num_columns, tp or self.tp)
+
+    def part(self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> Linear:
+        """This rank's equal share of such a product; `parts` products of num_columns each lie one below the other."""
+        for key in (name, name + "_bias"):
+            if key in self.params:
+                self.params[key] = widened(self.params.pop(key), num_columns, tp, parts=parts)
+        return self.linear(name)
+
     def norm(self, name: str) -> Tensor:
         return self.params.pop(name).float()
 
     def attention(self, name: str) -> Attention:
-        spec = self.spec
+        spec, heads = self.spec, self.heads
         head_norms, full_norms = None, None
         if spec.qk_norm != "none":
             q_norm, k_norm = (self.norm(f"{name}{x}_norm") for x in "qk")
             if spec.qk_norm == "full":
                 full_norms = q_norm, k_norm
             else:
-                head_norms = torch.cat((q_norm.expand(spec.num_heads, -1), k_norm.expand(spec.num_kv_heads, -1)), 0)
-        return Attention(spec, self.ops, self.linear(name + "qkv"), self.linear(name + "out"), head_norms, full_norms)
+                head_norms = torch.cat((q_norm.expand(heads.count, -1), k_norm.expand(heads.count_kv, -1)), 0)
+        qkv, out = self.linear(name + "qkv"), self.columns(name + "out", spec.hidden_size)
+        return Attention(spec, self.ops, heads, self.tp, qkv, out, head_norms, full_norms)
 
-    def gated(self, name: str) -> GatedMLP:
-        return GatedMLP(self.ops, self.linear(name + "gate_up"), self.linear(name + "down"))
+    def gated(self, name: str, inner_size: int, tp: TensorParallel) -> GatedMLP:
+        gate_up = self.part(name + "gate_up", inner_size, tp, parts=2)
+        return GatedMLP(self.ops, gate_up, self.columns(name + "down", self.spec.hidden_size, tp), inner_size, tp)
 
     def dense(self, name: str) -> FeedForward:
-        mlp = self.gated(name)
+        mlp = self.gated(name, self.spec.intermediate_size, self.tp)
 
         def run(x_TD: Tensor, num_tokens: int, lane: Lane) -> Tensor:
-            return mlp(x_TD)
+            return mlp(x_TD, lane.index)
 
         return run
 
@@ -122,5 +170,8 @@ class _Build:
         packed = self.moe.experts.pack(ExpertWeights(params.pop(name + "w13"), params.pop(name + "w2")))
         shared = None
         if spec.shared_expert_size:
-            shared = SigmoidGatedMLP(self.ops, params.pop(name + "shared_gate"), self.gated(name + "shared_"))
-        return MoELayer(router, self.moe.all2all, self.moe.experts, packed, shared)
+            mlp = self.gated(name + "shared_", spec.shared_expert_size, ALONE)  # it gets this rank's tokens only
+            shared = SigmoidGatedMLP(self.ops, params.pop(name + "shared_gate"), mlp)
+        slots = SlotMap(self.placement, self.num_moe, self.ops.device)
+        self.num_moe += 1
+        return MoELayer(router, self.moe.all2all, self.moe.experts, packed, slots, shared, self.tp)

@@ -1,15 +1,21 @@
 """How families name their tensors, and the one weight plan that all of them share.
 
 D model width, V vocabulary, E experts, e local experts, I expert width, F inner width of a dense MLP.
+
+A tensor-parallel rank holds output columns only (rows of the weights here), never a part of what a sum runs over:
+the heads of qkv, and equal shares of out, gate_up, down and lm_head (`share`: the last ranks' may be smaller).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from moeserve.loader.heads import local_heads
 from moeserve.loader.plan import Param, Piece, WeightPlan
 from moeserve.loader.spec import ModelSpec
+from moeserve.moe.placement.placement import Placement
+from moeserve.parallel.tensor import share
 from moeserve.parallel.world import World
 
 
@@ -45,17 +51,30 @@ class Names:
     router: tuple[str, ...] = ("mlp.gate.weight",)
 
 
-def weight_plan(spec: ModelSpec, names: Names, present: Collection[str], world: World | None = None) -> WeightPlan:
+def weight_plan(
+    spec: ModelSpec,
+    names: Names,
+    present: Collection[str],
+    world: World | None = None,
+    placement: Placement | None = None,
+) -> WeightPlan:
     """Every parameter of the decoder and the copies that fill it from a checkpoint with the tensors `present`.
+
+    placement: which experts this rank holds, in the order of its slots (default: `Placement.initial`).
+
+    Raises ConfigError when the heads cannot be shared out.
 
     Parameters: embed, norm, lm_head (unless tied) and per layer attn_norm, qkv, q_norm, k_norm, out, mlp_norm, then
     gate_up and down, or router, w13, w2, shared_gate_up, shared_down, shared_gate; biases end in _bias.
     """
-    builder = _Builder(spec, names, present, (world or World()))
+    world = world or World()
+    if placement is None:
+        placement = Placement.initial(sum(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
+    builder = _Builder(spec, names, present, world, placement)
     builder.add("embed", (spec.vocab_size, spec.hidden_size), "model.embed_tokens.weight")
     builder.add("norm", (spec.hidden_size,), "model.norm.weight")
     if not spec.tie_embeddings:
-        builder.add("lm_head", (spec.vocab_size, spec.hidden_size), "lm_head.weight")
+        builder.add("lm_head", (spec.vocab_size, spec.hidden_size), "lm_head.weight", builder.share(spec.vocab_size))
     for layer in range(spec.num_layers):
         builder.attention(layer)
         if layer < len(spec.moe_layers) and spec.moe_layers[layer]:
@@ -68,93 +87,141 @@ def weight_plan(spec: ModelSpec, names: Names, present: Collection[str], world: 
     return WeightPlan(tuple(builder.params), tuple(builder.pieces), frozenset(ignored | builder.elsewhere))
 
 
+def expert_plan(
+    spec: ModelSpec, names: Names, present: Collection[str], moe_layer: int, experts: Sequence[int]
+) -> WeightPlan:
+    """Some experts of one MoE layer (counted among the MoE layers) alone, in this order: parameters w13 and w2."""
+    theirs = f"model.layers.{[i for i, moe in enumerate(spec.moe_layers) if moe][moe_layer]}."
+    w13 = Param("w13", (len(experts), 2 * spec.expert_size, spec.hidden_size))
+    w2 = Param("w2", (len(experts), spec.hidden_size, spec.expert_size))
+    spelling = _spelling(names, present, theirs)
+    return WeightPlan((w13, w2), tuple(expert_pieces(spec, spelling, "", theirs, experts)))
+
+
+def _spelling(names: Names, present: Collection[str], theirs: str) -> ExpertNames:
+    for spelling in names.experts:
+        if theirs + spelling.down.format(0) in present:
+            return spelling
+    return names.experts[0]  # the loader will say which of these are missing
+
+
 class _Builder:
     """Collects parameters and pieces, layer by layer."""
 
-    def __init__(self, spec: ModelSpec, names: Names, present: Collection[str], world: World) -> None:
+    def __init__(
+        self, spec: ModelSpec, names: Names, present: Collection[str], world: World, placement: Placement
+    ) -> None:
         self.spec = spec
         self.names = names
         self.present = present
-        self.local = world.experts_of(spec.num_experts)
+        self.world = world
+        self.placement = placement
         self.params: list[Param] = []
         self.pieces: list[Piece] = []
         self.elsewhere: set[str] = set()  # experts of other ranks
+        local, dim = local_heads(spec, world), spec.head_dim
+        self.heads, self.kv_heads = None, None  # rows of q, and of k and v; None: all
+        if world.tp_size > 1:
+            self.heads = slice(local.first * dim, (local.first + local.count) * dim)
+            self.kv_heads = slice(local.first_kv * dim, (local.first_kv + local.count_kv) * dim)
 
-    def add(self, param: str, shape: tuple[int, ...], source: str) -> None:
-        """A parameter that is one tensor of the checkpoint."""
-        self.params.append(Param(param, shape))
-        self.pieces.append(Piece(source, shape, param))
+    def share(self, rows: int) -> slice | None:
+        """The part of a weight's rows that this rank computes; None: all."""
+        return share(rows, self.world.tp_size, self.world.tp_rank) if self.world.tp_size > 1 else None
 
-    def stack(self, param: str, sources: list[tuple[str, int]], *tail: int) -> None:
-        """A parameter made of several tensors along the first dimension: (name, rows) of each, then other sizes."""
-        self.params.append(Param(param, (sum(rows for _, rows in sources), *tail)))
+    def add(self, param: str, shape: tuple[int, ...], source: str, rows: slice | None = None) -> None:
+        """A parameter that is one tensor of the checkpoint, or some of its rows."""
+        self.stack(param, [(source, shape[0], rows)], *shape[1:])
+
+    def stack(self, param: str, sources: list[tuple[str, int, slice | None]], *tail: int) -> None:
+        """A parameter made of several tensors along the first dimension: of each its name, its rows, and which of them
+        to take (None: all); then the other sizes."""
         start = 0
-        for source, rows in sources:
-            self.pieces.append(Piece(source, (rows, *tail), param, at=(slice(start, start + rows),)))
-            start += rows
+        for source, total, rows in sources:
+            count = total if rows is None else len(range(total)[rows])
+            at = () if len(sources) == 1 else (slice(start, start + count),)
+            take = () if rows is None else (rows,)
+            self.pieces.append(Piece(source, (total, *tail), param, at=at, take=take))
+            start += count
+        self.params.append(Param(param, (start, *tail)))
 
     def attention(self, layer: int) -> None:
         spec, ours, theirs = self.spec, f"layers.{layer}.", f"model.layers.{layer}."
         width, heads, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        rows = [("q", heads), ("k", kv), ("v", kv)]
+        rows = [("q", heads, self.heads), ("k", kv, self.kv_heads), ("v", kv, self.kv_heads)]
         self.add(ours + "attn_norm", (width,), theirs + "input_layernorm.weight")
-        self.stack(ours + "qkv", [(f"{theirs}self_attn.{x}_proj.weight", n) for x, n in rows], width)
+        self.stack(ours + "qkv", [(f"{theirs}self_attn.{x}_proj.weight", n, part) for x, n, part in rows], width)
         if spec.qkv_bias:
-            self.stack(ours + "qkv_bias", [(f"{theirs}self_attn.{x}_proj.bias", n) for x, n in rows])
+            self.stack(ours + "qkv_bias", [(f"{theirs}self_attn.{x}_proj.bias", n, part) for x, n, part in rows])
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
-            for x, n in rows[:2]:
+            for x, n, _ in rows[:2]:
                 shape = (spec.head_dim if per_head else n,)
                 self.add(f"{ours}{x}_norm", shape, f"{theirs}self_attn.{x}_norm.weight")
-        self.add(ours + "out", (width, heads), theirs + "self_attn.o_proj.weight")
+        self.add(ours + "out", (width, heads), theirs + "self_attn.o_proj.weight", self.share(width))
         if spec.out_bias:
-            self.add(ours + "out_bias", (width,), theirs + "self_attn.o_proj.bias")
+            self.add(ours + "out_bias", (width,), theirs + "self_attn.o_proj.bias", self.share(width))
         self.add(ours + "mlp_norm", (width,), theirs + "post_attention_layernorm.weight")
 
     def dense_mlp(self, layer: int) -> None:
-        self._gated(f"layers.{layer}.", f"model.layers.{layer}.mlp.", self.spec.intermediate_size, self.spec.mlp_bias)
+        spec = self.spec
+        inner, columns = self.share(spec.intermediate_size), self.share(spec.hidden_size)
+        theirs = f"model.layers.{layer}.mlp."
+        self._gated(f"layers.{layer}.", theirs, spec.intermediate_size, spec.mlp_bias, inner, columns)
 
-    def _gated(self, ours: str, theirs: str, inner: int, bias: bool) -> None:
+    def _gated(
+        self,
+        ours: str,
+        theirs: str,
+        inner_size: int,
+        bias: bool,
+        inner: slice | None = None,
+        columns: slice | None = None,
+    ) -> None:
+        """inner, columns: what this rank takes of the inner width and of the outputs; all by default."""
         width = self.spec.hidden_size
-        rows = [("gate", inner), ("up", inner)]
-        self.stack(ours + "gate_up", [(f"{theirs}{x}_proj.weight", n) for x, n in rows], width)
-        self.add(ours + "down", (width, inner), theirs + "down_proj.weight")
+        rows = [("gate", inner_size, inner), ("up", inner_size, inner)]
+        self.stack(ours + "gate_up", [(f"{theirs}{x}_proj.weight", n, part) for x, n, part in rows], width)
+        self.add(ours + "down", (width, inner_size), theirs + "down_proj.weight", columns)
         if bias:
-            self.stack(ours + "gate_up_bias", [(f"{theirs}{x}_proj.bias", n) for x, n in rows])
-            self.add(ours + "down_bias", (width,), theirs + "down_proj.bias")
+            self.stack(ours + "gate_up_bias", [(f"{theirs}{x}_proj.bias", n, part) for x, n, part in rows])
+            self.add(ours + "down_bias", (width,), theirs + "down_proj.bias", columns)
 
     def experts(self, layer: int) -> None:
         spec, ours, theirs = self.spec, f"layers.{layer}.", f"model.layers.{layer}."
         width = spec.hidden_size
         router = next((n for n in self.names.router if theirs + n in self.present), self.names.router[0])
         self.add(ours + "router", (spec.num_experts, width), theirs + router)
-        self.params.append(Param(ours + "w13", (len(self.local), 2 * spec.expert_size, width)))
-        self.params.append(Param(ours + "w2", (len(self.local), width, spec.expert_size)))
-        self.pieces.extend(self._expert_pieces(ours, theirs, self._spelling(theirs)))
+        local = self.placement.local(sum(spec.moe_layers[:layer]), self.world.expert_rank)
+        self.params.append(Param(ours + "w13", (len(local), 2 * spec.expert_size, width)))
+        self.params.append(Param(ours + "w2", (len(local), width, spec.expert_size)))
+        names = _spelling(self.names, self.present, theirs)
+        self.pieces.extend(expert_pieces(spec, names, ours, theirs, local))
+        if not names.gate_up:
+            kinds = (names.gate, names.up, names.down)
+            away = set(range(spec.num_experts)) - set(local)
+            self.elsewhere.update(theirs + name.format(expert) for expert in away for name in kinds)
         if spec.shared_expert_size:
             self._gated(ours + "shared_", theirs + "mlp.shared_expert.", spec.shared_expert_size, bias=False)
             self.add(ours + "shared_gate", (1, width), theirs + "mlp.shared_expert_gate.weight")
 
-    def _spelling(self, theirs: str) -> ExpertNames:
-        for names in self.names.experts:
-            if theirs + names.down.format(0) in self.present:
-                return names
-        return self.names.experts[0]  # the loader will say which of these are missing
 
-    def _expert_pieces(self, ours: str, theirs: str, names: ExpertNames) -> Iterator[Piece]:
-        spec, local = self.spec, self.local
-        width, inner, total = spec.hidden_size, spec.expert_size, spec.num_experts
+def expert_pieces(
+    spec: ModelSpec, names: ExpertNames, ours: str, theirs: str, experts: Sequence[int]
+) -> Iterator[Piece]:
+    """The copies that bring `experts` (of one layer, whose tensors begin with `theirs`) into slots 0, 1, ... of
+    the parameters ours + "w13" and ours + "w2"."""
+    width, inner, total = spec.hidden_size, spec.expert_size, spec.num_experts
+    if names.gate_up and list(experts) == list(range(total)):
+        yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13")
+        yield Piece(theirs + names.down, (total, width, inner), ours + "w2")
+        return
+    for slot, expert in enumerate(experts):
         if names.gate_up:
-            here = (slice(local.start, local.stop),) if len(local) < total else ()
-            yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13", take=here)
-            yield Piece(theirs + names.down, (total, width, inner), ours + "w2", take=here)
-            return
-        for expert in range(total):
-            gate, up, down = (theirs + name.format(expert) for name in (names.gate, names.up, names.down))
-            if expert not in local:
-                self.elsewhere.update((gate, up, down))
-                continue
-            slot = expert - local.start
-            yield Piece(gate, (inner, width), ours + "w13", at=(slot, slice(0, inner)))
-            yield Piece(up, (inner, width), ours + "w13", at=(slot, slice(inner, 2 * inner)))
-            yield Piece(down, (width, inner), ours + "w2", at=(slot,))
+            yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13", at=(slot,), take=(expert,))
+            yield Piece(theirs + names.down, (total, width, inner), ours + "w2", at=(slot,), take=(expert,))
+            continue
+        gate, up, down = (theirs + name.format(expert) for name in (names.gate, names.up, names.down))
+        yield Piece(gate, (inner, width), ours + "w13", at=(slot, slice(0, inner)))
+        yield Piece(up, (inner, width), ours + "w13", at=(slot, slice(inner, 2 * inner)))
+        yield Piece(down, (width, inner), ours + "w2", at=(slot,))

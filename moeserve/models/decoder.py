@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from moeserve.layers.attention import Attention, AttentionStep
+from moeserve.layers.columns import ColumnLinear
 from moeserve.layers.inputs import LayerKV, StepInputs
 from moeserve.layers.rotary import RotaryTable
+from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec
 from moeserve.moe.lane import Lane
-from moeserve.ops.linear import Linear
+from moeserve.moe.layer import MoELayer
 from moeserve.ops.table import Ops
 
 FeedForward = Callable[[Tensor, int, Lane], Tensor]  # x_T'D, number of real rows, lane -> T'D
@@ -34,7 +36,8 @@ class Layer:
 
 
 class Decoder:
-    """A model ready to run. It knows nothing of devices, ranks or lanes: those are behind `ops` and the lane."""
+    """A model ready to run. It knows nothing of devices, ranks or lanes: those are behind `ops`, the layers and the
+    lane."""
 
     def __init__(
         self,
@@ -43,8 +46,9 @@ class Decoder:
         embed_VD: Tensor,
         layers: Sequence[Layer],
         norm_D: Tensor,
-        head: Linear,
+        head: ColumnLinear,
         rotary: RotaryTable,
+        heads: Heads,
     ) -> None:
         self.spec = spec
         self._ops = ops
@@ -53,6 +57,7 @@ class Decoder:
         self._norm_D = norm_D
         self._head = head
         self._rotary = rotary
+        self._heads = heads
 
     def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
         """Hidden states after the final norm, [T, D]; writes the tokens' keys and values to kv, one per layer."""
@@ -69,20 +74,30 @@ class Decoder:
         x = ops.rms_norm(residual, self._layers[0].attn_norm, spec.norm_eps)
         next_norms = [layer.attn_norm for layer in self._layers[1:]] + [self._norm_D]
         for layer, cache, next_norm in zip(self._layers, kv, next_norms, strict=True):
-            x = self._scaled(layer.attention(x, groups[layer.group], cache))
+            x = self._scaled(layer.attention(x, groups[layer.group], cache, lane.index))
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
             x = self._scaled(layer.feed_forward(x, num_tokens, lane))
             x, residual = ops.add_rms_norm(x, residual, next_norm, spec.norm_eps)
         return x[:num_tokens]
 
+    @property
+    def moe_layers(self) -> list[MoELayer]:
+        """The layers with experts, in order."""
+        return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MoELayer)]
+
+    def serve(self, lane: Lane) -> None:
+        """Takes part in a step in which this rank has no tokens: its experts compute for the others."""
+        for layer in self.moe_layers:
+            layer.serve(self._embed_VD, lane)
+
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Scores of every vocabulary entry, fp32 [S, V]."""
+        """Scores of every vocabulary entry, fp32 [S, V]; gathered on channel 0, so no lane may run meanwhile."""
         rows = hidden_SD.shape[0]
         if not rows:
             return hidden_SD.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         extra = self._ops.pad_rows(rows) - rows
         padded = torch.nn.functional.pad(hidden_SD, (0, 0, 0, extra)) if extra else hidden_SD
-        logits_SV = self._head(padded)[:rows].float()
+        logits_SV = self._head(padded, 0)[:rows].float()
         return logits_SV if self.spec.logits_divisor == 1.0 else logits_SV / self.spec.logits_divisor
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
@@ -99,8 +114,8 @@ class Decoder:
                 group.window,
                 step.starts_R,
                 step.offsets_R1,
-                spec.num_heads,
-                spec.num_kv_heads,
+                self._heads.count,
+                self._heads.count_kv,
                 spec.head_dim,
             )
             steps.append(AttentionStep(cos, sin, group.cells_T, plan))

@@ -1,11 +1,13 @@
 """A lane is one part of the batch on its way through the model: its scratch, its communication, its loads.
 
-With a single lane nothing overlaps but the work given as `meanwhile`. Dual-batch overlap is two lanes that pass a
-baton inside `overlap`; only the MoE layer calls it, so model code stays the same.
+With a single lane nothing overlaps but the work given as `meanwhile`. Dual-batch overlap is two lanes that take turns:
+`overlap` sends this lane's rows, lets the other one compute while they travel, and then waits for what is still on its
+way. Only the MoE layer calls it, so model code stays the same.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from moeserve.moe.all2all.base import Done
+from moeserve.moe.baton import Baton
+from moeserve.moe.meter import WORK_BEFORE, LaneMeter
 
 if TYPE_CHECKING:
     from moeserve.moe.all2all.base import Pending
@@ -41,31 +47,116 @@ class Scratch:
 
 
 class Lane:
-    """The only lane of a step. `index` is its place among the step's lanes."""
+    """`index` is its place among the step's lanes.
+
+    most_tokens: of the rank that has most in this lane in this step; all ranks make as many rounds as that one needs.
+    """
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
+        self.most_tokens = 0
         self.scratch = Scratch()
+        self.meter = LaneMeter(index)
         self._loads: list[NDArray[np.int64]] = []
+        self._baton: Baton | None = None
+        self._sibling: Lane | None = None
+        self._inbox: list[Callable[[], None]] = []  # receives that the sibling wants launched
+        self._early_ns = 0  # when the first part of the next transfer was sent
 
-    def overlap(self, start: Callable[[], Pending[T]], meanwhile: Callable[[], None] | None = None) -> T:
-        """Start a communication, run what needs no result of it, and wait for it."""
+    def couple(self, baton: Baton, sibling: Lane) -> None:
+        """The step that comes is shared with `sibling`. Called for both before either enters."""
+        self._baton, self._sibling = baton, sibling
+        self._inbox.clear()
+        self._early_ns = 0
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether this step has two lanes, on every rank."""
+        return self._baton is not None
+
+    def enter(self) -> None:
+        """Returns when it is this lane's turn for the first time."""
+        if self._baton is not None:
+            self._baton.take(self.index)
+
+    def leave(self) -> None:
+        """The lane's work of this step is done; the sibling goes on alone."""
+        if self._baton is not None:
+            self._receive()
+            if self._sibling is not None:
+                self._sibling._sibling = None
+            self._baton.give_up(self.index)
+        self._baton = self._sibling = None
+
+    def fail(self, error: BaseException) -> None:
+        """The lane's work failed, which ends the sibling's too."""
+        if self._baton is not None:
+            self._baton.poison(error)
+        self._baton = self._sibling = None
+        self._inbox.clear()
+
+    def overlap(
+        self, start: Callable[[], Pending[T]], meanwhile: Callable[[], None] | None = None, name: str = "transfer"
+    ) -> T:
+        """Start a communication, run what needs no result of it, let the sibling work, and wait for it.
+
+        name: for traces, "dispatch" or "combine".
+        """
+        meter, layer = self.meter, len(self._loads) - 1
+        meter.work(WORK_BEFORE.get(name, "work"), layer)
+        self._receive()
+        start_ns = self._early_ns or time.monotonic_ns()
+        self._early_ns = 0
         pending = start()
+        meter.resume()
         if meanwhile is not None:
             meanwhile()
-        return pending.wait()
+            meter.work("shared", layer)
+        if self._sibling is not None and self._baton is not None:
+            if not isinstance(pending, Done):
+                self._sibling._inbox.append(pending.arrive)
+            self._baton.pass_on(self.index)
+            meter.resume()
+        wait_ns = time.monotonic_ns()
+        value = pending.wait()
+        if not isinstance(pending, Done):
+            meter.transfer(name, layer, start_ns, wait_ns, time.monotonic_ns(), pending.arrived_ns)
+        return value
+
+    def send_early(self, send: Callable[[], None]) -> None:
+        """Sends part of what this lane's next transfer is about; that counts as begun."""
+        self._early_ns = time.monotonic_ns()
+        send()
+
+    def _receive(self) -> None:
+        """Launches what the sibling will wait for. Right before the own send, not on resuming: where a receive
+        occupies the device or waits for its rows, it must come behind this lane's work."""
+        if self._inbox:
+            began_ns = time.monotonic_ns()
+            for arrive in self._inbox:
+                arrive()
+            self._inbox.clear()
+            self.meter.exposed_ns += time.monotonic_ns() - began_ns
 
     def note_load(self, counts_E: NDArray[np.int64]) -> None:
-        """Record how many rows each expert of one layer received; padding is not among them."""
+        """Record how many rows of this lane one layer sent to each logical expert; padding is not among them."""
         self._loads.append(counts_E)
 
     def take_load(self) -> tuple[NDArray[np.int64], float]:
         """(rows per layer and expert [layers, E], mean over layers of the fullest expert's rows over the average's)
         since the last call; an empty array and 0.0 when nothing was routed."""
         loads, self._loads = self._loads, []
-        if not loads:
-            return np.zeros((0, 0), np.int64), 0.0
-        table = np.stack(loads)
-        means = table.mean(1)
-        peaks = table.max(1)[means > 0] / means[means > 0]
-        return table, float(peaks.mean()) if len(peaks) else 0.0
+        table = np.stack(loads) if loads else np.zeros((0, 0), np.int64)
+        return table, peak_over_mean(table)
+
+
+def peak_over_mean(load_LE: NDArray[np.int64]) -> float:
+    """The fullest expert's rows over the average's, mean over the layers that have any; 0.0 without rows.
+
+    [[4, 0, 0, 0], [1, 1, 1, 1]] -> 2.5
+    """
+    if not load_LE.size:
+        return 0.0
+    means = load_LE.mean(1)
+    peaks = load_LE.max(1)[means > 0] / means[means > 0]
+    return float(peaks.mean()) if len(peaks) else 0.0

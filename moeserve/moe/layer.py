@@ -1,5 +1,7 @@
 """The MoE layer: route, dispatch, experts, combine; a shared expert runs while rows travel.
 
+Under tensor parallelism all ranks of an engine route all of its tokens, and each sends off an equal share.
+
 T tokens, D model width, P received rows.
 """
 
@@ -11,14 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.base import All2All, Ticket
 from moeserve.moe.experts.base import Experts
 from moeserve.moe.lane import Lane
-from moeserve.moe.routing import Router
+from moeserve.moe.routing import Router, Routing
+from moeserve.moe.slots import SlotMap
+from moeserve.parallel.tensor import ALONE, TensorParallel, share
 
 
 class MoELayer:
-    """One layer's experts behind one backend and one kernel. `shared` maps x_TD to what is added to every token."""
+    """One layer's experts behind one backend and one kernel. `shared` maps x_TD to what is added to every token.
+
+    `all2all`, `packed` (the local slots' weights in the kernel's layout) and `slots` are replaced between steps when
+    experts move or the group changes.
+    """
 
     def __init__(
         self,
@@ -26,28 +34,73 @@ class MoELayer:
         all2all: All2All,
         experts: Experts,
         packed: Any,
+        slots: SlotMap,
         shared: Callable[[Tensor], Tensor] | None = None,
+        tp: TensorParallel = ALONE,
     ) -> None:
+        self.all2all = all2all
+        self.experts = experts
+        self.packed = packed
+        self.slots = slots
         self._router = router
-        self._all2all = all2all
-        self._experts = experts
-        self._packed = packed
         self._shared = shared
+        self._tp = tp
 
     def __call__(self, x_TD: Tensor, num_tokens: int, lane: Lane) -> Tensor:
         """Rows from `num_tokens` on are padding: they reach no expert."""
         routing = self._router(x_TD, num_tokens)
-        ticket = lane.overlap(lambda: self._all2all.dispatch(x_TD, routing, lane))
-        y = torch.empty_like(ticket.inbound.x)
-        self._experts.run(ticket.inbound, self._packed, y, lane.scratch)
+        lane.note_load(self.slots.load(routing))
+        routing = self.slots(routing)
+        tp = self._tp
+        if tp.size == 1:
+            return self._compute(x_TD, routing, num_tokens, lane)
+        shares = [share(num_tokens, tp.size, rank) for rank in range(tp.size)]
+        counts = [part.stop - part.start for part in shares]
+        mine = shares[tp.rank]
+        part_TD = self._compute(x_TD[mine], _rows(routing, mine), counts[tp.rank], lane)
+        out_TD = tp.gather_rows(part_TD, counts, lane.index)
+        return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - num_tokens))
+
+    def _compute(self, x_TD: Tensor, routing: Routing, num_tokens: int, lane: Lane) -> Tensor:
+        """What the experts, and the shared one, make of x: in as many rounds as the rank with most tokens needs."""
         out_TD = torch.empty_like(x_TD)
         shared = _Later(self._shared, x_TD)
-        lane.overlap(lambda: self._all2all.combine(ticket, y, out_TD, lane), meanwhile=shared)
+        limit = self.all2all.caps.max_tokens
+        if limit is None:
+            self._round(x_TD, routing, out_TD, lane, shared)
+        else:
+            for start in range(0, max(1, lane.most_tokens, num_tokens), limit):
+                part = slice(start, start + limit)
+                self._round(x_TD[part], _rows(routing, part), out_TD[part], lane, shared)
         return out_TD if shared.value is None else out_TD + shared.value
+
+    def serve(self, like_D: Tensor, lane: Lane) -> None:
+        """Computes for the other ranks in a step in which this one has no tokens. like_D: a row's shape and dtype."""
+        nothing = like_D.new_empty((0, like_D.shape[-1]))
+        self(nothing, 0, lane)
+
+    def _round(self, x_TD: Tensor, routing: Routing, out_TD: Tensor, lane: Lane, shared: _Later) -> None:
+        ticket = lane.overlap(lambda: self.all2all.dispatch(x_TD, routing, lane), name="dispatch")
+        y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
+        self._run_experts(ticket, y, lane)
+        lane.overlap(lambda: self.all2all.combine(ticket, y, out_TD, lane), shared if shared.waits else None, "combine")
+
+    def _run_experts(self, ticket: Ticket, y: Tensor, lane: Lane) -> None:
+        if (early := ticket.early) is None:
+            self.experts.run(ticket.inbound, self.packed, y, lane.scratch)
+            return
+        first, rest = ticket.inbound.split(early.slots)
+        self.experts.run(first, self.packed, y, lane.scratch)
+        lane.send_early(lambda: early.send(y))
+        self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :], lane.scratch)
+
+
+def _rows(routing: Routing, rows: slice) -> Routing:
+    return Routing(routing.ids_TK[rows], routing.weights_TK[rows])
 
 
 class _Later:
-    """Runs the shared expert when told to and keeps what it returned."""
+    """Runs the shared expert when told to, once, and keeps what it returned."""
 
     __slots__ = ("_run", "_x", "value")
 
@@ -55,6 +108,10 @@ class _Later:
         self._run = run
         self._x = x_TD
         self.value: Tensor | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self._run is not None and self.value is None and self._x.shape[0] > 0
 
     def __call__(self) -> None:
         if self._run is not None:

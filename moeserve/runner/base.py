@@ -22,17 +22,26 @@ from moeserve.config import Config, Limits
 from moeserve.engine.groups import groups_of
 from moeserve.engine.plan import Added, BlockDiff, StepPlan, StepResult
 from moeserve.layers.inputs import StepInputs
-from moeserve.loader.size import model_size
 from moeserve.loader.spec import ModelSpec
-from moeserve.moe.lane import Lane
+from moeserve.messages import Placed, PlacementTable
+from moeserve.models.workspace import Inflow
+from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.all2all.rounds import most_rows
+from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.placement.placement import Placement
+from moeserve.parallel.members import Members
+from moeserve.parallel.world import World
 from moeserve.runner import limits as limits_of
+from moeserve.runner.experts import Read
 from moeserve.runner.graphs import EagerGraphs, Graphs
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
-from moeserve.runner.load import READ_FROM, Progress
-from moeserve.runner.memory import MemoryFacts, check_weights_fit, kv_budget
+from moeserve.runner.lanes import LaneRunner
+from moeserve.runner.load import READ_FROM, Progress, Shard
+from moeserve.runner.memory import MemoryFacts, kv_budget
 from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
+from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.sampler import Sampler
 from moeserve.runner.tables import Tables
 from moeserve.runner.upload import Upload
@@ -42,13 +51,18 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+ONE = World()
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """name: for people. memory: asks anew at each call. own: the device serves nobody else."""
+    """name: for people. memory: asks anew at each call. own: the device serves nobody but the ranks of this launch,
+    `sharers` of them."""
 
     name: str
     memory: Callable[[], MemoryFacts]
     own: bool
+    sharers: int = 1
 
 
 class ModelRunnerBase(ABC):
@@ -66,19 +80,38 @@ class ModelRunnerBase(ABC):
     limits: Limits
     step_s = 0.0
 
-    def __init__(self, config: Config, spec: ModelSpec, model_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        model_dir: Path,
+        world: World = ONE,
+        placement: Placement | None = None,
+        *,
+        grouped: bool = False,
+    ) -> None:
         limits_of.check(config, spec)
         self.config = config
         self.spec = spec
         self.model_dir = model_dir
+        self.world = world
+        self.placement = placement or first_placement(config, spec, world)
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
         windows = spec.windows or (None,) * spec.num_layers
         self.groups = groups_of(windows, config.cache.block_size)
         self.graphs: Graphs = EagerGraphs()
-        self.lane = Lane()
+        # A group may grow: one of a single rank is prepared for more.
+        self.deals_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
+        num_lanes = 2 if self.deals_experts and config.parallel.dbo != "off" else 1
+        self.lanes = LaneRunner(num_lanes, world.tp_size)
+        self.tp = make_tensor(world, num_lanes)
         self.notes: list[str] = []
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
+        self._moved_step = -1  # the last one that moved blocks
+        self.read_expert: Read | None = None
+        self.fingerprint = ""  # of the checkpoint that was loaded
+        self.on_placed: Callable[[Placed], None] | None = None
 
     @abstractmethod
     def _cache_device_properties(self) -> None:
@@ -86,7 +119,7 @@ class ModelRunnerBase(ABC):
 
     @abstractmethod
     def load_model(self, progress: Progress) -> None:
-        """Sets `model`."""
+        """Sets `model`, `fingerprint`, and `read_expert` if experts can move."""
 
     @abstractmethod
     def profile_run(self) -> int:
@@ -112,36 +145,113 @@ class ModelRunnerBase(ABC):
     def _elapsed_us(self, start: Any, end: Any) -> int:
         """Microseconds between two marks; called after the step's results have arrived."""
 
-    @torch.inference_mode()
     def prepare(self, progress: Progress = lambda phase, percent: None) -> Limits:
         """Loads the model, sizes and allocates everything, and runs a step for warmth.
 
         Raises ConfigError (CheckpointError, DoesNotFit) with what to change.
         """
+        limits = self.resolve(self.load(progress))
+        self.allocate(limits, progress)
+        return limits
+
+    @torch.inference_mode()
+    def load(self, progress: Progress) -> int:
+        """Loads this rank's part of the model; returns the bytes that are left for its KV blocks."""
         self._cache_device_properties()
-        check_weights_fit(model_size(self.spec).total * self.dtype.itemsize, self.properties.memory())
         progress("reading the checkpoint", READ_FROM)
         self.load_model(progress)
-        progress("allocating the KV cache", 90)
-        workspace = self.profile_run()
-        per_block = block_bytes(self.groups, self.spec, self.dtype)
-        budget = kv_budget(self.properties.memory(), self.config.cache.memory_utilization, workspace)
-        self.limits, notes = limits_of.resolve(
+        self.peers = Peers(
+            self.model.moe_layers,
+            self.tp,
+            self.world.expert_rank,
+            self.placement,
+            wire_of(self.config.parallel.wire, self.dtype),
+            self.read_expert if self.deals_experts else None,
+            len(self.lanes.lanes),
+            self._hear_placed,
+        )
+        memory = self.properties.memory().shared(self.properties.sharers)
+        return kv_budget(memory, self.config.cache.memory_utilization, self.profile_run())
+
+    def resolve(self, budget: int) -> Limits:
+        """The limits that a budget for KV blocks leads to; with more ranks in an engine, the smallest of theirs."""
+        per_block = block_bytes(self.groups, self.spec, self.dtype, self.world.tp_size)
+        limits, notes = limits_of.resolve(
             self.config, self.spec, self.groups, per_block, budget, fill=self.properties.own
         )
         self.notes += notes
         for note in notes:
             logger.warning("%s", note)
+        return limits
+
+    @torch.inference_mode()
+    def allocate(self, limits: Limits, progress: Progress) -> None:
+        """Takes the memory that `limits` need and runs a step for warmth."""
+        self.limits = limits
+        progress("allocating the KV cache", 90)
         self.initialize_kv_cache()
         progress("warming up", 95)
         self.warm_up()
         self.capture_model()
-        return self.limits
+
+    def shard(self) -> Shard:
+        """What this rank is to load."""
+        spec, placement = self.spec, self.placement
+        backends = []
+        if placement is not None:
+            backends = make_backends(
+                self.config.parallel,
+                hidden_size=spec.hidden_size,
+                dtype=self.dtype,
+                top_k=spec.experts_per_token,
+                max_tokens=self.max_tokens,
+                num_slots=placement.slots_per_rank,
+                num_ranks=max(2, placement.num_ranks) if self.deals_experts else 1,
+                device=self.device.type,
+            )
+        return Shard(
+            world=self.world,
+            placement=placement,
+            tp=self.tp,
+            backends=backends,
+            lanes=len(self.lanes.lanes),
+            max_tokens=self.max_tokens,
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """That this rank sends to experts in one step."""
+        return -(-limits_of.step_tokens(self.config) // self.world.tp_size)
+
+    @property
+    def inflow(self) -> Inflow | None:
+        """What other ranks may send here, once the model is loaded."""
+        if not self.deals_experts:
+            return None
+        assert self.placement is not None
+        return Inflow(
+            rows=most_rows(self.max_tokens, self.spec.experts_per_token, self.spec.hidden_size * self.dtype.itemsize),
+            lanes=len(self.lanes.lanes),
+            copies=self.peers.copies,
+            slots=self.placement.slots_per_rank,
+        )
+
+    def join(self, members: Members, table: PlacementTable | None) -> None:
+        """Serves together with these members from now on. Blocks; raises PeerLost when not all of them come."""
+        self.peers.join(members, table)
+
+    def leave(self) -> None:
+        """Drops all connections to other ranks, from any thread; a step that waits for one of them gets PeerLost, and
+        may be run again after the next `join`."""
+        if (peers := getattr(self, "peers", None)) is not None:
+            peers.leave()
 
     def initialize_kv_cache(self) -> None:
         """Allocates KV blocks and request tables for `limits`."""
         limits = self.limits
-        self.kv = KVCache(self.groups, self.spec, limits.num_blocks, limits.store_cells, self.dtype, self.device)
+        self.kv = KVCache(
+            self.groups, self.spec, limits.num_blocks, limits.store_cells, self.dtype, self.device, self.world.tp_size
+        )
         self.tables = Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
         self.sampler = Sampler(self.spec.vocab_size, self.tables, self.upload, host_may_wait=not self.device_is_async)
 
@@ -162,17 +272,33 @@ class ModelRunnerBase(ABC):
             self.execute(dummy_plan(len(self.groups), length, 1))
         self.kv.clear_null_block()
 
+    def _hear_placed(self, placed: Placed) -> None:
+        if self.on_placed is not None:
+            self.on_placed(placed)
+
+    def close(self) -> None:
+        """Ends the threads that belong to this runner."""
+        self.lanes.close()
+        if (peers := getattr(self, "peers", None)) is not None:
+            peers.close()
+
     def execute(self, plan: StepPlan) -> StepResult:
         """One step from plan to result."""
         return self.launch(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Starts one step; the returned function waits for the device and gives the result."""
+        """Starts one step; the returned function waits for the device and gives the result.
+
+        Raises PeerLost when a rank is gone. The same plan may then come again, before any later one: all that it did
+        to tables and blocks is done once more with the same outcome, except for moves of blocks, which are not.
+        """
         self._add(plan.added)
         self._update(plan.diffs)
         self.tables.apply()
-        self.kv.move(plan.stores, plan.loads)
+        self._move(plan)
+        if plan.agreed is not None:
+            self.peers.commit(plan.agreed.placed)
         if not len(plan.slots_R):
             return self._no_forward(plan)
         start = self._mark()
@@ -206,15 +332,32 @@ class ModelRunnerBase(ABC):
         for group, diff in enumerate(diffs):
             self.tables.update(group, diff)
 
+    def _move(self, plan: StepPlan) -> None:
+        # Not again for a step that failed: it may have overwritten the blocks that it was to save.
+        if (plan.stores or plan.loads) and plan.step != self._moved_step:
+            self.kv.move(plan.stores, plan.loads)
+            self._moved_step = plan.step
+
     def _no_forward(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """A step without tokens: only tables and blocks moved."""
-        return lambda: StepResult(plan.step, np.zeros(0, dtype=np.int32))
+        """A step without tokens: tables and blocks moved, and the experts work for other ranks."""
+        nothing = np.zeros(0, dtype=np.int32)
+        if plan.agreed is None:
+            return lambda: StepResult(plan.step, nothing)
+        start = self._mark()
+        self.lanes.serve(self.model, plan.agreed)
+        end = self._mark()
+        outputs = StepOutputs(step=plan.step, slots_S=np.zeros(0, np.int64), failed={}, meter=self.lanes.take_meter())
+        return lambda: to_result(outputs, (), self._elapsed_us(start, end))
 
     def _forward(self, plan: StepPlan, step: StepInputs) -> Tensor:
         rows, tokens = len(plan.slots_R), len(step.ids_T)
         uniform = tokens // rows if (plan.counts_R == plan.counts_R[0]).all() else None
         descriptor = self.graphs.dispatch(rows, tokens, uniform)
-        return self.graphs.run(descriptor, lambda inputs: self.model.forward(inputs, self.kv.layers, self.lane), step)
+
+        def forward(inputs: StepInputs) -> Tensor:
+            return self.lanes.forward(self.model, inputs, plan.cut, plan.agreed, self.kv.layers)
+
+        return self.graphs.run(descriptor, forward, step)
 
     def _sample(self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor) -> StepOutputs:
         rows = self.sampler.rows
@@ -222,8 +365,7 @@ class ModelRunnerBase(ABC):
         failed = {}
         if self._refused:
             failed = {slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused}
-        outputs = StepOutputs(step=plan.step, slots_S=slots_S, failed=failed)
-        _, outputs.expert_peak_over_mean = self.lane.take_load()
+        outputs = StepOutputs(step=plan.step, slots_S=slots_S, failed=failed, meter=self.lanes.take_meter())
         outputs.prompt, outputs.spans = prompt_logprobs(
             plan, host, rows, self.tables, self.upload, hidden_TD, self.model.logits, self.spec.vocab_size
         )
@@ -239,6 +381,14 @@ class ModelRunnerBase(ABC):
         outputs.sampled = sampled
         outputs.logprob_counts = rows.logprobs[slots_S[sampled.logprob_rows_P]].tolist()
         return outputs
+
+
+def first_placement(config: Config, spec: ModelSpec, world: World) -> Placement | None:
+    """Where the experts are until someone moves them; None for a model without any."""
+    if not any(spec.moe_layers):
+        return None
+    redundant = config.parallel.redundant_experts if world.ep else 0
+    return Placement.initial(sum(spec.moe_layers), spec.num_experts, world.num_expert_ranks, redundant)
 
 
 def dummy_plan(num_groups: int, start: int, count: int, added: tuple[Added, ...] = ()) -> StepPlan:

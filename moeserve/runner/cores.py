@@ -20,6 +20,14 @@ def useful_threads(num_active_params: int, cores: int) -> int:
     return max(1, min(cores, num_active_params // ACTIVE_PARAMS_PER_THREAD))
 
 
+def cores_of_rank(cores: int, ranks: int) -> int:
+    """Cores for each of several ranks on one host: two that compute on one core would wait for each other.
+
+    8 cores, 3 ranks -> 2
+    """
+    return max(1, cores // ranks)
+
+
 def allowed_cores(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Cores of the affinity mask, not more than physical ones (two threads of one core share its vector units) and
     not more than the control group's quota, rounded up."""

@@ -9,8 +9,7 @@ import torch
 
 from moeserve.loader.size import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.cores import allowed_cores, useful_threads
-from moeserve.runner.limits import step_tokens
+from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.load import Progress, load_model
 from moeserve.runner.memory import host_memory
 from moeserve.runner.probe import sampler_is_invariant
@@ -27,7 +26,8 @@ class CPUModelRunner(ModelRunnerBase):
         self.device = torch.device("cpu")
         self.upload = HostUpload()
         threads = torch.get_num_threads()
-        self.properties = DeviceProperties(f"cpu ({threads} thread{'s' * (threads != 1)})", host_memory, own=False)
+        name = f"cpu ({threads} thread{'s' * (threads != 1)})"
+        self.properties = DeviceProperties(name, host_memory, own=False, sharers=self.world.ranks_on_host)
         if not sampler_is_invariant():
             logger.warning(
                 "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
@@ -35,19 +35,29 @@ class CPUModelRunner(ModelRunnerBase):
             )
 
     def load_model(self, progress: Progress) -> None:
-        max_tokens = step_tokens(self.config)
-        self.model = load_model(self.spec, self.model_dir, self.device, self.dtype, max_tokens, progress)
+        memory = self.properties.memory()
+        shard, kernels = self.shard(), self.config.device.kernels
+        self.model, files = load_model(
+            self.spec, self.model_dir, self.device, self.dtype, kernels, shard, memory, progress
+        )
+        self.read_expert, self.fingerprint = files.read, files.fingerprint()
 
     def profile_run(self) -> int:
-        return workspace_bytes(self.spec, self.config, self.dtype)
+        return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
 
     def capture_model(self) -> None:
         """Nothing to capture: there are no graphs on a CPU."""
 
     def enter_thread(self) -> None:
         # OpenMP keeps this per calling thread, so it must be set in the one that computes.
-        default = useful_threads(model_size(self.spec).active, allowed_cores())
-        torch.set_num_threads(self.config.device.threads or default)
+        cores, ranks = allowed_cores(), self.world.ranks_on_host
+        useful = useful_threads(model_size(self.spec).active // self.world.tp_size, cores_of_rank(cores, ranks))
+        threads = self.config.device.threads or useful
+        torch.set_num_threads(threads)
+        if ranks > 1:
+            logger.info(
+                "rank %d computes on %d of %d cores, %d ranks share them", self.world.rank, threads, cores, ranks
+            )
 
     def _mark(self) -> int:
         return time.perf_counter_ns()

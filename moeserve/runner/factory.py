@@ -9,16 +9,27 @@ import torch
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
-from moeserve.runner.base import ModelRunnerBase
+from moeserve.moe.placement.placement import Placement
+from moeserve.parallel.world import World
+from moeserve.runner.base import ONE, ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
 
 
-def make_runner(config: Config, spec: ModelSpec, model_dir: Path) -> ModelRunnerBase:
+def make_runner(
+    config: Config,
+    spec: ModelSpec,
+    model_dir: Path,
+    world: World = ONE,
+    placement: Placement | None = None,
+    *,
+    grouped: bool = False,
+) -> ModelRunnerBase:
     """A runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call `prepare` there.
 
-    Raises ConfigError for numbers that cannot work, for `device: cuda` without a device, and for a determinism that the
-    device cannot keep.
+    world: this rank's place. placement: of the experts (default: the initial one). grouped: it will join others, now or
+    later. Raises ConfigError for numbers that
+    cannot work, for `device: cuda` without a device, and for a determinism that the device cannot keep.
     """
     has_cuda = torch.cuda.is_available()
     if config.device.device == "cuda" and not has_cuda:
@@ -27,10 +38,12 @@ def make_runner(config: Config, spec: ModelSpec, model_dir: Path) -> ModelRunner
             "torch and a driver, or use --device cpu."
         )
     if config.device.device == "cpu" or not has_cuda:
-        return CPUModelRunner(config, spec, model_dir)
+        return CPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)
     if config.device.determinism == "batch":
         raise ConfigError(
             "determinism=batch is not available on CUDA yet: use --determinism fast there, or --device cpu, which is "
             "always deterministic"
         )
-    return GPUModelRunner(config, spec, model_dir)
+    if world.tp_size > 1:
+        raise ConfigError(f"tp={world.tp_size} is not available on CUDA yet: leave it at 1 there, or use --device cpu")
+    return GPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)

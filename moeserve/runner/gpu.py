@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.limits import step_tokens
 from moeserve.runner.load import Progress, load_model
 from moeserve.runner.memory import MemoryFacts
 from moeserve.runner.upload import RingUpload
@@ -25,10 +24,11 @@ class GPUModelRunner(ModelRunnerBase):
     device_is_async = True
 
     def _cache_device_properties(self) -> None:
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device("cuda", self._index())
         self.upload = RingUpload(self.device, UPLOADS_PER_STEP * (self.config.scheduler.depth + 1), pinned=True)
         name = torch.cuda.get_device_name(self.device)
-        self.properties = DeviceProperties(name, self._memory, own=True)
+        sharers = -(-self.world.ranks_on_host // torch.cuda.device_count())
+        self.properties = DeviceProperties(name, self._memory, own=True, sharers=sharers)
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def _memory(self) -> MemoryFacts:
@@ -38,17 +38,25 @@ class GPUModelRunner(ModelRunnerBase):
         return MemoryFacts(limit=total, used=total - free - reserve, free=free + reserve)
 
     def load_model(self, progress: Progress) -> None:
-        max_tokens = step_tokens(self.config)
-        self.model = load_model(self.spec, self.model_dir, self.device, self.dtype, max_tokens, progress)
+        memory = self.properties.memory()
+        shard, kernels = self.shard(), self.config.device.kernels
+        self.model, files = load_model(
+            self.spec, self.model_dir, self.device, self.dtype, kernels, shard, memory, progress
+        )
+        self.read_expert, self.fingerprint = files.read, files.fingerprint()
 
     def profile_run(self) -> int:
-        return workspace_bytes(self.spec, self.config, self.dtype)
+        return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
 
     def capture_model(self) -> None:
         """Eager: `graphs` stays as it is."""
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(0)  # others are hidden by CUDA_VISIBLE_DEVICES
+        torch.cuda.set_device(self._index())
+
+    def _index(self) -> int:
+        """Ranks of a host take the devices that CUDA_VISIBLE_DEVICES leaves in turn."""
+        return self.world.rank % self.world.ranks_on_host % torch.cuda.device_count()
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         computed = torch.cuda.Event()  # type: ignore[no-untyped-call]

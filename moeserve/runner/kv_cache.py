@@ -17,6 +17,7 @@ from torch import Tensor
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import BlockMove
 from moeserve.layers.inputs import LayerKV
+from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.spec import ModelSpec
 from moeserve.runner.zeros import lazy_zeros
 
@@ -26,16 +27,16 @@ def num_positions(groups: Sequence[KVGroup]) -> int:
     return max(len(group.layers) for group in groups)
 
 
-def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of one KV block over all positions."""
-    per_token = spec.kv_elements_per_token_layer * dtype.itemsize
+def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype, tp_size: int = 1) -> int:
+    """Bytes of one KV block over all positions on one of tp_size ranks."""
+    per_token = spec.kv_elements_per_token_layer // spec.num_kv_heads * local_kv_heads(spec, tp_size) * dtype.itemsize
     return num_positions(groups) * groups[0].block_size * per_token
 
 
 class KVCache:
     """`layers[i]` is layer i's cache. Everything starts as zeros; block 0 is null and is never read for its content.
 
-    num_cells: blocks that the host store can hold.
+    num_cells: blocks that the host store can hold. tp_size: ranks that share the heads.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class KVCache:
         num_cells: int,
         dtype: torch.dtype,
         device: torch.device,
+        tp_size: int = 1,
     ) -> None:
-        block = (groups[0].block_size, spec.num_kv_heads, spec.head_dim)
+        block = (groups[0].block_size, local_kv_heads(spec, tp_size), spec.head_dim)
         self._positions = [
             LayerKV(
                 lazy_zeros((num_blocks, *block), dtype, device),

@@ -27,6 +27,10 @@ class MemoryFacts:
     used: int
     free: int
 
+    def shared(self, ranks: int) -> MemoryFacts:
+        """What one of several ranks may count on: each gets an equal part, also of what is free."""
+        return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
+
 
 def host_memory(cgroup: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> MemoryFacts:
     """Of this process on this host: physical memory, or less where a control group (version 2 or 1) limits it."""
@@ -90,8 +94,9 @@ def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
     """Raises DoesNotFit before a load that could only end with the kernel killing this process."""
     if weight_bytes > memory.free:
         raise DoesNotFit(
-            f"the model's weights take {_mib(weight_bytes)} and {_mib(memory.free)} of memory are free (limit "
-            f"{_mib(memory.limit)}). Free some memory, raise the limit, or choose a smaller model or dtype."
+            f"the weights that this process loads take {_mib(weight_bytes)} and {_mib(memory.free)} of memory are free "
+            f"(limit {_mib(memory.limit)}). Free some memory, raise the limit, choose a smaller model or dtype, "
+            "or deal the experts out to more machines."
         )
 
 

@@ -9,13 +9,23 @@ from torch import Tensor
 
 from moeserve.layers.inputs import LayerKV, StepInputs
 from moeserve.moe.lane import Lane
+from moeserve.moe.layer import MoELayer
 
 
 class Model(Protocol):
     """Weights in place, on one device."""
 
+    @property
+    def moe_layers(self) -> Sequence[MoELayer]:
+        """The layers with experts, in order."""
+        ...
+
     def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
         """Hidden states [T, D] of the step's tokens; writes their K/V into `kv`. lane: what the step runs in."""
+        ...
+
+    def serve(self, lane: Lane) -> None:
+        """Takes part in a step in which this rank has no tokens: its experts compute for the others."""
         ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:

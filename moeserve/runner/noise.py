@@ -63,7 +63,7 @@ class Gumbel:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         ids = torch.arange(padded(vocab_size), dtype=torch.int32, device=device)
-        self._token_hash = _mix(ids.add_(1).mul_(-1640531535))  # 2^32 / golden ratio, odd
+        self.token_hash = _mix(ids.add_(1).mul_(-1640531535))  # 2^32 / golden ratio, odd
         self._scratch = torch.empty((3, 0), dtype=torch.int32, device=device)
 
     def __call__(self, low_S: Tensor, high_S: Tensor) -> Tensor:
@@ -76,9 +76,9 @@ class Gumbel:
         blocks_SB: each row's blocks of LANES tokens, if only those are wanted. The result is valid until the next call.
         """
         rows = len(low_S)
-        token_hash = self._token_hash.unsqueeze(0)
+        token_hash = self.token_hash.unsqueeze(0)
         if blocks_SB is not None:
-            token_hash = self._token_hash.view(-1, LANES).index_select(0, blocks_SB.view(-1)).view(rows, -1)
+            token_hash = self.token_hash.view(-1, LANES).index_select(0, blocks_SB.view(-1)).view(rows, -1)
         count = rows * token_hash.shape[1]
         if self._scratch.shape[1] < count:
             self._scratch = self._scratch.new_empty((3, count))

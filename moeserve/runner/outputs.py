@@ -13,6 +13,7 @@ from torch import Tensor
 from moeserve.engine.plan import I32, StepPlan, StepResult
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.runner.inputs import HostRows
+from moeserve.runner.lanes import Meter
 from moeserve.runner.logprobs import LogprobRows, join, logprob_rows, to_messages
 from moeserve.runner.sampler import Sampled, Status
 from moeserve.runner.sampling_rows import SamplingRows, Trait
@@ -41,11 +42,11 @@ class StepOutputs:
     step: int
     slots_S: I64
     failed: dict[int, str]
+    meter: Meter
     sampled: Sampled | None = None
     logprob_counts: list[int] = field(default_factory=list)  # alternatives asked for, of each row with logprobs
     prompt: LogprobRows | None = None
     spans: list[Span] = field(default_factory=list)
-    expert_peak_over_mean: float = 0.0
 
     def tensors(self) -> list[Tensor]:
         """What has to reach the host, in the order that `to_result` expects."""
@@ -115,7 +116,20 @@ def to_result(outputs: StepOutputs, fetched: Sequence[Tensor], device_us: int) -
             slots = outputs.slots_S[outputs.sampled.logprob_rows_P].tolist()
             logprobs = {slot: row for slot, row in zip(slots, rows, strict=True) if slot not in failed}
     prompt = _prompt_messages(outputs, arrays, failed) if outputs.spans else {}
-    return StepResult(outputs.step, tokens_S, logprobs, prompt, failed, device_us, outputs.expert_peak_over_mean)
+    meter = outputs.meter
+    return StepResult(
+        outputs.step,
+        tokens_S,
+        logprobs,
+        prompt,
+        failed,
+        device_us,
+        meter.peak_over_mean,
+        meter.comm_us,
+        meter.exposed_us,
+        meter.load_LE if meter.load_LE.size else None,
+        meter.events,
+    )
 
 
 def _failures(

@@ -20,6 +20,7 @@ from moeserve.runner.filters import NEG_INF, can_narrow, first_max, keep_min_p, 
 from moeserve.runner.logprobs import LogprobRows, join, logprob_rows
 from moeserve.runner.noise import LANES
 from moeserve.runner.penalties import apply_penalties
+from moeserve.runner.race import winners
 from moeserve.runner.rules import Rules, unknown_token
 from moeserve.runner.sampling_rows import SamplingRows, Trait
 from moeserve.runner.tables import I64, Tables
@@ -162,15 +163,13 @@ class Sampler:
             x_rW, blocks_rB, floor_r = narrow(x_rV)
             if self._is_enough(x_rW, floor_r, slots_r, traits_r):
                 self._filter(x_rW, slots_r, traits_r)
-                x_rW -= self._gumbel.log_race(low_r, high_r, blocks_rB)
-                at_r1 = first_max(x_rW)[1].unsqueeze(1)
+                at_r1 = winners(self._gumbel, x_rW, low_r, high_r, blocks_rB).unsqueeze(1)
                 return (blocks_rB.gather(1, at_r1 // LANES) * LANES + at_r1 % LANES).squeeze(1)
             if len(slots_r) > 1:  # each row alone, so that none goes the long way because of another
                 rows = [slice(i, i + 1) for i in range(len(slots_r))]
                 return torch.cat([self._draw(x_rV[i], slots_r[i], positions_r[i], traits_r[i]) for i in rows])
         self._filter(x_rV, slots_r, traits_r)
-        x_rV -= self._gumbel.log_race(low_r, high_r)
-        return first_max(x_rV)[1]
+        return winners(self._gumbel, x_rV, low_r, high_r)
 
     def _is_enough(self, x_rW: Tensor, floor_r: Tensor, slots_r: I64, traits_r: NDArray[np.uint8]) -> bool:
         """Whether narrowed rows hold all that top-k or min-p would keep of the whole ones."""

@@ -67,7 +67,7 @@ class Handle(Generic[T]):
             self._future.exception()  # a step that nobody awaits any more is no news
 
 
-class _Worker:
+class JobThread:
     """A thread that runs jobs in order until it is told to stop."""
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
@@ -104,15 +104,14 @@ class ThreadedRunner:
     def __init__(self, runner: Executor) -> None:
         self.runner = runner
         self._cause: str | None = None
-        self._launcher = _Worker("model runner", runner.enter_thread)
-        self._collector = _Worker("step results") if runner.device_is_async else None
+        self._launcher = JobThread("model runner", runner.enter_thread)
+        self._collector = JobThread("step results") if runner.device_is_async else None
 
     def start(self, plan: StepPlan) -> Handle[StepResult]:
         """Returns at once. To be called on the loop that awaits the result."""
-        handle: Handle[StepResult] = Handle()
-        if self._launcher.do(lambda: self._launch(plan, handle)):
-            return handle
-        handle.fail(EngineDied(self._cause or "the model runner's thread is gone"))
+        handle = self._handle(plan)
+        if not self._launcher.do(lambda: self._launch(plan, handle)):
+            handle.fail(self._gone())
         return handle
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -126,7 +125,7 @@ class ThreadedRunner:
                 handle.fail(exc)
 
         if not self._launcher.do(job):
-            raise EngineDied(self._cause or "the model runner's thread is gone")
+            raise self._gone()
         return await handle.result()
 
     def close(self) -> None:
@@ -142,11 +141,11 @@ class ThreadedRunner:
         self.__dict__.pop("runner", None)
 
     def _launch(self, plan: StepPlan, handle: Handle[StepResult]) -> None:
-        if self._cause is not None:
-            handle.fail(EngineDied(self._cause))
+        if (refusal := self._refusal()) is not None:
+            handle.fail(refusal)
             return
         try:
-            collect = self.runner.launch(plan)
+            collect = self._begin(plan)
         except BaseException as exc:
             self._fail(plan, handle, exc)
             return
@@ -155,11 +154,32 @@ class ThreadedRunner:
         else:
             self._collector.do(lambda: self._collect(plan, collect, handle))
 
+    def _handle(self, plan: StepPlan) -> Handle[StepResult]:
+        return Handle()
+
+    def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return self.runner.launch(plan)
+
+    async def _idle(self) -> None:
+        """Returns when everything that was started until now is over."""
+        await self.call(lambda: None)
+        if self._collector is not None:
+            handle: Handle[None] = Handle()
+            if self._collector.do(lambda: handle.resolve(None)):
+                await handle.result()
+
     def _collect(self, plan: StepPlan, collect: Callable[[], StepResult], handle: Handle[StepResult]) -> None:
         try:
             handle.resolve(collect())
         except BaseException as exc:
             self._fail(plan, handle, exc)
+
+    def _refusal(self) -> Exception | None:
+        """Why no step may run any more."""
+        return None if self._cause is None else EngineDied(self._cause)
+
+    def _gone(self) -> EngineDied:
+        return EngineDied(self._cause or "the model runner's thread is gone")
 
     def _fail(self, plan: StepPlan, handle: Handle[StepResult], exc: BaseException) -> None:
         if self._cause is None:

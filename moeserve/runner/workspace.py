@@ -14,11 +14,16 @@ from moeserve.runner.sampler import CHUNK_ELEMENTS
 _F32 = 4
 
 
-def workspace_bytes(spec: ModelSpec, config: Config, dtype: torch.dtype) -> int:
-    """Bytes: a forward pass of a full step, all requests' logits in fp32 with one copy, the sampler's chunks."""
+def workspace_bytes(
+    spec: ModelSpec, config: Config, dtype: torch.dtype, inflow: model_workspace.Inflow | None = None
+) -> int:
+    """Bytes: a forward pass of a full step, all requests' logits in fp32 with one copy, the sampler's chunks.
+
+    inflow: what other ranks send here, None where experts compute for this rank alone.
+    """
     tokens = step_tokens(config)
     rows = min(config.scheduler.max_num_seqs, tokens)
     max_len = config.model.max_model_len or spec.max_position
-    forward = model_workspace.workspace_bytes(spec, tokens, rows, max_len, dtype)
+    forward = model_workspace.workspace_bytes(spec, tokens, rows, max_len, dtype, config.parallel.tp, inflow)
     logits = 2 * max(rows * spec.vocab_size, PROMPT_ELEMENTS)
     return forward + _F32 * (logits + 8 * 4 * CHUNK_ELEMENTS)

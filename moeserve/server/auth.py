@@ -43,6 +43,10 @@ class Auth:
         return bool(self._user)
 
     @property
+    def has_admins(self) -> bool:
+        return bool(self._admin)
+
+    @property
     def several_owners(self) -> bool:
         return len(self._user) > 1
 

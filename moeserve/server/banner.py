@@ -36,6 +36,7 @@ def ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.so
         f"  model    {model}: {ready.architecture}, {_count(ready.num_params)} parameters, "
         f"{_count(ready.num_active_params)} active, {ready.dtype} on {ready.device}, {_size(ready.weight_bytes)}",
         f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; {ready.max_num_seqs} sequences at once",
+        *_ranks(front),
         f"  keys     {'required' if context.auth.required else 'none needed'}; routes: {url}/openapi.json",
         *[f"  note     {note}" for note in ready.notes],
         "",
@@ -43,6 +44,17 @@ def ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.so
     if front.chat_template is not None:
         lines += [*_how_to_talk(url, model, keyed=context.auth.required), ""]
     return lines
+
+
+def _ranks(front: FrontEnd) -> list[str]:
+    if front.fleet is None:
+        return []
+    view = front.fleet.view
+    how = f"experts over {view.dp * view.tp} ranks" if view.together else "each on its own"
+    pids = ", ".join(str(engine.pid) for engine in view.engines)
+    return [
+        f"  ranks    {view.dp} engines (dp) of {view.tp} processes (tp), {how}; engine processes {pids}",
+    ]
 
 
 def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:

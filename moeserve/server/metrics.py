@@ -12,8 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import FrontStats, Histogram
 from moeserve.server.context import Call, Context
-
-PREFIX = "moeserve:"
+from moeserve.server.engine_metrics import PREFIX, engine_metrics, expert_metrics
 
 
 async def metrics(call: Call) -> web.StreamResponse:
@@ -46,15 +45,19 @@ class _Collector:
 
 def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
     stats, name = front.stats, front.model_name
+    view, total = front.watch.view(front.state, front.ready), stats.total
     yield from _gauges(stats, name)
+    yield from engine_metrics(view, stats, name)
+    if view.experts is not None:
+        yield from expert_metrics(view.experts, name)
     for suffix, help, value in (
         ("prompt_tokens", "prompt tokens taken up, cached ones included", stats.prompt_tokens),
         ("generation_tokens", "tokens given out", stats.generation_tokens),
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prompt_tokens),
         ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.cached_prompt_tokens),
         ("num_preemptions", "sequences sent back to wait for blocks", stats.preemptions),
-        ("engine_steps", "steps of the engine", stats.steps),
-        ("engine_restarts", "times that a lost engine was replaced", stats.engine_restarts),
+        ("comm_seconds", "rows on their way between ranks, summed over transfers", total.comm_s),
+        ("exposed_comm_seconds", "the part of it for which the model stood still", total.exposed_comm_s),
         ("requests_rejected", "requests refused because the queue was full", stats.rejected),
     ):
         family = CounterMetricFamily(PREFIX + suffix, help, labels=["model_name"])
@@ -85,6 +88,11 @@ def _gauges(stats: FrontStats, name: str) -> Iterator[Metric]:
         ("num_requests_running", "sequences in the engine's batch", last.num_running if last else 0),
         ("num_requests_waiting", "sequences waiting in the engine", last.num_waiting if last else 0),
         ("num_requests_active", "sequences that a client is waiting for", stats.num_active),
+        (
+            "overlap_efficiency",
+            "1 - exposed / all communication; 1 is all of it hidden",
+            stats.total.overlap_efficiency,
+        ),
         ("kv_cache_usage_perc", "share of KV blocks in use; 1 is all", min(max(used / usable, 0.0), 1.0)),
     ):
         family = GaugeMetricFamily(PREFIX + suffix, help, labels=["model_name"])

@@ -64,6 +64,10 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["responses"]["503"] = {"description": "Not now", "content": content}
     if route.path.endswith("/"):
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if route.query:
+        operation["parameters"] = [
+            {"name": name, "in": "query", "schema": {"type": kind}} for name, kind in route.query
+        ]
     if route.takes is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": _schema(route.takes)}}
     return operation

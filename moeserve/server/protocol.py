@@ -247,6 +247,28 @@ class AbortResponse(msgspec.Struct, kw_only=True):
     aborted: int
 
 
+class ScaleRequest(msgspec.Struct, kw_only=True):
+    """dp: engines that share the requests, 1 to 1024."""
+
+    dp: int
+
+
+class ScaleResponse(msgspec.Struct, kw_only=True):
+    dp: int
+    before: int
+    took_s: float
+
+
+class RebalanceResponse(msgspec.Struct, kw_only=True):
+    """moved: false if no other placement would be more even. version: of the placement in force. why: in words."""
+
+    moved: bool
+    version: int
+    moved_bytes: int
+    took_s: float
+    why: str
+
+
 class VersionResponse(msgspec.Struct, kw_only=True):
     version: str
 

@@ -8,7 +8,19 @@ from typing import Any
 
 from aiohttp import web
 
-from moeserve.server import aborting, chat, completions, models, openapi, probes, protocol, tokenize
+from moeserve.server import (
+    aborting,
+    admin,
+    chat,
+    completions,
+    experts_protocol,
+    models,
+    openapi,
+    probes,
+    protocol,
+    tokenize,
+    trace,
+)
 from moeserve.server.context import Call
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -25,12 +37,20 @@ class Route:
     gives: type[Any] | None = None
     probe: bool = False
     streams: bool = False
+    query: tuple[tuple[str, str], ...] = ()  # parameters of the URL: name, JSON type
 
 
 async def _openapi(call: Call) -> web.StreamResponse:
     """This document."""
     body = openapi.document(ROUTES)
     return web.Response(body=body, content_type="application/json", headers=call.headers())
+
+
+async def _experts(call: Call) -> web.StreamResponse:
+    """Where experts are, how busy, and how the engines fare; `stream=true`: again and again, each `interval_s`."""
+    from moeserve.server.experts import experts  # here, because of numpy
+
+    return await experts(call)
 
 
 async def _metrics(call: Call) -> web.StreamResponse:
@@ -56,6 +76,18 @@ ROUTES = (
     Route("GET", "/v1/models", models.list_models, None, protocol.ModelList),
     Route("GET", "/v1/models/", models.retrieve_model, None, protocol.ModelCard),
     Route("DELETE", "/v1/requests/", aborting.abort_request, None, protocol.AbortResponse),
+    Route("POST", "/v1/admin/scale", admin.scale, protocol.ScaleRequest, protocol.ScaleResponse),
+    Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
+    Route("POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=(("timeout_s", "number"),)),
+    Route(
+        "GET",
+        "/v1/experts",
+        _experts,
+        None,
+        experts_protocol.ExpertsResponse,
+        streams=True,
+        query=(("stream", "boolean"), ("interval_s", "number")),
+    ),
     Route("POST", "/tokenize", tokenize.tokenize, protocol.TokenizeRequest, protocol.TokenizeResponse),
     Route("POST", "/detokenize", tokenize.detokenize, protocol.DetokenizeRequest, protocol.DetokenizeResponse),
     Route("GET", "/health", probes.readyz, None, protocol.StatusResponse, probe=True),

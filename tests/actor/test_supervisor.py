@@ -118,6 +118,24 @@ def test_the_document_arrives_and_is_not_on_the_command_line(run: Run) -> None:
     run(main())
 
 
+def test_a_document_larger_than_a_pipe_arrives_without_blocking_the_loop(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        log = Lines()
+        document = b'"%s"' % (b"x" * 400_000)
+        began_s = time.monotonic()
+        child = Child.start("engine", script("print(len(document), flush=True)"), document, forward=log)
+        assert time.monotonic() - began_s < 0.5
+        await child.death()
+        assert log == ["400002"]
+        monkeypatch.delattr("fcntl.F_SETPIPE_SZ")  # as on systems whose pipes cannot grow
+        with pytest.raises(ConfigError, match="a start document of 400"):
+            Child.start("engine", script("pass"), document, forward=log)
+
+    run(main())
+
+
 def test_stopping_is_bounded_even_if_the_child_ignores_it(run: Run) -> None:
     async def main() -> None:
         log = Lines()
@@ -343,3 +361,22 @@ def test_a_child_that_was_handed_to_another_parent_meanwhile_ends_by_itself() ->
     assert child.returncode == 77
     assert child.stdout == ""
     assert "the parent ended during start-up" in child.stderr
+
+
+def test_a_child_that_has_served_for_long_is_replaced_at_once_and_may_die_again(run: Run) -> None:
+    async def main() -> None:
+        keeper = Keeper(script("print('ready', flush=True); time.sleep(100)"))
+        policy = RestartPolicy(first_pause_s=5, max_deaths=1, proven_s=0.1)
+        supervisor = Supervisor(keeper, policy)
+        life = asyncio.ensure_future(supervisor.run())
+        for generation in range(3):
+            await keeper.log.seen("ready", generation + 1)
+            await asyncio.sleep(0.2)
+            keeper.children[-1].kill("is killed by this test")
+            await keeper.told.wait()
+            keeper.told.clear()
+        assert [again_in_s for _, again_in_s in keeper.notices] == [0.0, 0.0, 0.0]
+        await supervisor.stop(1)
+        await life
+
+    run(main())

@@ -144,6 +144,26 @@ def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(run: Run, 
     run(main())
 
 
+@pytest.mark.parametrize("leaver", ["listener", "connector"])
+def test_last_words_reach_a_peer_that_is_busy_when_they_come(run: Run, kind: str, address: str, leaver: str) -> None:
+    async def main() -> None:
+        async with ends(kind, address) as e:
+            gone, stays, inbox = (e.a, e.b, e.at_b) if leaver == "listener" else (e.b, e.a, e.at_a)
+            for i in range(3):
+                stays.send(Word(i))  # the leaver will not read them
+                gone.send(Word(i))
+            gone.close(linger_s=1)
+            time.sleep(0.02)  # noqa: ASYNC251  # ZeroMQ's thread sees the end of the connection before the loop turns
+            *words, notice = await take(inbox, 4)
+            assert words == [Word(i) for i in range(3)]
+            assert isinstance(notice, PeerGone)
+            closing_s = time.monotonic()
+            stays.close(linger_s=5)
+            assert time.monotonic() - closing_s < 1  # nobody is left to wait for
+
+    run(main())
+
+
 def test_a_peer_that_does_not_read_means_overloaded_and_not_memory(run: Run, kind: str, address: str) -> None:
     async def main() -> None:
         async with ends(kind, address, limit=50) as e:
@@ -431,7 +451,8 @@ def test_addresses_that_would_be_unsafe_or_cannot_work_are_refused(run: Run, tmp
     for address, why in (
         (f"ipc://{open_dir}/s", "can be entered by others .mode 755."),
         (f"ipc://{tmp_path}/{'x' * 120}", "longer than the 107 bytes"),
-        ("tcp://127.0.0.1:5555", "only ipc://"),
+        ("tcp://127.0.0.1:5555", "only with CURVE keys"),
+        ("udp://127.0.0.1:5555", "ipc:// or tcp://"),
         (f"ipc://{tmp_path}/missing/s", "missing"),
     ):
         with pytest.raises(ConfigError, match=why):

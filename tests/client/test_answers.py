@@ -88,6 +88,7 @@ async def test_the_key_is_sent_as_a_bearer_token(server: Server) -> None:
         (error(403), errors.Forbidden, 403, "insufficient_permissions"),
         (error(404, "model_not_found"), errors.ModelNotFound, 404, "model_not_found"),
         (error(404), errors.NotFound, 404, "not_found"),
+        (error(409), errors.Conflict, 409, "conflict"),
         (error(413), errors.PayloadTooLarge, 413, "payload_too_large"),
         (error(415), errors.UnsupportedMedia, 415, "unsupported_media_type"),
         (error(418), errors.RequestError, 418, None),

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from moeserve import AsyncClient, errors
+from moeserve.launch.interface import Resized
 from moeserve.messages import Abort
 from tests.server.conftest import CONTEXT, STORY, Live, live_server, make_tokenizer
 
@@ -143,3 +145,19 @@ async def test_a_loading_server_is_not_ready() -> None:
     async with live_server(make_tokenizer(), ready=False) as live, AsyncClient(f"{live.url}/v1") as client:
         with pytest.raises(errors.Unreachable, match=r"not ready after 0\.1 s"):
             await client.wait_ready(0.1)
+
+
+async def test_experts_have_every_field_that_the_server_shows(ours: AsyncClient, live: Live) -> None:
+    with pytest.raises(errors.NotFound, match="dense"):
+        await ours.experts()
+    live.engine.inbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
+    await until(lambda: live.front.ready is not None and live.front.ready.num_experts == 4)
+    told = msgspec.to_builtins(await ours.experts())
+    async with live.session.get(f"{live.url}/v1/experts") as answer:
+        shown = await answer.json()
+    assert told.keys() - {"request_id"} == shown.keys() - {"object"}
+    for name in ("balance", "load", "placement", "rebalancing"):
+        assert told[name].keys() == shown[name].keys()
+    assert (told["engines"], told["ranks"]) == (shown["engines"], shown["ranks"])
+    async with await ours.watch_experts(interval_s=0.1) as stream:
+        assert [(await anext(stream)).num_experts for _ in range(2)] == [4, 4]

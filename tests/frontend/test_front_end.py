@@ -16,7 +16,9 @@ from moeserve.errors import (
     RequestFailed,
 )
 from moeserve.frontend.delta import Delta
+from moeserve.launch.link import RequestsLost, Resized
 from moeserve.messages import Abort, Drain, FinishReason, Logprobs, PromptLogprobs, Refused, StepOutput, Submit
+from moeserve.metrics import StepRecord
 from moeserve.sampling import SamplingParams
 
 from .conftest import ready
@@ -380,3 +382,63 @@ async def test_prompt_logprobs_of_a_single_token(front, engine):
     await engine.rows((submit.rid, 1, LENGTH))
     (delta,) = await collect(generation)
     assert delta.prompt_logprobs == [None]
+
+
+async def test_only_the_lost_engines_requests_are_submitted_again(front, engine, tokenizer):
+    ids = tokenizer.encode("A small fox ran home.", special=False)
+    lost = await front.generate([5, 6], SamplingParams(max_tokens=40, prompt_logprobs=0))
+    kept = await front.generate([5, 7], SamplingParams(max_tokens=40))
+    first, second = engine.take(Submit)
+    await engine.rows((first.rid, ids[0], 0), (second.rid, ids[0], 0))
+    await engine.tell(RequestsLost(rids=(first.rid, 999), engine=1, died=True, cause="it ended"))
+    (again,) = engine.take(Submit)
+    assert again.rid == first.rid
+    assert list(memoryview(again.tokens).cast("i")) == [5, 6, ids[0]]
+    assert (again.num_prompt, again.sampling.seed) == (2, first.sampling.seed)
+    assert again.sampling.prompt_logprobs is None  # they were delivered
+    assert front.state == "ready"
+    assert (front.stats.engine_restarts, front.stats.engines[1].restarts) == (1, 1)
+    for token in ids[1:-1]:
+        await engine.rows((first.rid, token, 0), (second.rid, token, 0))
+    await engine.rows((first.rid, ids[-1], LENGTH), (second.rid, ids[-1], LENGTH))
+    assert text_of(await collect(lost)) == text_of(await collect(kept)) == "A small fox ran home."
+
+
+async def test_a_retired_engine_is_no_restart_and_an_ended_request_is_not_submitted_again(front, engine, caplog):
+    generation = await front.generate([5], SamplingParams(max_tokens=40))
+    (submit,) = engine.take(Submit)
+    await generation.aclose()
+    await engine.tell(RequestsLost(rids=(submit.rid,), engine=1, died=False, cause="only 1 shall serve"))
+    assert engine.take(Submit) == []
+    assert front.stats.engine_restarts == 0
+    assert "engine 1 gives requests back (only 1 shall serve)" in caplog.text
+
+
+async def test_a_lost_request_that_no_engine_can_take_fails_alone(front, engine):
+    generation = await front.generate([5], SamplingParams(max_tokens=40))
+    (submit,) = engine.take(Submit)
+    engine.room = 0
+    await engine.tell(RequestsLost(rids=(submit.rid,), engine=0, died=True, cause="it ended"))
+    with pytest.raises(Overloaded):
+        await collect(generation)
+
+
+async def test_new_facts_count_at_once(front, engine):
+    await engine.tell(Resized(ready(max_model_len=8, max_num_seqs=1)))
+    assert front.ready.max_num_seqs == 1
+    with pytest.raises(ContextLengthExceeded):
+        await front.generate([5] * 8, SamplingParams())
+    assert front.stats.engine_restarts == 0
+
+
+async def test_gauges_are_the_sums_over_engines(front, engine):
+    for rank, running in ((0, 3), (1, 2), (0, 4)):
+        record = StepRecord(
+            step=1, at_s=0.0, num_tokens=1, num_requests=1, num_running=running, num_waiting=1, num_free_blocks=10,
+            num_blocks=20, dp_rank=rank,
+        )  # fmt: skip
+        await engine.tell(StepOutput(rids=b"", tokens=b"", finish=b"", record=record))
+    last = front.stats.last
+    assert (last.num_running, last.num_free_blocks, last.num_blocks) == (6, 20, 39)  # one null block
+    await engine.tell(RequestsLost(rids=(), engine=1, died=False, cause=""))
+    assert front.stats.last.num_running == 4

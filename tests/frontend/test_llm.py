@@ -236,3 +236,25 @@ async def test_leaving_an_async_engine_ends_what_still_runs():
         await asyncio.sleep(0.1)
     async with asyncio.timeout(5):
         assert [type(e) for e in await asyncio.gather(*readers, return_exceptions=True)] == [EngineLost] * 3
+
+
+def test_several_ranks_run_in_processes_of_their_own():
+    config = config_of("demo", dp=2, null_runner=True, max_model_len=256, max_num_seqs=16, kv_cache_bytes=2**24)
+    with LLM(config=config) as llm:
+        outputs = llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=20), use_tqdm=False)
+        assert len({tuple(out.outputs[0].token_ids) for out in outputs}) == 1
+        assert [len(out.outputs[0].token_ids) for out in outputs] == [20] * 8
+        assert llm.ready.max_num_seqs == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tp": 7}, "tp=7 cannot share out"),
+        ({"nnodes": 2}, "needs --rendezvous"),
+        ({"redundant_experts": 3}, "several ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_at_once(settings, why):
+    with pytest.raises(ConfigError, match=why):
+        LLM("demo", **settings)

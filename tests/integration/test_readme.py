@@ -41,15 +41,16 @@ def test_make_blocks_name_real_targets():
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
-def test_serve_block_has_flags_that_exist():
+def test_serve_block_has_flags_that_exist(capsys):
     from moeserve.cli.main import main
 
-    (code,) = [c for c in SHELL if c.startswith("moeserve serve")]
-    flag = code.split()[3]
+    flags = {word for code in SHELL if code.startswith("moeserve serve") for word in code.split() if word[:2] == "--"}
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--help"])
     assert ended.value.code == 0
-    assert flag == "--max-model-len"
+    assert flags == {"--max-model-len", "--dp", "--tp"}
+    shown = capsys.readouterr().out
+    assert all(flag in shown for flag in flags)
 
 
 def test_files_named_in_the_reading_order_exist():

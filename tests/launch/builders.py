@@ -17,14 +17,15 @@ from moeserve.config import Config, Limits
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan, StepResult
-from moeserve.errors import DoesNotFit
+from moeserve.errors import DoesNotFit, PeerLost
 from moeserve.launch.assemble import Built
-from moeserve.messages import Ready
+from moeserve.launch.order import Role
+from moeserve.messages import Join, Ready
 
 Progress = Callable[[str, int], None]
 
 
-def null(config: Config, progress: Progress, runner: Any = None) -> Built:
+def null(config: Config, role: Role, progress: Progress, runner: Any = None) -> Built:
     progress("making tokens up", 50)
     limits = Limits(
         max_num_seqs=8,
@@ -54,27 +55,27 @@ def null(config: Config, progress: Progress, runner: Any = None) -> Built:
     return runner or NullRunner(), limits, ready, (KVGroup("full", 16, (0,)),), ()
 
 
-def imports_torch(config: Config, progress: Progress) -> Built:
+def imports_torch(config: Config, role: Role, progress: Progress) -> Built:
     assert "torch" not in sys.modules
-    return null(config, progress)
+    return null(config, role, progress)
 
 
-def too_large(config: Config, progress: Progress) -> Built:
+def too_large(config: Config, role: Role, progress: Progress) -> Built:
     raise DoesNotFit("needs 80 GiB, has 1 GiB")
 
 
-def crash(config: Config, progress: Progress) -> Built:
+def crash(config: Config, role: Role, progress: Progress) -> Built:
     raise ValueError("a bug")
 
 
-def slow(config: Config, progress: Progress) -> Built:
+def slow(config: Config, role: Role, progress: Progress) -> Built:
     """Loads for ever, and says so."""
     while True:
         progress("loading", 10)
         time.sleep(0.02)
 
 
-def hang(config: Config, progress: Progress) -> Built:
+def hang(config: Config, role: Role, progress: Progress) -> Built:
     """Loads for ever, and says nothing, inside a native call that holds the GIL."""
     ctypes.PyDLL(None).sleep(1000)
     raise AssertionError
@@ -114,36 +115,36 @@ class _Late:
         return await self._handle.result()
 
 
-def endless(config: Config, progress: Progress) -> Built:
-    return null(config, progress, EndlessRunner())
+def endless(config: Config, role: Role, progress: Progress) -> Built:
+    return null(config, role, progress, EndlessRunner())
 
 
-def slow_steps(config: Config, progress: Progress) -> Built:
+def slow_steps(config: Config, role: Role, progress: Progress) -> Built:
     """Each step takes longer than the link's patience with engines that do not say so."""
 
     class Slow(NullRunner):
         def start(self, plan: StepPlan) -> Any:
             return _Late(super().start(plan), 0.6)
 
-    runner, limits, ready, groups, ends = null(config, progress, Slow())
+    runner, limits, ready, groups, ends = null(config, role, progress, Slow())
     return runner, limits, msgspec.structs.replace(ready, step_s=0.6), groups, ends
 
 
-def frozen(config: Config, progress: Progress) -> Built:
+def frozen(config: Config, role: Role, progress: Progress) -> Built:
     class Checking(NullRunner):
         def start(self, plan: StepPlan) -> Any:
             assert gc.get_freeze_count() > 10_000
             return super().start(plan)
 
-    return null(config, progress, Checking())
+    return null(config, role, progress, Checking())
 
 
-def waiting(config: Config, progress: Progress) -> Built:
-    return null(config, progress, WaitingRunner())
+def waiting(config: Config, role: Role, progress: Progress) -> Built:
+    return null(config, role, progress, WaitingRunner())
 
 
-def failing(config: Config, progress: Progress) -> Built:
-    return null(config, progress, FailingRunner())
+def failing(config: Config, role: Role, progress: Progress) -> Built:
+    return null(config, role, progress, FailingRunner())
 
 
 class StuckRunner(NullRunner):
@@ -155,8 +156,8 @@ class StuckRunner(NullRunner):
         return super().start(plan)
 
 
-def stuck(config: Config, progress: Progress) -> Built:
-    return null(config, progress, StuckRunner())
+def stuck(config: Config, role: Role, progress: Progress) -> Built:
+    return null(config, role, progress, StuckRunner())
 
 
 class CrashingRunner(NullRunner):
@@ -168,5 +169,47 @@ class CrashingRunner(NullRunner):
         return super().start(plan)
 
 
-def crashing(config: Config, progress: Progress) -> Built:
-    return null(config, progress, CrashingRunner())
+def crashing(config: Config, role: Role, progress: Progress) -> Built:
+    return null(config, role, progress, CrashingRunner())
+
+
+class PacedRunner(NullRunner):
+    """Some two milliseconds per step. refusal: why it does not join, if it does not."""
+
+    def __init__(self, refusal: Callable[[Join], str] = lambda join: "") -> None:
+        super().__init__()
+        self._refusal = refusal
+
+    def start(self, plan: StepPlan) -> Any:
+        return _Late(super().start(plan), 0.002)
+
+    async def join(self, join: Join) -> None:
+        if why := self._refusal(join):
+            raise PeerLost(why)
+
+
+def paced(config: Config, role: Role, progress: Progress) -> Built:
+    return null(config, role, progress, PacedRunner())
+
+
+def fingerprinted(config: Config, role: Role, progress: Progress) -> Built:
+    """The checkpoint is what the environment says at the start of the process."""
+    runner, limits, ready, groups, ends = paced(config, role, progress)
+    return runner, limits, msgspec.structs.replace(ready, checkpoint=os.environ["CHECKPOINT"]), groups, ends
+
+
+def nobody_meets(config: Config, role: Role, progress: Progress) -> Built:
+    return null(config, role, progress, PacedRunner(lambda join: "no thanks"))
+
+
+def two_meet(config: Config, role: Role, progress: Progress) -> Built:
+    return null(config, role, progress, PacedRunner(lambda join: "three is a crowd" if join.dp_size == 3 else ""))
+
+
+def two_only(config: Config, role: Role, progress: Progress) -> Built:
+    """Memory is short for a third engine."""
+    return too_large(config, role, progress) if role.world.dp_rank == 2 else paced(config, role, progress)
+
+
+def second_crashes(config: Config, role: Role, progress: Progress) -> Built:
+    return crash(config, role, progress) if role.world.dp_rank == 1 else paced(config, role, progress)

@@ -18,7 +18,7 @@ import pytest
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.actor.zmq_wire import listen
 from moeserve.config import Config, ServerConfig
-from moeserve.launch import child_engine
+from moeserve.launch import seat
 from moeserve.launch.link import EngineGone
 from moeserve.launch.order import without_secrets
 from moeserve.messages import Drain, Phase, Pong, Ready, StepOutput, Stopped
@@ -61,7 +61,7 @@ async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end
 async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
     child: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_engine, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(seat, "INTERVAL_S", 0.05)
     async with child("stuck", policy=FAST, stall_s=0.6) as (link, reader):
         first = await link.until_ready()
         await asyncio.sleep(0.7)  # idle is not stalled
@@ -76,7 +76,7 @@ async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
 
 
 async def test_a_stopped_engine_counts_as_stalled(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_engine, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(seat, "INTERVAL_S", 0.05)
     async with child("null", policy=FAST, stall_s=0.6) as (link, reader):
         ready = await link.until_ready()
         os.kill(ready.pid, signal.SIGSTOP)
@@ -102,7 +102,7 @@ async def test_a_start_that_hangs_is_cut_short(child: Open) -> None:
 
 
 async def test_an_engine_of_another_version_is_refused_for_good(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_engine, "listen", partial(listen, version=99))
+    monkeypatch.setattr(seat, "listen", partial(listen, version=99))
     async with child("null", policy=FAST) as (_, reader):
         end = await reader.gone()
         assert "speaks message protocol 1, this one 99" in end.cause
@@ -143,7 +143,7 @@ async def test_an_engine_that_dies_on_its_way_to_a_stop_is_replaced(child: Open)
 
 
 async def test_an_engine_whose_steps_take_long_is_given_the_time(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_engine, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(seat, "INTERVAL_S", 0.05)
     async with child("slow_steps", policy=FAST, stall_s=0.1) as (link, reader):
         await link.until_ready()
         reader.submit(1, max_tokens=2)
@@ -158,7 +158,7 @@ async def test_the_engine_process_collects_no_garbage_of_its_start(child: Open) 
 
 
 async def test_the_front_end_never_sees_heartbeats(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_engine, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(seat, "INTERVAL_S", 0.02)
     async with child("null") as (link, reader):
         await link.until_ready()
         await asyncio.sleep(0.2)

@@ -54,3 +54,17 @@ def test_long_steps_earn_patience() -> None:
     assert (slow.healthy(80.0), slow.healthy(80.1)) == (True, False)
     assert (slow.hangs(400.0), slow.hangs(400.1)) == (False, True)
     assert Heartbeat(0.0, step_s=0.001).healthy(5.0)
+
+
+def test_who_rests_has_to_answer() -> None:
+    heart = Heartbeat(0.0)
+    for second in range(1, 100):
+        heart.ping(float(second))
+        heart.rest(float(second))
+        if second <= 30:
+            heart.pong(Pong(second, steps=7, busy=True), float(second))
+    assert heart.stalled_s(99.0) == 0.0
+    assert heart.silent_s(99.0) == 69.0
+    assert (heart.is_mute(90.0), heart.is_mute(90.1)) == (False, True)
+    slow = Heartbeat(0.0, step_s=40.0)
+    assert (slow.is_mute(120.0), slow.is_mute(120.1)) == (False, True)

@@ -123,7 +123,7 @@ async def test_calls_are_answered_and_refusals_reach_the_front_end(engine: Open)
 
 
 async def test_a_step_that_takes_long_shows_as_stalled(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("child_engine", "local_engine"):
+    for place in ("seat", "local_engine"):
         monkeypatch.setattr(f"moeserve.launch.{place}.INTERVAL_S", 0.05)
     monkeypatch.setattr("moeserve.launch.heartbeat.UNHEALTHY_S", 0.5)
     async with engine("waiting") as (link, reader):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moeserve.errors import ConfigError
-from moeserve.launch.rundir import RunDir
+from moeserve.launch.rundir import RunDir, close_all
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,15 @@ def test_the_next_server_sweeps_what_a_killed_one_left_and_nothing_else(base: Pa
     assert Path(living.path).exists()
     assert foreign.exists()
     living.close()
+    other.close()
+
+
+def test_what_is_open_at_the_end_is_closed(base: Path) -> None:
+    one, other = RunDir(), RunDir()
+    one.close()
+    close_all()
+    assert not Path(other.path).exists()
+    close_all()
     other.close()
 
 

@@ -13,21 +13,33 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moeserve.layers.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import family
+from moeserve.moe.all2all.base import All2All
 from moeserve.moe.lane import Lane
-from moeserve.ops.table import Ops, pick_ops
+from moeserve.moe.placement.placement import Placement
+from moeserve.ops.native import native
+from moeserve.ops.table import Choice, Ops, pick_ops
+from moeserve.parallel.tensor import ALONE, TensorParallel
+from moeserve.parallel.world import World
 from tests.checkpoints import FAMILIES as FAMILIES
 
 
-def carry_out(path: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensor]:
+def carry_out(
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    world: World | None = None,
+    placement: Placement | None = None,
+) -> dict[str, Tensor]:
     """The plain meaning of a WeightPlan: every parameter, filled piece by piece."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
-    plan = family(spec).weight_plan(spec, tensors.keys())
+    plan = family(spec).weight_plan(spec, tensors.keys(), world, placement)
     params = {param.name: torch.full(param.shape, torch.nan, dtype=dtype) for param in plan.params}
     for piece in plan.pieces:
         assert tensors[piece.source].shape == piece.shape
@@ -40,9 +52,9 @@ def carry_out(path: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tens
 
 
 @functools.cache
-def _ops(dtype: torch.dtype, onednn: bool | None, threads: int) -> Ops:
+def _ops(dtype: torch.dtype, kernels: Choice, threads: int) -> Ops:
     """Probed once per dtype and thread count."""
-    return pick_ops("cpu", dtype, onednn=onednn)
+    return pick_ops("cpu", dtype, kernels)
 
 
 class Driver:
@@ -55,16 +67,26 @@ class Driver:
         *,
         num_blocks: int = 512,
         block_size: int = 16,
-        onednn: bool | None = None,
+        kernels: Choice = "auto",
         spec: ModelSpec | None = None,
+        world: World | None = None,
+        tp: TensorParallel = ALONE,
+        placement: Placement | None = None,
+        backends: Sequence[All2All] | None = None,
     ) -> None:
         self.spec = spec or read_model_spec(path)
-        ops = _ops(dtype, onednn, torch.get_num_threads())
-        params = carry_out(path, self.spec, dtype)
-        self.model: Decoder = family(self.spec).build(self.spec, params, ops, dtype)
+        threads = torch.get_num_threads()
+        ops = _ops(dtype, kernels, threads)
+        if ops.native:
+            module: Any = native()
+            module.set_threads([-1] * threads)
+        params = carry_out(path, self.spec, dtype, world, placement)
+        self.model: Decoder = family(self.spec).build(
+            self.spec, params, ops, dtype, world=world, tp=tp, placement=placement, backends=backends
+        )
         self.block_size = block_size
         self.lane = Lane()
-        shape = (num_blocks, block_size, self.spec.num_kv_heads, self.spec.head_dim)
+        shape = (num_blocks, block_size, local_kv_heads(self.spec, tp.size), self.spec.head_dim)
         # NaN marks what no request may read, the null block included.
         self.kv = [
             LayerKV(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
@@ -102,7 +124,7 @@ class Driver:
             starts_R=np.array(starts, np.int32),
         )
         with torch.inference_mode():
-            hidden = self.model.forward(step, self.kv, self.lane)
+            hidden = self.hidden_TD = self.model.forward(step, self.kv, self.lane)
             logits = self.model.logits(hidden)
         return list(logits.split(counts))
 

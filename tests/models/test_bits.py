@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.ops.table import Choice
+
 from .conftest import FAMILIES, Driver
 
 PROMPT = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -60,16 +62,16 @@ def in_company(driver: Driver, others: int, chunk: int, seed: int) -> Tensor:
 
 
 @functools.cache
-def expected_of(path: Path, dtype: torch.dtype, onednn: bool | None) -> Tensor:
+def expected_of(path: Path, dtype: torch.dtype, kernels: Choice) -> Tensor:
     torch.set_num_threads(1)
-    return alone(Driver(path, dtype, onednn=onednn))
+    return alone(Driver(path, dtype, kernels=kernels))
 
 
-def check(path: Path, dtype: torch.dtype, others: int, chunk: int, threads: int, onednn: bool | None = None) -> None:
-    expected = expected_of(path, dtype, onednn)
+def check(path: Path, dtype: torch.dtype, others: int, chunk: int, threads: int, kernels: Choice = "auto") -> None:
+    expected = expected_of(path, dtype, kernels)
     assert expected.isfinite().all()
     torch.set_num_threads(threads)
-    found = in_company(Driver(path, dtype, num_blocks=1024, onednn=onednn), others, chunk, seed=chunk)
+    found = in_company(Driver(path, dtype, num_blocks=1024, kernels=kernels), others, chunk, seed=chunk)
     assert torch.equal(expected, found), (expected != found).any(-1).nonzero().flatten().tolist()
 
 
@@ -96,8 +98,8 @@ def test_window_layers_beside_full_ones(dtype: torch.dtype, make_checkpoint: Any
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_without_onednn(dtype: torch.dtype, make_checkpoint: Any) -> None:
-    check(make_checkpoint("qwen2_moe").path, dtype, 13, 40, 2, onednn=False)
+def test_by_torch(dtype: torch.dtype, make_checkpoint: Any) -> None:
+    check(make_checkpoint("qwen2_moe").path, dtype, 13, 40, 2, kernels="torch")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

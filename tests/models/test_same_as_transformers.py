@@ -57,8 +57,8 @@ def test_fp32_variants(name: str, overrides: dict[str, Any], make_checkpoint: An
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
-def test_fp32_without_onednn(name: str, make_checkpoint: Any) -> None:
-    compare(make_checkpoint(name), PROMPT, 8, onednn=False)
+def test_fp32_by_torch(name: str, make_checkpoint: Any) -> None:
+    compare(make_checkpoint(name), PROMPT, 8, kernels="torch")
 
 
 @pytest.mark.parametrize("block_size", [4, 48, 128])

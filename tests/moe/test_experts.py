@@ -11,7 +11,8 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.lane import Scratch
-from moeserve.ops.table import pick_ops
+from moeserve.ops.table import Choice
+from tests.ops.choices import CHOICES, ops_of
 
 E, D, I = 5, 64, 48  # noqa: E741
 
@@ -35,11 +36,11 @@ def slow(x_D: Tensor, w: ExpertWeights, expert: int) -> Tensor:
     return w.w2_eDI[expert].double() @ (gate * torch.sigmoid(gate) * up)
 
 
-@pytest.mark.parametrize("onednn", [None, False])
+@pytest.mark.parametrize("kernels", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counts", [[3, 0, 1, 17, 2], [0, 0, 40, 0, 0], [0, 0, 0, 0, 1], [0] * 5])
-def test_agrees_with_swiglu(counts: list[int], dtype: torch.dtype, onednn: bool | None) -> None:
-    experts = ReferenceExperts(pick_ops("cpu", dtype, onednn=onednn))
+def test_agrees_with_swiglu(counts: list[int], dtype: torch.dtype, kernels: Choice) -> None:
+    experts = ReferenceExperts(ops_of(dtype, kernels))
     w = weights(dtype)
     packed = experts.pack(w)
     x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -52,11 +53,11 @@ def test_agrees_with_swiglu(counts: list[int], dtype: torch.dtype, onednn: bool 
         assert (out[row].double() - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("onednn", [None, False])
+@pytest.mark.parametrize("kernels", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, onednn: bool | None) -> None:
+def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, kernels: Choice) -> None:
     """The needle goes to expert 2, among any rows of any experts, NaN in other experts' rows included."""
-    experts = ReferenceExperts(pick_ops("cpu", dtype, onednn=onednn))
+    experts = ReferenceExperts(ops_of(dtype, kernels))
     packed = experts.pack(weights(dtype))
     needle = torch.randn(D, generator=torch.Generator().manual_seed(1)).to(dtype)
     alone = torch.empty(1, D, dtype=dtype)

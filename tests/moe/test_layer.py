@@ -16,8 +16,10 @@ from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.lane import Lane, Scratch
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
+from moeserve.moe.slots import SlotMap
 from moeserve.ops.table import pick_ops
 from moeserve.parallel.world import World
 
@@ -37,6 +39,7 @@ def test_layer_is_the_sum_over_chosen_experts(rule: RouterSpec, shared: bool) ->
         LocalAll2All(E),
         experts,
         experts.pack(ExpertWeights(w13, w2)),
+        SlotMap(Placement.initial(1, E, 1), 0),
         (lambda x: 3 * x) if shared else None,
     )
     x = torch.randn(11, D)
@@ -112,11 +115,11 @@ class _Kernel(ReferenceExperts):
 def test_plan_picks_the_first_pair_that_can() -> None:
     slotted = _Kernel(layouts=frozenset({Layout.SLOTTED}))
     good = ReferenceExperts(pick_ops("cpu", torch.float32))
-    plan = plan_moe(NEEDS, [_Backend(max_tokens=63), LocalAll2All(E)], [slotted, good])
+    plan = plan_moe(NEEDS, [_Backend(max_hidden=16), LocalAll2All(E)], [slotted, good])
     assert (plan.all2all.caps.name, plan.experts.caps.name) == ("local", "reference")
     assert [why for _, _, why in plan.reasons] == [
-        "other takes 63 tokens a step, 64 are asked",
-        "other takes 63 tokens a step, 64 are asked",
+        "other takes rows of 16, the model's have 32",
+        "other takes rows of 16, the model's have 32",
         "local and quick share no layout",
         "picked",
     ]
@@ -144,8 +147,11 @@ def test_plan_says_what_is_in_the_way(
 
 
 def test_world() -> None:
-    assert World(1, 4).experts_of(8) == range(2, 4)
+    world = World(5, 8, tp_size=2)
+    assert (world.dp_rank, world.tp_rank, world.dp_size, world.expert_rank, world.num_expert_ranks) == (2, 1, 4, 5, 8)
+    alone = World(5, 8, tp_size=2, ep=False)
+    assert (alone.expert_rank, alone.num_expert_ranks) == (0, 1)
     with pytest.raises(ValueError, match="rank 4 is not in a world of 4"):
         World(4, 4)
-    with pytest.raises(ValueError, match="10 experts cannot be dealt out evenly to 4"):
-        World(0, 4).experts_of(10)
+    with pytest.raises(ValueError, match="6 ranks cannot be dealt out to engines of 4"):
+        World(0, 6, tp_size=4)

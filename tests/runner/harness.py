@@ -45,6 +45,8 @@ class HistoryModel:
     """Writes each token id into its K cell of every layer. A token's hidden state is a digest of what the block
     tables say its history is, in float64 carried as four 16-bit numbers; logits are a random row picked by it."""
 
+    moe_layers = ()
+
     def __init__(self, spec: ModelSpec) -> None:
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(997, spec.vocab_size, generator=generator)
@@ -69,6 +71,9 @@ class HistoryModel:
                     weights = torch.arange(first + 1, position + 2) * 7919 % 1013 + layer
                     digest_T[token] += int((ids * weights).sum())
         return (digest_T % 997).float().unsqueeze(1)
+
+    def serve(self, lane: Any) -> None:
+        """There are no experts."""
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return self.table[hidden_SD[:, 0].long()].clone()

@@ -11,11 +11,12 @@ import torch
 
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.runner.cores import allowed_cores, useful_threads
+from moeserve.parallel.world import World
+from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.factory import make_runner
 from moeserve.runner.gpu import GPUModelRunner
-from tests.runner.harness import fake_runner, spec_of
+from tests.runner.harness import FakeRunner, fake_runner, spec_of
 
 
 def test_auto_takes_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +55,29 @@ def test_a_small_model_gets_the_threads_that_it_can_use() -> None:
     assert torch.get_num_threads() == 1
 
 
+def test_ranks_of_a_host_share_its_cores(caplog: pytest.LogCaptureFixture) -> None:
+    assert [cores_of_rank(8, ranks) for ranks in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    world = World(rank=1, size=64, ranks_on_host=64)
+    large = spec_of(vocab_size=1_000_000, hidden_size=64)
+    torch.set_num_threads(2)
+    with caplog.at_level("INFO"):
+        CPUModelRunner(config_of(None), large, Path(), world).enter_thread()
+    assert torch.get_num_threads() == 1
+    assert "rank 1 computes on 1 of" in caplog.text
+    CPUModelRunner(config_of(None, threads=2), large, Path(), world).enter_thread()
+    assert torch.get_num_threads() == 2
+
+
+def test_memory_is_shared_among_the_ranks_of_a_host() -> None:
+    """Each of four counts on a fourth."""
+    budgets = []
+    for ranks in (1, 4):
+        world = World(size=ranks, ranks_on_host=ranks, ep=False)
+        runner = FakeRunner(config_of(None), spec_of(), Path(), world)
+        budgets.append(runner.load(lambda name, percent: None))
+    assert 0 < budgets[1] <= budgets[0] / 3
+
+
 def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "cpu.max").write_text("100000 100000\n")
@@ -67,4 +91,6 @@ def test_determinism_that_cuda_cannot_keep_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="not available on CUDA yet"):
         make_runner(config_of(None, determinism="batch"), spec_of(), Path())
+    with pytest.raises(ConfigError, match="tp=2 is not available on CUDA yet"):
+        make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
     assert type(make_runner(config_of(None, determinism="batch", device="cpu"), spec_of(), Path())) is CPUModelRunner

@@ -53,9 +53,18 @@ def test_the_budget_is_what_is_left(limit: int, used: int, free: int, workspace:
     assert kv_budget(MemoryFacts(limit, used, free), 0.9, workspace) == expected
 
 
+def test_ranks_of_one_host_share_its_memory() -> None:
+    """Each of four counts what it uses itself against a quarter of the limit."""
+    host = MemoryFacts(limit=400, used=30, free=300)
+    assert host.shared(1) == host
+    assert host.shared(4) == MemoryFacts(limit=100, used=30, free=75)
+    assert kv_budget(host.shared(4), 0.9, 5) == 55  # 0.9 * 100 - 30 - 5
+    assert 4 * (kv_budget(host.shared(4), 0.9, 5) + 5) <= 0.9 * host.free
+
+
 def test_weights_that_cannot_fit_are_refused_before_loading() -> None:
     check_weights_fit(100, MemoryFacts(200, 0, 100))
-    with pytest.raises(DoesNotFit, match=r"weights take 2.00 MiB and 1.00 MiB of memory are free"):
+    with pytest.raises(DoesNotFit, match=r"this process loads take 2.00 MiB and 1.00 MiB of memory are free"):
         check_weights_fit(2 << 20, MemoryFacts(4 << 20, 0, 1 << 20))
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.moe.routing import Routing
+from moeserve.parallel.members import Members
 
 if TYPE_CHECKING:
     from moeserve.moe.lane import Lane
@@ -33,16 +34,27 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class All2AllCaps:
-    """What a backend can do; `plan_moe` compares it with kernels and model once at start. None: no limit."""
+    """What a backend can do; `plan_moe` compares it with kernels and model once at start. None: no limit.
+
+    max_tokens: of one dispatch on one rank, the same on all ranks from `join` on (which may change it); a larger step
+    goes in several rounds. copies: how many times received rows are in memory at once, results included. pad_hidden:
+    the width that rows are filled up to, None where they are too wide. exact: it keeps the order of rows and sums that
+    `Inbound` and `combine` promise, so bits do not depend on where experts are. obstacle: why it cannot serve here.
+    """
 
     name: str
     layouts: frozenset[Layout]
     wires: frozenset[str]  # dtypes that travel, e.g. "bfloat16"
     max_tokens: int | None = None
+    copies: int = 3
     max_hidden: int | None = None
+    pad_hidden: Callable[[int], int | None] = lambda width: width
     world_sizes: Callable[[int], bool] = lambda size: size >= 1
     max_in_flight: int | None = None
     graph_safe: bool = False
+    exact: bool = True
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +70,40 @@ class Inbound:
     counts_e: NDArray[np.int64]
     ends_e: NDArray[np.int64]
 
+    def split(self, slots: int) -> tuple[Inbound, Inbound]:
+        """The rows of the first slots and the others, GROUPED; both have all slots, some without rows."""
+        assert self.layout is Layout.GROUPED
+        first_e, rest_e = self.counts_e.copy(), self.counts_e.copy()
+        first_e[slots:] = rest_e[:slots] = 0
+        rows = int(first_e.sum())
+        return (
+            Inbound(self.layout, self.x, first_e, first_e.cumsum()),
+            Inbound(self.layout, self.x[rows:], rest_e, rest_e.cumsum()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """The results of the first `slots` local slots may travel while the others are computed: `send(y)`, at most once.
+    What was not sent early goes with `combine`."""
+
+    slots: int
+    send: Callable[[Tensor], None]
+
 
 @dataclass(slots=True)
 class Ticket:
-    """The single-use receipt of one dispatch. `private` belongs to the backend that issued it."""
+    """The single-use receipt of one dispatch. `private` belongs to the backend that issued it.
+
+    y: where the experts should write their results, laid out as inbound.x; None: anywhere. A backend that owns the
+    memory saves a copy that way, but must take any tensor in `combine`.
+    """
 
     inbound: Inbound
     routing: Routing
     private: Any = None
+    y: Tensor | None = None
+    early: Early | None = None
     _used: bool = field(default=False, repr=False)
 
     def use(self) -> None:
@@ -78,11 +116,17 @@ class Ticket:
 class Pending(Protocol[T_co]):
     """A split-phase result."""
 
+    @property
+    def arrived_ns(self) -> int:
+        """After `wait`: the monotonic time at which the last row was here; 0 when nothing travelled."""
+        ...
+
     def arrive(self) -> None:
-        """Launch the receive side early; optional, cheap, any number of times, from any lane."""
+        """Called by the other lane before it sends: launch the receive side early. Optional, any number of times."""
 
     def wait(self, deadline_s: float | None = None) -> T_co:
-        """The result, once. Raises TimeoutError naming the ranks that are missing after `deadline_s` seconds."""
+        """The result, once. Raises PeerLost naming the ranks that are missing: at once when they are gone, after
+        `deadline_s` seconds (default: the members' own) when they are silent."""
         ...
 
 
@@ -90,6 +134,7 @@ class Done(Generic[T]):
     """A result that needed no communication."""
 
     __slots__ = ("_value",)
+    arrived_ns = 0
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -102,10 +147,23 @@ class Done(Generic[T]):
 
 
 class All2All(Protocol):
-    """One per transport; all state of a call lives in its Ticket."""
+    """One per transport; all state of a call lives in its Ticket.
+
+    Between `join` and `leave` every rank must make the same calls in the same order on each lane. Lanes have channels
+    of their own and are used by one thread each. Routing ids are physical slots: slot s belongs to rank
+    s // slots_per_rank and is its local slot s % slots_per_rank.
+    """
 
     @property
     def caps(self) -> All2AllCaps: ...
+
+    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+        """Connects to all members, one channel per lane. Blocks; raises PeerLost naming those that did not come."""
+        ...
+
+    def leave(self) -> None:
+        """Drops all connections, at any time and from any thread: whoever waits, here or at a peer, gets PeerLost."""
+        ...
 
     def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
         """Send every row to the owners of its experts. x is not kept beyond `wait`."""
@@ -114,6 +172,7 @@ class All2All(Protocol):
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
         """Bring results (laid out as the inbound rows) home and write the weighted sums to out_TD.
 
-        The owner sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become zero.
+        The owner sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become zero. y is free again
+        (for the next dispatch of this lane) when `wait` has returned.
         """
         ...

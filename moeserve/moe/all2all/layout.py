@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.moe.routing import Routing
+from moeserve.ops import native_rows
 
 TERMS = 1 << 20  # fp32 elements that the weighted sum holds at a time
 
@@ -25,6 +26,13 @@ class Grouping:
 
 
 def group_rows(ids_TK: Tensor, num_experts: int) -> Grouping:
+    """As `group_rows_plainly`, in native code where there is some."""
+    if native_rows.AVAILABLE and ids_TK.is_cpu:
+        return Grouping(*native_rows.group_pairs(ids_TK.int().contiguous(), num_experts))
+    return group_rows_plainly(ids_TK, num_experts)
+
+
+def group_rows_plainly(ids_TK: Tensor, num_experts: int) -> Grouping:
     """The stable order that makes each expert's rows contiguous; pairs with id -1 are left out.
 
     ids [[1], [0], [-1], [1]], 2 experts -> order [1, 0, 3], place [1, 0, -1, 2], counts [1, 2]
@@ -40,7 +48,21 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> Grouping:
     return Grouping(order_P, place_N, counts[1:])
 
 
+def grouped_rows(x_TD: Tensor, rows: Grouping, top_k: int) -> Tensor:
+    """[P, D]: each grouped pair's token's row."""
+    if native_rows.AVAILABLE and x_TD.is_cpu:
+        return native_rows.rows_of_pairs(x_TD, rows.order_P, top_k)
+    return x_TD.index_select(0, rows.order_P // top_k)
+
+
 def weighted_sum(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
+    """As `weighted_sum_plainly`, in native code where there is some; the same bits."""
+    if native_rows.AVAILABLE and y_PD.is_cpu and out_TD.is_contiguous():
+        return native_rows.sum_pairs(y_PD, rows.place_N, routing.weights_TK.contiguous(), out_TD)
+    return weighted_sum_plainly(y_PD, rows, routing, out_TD)
+
+
+def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
     """out[t] = sum over k = 0..K-1, in this order and in fp32, of weights[t, k] * y[place of (t, k)]; one rounding.
 
     Pairs that went nowhere add zero. y may have more rows than were grouped.
@@ -61,3 +83,21 @@ def weighted_sum(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor)
             total_TD += term_TD
         out_TD[start : start + step] = total_TD
     return out_TD
+
+
+def grouped_of(slots_eCD: Tensor, counts_e: NDArray[np.int64]) -> Tensor:
+    """[P, D]: the valid rows of every slot, one after the other. Rows beyond a count are never read."""
+    return slots_eCD.flatten(0, 1).index_select(0, _valid(slots_eCD, counts_e))
+
+
+def slotted_of(rows_PD: Tensor, counts_e: NDArray[np.int64], slots_eCD: Tensor) -> Tensor:
+    """The inverse of `grouped_of`: fills slots_eCD, whose rows beyond a count keep what they hold."""
+    slots_eCD.view(-1, slots_eCD.shape[2]).index_copy_(0, _valid(slots_eCD, counts_e), rows_PD[: int(counts_e.sum())])
+    return slots_eCD
+
+
+def _valid(slots_eCD: Tensor, counts_e: NDArray[np.int64]) -> Tensor:
+    """Places of the valid rows among all e * C."""
+    capacity = slots_eCD.shape[1]
+    is_valid_eC = np.arange(capacity)[None] < counts_e[:, None]
+    return torch.from_numpy(is_valid_eC.reshape(-1).nonzero()[0]).to(slots_eCD.device)

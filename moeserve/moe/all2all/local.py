@@ -5,13 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from moeserve.moe.all2all.base import All2AllCaps, Done, Inbound, Layout, Ticket
-from moeserve.moe.all2all.layout import group_rows, weighted_sum
+from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
+from moeserve.moe.all2all.wire import Wire
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from moeserve.parallel.members import Members
 
 
 class LocalAll2All:
-    """All experts are here; dispatch is a sort, combine is a sum."""
+    """All experts are here; dispatch is a sort, combine is a sum. A wire that rounds rounds here too, though nothing
+    travels: the bits of one rank are those of many."""
 
     caps = All2AllCaps(
         name="local",
@@ -20,13 +23,21 @@ class LocalAll2All:
         world_sizes=lambda size: size == 1,
     )
 
-    def __init__(self, num_experts: int) -> None:
-        self._num_experts = num_experts
+    def __init__(self, num_slots: int, wire: Wire | None = None) -> None:
+        self._num_slots = num_slots
+        self._wire = wire if wire is not None and wire.lossy else None
+
+    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+        self._num_slots = slots_per_rank
+
+    def leave(self) -> None:
+        """There is nobody to part from."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Done[Ticket]:
-        rows = group_rows(routing.ids_TK, self._num_experts)
-        lane.note_load(rows.counts_e)
-        x_PD = x_TD.index_select(0, rows.order_P // routing.ids_TK.shape[1])
+        rows = group_rows(routing.ids_TK, self._num_slots)
+        if self._wire is not None:
+            x_TD = self._wire.decode(self._wire.encode(x_TD), x_TD.dtype, x_TD.shape[1])
+        x_PD = grouped_rows(x_TD, rows, routing.ids_TK.shape[1])
         inbound = Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum())
         return Done(Ticket(inbound, routing, rows))
 

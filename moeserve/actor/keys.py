@@ -1,0 +1,64 @@
+"""CURVE keys for wires over TCP, derived from one secret that all machines of a cluster share.
+
+Whoever knows the secret can derive every key, and nobody else any: the listener's public key proves it to those who
+connect, and the token in the first frame, which CURVE encrypts, proves them to the listener.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from moeserve.errors import ConfigError
+
+MIN_SECRET_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Z85-encoded CURVE key pairs of the two sides of a wire."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+def keys_of(secret: bytes) -> Keys:
+    """The same keys for the same secret, on every machine."""
+    pairs = []
+    for side in (b"server", b"client"):
+        private = z85.encode(hmac.digest(secret, b"moeserve curve 1 " + side, hashlib.sha256))
+        pairs += [zmq.curve_public(private), private]
+    return Keys(*pairs)
+
+
+def token_of(secret: bytes, purpose: str) -> str:
+    """A token that only those who know the secret can name."""
+    return hmac.digest(secret, b"moeserve token 1 " + purpose.encode(), hashlib.sha256).hex()
+
+
+def read_secret(path: str) -> bytes:
+    """The cluster's secret from a file. Raises ConfigError when others can read it or it is too short to be one."""
+    try:
+        mode = os.stat(path).st_mode
+        secret = Path(path).read_bytes().strip()
+    except OSError as exc:
+        raise ConfigError(f"--cluster-key-file: cannot read {path}: {exc}") from exc
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(
+            f"--cluster-key-file: {path} can be read by others (mode {stat.S_IMODE(mode):o}); run: chmod 600 {path}"
+        )
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"--cluster-key-file: {path} holds {len(secret)} bytes and a secret needs {MIN_SECRET_BYTES}; "
+            f"make one: head -c 32 /dev/urandom | base64 > {path}"
+        )
+    return secret

@@ -1,0 +1,68 @@
+"""`moeserve experts`: how evenly a server's ranks are loaded, layer by layer, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from moeserve.cli.connect import add_server_flags, client_from
+from moeserve.client.types import Experts
+
+SHADES = " ░▒▓█"
+CLEAR = "\x1b[H\x1b[2J"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_flags(parser)
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks [1]")
+    parser.add_argument("--once", action="store_true", help="look once (default where the output is no terminal)")
+
+
+def run(args: argparse.Namespace) -> int:
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    async with client_from(args) as client:
+        if args.once or not sys.stdout.isatty():
+            print(picture(await client.experts()))
+            return 0
+        async with await client.watch_experts(args.interval) as stream:
+            async for shown in stream:
+                print(CLEAR + picture(shown), flush=True)
+    return 0
+
+
+def picture(shown: Experts) -> str:
+    """One line per rank, one character per layer: blank is no load, full is twice the layer's mean or more."""
+    loads = rank_loads(shown)
+    lines = [
+        f"{len(shown.engines)} engines, epoch {shown.epoch}, placement {shown.placement.version}, "
+        f"balance {shown.balance.ranks:.2f} (1: even), moved {shown.rebalancing.moved_bytes / 1e6:.1f} MB",
+        shown.rebalancing.why,
+    ]
+    for rank in range(len(loads[0]) if loads else 0):
+        cells = "".join(SHADES[_shade(layer[rank], sum(layer) / len(layer))] for layer in loads)
+        share = sum(layer[rank] for layer in loads) / (sum(map(sum, loads)) or 1)
+        lines.append(f"rank {rank:>3} {share:6.1%} |{cells}|")
+    for engine in shown.engines:
+        lines.append(
+            f"engine {engine.engine}: {engine.state}, {engine.running} running, {engine.waiting} waiting, step "
+            f"{1e3 * engine.mean_step_s:.1f} ms, overlap {engine.overlap_efficiency:.0%}, {engine.restarts} restarts"
+        )
+    return "\n".join(lines)
+
+
+def rank_loads(shown: Experts) -> list[list[float]]:
+    """Rows of late by layer and rank; an expert's are spread evenly over its slots."""
+    per_rank = shown.placement.slots_per_rank
+    loads = []
+    for slots, recent in zip(shown.placement.experts, shown.load.recent, strict=True):
+        rows = [recent[expert] / slots.count(expert) for expert in slots]
+        loads.append([sum(rows[at : at + per_rank]) for at in range(0, len(rows), per_rank)])
+    return loads
+
+
+def _shade(load: float, mean: float) -> int:
+    return min(len(SHADES) - 1, round(load / mean * 2)) if mean else 0

@@ -1,0 +1,186 @@
+"""Which engine gets a request: predicted work, room for its K/V, and the prefixes that an engine has seen.
+
+Pure: messages in, a rank out. Work is counted in prompt tokens to compute; a token to generate costs as much as
+DECODE_COST of them, because it takes a row of a step of its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from moeserve.messages import Ready, StepOutput, Submit
+
+DECODE_COST = 8.0
+CHUNK = 64  # tokens per step of the prefix table
+MAX_PREFIXES = 1 << 15
+FIRST_MEAN = 128.0  # tokens that a request generates, before any has ended
+_TOKEN_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Request:
+    rank: int
+    prefill: int  # predicted, so that it can be taken back
+    decode: float
+    hits: int  # tokens expected in the prefix cache
+    blocks: int
+    emitted: int  # when it came to this engine
+    first_step: int = -1  # of its engine's outputs, the one with its first token here
+
+
+@dataclass(slots=True)
+class Load:
+    """What is predicted to be left to do on one engine, in tokens; free_blocks as its last step left them."""
+
+    block_size: int
+    free_blocks: int
+    prefill: float = 0.0
+    decode: float = 0.0
+    num_outputs: int = 0
+    live: set[int] = field(default_factory=set)
+    unstarted: dict[int, int] = field(default_factory=dict)  # rid -> blocks that it will take
+    promised: int = 0  # their sum
+
+    @property
+    def work(self) -> float:
+        return self.prefill + DECODE_COST * self.decode
+
+    def promise(self, rid: int, blocks: int) -> None:
+        self.unstarted[rid] = blocks
+        self.promised += blocks
+
+    def started(self, rid: int) -> bool:
+        """Forgets what was promised to a request; False if nothing is any more."""
+        blocks = self.unstarted.pop(rid, 0)
+        self.promised -= blocks
+        return blocks > 0
+
+    @property
+    def room(self) -> int:
+        """Blocks that nobody has been promised."""
+        return self.free_blocks - self.promised
+
+
+class Balancer:
+    """Engines are known by rank: `open` and `close` them, `assign` requests, tell what they put out and what ended."""
+
+    def __init__(self) -> None:
+        self.loads: dict[int, Load] = {}
+        self._requests: dict[int, _Request] = {}
+        self._prefixes: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bit mask of engines
+        self._mean = FIRST_MEAN
+
+    def open(self, rank: int, ready: Ready) -> None:
+        """A new, empty engine; one that is known stays as it is."""
+        if rank not in self.loads:
+            self.loads[rank] = Load(ready.block_size, ready.num_blocks - 1)
+
+    def close(self, rank: int) -> None:
+        """The engine, its requests and its cache are gone."""
+        load = self.loads.pop(rank, None)
+        for rid in load.live if load else ():
+            del self._requests[rid]
+        keep = ~(1 << rank)
+        self._prefixes = OrderedDict((key, rest) for key, mask in self._prefixes.items() if (rest := mask & keep))
+
+    def choose(self, request: Submit, among: Collection[int]) -> int:
+        """The engine on which this request adds to the least work, among those with room for it if there are any.
+
+        Equal ones: fewest requests, then lowest rank. `among` holds one open engine at least.
+        """
+        num_tokens = len(request.tokens) // _TOKEN_BYTES
+        roomy = [rank for rank in among if self._has_room(self.loads[rank], num_tokens)]
+        hits = self._hits(request, roomy or among)
+
+        def cost(rank: int) -> tuple[float, int, int]:
+            load = self.loads[rank]
+            return load.work + num_tokens - hits.get(rank, 0), len(load.live), rank
+
+        return min(roomy or among, key=cost)
+
+    def assign(self, request: Submit, rank: int) -> None:
+        """The request goes to this engine."""
+        load = self.loads[rank]
+        num_tokens = len(request.tokens) // _TOKEN_BYTES
+        emitted = num_tokens - request.num_prompt
+        hits = self._hits(request, (rank,)).get(rank, 0)
+        left = min(request.sampling.max_tokens - emitted, max(self._mean - emitted, self._least))
+        blocks = -(-num_tokens // load.block_size)
+        self._requests[request.rid] = _Request(rank, num_tokens - hits, max(1.0, left), hits, blocks, emitted)
+        load.live.add(request.rid)
+        load.promise(request.rid, blocks)
+        load.prefill += num_tokens - hits
+        load.decode += max(1.0, left)
+        self._remember(request, rank)
+
+    def note(self, rank: int, out: StepOutput) -> None:
+        """What a step of this engine did: predictions give way to facts."""
+        load = self.loads.get(rank)
+        if load is None:
+            return
+        load.num_outputs += 1
+        load.decode = max(load.decode - len(out.finish), self._least * len(load.live))
+        if out.record is not None:
+            load.free_blocks = out.record.num_free_blocks
+            load.prefill -= out.record.num_tokens - (len(out.finish) - len(out.cached))
+        for rid, num_cached in out.cached.items():
+            if (request := self._requests.get(rid)) is not None and load.started(rid):
+                request.first_step = load.num_outputs
+                load.prefill -= num_cached - request.hits
+        load.prefill = max(0.0, load.prefill) if load.unstarted else 0.0
+
+    def end(self, rid: int) -> None:
+        """The request finished, was refused or was aborted."""
+        request = self._requests.pop(rid, None)
+        if request is None:
+            return
+        load = self.loads[request.rank]
+        load.live.discard(rid)
+        if load.started(rid):  # aborted early, which says nothing about lengths
+            load.prefill = max(0.0, load.prefill - request.prefill)
+            load.decode -= request.decode
+        else:
+            emitted = load.num_outputs - request.first_step + 1
+            load.decode -= max(request.decode - emitted, self._least)
+            self._mean += 0.05 * (request.emitted + emitted - self._mean)
+        load.decode = max(load.decode, 0.0) if load.live else 0.0
+
+    @property
+    def _least(self) -> float:
+        """Tokens that a request is still good for, however many it has generated."""
+        return max(1.0, self._mean / 4)
+
+    def _has_room(self, load: Load, num_tokens: int) -> bool:
+        return load.room >= -(-num_tokens // load.block_size)
+
+    def _hits(self, request: Submit, among: Collection[int]) -> dict[int, int]:
+        """Tokens at the beginning of the request that each engine has seen before."""
+        hits: dict[int, int] = {}
+        wanted = sum(1 << rank for rank in among)
+        for number, key in enumerate(_prefix_keys(request), 1):
+            wanted &= self._prefixes.get(key, 0)
+            if not wanted:
+                break
+            for rank in among:
+                if wanted >> rank & 1:
+                    hits[rank] = number * CHUNK
+        return hits
+
+    def _remember(self, request: Submit, rank: int) -> None:
+        for key in _prefix_keys(request):
+            self._prefixes[key] = self._prefixes.get(key, 0) | 1 << rank
+            self._prefixes.move_to_end(key)
+        while len(self._prefixes) > MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
+
+
+def _prefix_keys(request: Submit) -> Iterator[int]:
+    """One key per CHUNK of tokens, each for everything up to its end. Python salts the hash of bytes per process, so
+    nobody outside can aim at another's prefix."""
+    key = hash(request.salt)
+    step = CHUNK * _TOKEN_BYTES
+    for start in range(0, len(request.tokens) - step, step):  # the last token is computed in any case
+        key = hash((key, request.tokens[start : start + step]))
+        yield key

@@ -1,0 +1,44 @@
+"""Products whose output columns are dealt out to an engine's ranks. Each column is one sum over all inputs, computed by
+one rank, so its bits are those of the undivided product.
+
+M rows, K inputs, N outputs in all, n of this rank (zeros beyond N).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.linear import Linear
+from moeserve.parallel.tensor import TensorParallel
+
+
+def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
+    """[M, N], contiguous: the columns of all ranks without those that pad the last ranks' shares."""
+    all_MN = tp.gather_columns(part_Mn, channel)
+    return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
+
+
+def widened(part_nK: Tensor, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> Tensor:
+    """A rank's rows of a weight (or elements of a bias) of `num_columns`, and zeros: as many for every rank.
+
+    parts: weights that lie one below the other, each shared out by itself.
+    """
+    missing = -(-num_columns // tp.size) - part_nK.shape[0] // parts
+    if not missing:
+        return part_nK
+    stacked = part_nK.reshape(parts, -1, *part_nK.shape[1:])
+    filler = part_nK.new_zeros((parts, missing, *part_nK.shape[1:]))
+    return torch.cat((stacked, filler), 1).flatten(0, 1)
+
+
+class ColumnLinear:
+    """x [M, K] -> [M, N], whole on every rank; `part` computes this rank's columns."""
+
+    def __init__(self, part: Linear, num_columns: int, tp: TensorParallel) -> None:
+        self._part = part
+        self._num_columns = num_columns
+        self._tp = tp
+
+    def __call__(self, x_MK: Tensor, channel: int) -> Tensor:
+        return whole(self._part(x_MK), self._num_columns, self._tp, channel)

@@ -1,0 +1,129 @@
+"""Reads single experts of a checkpoint while the model serves, for ranks that take over an expert from another one.
+
+The bytes are the file's own, so an expert is the same wherever it is and however often it moved. What is checked:
+
+- The files are opened once, at start. One that is replaced under its name later (a download into the same folder) does
+  no harm: what is read is still the file that the model was loaded from.
+- Size and modification time of a file must be what they were at start, before and after each expert is read.
+- Each expert is read twice, and both must agree to the bit: a write in between that kept size and time (a file mapped
+  by its writer, say) and a fault of the memory that received the bytes show here.
+- Its CRC-32 is kept: whenever the expert comes back to this rank, it must be the same.
+
+What no check here finds: damage that was in the file, or in the system's cache of it, before the first of two reads of
+an expert that this rank never read before. Safetensors files carry no checksums that it could be compared with.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import CheckpointError
+from moeserve.loader.checkpoint import Checkpoint
+from moeserve.loader.fingerprint import fingerprint
+from moeserve.loader.plan import WeightPlan
+from moeserve.loader.weights import Reader, reads_of
+
+READ_BYTES = 2**20  # small: between two reads the background gives way to the model
+Work = Callable[[int], None]  # called after each little piece of work with the bytes it read; may sleep, or raise
+
+
+class ExpertFiles:
+    """The experts in a checkpoint's files.
+
+    plan(layer, expert): how that expert of that MoE layer becomes the parameters w13 [1, 2I, D] and w2 [1, D, I].
+    Create it before the model is loaded and call `check` after, so that both certainly read the same files.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Callable[[int, int], WeightPlan],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._reader = Reader(checkpoint).__enter__()
+        self._paths = {tensor.path for tensor in checkpoint.tensors.values()}
+        self._marks = {path: self._mark(path) for path in self._paths}
+        self._crcs: dict[tuple[int, int], int] = {}
+
+    def check(self) -> None:
+        """Raises CheckpointError if a file was changed, or another one has its name, since this object was created."""
+        self._check_marks(self._paths)
+        for path in self._paths:
+            try:
+                now = path.stat()
+            except OSError as error:
+                raise CheckpointError(f"{path}: {error}; {_CHANGED}") from None
+            opened = self._reader.stat(path)
+            if (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino):
+                raise CheckpointError(f"{path} was replaced while the model was loaded: start again")
+
+    @torch.inference_mode()
+    def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Tensor, Tensor]:
+        """(w13 [2I, D], w2 [D, I]) of an expert in the model's dtype, on its device, in memory of their own.
+
+        Raises CheckpointError when a file cannot be read or is not what it was. One thread at a time.
+        """
+        plan = self._plan(layer, expert)
+        paths = {self._checkpoint.tensors[piece.source].path for piece in plan.pieces}
+        self._check_marks(paths)
+        once, twice = self._fill(plan, work), self._fill(plan, work)
+        self._check_marks(paths)
+        crc = 0
+        for a, b in zip(once, twice, strict=True):
+            for left, right in zip(_parts(a), _parts(b), strict=True):
+                if not torch.equal(left, right):
+                    raise CheckpointError(f"{_name(layer, expert)} was not the same when it was read again; {_CHANGED}")
+                crc = zlib.crc32(right.cpu().numpy().data, crc)
+                work(0)
+        if self._crcs.setdefault((layer, expert), crc) != crc:
+            known = self._crcs[layer, expert]
+            raise CheckpointError(f"{_name(layer, expert)} has CRC-32 {crc:08x}, earlier {known:08x}; {_CHANGED}")
+        w13_1FD, w2_1DI = once
+        return w13_1FD[0], w2_1DI[0]
+
+    def fingerprint(self) -> str:
+        """Of the files; call `check` before. Raises CheckpointError when one cannot be read."""
+        return fingerprint(self._checkpoint)
+
+    def close(self) -> None:
+        self._reader.__exit__()
+
+    def _fill(self, plan: WeightPlan, work: Work) -> list[Tensor]:
+        params = {p.name: torch.empty(p.shape, dtype=self._dtype, device=self._device) for p in plan.params}
+        for piece in plan.pieces:
+            tensor = self._checkpoint.tensors[piece.source]
+            for read in reads_of(piece, tensor, params[piece.param], READ_BYTES):
+                work(self._reader.carry_out(read))
+        return [params["w13"], params["w2"]]
+
+    def _mark(self, path: Path) -> tuple[int, int]:
+        status = self._reader.stat(path)
+        return status.st_size, status.st_mtime_ns
+
+    def _check_marks(self, paths: set[Path]) -> None:
+        for path in paths:
+            if self._mark(path) != self._marks[path]:
+                raise CheckpointError(f"{path} is not what it was at start (size or time of change); {_CHANGED}")
+
+
+_CHANGED = "the checkpoint was written to while the model serves: restore the file, or start again"
+
+
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    """Its bytes, a little at a time: as bytes, since NaN is not equal to itself."""
+    parts: tuple[Tensor, ...] = torch.split(weight.view(-1).view(torch.uint8), READ_BYTES)
+    return parts
+
+
+def _name(layer: int, expert: int) -> str:
+    return f"expert {expert} of MoE layer {layer}"

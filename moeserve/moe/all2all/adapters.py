@@ -1,0 +1,60 @@
+"""A backend of fixed slots behind a kernel of grouped rows: what `plan_moe` puts between them.
+
+e local slots, C capacity of one, D model width, P rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeserve.moe.all2all.base import All2All, Inbound, Layout, Pending, Ticket
+from moeserve.moe.all2all.layout import grouped_of, slotted_of
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from moeserve.parallel.members import Members
+
+
+class GroupedFromSlotted:
+    """`inner` fills slots [e, C, D]; the experts see the valid rows alone, grouped. One copy each way."""
+
+    def __init__(self, inner: All2All) -> None:
+        self._inner = inner
+        self.caps = replace(inner.caps, layouts=inner.caps.layouts | {Layout.GROUPED})
+
+    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+        self._inner.join(members, slots_per_rank, lanes)
+        self.caps = replace(self.caps, max_tokens=self._inner.caps.max_tokens)
+
+    def leave(self) -> None:
+        self._inner.leave()
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
+        return _Grouped(self._inner.dispatch(x_TD, routing, lane))
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
+        ticket.use()
+        inner: Ticket = ticket.private
+        slots_eCD = torch.empty_like(inner.inbound.x) if inner.y is None else inner.y
+        slotted_of(y, inner.inbound.counts_e, slots_eCD)
+        return self._inner.combine(inner, slots_eCD, out_TD, lane)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    inner: Pending[Ticket]
+
+    @property
+    def arrived_ns(self) -> int:
+        return self.inner.arrived_ns
+
+    def arrive(self) -> None:
+        self.inner.arrive()
+
+    def wait(self, deadline_s: float | None = None) -> Ticket:
+        ticket = self.inner.wait(deadline_s)
+        slots = ticket.inbound
+        rows = Inbound(Layout.GROUPED, grouped_of(slots.x, slots.counts_e), slots.counts_e, slots.counts_e.cumsum())
+        return Ticket(rows, ticket.routing, ticket)

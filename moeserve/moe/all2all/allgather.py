@@ -1,0 +1,205 @@
+"""All-gather and reduce-scatter: every rank sees every row and computes those of its own experts.
+
+Results come back as a reduce-scatter of integers: each (token, k) pair has one rank that puts the bits of its result in
+place, all others put zeros, and x + 0 keeps every bit. The owner then sums over k as always.
+
+T tokens of this rank, K experts per token, D model width, R ranks, M most tokens of any rank, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import PeerLost
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
+from moeserve.moe.all2all.rounds import round_tokens
+from moeserve.moe.all2all.wire import RAW, RawWire, Wire, bytes_of
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from moeserve.parallel.gloo import Channel, Collective, Mail, Mesh
+from moeserve.parallel.members import Members
+
+
+class AllGatherAll2All:
+    """wire: of gathered rows; results travel in the model's dtype. max_tokens: of a step on one rank."""
+
+    def __init__(self, wire: Wire, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
+        self._results = RawWire(dtype)
+        self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden_size * dtype.itemsize)
+        self.caps = All2AllCaps(
+            name="allgather",
+            layouts=frozenset({Layout.GROUPED}),
+            wires=frozenset({wire.name} if wire.name in RAW else RAW),
+            max_tokens=max_tokens,
+            copies=6,
+            devices=frozenset({"cpu"}),
+        )
+        self._wire = wire
+        self._width = hidden_size
+        self._dtype = dtype
+        self._mesh: Mesh | None = None
+        self._num_slots = 0
+        self._waiting: list[deque[_Gathered]] = []  # by lane: dispatches whose gather has not begun
+
+    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+        self._num_slots = slots_per_rank
+        self._waiting = [deque() for _ in range(lanes)]
+        self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
+        terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, {self.caps.max_tokens} tokens"
+        self._mesh = Mesh(members, lanes, "allgather", f"{terms}, {slots_per_rank} slots, {lanes} lanes")
+        self._mesh.connect()
+
+    def leave(self) -> None:
+        if self._mesh is not None:
+            self._mesh.close()
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            raise PeerLost("this rank has not joined a group yet")
+        return self._mesh
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Gathered:
+        """Tells the others how many rows will come; the gather itself begins with `arrive` or `wait`."""
+        mesh = self.mesh
+        limit = self.caps.max_tokens
+        assert limit is None or x_TD.shape[0] <= limit, f"{x_TD.shape[0]} tokens of at most {limit}"
+        size, me = mesh.members.size, mesh.members.rank
+        tokens_R = torch.empty(size, dtype=torch.int32)
+        tokens_R[me] = x_TD.shape[0]
+        by_rank = tokens_R.view(torch.uint8).view(size, 4)
+        others = [rank for rank in range(size) if rank != me]
+        channel = mesh.channel(lane.index)
+        mail = channel.post({rank: by_rank[rank] for rank in others}, dict.fromkeys(others, by_rank[me]))
+        ids_TB = bytes_of(routing.ids_TK.to(torch.int32))
+        rows_TB = torch.cat((self._wire.encode(x_TD), ids_TB), 1)
+        pending = _Gathered(self, channel, mail, routing, rows_TB, tokens_R, self._waiting[lane.index])
+        self._waiting[lane.index].append(pending)
+        return pending
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Reduced:
+        ticket.use()
+        trip: _Trip = ticket.private
+        channel = self.mesh.channel(lane.index)
+        launch_all(self._waiting[lane.index])  # they come first on every rank
+        pairs = trip.most_tokens * ticket.routing.ids_TK.shape[1]
+        row_bytes = self._results.row_bytes(self._width)
+        all_NB = torch.zeros((self.mesh.members.size * pairs, row_bytes), dtype=torch.uint8)
+        if trip.order_P.numel():
+            all_NB[trip.order_P] = self._results.encode(y[: len(trip.order_P)])
+        own_NB = torch.empty((pairs, row_bytes), dtype=torch.uint8)
+        flight = None
+        if pairs and self.mesh.members.size > 1:
+            flight = channel.reduce_scatter(own_NB.view(torch.int64), all_NB.view(torch.int64))
+        elif pairs:
+            own_NB = all_NB
+        return _Reduced(self, flight, ticket.routing, own_NB, out_TD)
+
+    def inbound(self, gathered_NB: Tensor, top_k: int) -> tuple[Inbound, Tensor]:
+        """This rank's rows among all, and where their pairs are among all pairs."""
+        row_bytes = self._wire.row_bytes(self._width)
+        slots_NK = gathered_NB[:, row_bytes:].contiguous().view(torch.int32)
+        slots_NK = slots_NK - self.mesh.members.rank * self._num_slots
+        elsewhere = (slots_NK < 0) | (slots_NK >= self._num_slots)
+        rows = group_rows(slots_NK.masked_fill_(elsewhere, -1), self._num_slots)
+        encoded_PB = gathered_NB.index_select(0, rows.order_P // top_k)[:, :row_bytes].contiguous()
+        x_PD = self._wire.decode(encoded_PB, self._dtype, self._width)
+        return Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum()), rows.order_P
+
+    def results(self, own_NB: Tensor) -> Tensor:
+        return self._results.decode(own_NB, self._dtype, self._width)
+
+
+def launch_all(waiting: deque[_Gathered]) -> None:
+    """Begin the gathers of a lane in the order of their dispatches, which is the same on every rank."""
+    while waiting:
+        waiting.popleft().launch()
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """order_P: pair of each inbound row, counted over all ranks with `most_tokens` rows each."""
+
+    order_P: Tensor
+    most_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Gathered:
+    owner: AllGatherAll2All
+    channel: Channel
+    mail: Mail
+    routing: Routing
+    rows_TB: Tensor
+    tokens_R: Tensor
+    waiting: deque[_Gathered]
+    flight: Collective | None = None
+    lost: PeerLost | None = None
+    gathered_NB: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def arrived_ns(self) -> int:
+        return self.mail.arrived_ns if self.flight is None else self.flight.arrived_ns
+
+    @property
+    def most_tokens(self) -> int:
+        return int(self.tokens_R.max())
+
+    def arrive(self) -> None:
+        launch_all(self.waiting)
+
+    def launch(self) -> None:
+        """Begins the gather. Errors are for `wait`: it may be the other lane that launches."""
+        try:
+            self._launch()
+        except PeerLost as lost:
+            self.lost = lost
+
+    def _launch(self) -> None:
+        self.mail.wait()
+        missing = self.most_tokens - self.rows_TB.shape[0]
+        mine_MB = torch.nn.functional.pad(self.rows_TB, (0, 0, 0, missing), value=255)  # ids -1
+        self.gathered_NB = mine_MB
+        if mine_MB.numel() and len(self.tokens_R) > 1:
+            self.gathered_NB = mine_MB.new_empty((len(self.tokens_R) * mine_MB.shape[0], mine_MB.shape[1]))
+            self.flight = self.channel.all_gather(self.gathered_NB, mine_MB)
+
+    def wait(self, deadline_s: float | None = None) -> Ticket:
+        launch_all(self.waiting)
+        if self.lost is not None:
+            raise self.lost
+        if self.flight is not None:
+            self.flight.wait(deadline_s)
+        inbound, order_P = self.owner.inbound(self.gathered_NB, self.routing.ids_TK.shape[1])
+        return Ticket(inbound, self.routing, _Trip(order_P, self.most_tokens))
+
+
+@dataclass(slots=True)
+class _Reduced:
+    owner: AllGatherAll2All
+    flight: Collective | None
+    routing: Routing
+    own_NB: Tensor
+    out_TD: Tensor
+
+    @property
+    def arrived_ns(self) -> int:
+        return 0 if self.flight is None else self.flight.arrived_ns
+
+    def arrive(self) -> None:
+        """The reduction began with `combine`."""
+
+    def wait(self, deadline_s: float | None = None) -> Tensor:
+        if self.flight is not None:
+            self.flight.wait(deadline_s)
+        ids_N = self.routing.ids_TK.reshape(-1)
+        pair_N = torch.arange(len(ids_N))
+        known = ids_N >= 0
+        rows = Grouping(pair_N[known], pair_N.where(known, -1), known.numpy())
+        return weighted_sum(self.owner.results(self.own_NB), rows, self.routing, self.out_TD)

@@ -1,0 +1,186 @@
+"""What the three adapters have in common: a buffer per epoch, and what becomes of errors.
+
+No adapter is `exact`: the kernels add the results of a token up by rank, or with fused multiplies, in bfloat16.
+Slots are DeepEP's "experts". A rank that dies cannot take part in tearing a buffer down, so the survivors leave theirs
+to the end of the process; who waits for it gets PeerLost after deep_ep's own limit (100 s; v2: the members' deadline).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import ConfigError, PeerLost
+from moeserve.moe.all2all.base import All2AllCaps, Layout, Pending, Ticket
+from moeserve.moe.all2all.deepep.group import Group
+from moeserve.moe.all2all.deepep.rows import Packed, next_multiple, pack_fp8, widen
+from moeserve.moe.all2all.wire import FP8
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from moeserve.parallel.members import Members
+
+if TYPE_CHECKING:
+    from moeserve.moe.all2all.registry import Facts
+
+log = logging.getLogger(__name__)
+
+SILENCE = ("timeout", "CPU wait")  # in deep_ep's errors: a peer did not answer in time
+RANKS_OF_NODE = 8  # that NVLink connects; beyond, ranks come in whole nodes
+ROW_ALIGNMENT = 512  # bytes that a row's length must be a multiple of
+MAX_WIDTH = 8192
+
+
+class DeepEP(ABC):
+    """lib: the package. The caps are all that `plan_moe` needs; the buffer is made by `join`."""
+
+    name: ClassVar[str]
+    needs: ClassVar[str]  # of the package
+    max_top_k: ClassVar[int]
+    whole_nodes: ClassVar[bool] = True  # whether every 8 ranks must share a machine
+    nccl: ClassVar[bool] = False  # whether the buffer works on an NCCL communicator
+
+    def __init__(self, lib: Any, facts: Facts) -> None:
+        self.lib = lib
+        self.facts = facts
+        self.fp8 = facts.wire.name == FP8
+        self.caps = self.caps_of(facts)
+        width = self.caps.pad_hidden(facts.hidden_size)
+        self.width = facts.hidden_size if width is None else width
+        self.max_tokens = self.caps.max_tokens or facts.max_tokens
+        self.num_experts = 0  # slots of all ranks
+        self.num_slots = 0
+        self.deadline_s = 0.0  # of the members
+        self._ids_dtype = getattr(lib, "topk_idx_t", torch.int64)
+        self._group: Group | None = None
+        self._buffer: Any | None = None
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def caps_of(self, facts: Facts) -> All2AllCaps: ...
+
+    @abstractmethod
+    def open(self, group: Any) -> Any:
+        """A buffer over a process group."""
+
+    @abstractmethod
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]: ...
+
+    @abstractmethod
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]: ...
+
+    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+        self._check(members)
+        self.num_slots = slots_per_rank
+        self.num_experts = members.size * slots_per_rank
+        facts = self.facts
+        self.deadline_s = members.deadline_s
+        terms = f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, {self.max_tokens} tokens"
+        group = Group(members, self.name, f"{terms}, {slots_per_rank} slots, {lanes} lanes")
+        try:
+            buffer = self.open(group.connect(self.nccl and facts.device == "cuda"))
+        except BaseException as error:
+            group.close()
+            if not isinstance(error, RuntimeError | AssertionError):
+                raise
+            if isinstance(error, AssertionError) or "ssert" in str(error):
+                raise ConfigError(f"{self.name} cannot make its buffer: {error}; choose another all2all") from error
+            raise group.lost(f"a rank left while buffers were made: {error}") from None
+        with self._lock:
+            self._group, self._buffer = group, buffer
+
+    def leave(self) -> None:
+        with self._lock:
+            group, buffer = self._group, self._buffer
+            self._group = self._buffer = None
+        if group is None or buffer is None:
+            return
+        if group.farewell():
+            buffer.destroy()
+        else:
+            log.warning("%s: other ranks are gone; the memory of its buffer is lost until this process ends", self.name)
+        group.close()
+
+    @property
+    def buffer(self) -> Any:
+        buffer = self._buffer
+        if buffer is None:
+            raise PeerLost("this rank is in no group")
+        return buffer
+
+    @contextmanager
+    def calling(self, buffer: Any) -> Iterator[None]:
+        """Around every call of `buffer`: PeerLost for an epoch that is over and for peers that are silent."""
+        group = self._group
+        if group is None or buffer is not self._buffer:
+            raise PeerLost("this rank left the group")
+        try:
+            yield
+        except RuntimeError as error:
+            if any(word in str(error) for word in SILENCE):
+                raise group.lost(f"a rank was silent: {error}") from None
+            raise
+
+    def ids_of(self, routing: Routing) -> Tensor:
+        return routing.ids_TK.to(self._ids_dtype).contiguous()
+
+    def rows_of(self, x_TD: Tensor) -> Packed:
+        """The rows as they are sent."""
+        tokens = x_TD.shape[0]
+        assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
+        x_TW = widen(x_TD, self.width)
+        return pack_fp8(x_TW) if self.fp8 else x_TW
+
+    def _check(self, members: Members) -> None:
+        if not self.caps.world_sizes(members.size):
+            raise ConfigError(f"{self.name} does not serve {members.size} ranks; choose another all2all or size")
+        hosts = members.host_of
+        nodes = [hosts[start : start + RANKS_OF_NODE] for start in range(0, members.size, RANKS_OF_NODE)]
+        if self.whole_nodes and members.size > RANKS_OF_NODE and any(len(set(node)) > 1 for node in nodes):
+            raise ConfigError(f"{self.name} wants {RANKS_OF_NODE} ranks, one after the other, on every node: {hosts}")
+
+
+def pad_of(fp8: bool, most: int = MAX_WIDTH) -> Any:
+    """`All2AllCaps.pad_hidden` where a row is whole units of 512 bytes: 2880 bfloat16 elements become 3072."""
+    return lambda width: next_multiple(width, ROW_ALIGNMENT if fp8 else ROW_ALIGNMENT // 2, most)
+
+
+def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
+    """What they all share."""
+    return All2AllCaps(
+        name=name,
+        layouts=frozenset({layout}),
+        wires=frozenset({"bfloat16"}),
+        devices=frozenset({"cuda"}),
+        exact=False,
+        **more,
+    )
+
+
+@dataclass(slots=True)
+class Combined:
+    """Rows on their way home, added up by the kernels, until `event`. A rank without tokens may have sent one row that
+    went nowhere: what comes back is cut to what was asked for."""
+
+    owner: DeepEP
+    buffer: Any
+    home_TW: Tensor
+    event: Any
+    out_TD: Tensor
+    arrived_ns: int = 0
+
+    def arrive(self) -> None:
+        """The receiving kernel was launched with the sending one."""
+
+    def wait(self, deadline_s: float | None = None) -> Tensor:
+        with self.owner.calling(self.buffer):
+            self.event.current_stream_wait()
+        tokens, width = self.out_TD.shape
+        return self.out_TD.copy_(self.home_TW[:tokens, :width])

@@ -1,0 +1,179 @@
+"""DeepEP's low-latency kernels: every (token, expert) pair is written straight into the expert's slot at its rank.
+
+Two buffers take turns from operation to operation, and each send wipes the counters of the operation before: what is
+still on its way must be received first. The lanes' order does that; the adapter makes sure of it in any other.
+The receiving kernel occupies the caller's stream, so it is launched by `arrive`, as late as possible.
+Rows of one sender reach a slot in any order.
+
+T tokens of this rank, K experts per token, D model width, W width that travels, e slots of one rank, C rows of a slot:
+the most tokens of a dispatch times the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.deepep.base import DeepEP, caps_with
+from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+
+if TYPE_CHECKING:
+    from moeserve.moe.all2all.registry import Facts
+
+WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # that there are kernels for
+MAX_TOKENS = 128  # of one dispatch: slots of every rank have room for that many of each rank
+TOKEN_ALIGNMENT = 4
+IN_FLIGHT = 2
+
+
+class DeepEPLowLatency(DeepEP):
+    """One buffer for all lanes. The kernels round to fp8 themselves, rows are handed over as bfloat16."""
+
+    name = "deepep_ll"
+    needs = "Buffer"
+    max_top_k = 11
+
+    def __init__(self, lib: Any, facts: Facts) -> None:
+        super().__init__(lib, facts)
+        self._in_flight = 0
+        self._last: _Received | None = None
+
+    def caps_of(self, facts: Facts) -> All2AllCaps:
+        return caps_with(
+            self.name,
+            Layout.SLOTTED,
+            max_tokens=min(MAX_TOKENS, -(-facts.max_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT),
+            pad_hidden=lambda width: next((wide for wide in WIDTHS if wide >= width), None),
+            world_sizes=lambda size: size in range(2, 8) or (size > 0 and size % 8 == 0),
+            max_in_flight=IN_FLIGHT,
+        )
+
+    def open(self, group: Any) -> Any:
+        self._in_flight, self._last = 0, None
+        lib = self.lib.Buffer
+        size = lib.get_low_latency_rdma_size_hint(self.max_tokens, self.width, group.size(), self.num_experts)
+        return lib(
+            group,
+            num_rdma_bytes=size,
+            low_latency_mode=True,
+            num_qps_per_rank=self.num_slots,
+            explicitly_destroy=True,
+        )
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Dispatched:
+        buffer, ids_TK = self.buffer, self.ids_of(routing)
+        tokens, width = x_TD.shape
+        assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
+        assert self._in_flight < IN_FLIGHT, f"{IN_FLIGHT} dispatches wait to be combined already"
+        with self.calling(buffer):
+            self._receive_last()
+            rows, counts_e, handle, _, hook = buffer.low_latency_dispatch(
+                widen(x_TD, self.width),
+                ids_TK,
+                self.max_tokens,
+                self.num_experts,
+                use_fp8=self.fp8,
+                return_recv_hook=True,
+            )
+        self._in_flight += 1
+        trip = _Trip(buffer, handle, ids_TK)
+        self._last = pending = _Dispatched(self, buffer, hook, routing, rows, counts_e, trip, width)
+        return pending
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Combined:
+        ticket.use()
+        trip: _Trip = ticket.private
+        in_place = out_TD.shape[1] == self.width and out_TD.is_contiguous()
+        with self.calling(trip.buffer):
+            self._receive_last()
+            home_TW, _, hook = trip.buffer.low_latency_combine(
+                widen(y, self.width),
+                trip.ids_TK,
+                ticket.routing.weights_TK.contiguous(),
+                trip.handle,
+                return_recv_hook=True,
+                out=out_TD if in_place else None,
+            )
+        self._in_flight -= 1
+        self._last = pending = _Combined(self, trip.buffer, hook, home_TW, out_TD)
+        return pending
+
+    def _receive_last(self) -> None:
+        if self._last is not None:
+            self._last.arrive()
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """What combine must know of its dispatch."""
+
+    buffer: Any
+    handle: Any
+    ids_TK: Tensor
+
+
+@dataclass(slots=True)
+class _Received:
+    """An operation whose receiving kernel is launched once, by whoever comes first."""
+
+    owner: DeepEPLowLatency
+    buffer: Any
+    hook: Callable[[], None] | None
+
+    @property
+    def arrived_ns(self) -> int:
+        return 0  # the device knows
+
+    def arrive(self) -> None:
+        hook, self.hook = self.hook, None
+        if hook is not None:
+            with self.owner.calling(self.buffer):
+                hook()
+
+
+@dataclass(slots=True)
+class _Dispatched(_Received):
+    routing: Routing
+    rows: Packed
+    counts_e: Tensor
+    trip: _Trip
+    width: int
+
+    def wait(self, deadline_s: float | None = None) -> Ticket:
+        self.arrive()
+        counts_e = self.counts_e.cpu().numpy().astype(np.int64)
+        x_eCD = _slots(self.rows, counts_e, self.width)
+        return Ticket(Inbound(Layout.SLOTTED, x_eCD, counts_e, counts_e.cumsum()), self.routing, self.trip)
+
+
+@dataclass(slots=True)
+class _Combined(_Received):
+    home_TW: Tensor
+    out_TD: Tensor
+
+    def wait(self, deadline_s: float | None = None) -> Tensor:
+        self.arrive()
+        if self.home_TW.data_ptr() != self.out_TD.data_ptr():
+            self.out_TD.copy_(self.home_TW[:, : self.out_TD.shape[1]])
+        return self.out_TD
+
+
+def _slots(rows: Packed, counts_e: NDArray[np.int64], width: int) -> Tensor:
+    """[e, C, D] bfloat16; a view where nothing has to be decoded. Only valid rows are."""
+    if isinstance(rows, Tensor):
+        return rows[:, :, :width]
+    data_eCW, scale_eCb = rows
+    x_eCD = torch.empty((*data_eCW.shape[:2], width), dtype=torch.bfloat16, device=data_eCW.device)
+    for slot in counts_e.nonzero()[0].tolist():
+        count = int(counts_e[slot])
+        x_eCD[slot, :count] = unpack((data_eCW[slot, :count], scale_eCb[slot, :count]), width)
+    return x_eCD

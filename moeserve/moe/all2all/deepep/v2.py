@@ -1,0 +1,138 @@
+"""DeepEP's `ElasticBuffer` in its expanding form: the kernels make a row per (token, expert) pair, by expert.
+
+Its `combine` adds rows up as they are, so each is multiplied with its weight before: a result is rounded once more than
+with `deepep_ht`.
+
+T tokens of this rank, K experts per token, D model width, W width that travels, P rows received.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.deepep.base import Combined, DeepEP, caps_with, pad_of
+from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
+from moeserve.moe.all2all.wire import FP8
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+
+if TYPE_CHECKING:
+    from moeserve.moe.all2all.registry import Facts
+
+MAX_TOKENS = 4096  # of one dispatch; the buffer has room for that many of each rank
+
+
+class DeepEPElastic(DeepEP):
+    """Deterministic: rows of an expert come in the order of (rank, token)."""
+
+    name = "deepep_v2"
+    needs = "ElasticBuffer"
+    max_top_k = 32
+    whole_nodes = False
+    nccl = True
+
+    def caps_of(self, facts: Facts) -> All2AllCaps:
+        power = 1 << max(0, facts.max_tokens - 1).bit_length()  # a kernel is compiled for every number there is
+        return caps_with(
+            self.name,
+            Layout.GROUPED,
+            max_tokens=min(MAX_TOKENS, power),
+            pad_hidden=pad_of(facts.wire.name == FP8),
+            world_sizes=lambda size: size >= 2,
+        )
+
+    def open(self, group: Any) -> Any:
+        return self.lib.ElasticBuffer(
+            group,
+            num_max_tokens_per_rank=self.max_tokens,
+            hidden=self.width,
+            num_topk=self.facts.top_k,
+            use_fp8_dispatch=self.fp8,
+            deterministic=True,
+            num_cpu_timeout_secs=math.ceil(self.deadline_s),
+            explicitly_destroy=True,
+        )
+
+    def leave(self) -> None:
+        super().leave()
+        self.lib.utils.comm.destroy_all_managed_nccl_comm()  # it would keep the group, and so rank 0's store, for ever
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Dispatched:
+        buffer = self.buffer
+        x_TD, ids_TK, weights_TK = _something(x_TD, self.ids_of(routing), routing.weights_TK.contiguous())
+        rows = self.rows_of(x_TD)
+        with self.calling(buffer):
+            received = buffer.dispatch(
+                rows,
+                topk_idx=ids_TK,
+                topk_weights=weights_TK,
+                num_experts=self.num_experts,
+                num_max_tokens_per_rank=self.max_tokens,
+                expert_alignment=1,
+                do_cpu_sync=True,
+                do_expand=True,
+                **_overlapping(buffer.capture()),
+            )
+        return _Dispatched(self, buffer, routing, received, x_TD.shape[1])
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Combined:
+        ticket.use()
+        trip: _Trip = ticket.private
+        rows = trip.weights_P.shape[0]
+        weighted_PD = y.new_empty((rows, y.shape[1]))
+        torch.mul(y[:rows], trip.weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
+        with self.calling(trip.buffer):
+            home_TW, _, event = trip.buffer.combine(
+                widen(weighted_PD, self.width), trip.handle, **_overlapping(trip.buffer.capture())
+            )
+        return Combined(self, trip.buffer, home_TW, event, out_TD)
+
+
+def _overlapping(event: Any) -> dict[str, Any]:
+    """Run on the buffer's stream behind `event`, and let the caller's stream go on."""
+    return {"previous_event": event, "async_with_compute_stream": True, "allocate_on_comm_stream": True}
+
+
+def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank without tokens sends a row that goes nowhere: the host waits for counts, which come along with rows."""
+    if x_TD.shape[0]:
+        return x_TD, ids_TK, weights_TK
+    width, top_k = x_TD.shape[1], ids_TK.shape[1]
+    return x_TD.new_zeros((1, width)), ids_TK.new_full((1, top_k), -1), weights_TK.new_zeros((1, top_k))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """What combine must know of its dispatch: the weight of every inbound row, too."""
+
+    buffer: Any
+    handle: Any
+    weights_P: Tensor
+
+
+@dataclass(slots=True)
+class _Dispatched:
+    owner: DeepEPElastic
+    buffer: Any
+    routing: Routing
+    received: tuple[Packed, None, Tensor, Any, Any]
+    width: int
+    arrived_ns: int = 0
+
+    def arrive(self) -> None:
+        """The receiving kernel was launched with the sending one."""
+
+    def wait(self, deadline_s: float | None = None) -> Ticket:
+        rows, _, weights_P, handle, event = self.received
+        with self.owner.calling(self.buffer):
+            event.current_stream_wait()
+        counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
+        inbound = Inbound(Layout.GROUPED, unpack(rows, self.width), counts_e, counts_e.cumsum())
+        return Ticket(inbound, self.routing, _Trip(self.buffer, handle, weights_P))

@@ -1,0 +1,26 @@
+"""The names of all2all backends, for those who must not import torch to check a setting."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+
+from moeserve.errors import ConfigError
+
+GROUP = "moeserve.all2all"  # of entry points, by which other packages add theirs
+AUTO = ("shm", "torch", "allgather")  # in order of preference
+DEEPEP = ("deepep_ht", "deepep_ll", "deepep_v2")
+
+
+def foreign() -> list[EntryPoint]:
+    """What other packages offer."""
+    return list(entry_points(group=GROUP))
+
+
+def check_name(asked: str) -> None:
+    """Raises ConfigError for a backend that nobody offers."""
+    known = list(dict.fromkeys(("local", *AUTO, *DEEPEP, *(entry.name for entry in foreign()))))
+    if asked not in ("auto", *known):
+        near = get_close_matches(asked, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no all2all backend {asked!r}; {hint}known: auto, {', '.join(known)}")

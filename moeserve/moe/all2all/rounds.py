@@ -1,0 +1,20 @@
+"""How many tokens go in one round, so that no rank ever takes in more rows than it has planned memory for.
+
+In the worst case every token of every rank has all its experts on one rank. What is planned depends only on what all
+ranks of all epochs share; how many tokens that allows, on the size of the group that was joined.
+"""
+
+from __future__ import annotations
+
+ROUND_BYTES = 128 << 20  # of the rows that one dispatch may bring to a rank
+USUAL_RANKS = 8  # that are planned for where rows are so small that the bytes would be far too many
+
+
+def most_rows(max_tokens: int, top_k: int, row_bytes: int) -> int:
+    """Rows that one dispatch may bring to a rank. max_tokens: of a step on one rank. row_bytes: before encoding."""
+    return max(top_k, min(ROUND_BYTES // row_bytes, USUAL_RANKS * max_tokens * top_k))
+
+
+def round_tokens(max_tokens: int, top_k: int, row_bytes: int, num_ranks: int) -> int:
+    """Tokens that each of num_ranks ranks may dispatch at once; 1 at least."""
+    return max(1, min(max_tokens, most_rows(max_tokens, top_k, row_bytes) // (num_ranks * top_k)))

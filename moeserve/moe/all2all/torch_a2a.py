@@ -1,0 +1,326 @@
+"""All-to-all over torch's Gloo: one message per pair of ranks and direction, of any size, so no counts travel ahead.
+
+A row travels once to each rank that has experts for it, behind an index that says which of them. The results come back
+one per (token, k) pair, because the owner has to add them up in order of k.
+
+T tokens of this rank, K experts per token, D model width, R ranks, e slots of one rank, P rows for this rank's experts,
+B bytes of a row on the wire, n pairs of one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.errors import PeerLost
+from moeserve.moe.all2all.base import All2AllCaps, Early, Inbound, Layout, Ticket
+from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
+from moeserve.moe.all2all.pool import Pool
+from moeserve.moe.all2all.rounds import round_tokens
+from moeserve.moe.all2all.wire import RAW, Wire
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from moeserve.parallel.gloo import Channel, Mail, Mesh
+from moeserve.parallel.members import Members
+
+I64 = NDArray[np.int64]
+
+
+class TorchAll2All:
+    """wire: of dispatched rows; results travel in the model's dtype. max_tokens: of a step on one rank."""
+
+    def __init__(self, wire: Wire, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
+        self.caps = All2AllCaps(
+            name="torch",
+            layouts=frozenset({Layout.GROUPED}),
+            wires=frozenset({wire.name} if wire.name in RAW else RAW),
+            max_tokens=max_tokens,
+            copies=5,
+            devices=frozenset({"cpu"}),
+        )
+        self._wire = wire
+        self._width = hidden_size
+        self._dtype = dtype
+        self._top_k = top_k
+        self._max_tokens = max_tokens  # of one dispatch, from `join` on
+        self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden_size * dtype.itemsize)
+        self._row_bytes = wire.row_bytes(hidden_size)
+        self._mesh: Mesh | None = None
+        self._num_slots = 0
+        self._pools: list[Pool] = []
+
+    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+        self._num_slots = slots_per_rank
+        self._max_tokens = self._round_tokens(members.size)
+        self.caps = replace(self.caps, max_tokens=self._max_tokens)
+        self._pools = [Pool() for _ in range(lanes)]
+        terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, top {self._top_k}"
+        terms += f", {self._max_tokens} tokens, {slots_per_rank} slots, {lanes} lanes"
+        self._mesh = Mesh(members, lanes, "torch", terms)
+        self._mesh.connect()
+
+    def leave(self) -> None:
+        if self._mesh is not None:
+            self._mesh.close()
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            raise PeerLost("this rank has not joined a group yet")
+        return self._mesh
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Dispatched:
+        mesh, pool = self.mesh, self._pools[lane.index]
+        size, me = mesh.members.size, mesh.members.rank
+        limit = self._max_tokens
+        tokens, top_k = routing.ids_TK.shape
+        assert tokens <= limit, f"{tokens} tokens of at most {limit}"
+        assert top_k <= self._top_k, f"{top_k} experts per token of at most {self._top_k}"
+        rows = group_rows(routing.ids_TK, size * self._num_slots)
+        counts_Re = rows.counts_e.reshape(size, self._num_slots)
+        encoded_TB = self._wire.encode(x_TD)
+        letters = self._letters(rows, counts_Re, routing.ids_TK)
+        region = self._index_rows(limit * self._top_k) + limit  # rows of B bytes that any message fits in
+        taken = pool.take(size * region * self._row_bytes)
+        taken_RNB = taken[: size * region * self._row_bytes].view(size, region, self._row_bytes)
+        outbox = pool.take(sum(letter.num_rows for letter in letters) * self._row_bytes)
+        send, start = {}, 0
+        for rank, letter in enumerate(letters):
+            if rank == me:
+                letter.write(encoded_TB, taken_RNB[me])
+                continue
+            end = start + letter.num_rows * self._row_bytes
+            letter.write(encoded_TB, outbox[start:end].view(-1, self._row_bytes))
+            send[rank], start = outbox[start:end], end
+        receive = {rank: taken_RNB[rank].view(-1) for rank in range(size) if rank != me}
+        channel = mesh.channel(lane.index)
+        mail = channel.post(receive, send, lambda: pool.give(outbox))
+        # With one lane nothing could go out early: the lane waits for its rows as soon as they are all sent.
+        early_slots = self._num_slots // 2 if lane.in_turns else 0
+        return _Dispatched(self, channel, mail, routing, rows, pool, taken, taken_RNB, early_slots)
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Combined:
+        ticket.use()
+        trip: _Trip = ticket.private
+        trip.send_all(y)
+        return _Combined(trip, ticket.routing, out_TD)
+
+    def _letters(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> list[_Letter]:
+        """What goes to each rank."""
+        tokens, top_k = ids_TK.shape
+        token_P = rows.order_P.numpy() // top_k
+        ends = counts_Re.sum(1).cumsum()
+        letters = []
+        for rank, counts_e in enumerate(counts_Re):
+            token_n = token_P[_part(ends, rank)]
+            chosen_T = np.zeros(tokens, bool)
+            chosen_T[token_n] = True
+            index = np.concatenate((counts_e, (chosen_T.cumsum() - 1)[token_n])).astype(np.int32)
+            letters.append(_Letter(index, torch.from_numpy(chosen_T.nonzero()[0]), self._index_rows(len(token_n))))
+        return letters
+
+    def _index_rows(self, pairs: int) -> int:
+        """Rows of B bytes that the index of so many pairs takes."""
+        return -(-4 * (self._num_slots + pairs) // self._row_bytes)
+
+    def read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
+        """(rows from each rank for each local slot [R, e], rows of all messages in their order [P], as places in the
+        memory [R * N, B])."""
+        size, region, _ = taken_RNB.shape
+        counts_Re = np.empty((size, self._num_slots), np.int64)
+        places = []
+        for rank in range(size):
+            head = taken_RNB[rank].view(-1).numpy().view(np.int32)
+            counts_Re[rank] = head[: self._num_slots]
+            pairs = int(counts_Re[rank].sum())
+            first = rank * region + self._index_rows(pairs)
+            places.append(first + head[self._num_slots : self._num_slots + pairs].astype(np.int64))
+        return counts_Re, torch.from_numpy(np.concatenate(places))
+
+    def rows_of(self, taken_RNB: Tensor, place_P: Tensor) -> Tensor:
+        """[P, D]: the rows at these places of the memory, decoded."""
+        rows_NB = taken_RNB.view(-1, self._row_bytes).view(torch.int64)
+        return self._wire.decode(rows_NB.index_select(0, place_P).view(torch.uint8), self._dtype, self._width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    """One message: int32 rows of each slot and the row of every pair, filled up to whole rows; then the rows."""
+
+    index: NDArray[np.int32]
+    token_n: Tensor
+    index_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.index_rows + len(self.token_n)
+
+    def write(self, encoded_TB: Tensor, into_NB: Tensor) -> None:
+        into_NB.view(-1)[: self.index.nbytes].numpy().view(np.int32)[:] = self.index
+        rows_nB = into_NB[self.index_rows : self.num_rows].view(torch.int64)
+        torch.index_select(encoded_TB.view(torch.int64), 0, self.token_n, out=rows_nB)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of y's width and dtype in a pool's buffer."""
+
+    buffer: Tensor
+    rows_ND: Tensor
+
+    @classmethod
+    def take(cls, pool: Pool, rows: int, like: Tensor) -> _Rows:
+        num_bytes = rows * like.shape[1] * like.itemsize
+        buffer = pool.take(num_bytes)
+        return cls(buffer, buffer[:num_bytes].view(like.dtype).view(rows, like.shape[1]))
+
+
+class _Trip:
+    """The way back of one dispatch. Its receives are posted before the experts compute, so that results travel as soon
+    as they are sent, and those of the first `early_slots` of every rank are a message of their own.
+
+    rows: own pairs by global slot. counts_Re: rows from each rank for each local slot. place_P: where the inbound rows
+    hold each pair of the messages, in their order. like: for the width and dtype of results.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        pool: Pool,
+        rows: Grouping,
+        counts_Re: I64,
+        place_P: Tensor,
+        like: Tensor,
+        early_slots: int,
+    ) -> None:
+        self.rows = rows
+        self._pool = pool
+        self._counts_Re = counts_Re
+        self._place_P = place_P
+        self._me = channel.mesh.members.rank
+        self._home = _Rows.take(pool, len(rows.order_P), like)
+        size, num_slots = counts_Re.shape
+        self._parts = [slice(start, end) for start, end in ((0, early_slots), (early_slots, num_slots)) if start < end]
+        expected_Re = rows.counts_e.reshape(size, num_slots)
+        self._ends_R = expected_Re.sum(1).cumsum()
+        self.mail = channel.expect(
+            (rank, _bytes(self._home.rows_ND[rows_of]))
+            for part in self._parts
+            for rank, rows_of in self._messages(expected_Re, part)
+        )
+
+    def send(self, y: Tensor) -> None:
+        """The next message to each rank; y holds its results."""
+        messages = list(self._messages(self._counts_Re, self._parts.pop(0)))
+        outbox = _Rows.take(self._pool, sum(rows.stop - rows.start for _, rows in messages), y)
+        send, start = {}, 0
+        for rank, rows in messages:
+            place = self._place_P[rows]
+            into_ND = outbox.rows_ND[start : start + len(place)]
+            torch.index_select(y, 0, place, out=into_ND)
+            send[rank], start = _bytes(into_ND), start + len(place)
+        self.mail.send(send, lambda: self._pool.give(outbox.buffer))
+
+    def send_all(self, y: Tensor) -> None:
+        """What is not sent yet; the own rows need no message."""
+        while self._parts:
+            self.send(y)
+        self.mail.watch()
+        ends_R = self._counts_Re.sum(1).cumsum()
+        mine_ND = self._home.rows_ND[_part(self._ends_R, self._me)]
+        torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
+
+    def take(self) -> Tensor:
+        """All results of the own rows, by global slot, once they are here; `give` lends the memory again."""
+        return self._home.rows_ND
+
+    def give(self) -> None:
+        self._pool.give(self._home.buffer)
+
+    def _messages(self, counts_Re: I64, part: slice) -> Iterator[tuple[int, slice]]:
+        """(rank, rows of its message about these slots) for each other rank that has any; rows are by (rank, slot)."""
+        starts_R = counts_Re.sum(1).cumsum() - counts_Re.sum(1) + counts_Re[:, : part.start].sum(1)
+        ends_R = starts_R + counts_Re[:, part].sum(1)
+        for rank, (start, end) in enumerate(zip(starts_R.tolist(), ends_R.tolist(), strict=True)):
+            if rank != self._me and start < end:
+                yield rank, slice(start, end)
+
+
+def _bytes(rows_ND: Tensor) -> Tensor:
+    return rows_ND.view(torch.uint8).view(-1)
+
+
+@dataclass(slots=True)
+class _Dispatched:
+    owner: TorchAll2All
+    channel: Channel
+    mail: Mail
+    routing: Routing
+    rows: Grouping
+    pool: Pool
+    taken: Tensor
+    taken_RNB: Tensor
+    early_slots: int
+
+    @property
+    def arrived_ns(self) -> int:
+        return self.mail.arrived_ns
+
+    def arrive(self) -> None:
+        pass
+
+    def wait(self, deadline_s: float | None = None) -> Ticket:
+        self.mail.wait(deadline_s)
+        counts_Re, place_M = self.owner.read(self.taken_RNB)
+        order_P, place_P = _by_slot(counts_Re)
+        x_PD = self.owner.rows_of(self.taken_RNB, place_M[order_P])
+        self.pool.give(self.taken)
+        counts_e = counts_Re.sum(0)
+        inbound = Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
+        trip = _Trip(self.channel, self.pool, self.rows, counts_Re, place_P, x_PD, self.early_slots)
+        early = Early(self.early_slots, trip.send) if self.early_slots else None
+        return Ticket(inbound, self.routing, trip, early=early)
+
+
+@dataclass(slots=True)
+class _Combined:
+    trip: _Trip
+    routing: Routing
+    out_TD: Tensor
+
+    @property
+    def arrived_ns(self) -> int:
+        return self.trip.mail.arrived_ns
+
+    def arrive(self) -> None:
+        pass
+
+    def wait(self, deadline_s: float | None = None) -> Tensor:
+        trip = self.trip
+        trip.mail.wait(deadline_s)
+        out_TD = weighted_sum(trip.take(), trip.rows, self.routing, self.out_TD)
+        trip.give()
+        return out_TD
+
+
+def _by_slot(counts_Re: I64) -> tuple[Tensor, Tensor]:
+    """(order, place): pairs sorted by (rank, slot) to (slot, rank), and back.
+
+    [[1, 1], [2, 0]] -> [0, 2, 3, 1], [0, 3, 1, 2]
+    """
+    size, slots = counts_Re.shape
+    slot_M = np.repeat(np.tile(np.arange(slots, dtype=np.int16), size), counts_Re.reshape(-1))
+    order = slot_M.argsort(kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return torch.from_numpy(order), torch.from_numpy(place)
+
+
+def _part(ends: I64, index: int) -> slice:
+    return slice(int(ends[index - 1]) if index else 0, int(ends[index]))

@@ -1,0 +1,101 @@
+"""The map from experts to slots: immutable, versioned, the same on every rank.
+
+L MoE layers, E logical experts, S physical slots of all ranks; slot s is local slot s % slots_per_rank of rank
+s // slots_per_rank. An expert may have several slots (replicas); every expert has one at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.messages import PlacementTable
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """experts_LS: the logical expert in each physical slot. Two ranks with equal versions have equal maps."""
+
+    version: int
+    num_ranks: int
+    num_experts: int
+    experts_LS: I32
+
+    def __post_init__(self) -> None:
+        layers, slots = self.experts_LS.shape
+        if slots % self.num_ranks:
+            raise ValueError(f"{slots} slots cannot be dealt out evenly to {self.num_ranks} ranks")
+        if layers and (self.experts_LS.min(initial=0) < 0 or self.experts_LS.max(initial=0) >= self.num_experts):
+            raise ValueError(f"placement {self.version} names experts outside of 0..{self.num_experts - 1}")
+        present_LE = np.zeros((layers, self.num_experts), np.bool_)
+        np.put_along_axis(present_LE, self.experts_LS, True, axis=1)
+        if not present_LE.all():
+            layer, expert = np.argwhere(~present_LE)[0].tolist()
+            raise ValueError(f"layer {layer} of placement {self.version} lacks expert {expert}")
+
+    @classmethod
+    def initial(cls, num_layers: int, num_experts: int, num_ranks: int, redundant: int = 0) -> Placement:
+        """Experts in order; slots left over are replicas, also in order, until every rank has equally many slots.
+
+        5 experts, 2 ranks -> [0, 1, 2 | 3, 4, 0]
+        """
+        per_rank = -(-(num_experts + redundant) // num_ranks)
+        row = np.arange(per_rank * num_ranks, dtype=np.int32) % num_experts
+        return cls(0, num_ranks, num_experts, np.tile(row, (num_layers, 1)))
+
+    @property
+    def slots_per_rank(self) -> int:
+        return int(self.experts_LS.shape[1]) // self.num_ranks
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.experts_LS.shape[0])
+
+    def local(self, layer: int, rank: int) -> list[int]:
+        """The experts in the local slots of a rank."""
+        per_rank = self.slots_per_rank
+        experts: list[int] = self.experts_LS[layer, rank * per_rank : (rank + 1) * per_rank].tolist()
+        return experts
+
+    def with_layers(self, other: Placement, layers: int, version: int) -> Placement:
+        """The first `layers` layers of `other`, the rest of this one."""
+        if (self.num_ranks, self.experts_LS.shape) != (other.num_ranks, other.experts_LS.shape):
+            raise ValueError(f"placements {self.version} and {other.version} are of different groups")
+        rows_LS = np.concatenate((other.experts_LS[:layers], self.experts_LS[layers:]))
+        return Placement(version, self.num_ranks, self.num_experts, rows_LS)
+
+    def counts(self) -> I32:
+        """Slots of each expert, [L, E]."""
+        layers = np.arange(self.num_layers)[:, None] * self.num_experts
+        counts = np.bincount((self.experts_LS + layers).ravel(), minlength=self.num_layers * self.num_experts)
+        return counts.reshape(self.num_layers, self.num_experts).astype(np.int32)
+
+    def replicas(self, layer: int) -> tuple[I32, I32]:
+        """(slots_EN, counts_E): the slots of each expert in rising order, the last one repeated to the widest row.
+
+        [0, 1, 2 | 3, 4, 0] -> [[0, 5], [1, 1], [2, 2], [3, 3], [4, 4]], [2, 1, 1, 1, 1]
+        """
+        row = self.experts_LS[layer]
+        counts_E = np.bincount(row, minlength=self.num_experts).astype(np.int32)
+        order = row.argsort(kind="stable").astype(np.int32)
+        ends = counts_E.cumsum()
+        columns = np.minimum(np.arange(counts_E.max())[None], counts_E[:, None] - 1) + (ends - counts_E)[:, None]
+        return order[columns], counts_E
+
+    def to_table(self) -> PlacementTable:
+        return PlacementTable(
+            version=self.version,
+            num_ranks=self.num_ranks,
+            slots_per_rank=self.slots_per_rank,
+            num_experts=self.num_experts,
+            experts=self.experts_LS.astype("<i4").tobytes(),
+        )
+
+    @classmethod
+    def from_table(cls, table: PlacementTable) -> Placement:
+        experts = np.frombuffer(table.experts, "<i4").reshape(-1, table.num_ranks * table.slots_per_rank)
+        return cls(table.version, table.num_ranks, table.num_experts, experts.astype(np.int32))

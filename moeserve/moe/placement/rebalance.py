@@ -1,0 +1,163 @@
+"""When to move experts: watches the load of all engines, proposes a placement when it would pay, says why or why not.
+
+NumPy only: it runs in the front end. One placement is on its way at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeserve.messages import ExpertLoad, Placed
+from moeserve.moe.placement.arrange import F64
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.placement.solve import ONE_HOST, Hosts, balance, moved, rank_loads, rescaled, solve
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """When a better placement is worth the way there. Times in seconds in which steps run.
+
+    half_life_s: of what was counted. horizon_s: how long the load is taken to stay as it is. expert_share: part of a
+    step that lasts as long as its fullest rank computes experts. slowdown: part of a step's time that moving takes.
+    margin: gain over cost from which it is done. min_saving: of the experts' time, less is noise. min_tokens: counted
+    per expert and layer on average before anything is decided. bytes_per_s: of one rank, until it was measured.
+    """
+
+    half_life_s: float = 120.0
+    horizon_s: float = 600.0
+    interval_s: float = 30.0
+    expert_share: float = 0.5
+    slowdown: float = 0.2
+    margin: float = 2.0
+    min_saving: float = 0.05
+    min_tokens: float = 100.0
+    bytes_per_s: float = 100e6
+
+
+class Rebalancer:
+    """The placement in force as the front end knows it, the one on its way, and the load that decides about the next.
+
+    `current`: where a Join should bring all ranks. `pending`: what was proposed and is not in force yet. `why`: the
+    last decision, for people. `moved_bytes`: fetched by all ranks that reported, since the start.
+    """
+
+    def __init__(
+        self, placement: Placement, expert_bytes: int, *, hosts: Hosts = ONE_HOST, gate: Gate = Gate()
+    ) -> None:
+        self.current = placement
+        self.pending: Placement | None = None
+        self.why = "nothing was counted yet"
+        self.moved_bytes = 0
+        self.load_LE = np.zeros((placement.num_layers, placement.num_experts))  # fades with half_life_s
+        self._expert_bytes = expert_bytes
+        self._hosts = hosts
+        self._gate = gate
+        self._bytes_per_s = gate.bytes_per_s
+        self._newest = placement.version
+        self._noted_s: float | None = None
+        self._proposed_s = 0.0
+        self._not_before_s = -np.inf
+
+    def note(self, report: ExpertLoad, now_s: float) -> None:
+        """Counts an engine's report. now_s: on any monotonic clock, the same as for `propose`."""
+        counts = np.frombuffer(report.counts, "<i8")
+        if counts.size != self.load_LE.size:
+            raise ValueError(f"a report of {counts.size} counts does not fit {self.load_LE.shape} layers and experts")
+        if self._noted_s is not None and now_s > self._noted_s:
+            self.load_LE *= 0.5 ** ((now_s - self._noted_s) / self._gate.half_life_s)
+        self._noted_s = now_s
+        self.load_LE += counts.reshape(self.load_LE.shape)
+
+    def balance(self) -> F64:
+        """Mean over fullest rank of each layer, [L], for the load as it is and the placement in force."""
+        return balance(rank_loads(self.load_LE, self.current))
+
+    def propose(self, now_s: float, force: bool = False) -> Placement | None:
+        """The placement to send to all engines now, or None; `why` says why.
+
+        force: whatever it costs, if there is any better one. None is proposed while one is on its way.
+        """
+        if self.pending is not None:
+            waited_s = now_s - self._proposed_s
+            self.why = f"placement {self.pending.version} is on its way for {waited_s:.0f} s"
+            return None
+        if not force and (reason := self._too_early(now_s)):
+            self.why = reason
+            return None
+        new = solve(self.load_LE, self.current, self._newest + 1, self._hosts)
+        worth, self.why = self._weigh(new)
+        if not worth and not (force and self._saving(new) > 0):
+            self._not_before_s = now_s + self._gate.interval_s
+            return None
+        if not worth:
+            self.why = f"asked for, though: {self.why}"
+        self.pending, self._newest, self._proposed_s = new, new.version, now_s
+        return new
+
+    def settle(self, notice: Placed, now_s: float) -> bool:
+        """An engine's answer. True when it ends what was pending: `current` is then what is in force on all ranks."""
+        self.moved_bytes += notice.moved_bytes
+        if self.pending is None or notice.version != self.pending.version:
+            return False  # the other engines' answers about the same placement
+        pending, self.pending = self.pending, None
+        self._not_before_s = now_s + self._gate.interval_s
+        if notice.error:
+            self.current = self.current.with_layers(pending, notice.layers, pending.version)
+            kept = f"after {notice.layers} of {pending.num_layers} layers"
+            self.why = f"placement {pending.version} was given up {kept}: {notice.error}"
+            logger.warning("%s", self.why)
+        else:
+            self.current = pending
+            self.why = f"placement {pending.version} is in force since {notice.took_s:.1f} s after it was proposed"
+            if notice.moved_bytes and notice.took_s > 0:
+                # Not what a move took that waited for steps to come: it would forbid all others.
+                self._bytes_per_s = max(notice.moved_bytes / notice.took_s, self._gate.bytes_per_s / 10)
+        return True
+
+    def joined(self, placement: Placement) -> None:
+        """A Join brings all ranks to this placement; whatever was on its way is dropped by every one of them."""
+        if self.pending is not None:
+            logger.warning("placement %d is dropped: the group is formed anew", self.pending.version)
+        self.current, self.pending = placement, None
+        self._newest = max(self._newest, placement.version)
+        self.why = f"placement {placement.version} came with a new epoch"
+
+    def rescaled(self, num_ranks: int, redundant: int) -> Placement:
+        """The placement with which to Join another number of ranks; call `joined` with it then."""
+        load_LE = self.load_LE if self.load_LE.any() else None
+        self._newest += 1
+        return rescaled(self.current, num_ranks, redundant, self._newest, load_LE)
+
+    def _too_early(self, now_s: float) -> str:
+        if now_s < self._not_before_s:
+            return self.why
+        counted = self.load_LE.mean(1).min()
+        if counted < self._gate.min_tokens:
+            return f"{counted:.0f} tokens per expert were counted of late; {self._gate.min_tokens:.0f} are needed"
+        return ""
+
+    def _saving(self, new: Placement) -> float:
+        """The part of the experts' time that the new placement saves, if all layers wait for their fullest rank."""
+        before, after = (rank_loads(self.load_LE, p).max(1).sum() for p in (self.current, new))
+        return 1 - float(after / before) if before else 0.0
+
+    def _weigh(self, new: Placement) -> tuple[bool, str]:
+        gate, saving = self._gate, self._saving(new)
+        even = f"mean/fullest rank is {self.balance().mean():.2f}"
+        if saving < gate.min_saving:
+            return False, f"{even}; another placement would save {saving:.1%} of the experts' time: not worth it"
+        num_bytes = int(moved(self.current, new).max()) * self._expert_bytes
+        gain_s = saving * gate.expert_share * gate.horizon_s
+        cost_s = num_bytes / self._bytes_per_s * gate.slowdown
+        worth = gain_s > gate.margin * cost_s
+        better = balance(rank_loads(self.load_LE, new)).mean()
+        what = (
+            f"{even}; placement {new.version} would make it {better:.2f} and save {gain_s:.1f} s of "
+            f"{gate.horizon_s:.0f} s; moving {num_bytes / 1e6:.0f} MB to a rank costs {cost_s:.1f} s"
+        )
+        return worth, what if worth else f"{what}: not worth it"

@@ -1,0 +1,113 @@
+"""When a step runs in two lanes: `--dbo on` whenever there is something to cut, `auto` where measurements say it pays.
+
+Two lanes hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be known
+beforehand, so both ways are measured: per phase and size of step, the time per token with one lane, the part of it
+that was spent waiting, and the time per token with two. The other way is tried now and then, where it could win at
+all, out of a budget: what trials have lost so far never exceeds a hundredth of all time by more than one trial.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moeserve.engine.plan import StepPlan, StepResult
+
+WEIGHT = 0.3  # of the newest sample in an average
+WARM = 3  # samples of the present way before the other one is tried
+PERIOD = 8  # steps of the group from one occasion for a trial to the next
+TRIAL = 3  # steps of a trial
+BUDGET = 0.01  # of all time, that trials may lose
+WORTH = 0.03  # of a step's time: two lanes must be that much faster, and waiting that long, to be used, or tried
+
+
+@dataclass(slots=True)
+class _Average:
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, sample: float) -> None:
+        self.count += 1
+        self.value += max(WEIGHT, 1 / self.count) * (sample - self.value)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Microseconds per token."""
+
+    one: _Average = field(default_factory=_Average)
+    exposed: _Average = field(default_factory=_Average)
+    two: _Average = field(default_factory=_Average)
+    warm: bool = False  # the first step in two lanes meets cold threads and caches, and does not count
+
+    @property
+    def two_pay(self) -> bool:
+        return self.two.count > 0 and self.two.value < (1 - WORTH) * self.one.value
+
+    @property
+    def worth_a_trial(self) -> bool:
+        """More than all waiting cannot be saved."""
+        if self.two_pay:
+            return self.two.count >= WARM
+        return self.one.count >= WARM and self.exposed.value > WORTH * self.one.value
+
+
+class OverlapPolicy:
+    """One engine's. One thread may ask while another one notes.
+
+    Two lanes need the consent of all engines, so all must try at the same time: occasions for a trial are counted in
+    steps of the group. `lanes_ok` is called once per such step, `note` with every result, and `restart` when the
+    group is formed anew.
+    """
+
+    def __init__(self, mode: Literal["auto", "on", "off"]) -> None:
+        self._mode = mode
+        self._buckets: dict[tuple[bool, int], _Bucket] = {}
+        self._step = 0
+        self._total_us = 0.0
+        self._lost_us = 0.0  # by trials
+        self._trials: dict[int, int] = {}  # plan -> lanes that it was to try
+
+    def restart(self) -> None:
+        """The group counts its steps from zero again; what was measured stays."""
+        self._step = 0
+        self._trials.clear()
+
+    def lanes_ok(self, plan: StepPlan | None) -> bool:
+        """Whether this engine wants two lanes for its next step, or has nothing to lose by them (None: no tokens)."""
+        occasion = self._step % PERIOD >= PERIOD - TRIAL
+        self._step += 1
+        if self._mode != "auto" or plan is None or not len(plan.slots_R):
+            return self._mode != "off"
+        bucket = self._buckets.get(_key(plan))
+        if bucket is None:
+            return False
+        if occasion and bucket.worth_a_trial and self._lost_us <= BUDGET * self._total_us:
+            self._trials[plan.step] = 1 if bucket.two_pay else 2
+            return not bucket.two_pay
+        return bucket.two_pay
+
+    def note(self, plan: StepPlan, result: StepResult) -> None:
+        """Learns from a step that this engine had tokens in; others are ignored."""
+        if self._mode != "auto" or plan.agreed is None or not len(plan.slots_R):
+            return
+        lanes = plan.agreed.lanes
+        bucket = self._buckets.setdefault(_key(plan), _Bucket())
+        # The engine with most tokens sets the pace: they are what the time was for.
+        tokens = max(sum(plan.agreed.most_tokens), plan.num_tokens)
+        self._total_us += result.device_us
+        if self._trials.pop(plan.step, 0) == lanes:
+            usual = bucket.one if lanes == 2 else bucket.two
+            self._lost_us += max(0.0, result.device_us - usual.value * tokens)
+        if lanes == 1:
+            bucket.one.add(result.device_us / tokens)
+            bucket.exposed.add(result.exposed_comm_us / tokens)
+        elif bucket.warm:
+            bucket.two.add(result.device_us / tokens)
+        bucket.warm |= lanes == 2
+
+
+def _key(plan: StepPlan) -> tuple[bool, int]:
+    """Steps that cost about the same per token: decode or not, and tokens in steps of a factor 1.4."""
+    return int(plan.counts_R.max()) == 1, round(2 * math.log2(plan.num_tokens))

@@ -1,0 +1,344 @@
+"""This rank's experts on the move: prepared in the background, layer by layer, put in force between two steps.
+
+How all ranks change a layer between the same two steps: every rank says in its vote how far it is (`placed`), the
+least of these numbers comes back with the step's decision, and `commit` brings it in force. The numbers:
+
+    version * (layers + 1) + n   the first n layers of that placement are prepared here, or in force
+    -version                     this rank had to give that placement up
+
+A rank prepares the next layer only when the one before is in force everywhere, so the number that is agreed on is at
+most one layer ahead. If one rank gives up, all learn it with the same step: layers in force stay so, on all ranks
+alike, the others stay as they were; that mixture counts as the placement of this version from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import ConfigError, MoeserveError
+from moeserve.loader.experts import Work
+from moeserve.messages import Placed, PlacementTable
+from moeserve.moe.layer import MoELayer
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.slots import SlotMap
+from moeserve.runner.pace import Cancelled, Pace
+
+logger = logging.getLogger(__name__)
+_ELSEWHERE = "another rank gave it up"
+
+# (layer, expert, work) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
+Read = Callable[[int, int, Work], tuple[Tensor, Tensor]]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The next layer of a placement, ready to be put in force."""
+
+    local: list[int]  # the expert in each local slot
+    ones: list[tuple[int, Any]]  # local slot, packed expert: what changes
+    slots: SlotMap
+
+
+@dataclass(slots=True)
+class _Move:
+    """A placement on its way into force."""
+
+    version: int
+    target: Placement | None = None  # None: not looked at yet
+    ready: int = 0  # layers that are prepared or in force
+    done: int = 0  # layers in force
+    staged: _Layer | None = None
+    moved_bytes: int = 0
+    error: str = ""
+    began_s: float = field(default_factory=time.monotonic)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class ExpertStore:
+    """Which experts this rank has, and how that changes. Create it in the runner's thread, after the model is built.
+
+    read: brings one expert from the checkpoint. on_placed: hears once, from any thread, of every placement that was
+    given to `prepare`, unless `load_all` came before its end. `prepare` and `placed` are for any thread; `commit` and
+    `load_all` for the runner's.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        read: Read,
+        rank: int,
+        placement: Placement,
+        on_placed: Callable[[Placed], None] = lambda placed: None,
+    ) -> None:
+        assert len(layers) == placement.num_layers, (len(layers), placement.num_layers)
+        self.on_placed = on_placed
+        self._layers = tuple(layers)
+        self._read = read
+        self._rank = rank
+        self._placement = placement  # in force, where no layer of `_move` is
+        self._local = [placement.local(layer, rank) for layer in range(len(layers))]  # in force
+        self._heard = placement.version  # the newest version that ever reached this rank
+        self._gone: set[int] = set()  # versions that the group gave up before they reached this rank
+        self._waiting: deque[PlacementTable] = deque()
+        self._move: _Move | None = None
+        self._busy = False  # the thread works on `_move`
+        self._closed = False
+        self._changed = threading.Condition()
+        threads, started = torch.get_num_threads(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="expert mover", daemon=True)
+        self._thread.start()
+        started.wait()
+        torch.set_num_threads(threads)
+
+    @property
+    def version(self) -> int:
+        """Of the placement whose layers are all in force; one that is given up counts with the layers it got."""
+        return self._placement.version
+
+    @property
+    def placed(self) -> int:
+        """How far this rank is, for the vote."""
+        move = self._move  # no lock: a number that is out of date says less than is true
+        if move is None:
+            return self._number(self._placement.version, len(self._layers))
+        return -move.version if move.error else self._number(move.version, move.ready)
+
+    def prepare(self, table: PlacementTable) -> None:
+        """Begins to bring a placement here; one that is still on its way is finished first."""
+        with self._changed:
+            known, self._heard = self._heard, max(self._heard, table.version)
+            gone = table.version in self._gone
+            self._gone.discard(table.version)
+            if not gone and table.version > known:
+                self._waiting.append(table)
+                self._changed.notify_all()
+                return
+        why = _ELSEWHERE if gone else f"version {known} was here before: versions must grow"
+        self.on_placed(Placed(version=table.version, error=why))
+
+    @torch.inference_mode()
+    def commit(self, placed: int) -> None:
+        """Puts in force what the group agreed on: the least of all ranks' `placed`. Any number of times."""
+        with self._changed:
+            notice = self._give_up(-placed) if placed < 0 else self._advance(*divmod(placed, len(self._layers) + 1))
+        if notice is not None:
+            self.on_placed(notice)
+
+    @torch.inference_mode()
+    def load_all(self, table: PlacementTable, rank: int | None = None) -> None:
+        """Brings every layer to this placement, whatever is here now, and drops what is on its way. Blocks.
+
+        rank: this rank's place in it, if that changed too. Raises CheckpointError when an expert cannot be read, and
+        ConfigError when the placement is of another model; call it again then, or stop.
+        """
+        target = self._checked(table)
+        self._drop_all()
+        self._rank = self._rank if rank is None else rank
+        assert 0 <= self._rank < target.num_ranks, (self._rank, target.num_ranks)
+        began_s, num_bytes = time.monotonic(), 0
+        for index, layer in enumerate(self._layers):
+            num_bytes += self._load_layer(index, layer, target)
+        with self._changed:
+            self._placement = target
+            self._heard = max(self._heard, target.version)
+            self._gone.clear()
+        if num_bytes:
+            took_s = time.monotonic() - began_s
+            logger.info("placement %d: %.1f MB read in %.1f s", target.version, num_bytes / 1e6, took_s)
+
+    def close(self) -> None:
+        """Ends the background thread; what is in force stays."""
+        self._drop_all()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # In the runner's thread.
+
+    def _number(self, version: int, layers: int) -> int:
+        return version * (len(self._layers) + 1) + layers
+
+    def _advance(self, version: int, layers: int) -> Placed | None:
+        """Layers 0..layers-1 of `version` are ready on all ranks."""
+        move = self._move
+        if move is None or move.version != version:
+            # What was agreed on before a Join, or long ago. A version that never came cannot have been agreed on.
+            newest = max(self._heard, self._placement.version)
+            assert version <= newest, f"agreed on placement {version}, newest here is {newest}"
+            return None
+        assert layers <= move.ready, f"agreed on {layers} layers of placement {version}, {move.ready} are ready here"
+        if layers <= move.done:
+            return None
+        assert move.staged is not None
+        layer = self._layers[move.done]
+        for slot, one in move.staged.ones:
+            layer.experts.put(layer.packed, slot, one)
+        layer.slots = move.staged.slots
+        self._local[move.done] = move.staged.local
+        move.staged = None
+        move.done += 1
+        self._changed.notify_all()
+        return self._end(move) if move.done == len(self._layers) else None
+
+    def _give_up(self, version: int) -> Placed | None:
+        """Some rank could not go on with `version`, and all hear of it now."""
+        move = self._move
+        if move is not None and move.version == version:
+            move.error = move.error or _ELSEWHERE
+            return self._end(move)
+        waiting = [table for table in self._waiting if table.version == version]
+        if not waiting and version <= self._heard:
+            return None  # it is over, or from before a Join
+        self._placement = replace(self._placement, version=version)
+        if not waiting:
+            self._gone.add(version)
+            return None
+        self._waiting.remove(waiting[0])
+        return Placed(version=version, error=_ELSEWHERE)
+
+    def _end(self, move: _Move) -> Placed:
+        """The move is over, for better or worse."""
+        move.cancelled.set()
+        rows = move.target or self._placement
+        self._placement = self._placement.with_layers(rows, move.done, move.version)
+        self._move = None
+        self._changed.notify_all()
+        took_s = time.monotonic() - move.began_s
+        version = move.version
+        if move.error:
+            logger.warning("placement %d ends after %d of its layers: %s", version, move.done, move.error)
+        else:
+            logger.info("placement %d is in force: %.1f MB read in %.1f s", version, move.moved_bytes / 1e6, took_s)
+        return Placed(version=version, layers=move.done, moved_bytes=move.moved_bytes, took_s=took_s, error=move.error)
+
+    def _drop_all(self) -> None:
+        """Forgets what is on its way, except layers that are in force; returns when the thread is idle."""
+        with self._changed:
+            self._waiting.clear()
+            if self._move is not None:
+                self._move.cancelled.set()
+                self._move = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._busy)
+
+    def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
+        """One layer, with what is here and otherwise from the checkpoint; the number of bytes that were read."""
+        here = self._local[index]
+        wanted = target.local(index, self._rank)
+        ones, num_bytes = self._bring(index, wanted, lambda num_bytes: None)
+        if len(wanted) == len(here):
+            for slot, one in ones:
+                layer.experts.put(layer.packed, slot, one)
+        else:
+            new = dict(ones)
+            keep = [new[s] if s in new else layer.experts.take(layer.packed, s) for s in range(len(wanted))]
+            layer.packed = layer.experts.stack(keep)
+        layer.slots = SlotMap(target, index, layer.slots.device)
+        self._local[index] = wanted
+        return num_bytes
+
+    # In either thread, never in both at once.
+
+    def _checked(self, table: PlacementTable) -> Placement:
+        try:
+            placement = Placement.from_table(table)
+        except ValueError as error:
+            raise ConfigError(f"placement {table.version} is damaged: {error}") from None
+        got = placement.num_layers, placement.num_experts
+        if got != (here := (self._placement.num_layers, self._placement.num_experts)):
+            raise ConfigError(f"placement {table.version} is for (layers, experts) {got}, this model has {here}")
+        return placement
+
+    def _bring(self, index: int, wanted: list[int], work: Work) -> tuple[list[tuple[int, Any]], int]:
+        """((local slot, packed expert) for each slot that changes, bytes that were read for them)"""
+        layer, here = self._layers[index], self._local[index]
+        changed = [(slot, e) for slot, e in enumerate(wanted) if slot >= len(here) or here[slot] != e]
+        ones: dict[int, Any] = {}
+        num_bytes = 0
+        for _, expert in changed:
+            if expert in ones:
+                continue
+            if expert in here:
+                ones[expert] = layer.experts.take(layer.packed, here.index(expert))
+            else:
+                w13_FD, w2_DI = self._read(index, expert, work)
+                num_bytes += w13_FD.nbytes + w2_DI.nbytes
+                ones[expert] = layer.experts.pack_slot(w13_FD, w2_DI)
+            work(0)
+        return [(slot, ones[e]) for slot, e in changed], num_bytes
+
+    # In the background thread.
+
+    def _run(self, started: threading.Event) -> None:
+        torch.set_num_threads(1)  # in this thread, and (until `__init__` sets it again) in those that start later
+        started.set()
+        while (job := self._next()) is not None:
+            move, table = job
+            try:
+                self._prepare(move, table)
+            except Cancelled:
+                pass
+            except Exception as error:
+                self._fail(move, error)
+
+    def _next(self) -> tuple[_Move, PlacementTable] | None:
+        """The next placement to prepare, when none is on its way any more; None: it is time to end."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or (self._waiting and self._move is None))
+            if self._closed:
+                return None
+            self._busy = True
+            table = self._waiting.popleft()
+            self._move = _Move(table.version)
+            return self._move, table
+
+    @torch.inference_mode()
+    def _prepare(self, move: _Move, table: PlacementTable) -> None:
+        target = self._checked(table)
+        shape, here = ((p.num_ranks, p.slots_per_rank) for p in (target, self._placement))
+        if shape != here:
+            raise ConfigError(
+                f"it is for (ranks, slots of a rank) {shape}, this group has {here}: only a Join changes that"
+            )
+        move.target = target
+        pace = Pace(move.cancelled)
+        for index, layer in enumerate(self._layers):
+            local = target.local(index, self._rank)
+            ones, num_bytes = self._bring(index, local, pace)
+            staged = _Layer(local, ones, SlotMap(target, index, layer.slots.device))
+            if staged.slots.device.type == "cuda":
+                torch.cuda.synchronize(staged.slots.device)
+            self._offer(move, staged, num_bytes)
+
+    def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:
+        """Lets the vote know of the next layer, and waits until it is in force on all ranks."""
+        with self._changed:
+            if move.cancelled.is_set():
+                raise Cancelled
+            layers = move.ready + 1
+            move.staged = staged
+            move.moved_bytes += num_bytes
+            move.ready = layers
+            self._changed.wait_for(lambda: move.done == layers or move.cancelled.is_set())
+            if move.done < layers:
+                raise Cancelled
+
+    def _fail(self, move: _Move, error: Exception) -> None:
+        """From now on this rank's votes tell the others to give up, too."""
+        with self._changed:
+            if move.cancelled.is_set():
+                return
+            move.error = str(error) if isinstance(error, MoeserveError) else f"{type(error).__name__}: {error}"
+        logger.error("placement %d cannot be prepared: %s", move.version, move.error)

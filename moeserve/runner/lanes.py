@@ -1,0 +1,223 @@
+"""A step on its way through the model in one lane or in two (dual-batch overlap).
+
+Two lanes are two halves of the step's tokens. The second one runs in a thread of its own that lives as long as the
+runner; the baton lets one of them work at a time, so they share everything but their scratch and their channel.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.engine.plan import Agreed
+from moeserve.layers.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.messages import TraceEvent
+from moeserve.moe.baton import Baton
+from moeserve.moe.lane import Lane, peak_over_mean
+from moeserve.runner.model import Model
+
+T = TypeVar("T")
+ALONE = Agreed(step=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """What the lanes of one step measured together. load_LE: rows per MoE layer and logical expert, [0, 0] if none."""
+
+    comm_us: int
+    exposed_us: int
+    load_LE: NDArray[np.int64]
+    peak_over_mean: float
+    events: tuple[TraceEvent, ...]
+
+
+class LaneRunner:
+    """Runs steps in `lanes`, of which a step uses the first or all. To be used by one thread at a time.
+
+    tp_size: ranks that share the engine's rows, each of which sends its part to the experts.
+    """
+
+    def __init__(self, num_lanes: int = 1, tp_size: int = 1) -> None:
+        assert 1 <= num_lanes <= 2, num_lanes
+        self.lanes = tuple(Lane(index) for index in range(num_lanes))
+        self._tp_size = tp_size
+        self._second = _LaneThread()
+
+    def forward(self, model: Model, step: StepInputs, cut: int, agreed: Agreed | None, kv: Sequence[LayerKV]) -> Tensor:
+        """Hidden states [T, D] of all tokens, in order. With two lanes agreed, the first one has `cut` of them.
+
+        An error in a lane ends both and is raised here, the first one if there are several; the next step may follow.
+        """
+        agreed = agreed or ALONE
+        if agreed.lanes == 1:
+            return self._run(agreed, [lambda lane: model.forward(step, kv, lane)])[0]
+        works = [_work(model, part, kv) for part in split(step, cut)]
+        parts = [hidden for hidden in self._run(agreed, works) if hidden is not None]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def serve(self, model: Model, agreed: Agreed) -> None:
+        """Takes part in a step in which this rank has no tokens."""
+
+        def work(lane: Lane) -> None:
+            model.serve(lane)
+
+        self._run(agreed, [work] * agreed.lanes)
+
+    def take_meter(self) -> Meter:
+        """What was measured since the last call; to be called after each step."""
+        loads = [lane.take_load() for lane in self.lanes]
+        tables = [table for table, _ in loads if len(table)]
+        load_LE = np.sum(tables, axis=0) if tables else np.zeros((0, 0), np.int64)
+        meters = [lane.meter for lane in self.lanes]
+        meter = Meter(
+            comm_us=sum(meter.comm_ns for meter in meters) // 1000,
+            exposed_us=sum(meter.exposed_ns for meter in meters) // 1000,
+            load_LE=load_LE,
+            peak_over_mean=peak_over_mean(load_LE),
+            events=tuple(event for meter in meters for event in meter.events or ()),
+        )
+        for one in meters:
+            one.reset(trace=False)
+        return meter
+
+    def close(self) -> None:
+        """Ends the second lane's thread; returns when it is gone."""
+        self._second.stop()
+
+    def _run(self, agreed: Agreed, works: Sequence[Callable[[Lane], T]]) -> list[T]:
+        """What each lane's work returned."""
+        # The same number of rounds in both lanes: with fewer, one would run ahead of the other, layer by layer.
+        most_tokens = -(-max(agreed.most_tokens) // self._tp_size)
+        for lane in self.lanes:
+            lane.most_tokens = most_tokens
+            lane.take_load()
+            lane.meter.reset(agreed.trace)
+        if len(works) == 1:
+            return [_timed(works[0], self.lanes[0])]
+        return self._in_turns(works)
+
+    def _in_turns(self, works: Sequence[Callable[[Lane], T]]) -> list[T]:
+        first, second = self.lanes
+        baton = Baton(2)
+        first.couple(baton, second)
+        second.couple(baton, first)
+        results: dict[int, T] = {}
+
+        def run(lane: Lane) -> None:
+            try:
+                lane.enter()
+                results[lane.index] = _timed(works[lane.index], lane)
+                lane.leave()
+            except BaseException as exc:
+                lane.fail(exc)
+
+        self._second.start(_like_here(lambda: run(second)))
+        run(first)
+        self._second.join()
+        if baton.error is None:
+            return [results[0], results[1]]
+        try:
+            raise baton.error
+        finally:
+            baton.error = None  # the traceback holds this frame, the frame would hold the traceback
+
+
+def split(step: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
+    """The first `cut` tokens and the others; a row that the cut goes through is in both, and samples are in neither.
+
+    rows of 2 and 4 tokens from positions 0 and 7, cut 3 -> rows of 2 and 1 from 0 and 7; a row of 3 from 8
+    """
+    offsets = step.offsets_R1
+    assert 0 <= cut <= offsets[-1], (cut, offsets)
+    ends = int(np.searchsorted(offsets, cut))  # rows that begin before the cut
+    begins = int(np.searchsorted(offsets, cut, side="right")) - 1  # the row of the first token after it
+    starts = step.starts_R[begins:].copy()
+    if len(starts):
+        starts[0] += cut - offsets[begins]
+    first = _part(step, slice(0, cut), slice(0, ends), np.minimum(offsets[: ends + 1], cut), step.starts_R[:ends])
+    later = np.maximum(offsets[begins:] - cut, 0)
+    return first, _part(step, slice(cut, None), slice(begins, None), later, starts)
+
+
+def _part(
+    step: StepInputs, tokens: slice, rows: slice, offsets_R1: NDArray[np.int32], starts_R: NDArray[np.int32]
+) -> StepInputs:
+    groups = tuple(
+        GroupInputs(group.cells_T[tokens], group.blocks_RN[rows], group.block_size, group.window)
+        for group in step.groups
+    )
+    return StepInputs(step.ids_T[tokens], step.positions_T[tokens], groups, step.sample_S[:0], offsets_R1, starts_R)
+
+
+def _work(model: Model, part: StepInputs, kv: Sequence[LayerKV]) -> Callable[[Lane], Tensor | None]:
+    """A half without tokens still takes part in all that the other ranks do in its lane."""
+
+    def run(lane: Lane) -> Tensor | None:
+        if len(part.ids_T):
+            return model.forward(part, kv, lane)
+        model.serve(lane)
+        return None
+
+    return run
+
+
+def _timed(work: Callable[[Lane], T], lane: Lane) -> T:
+    lane.meter.resume()
+    result = work(lane)
+    lane.meter.work("output", -1)
+    return result
+
+
+def _like_here(job: Callable[[], None]) -> Callable[[], None]:
+    """The job for another thread, with this one's torch settings: both are per thread."""
+    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+
+    def run() -> None:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        with torch.inference_mode(inference):
+            job()
+
+    return run
+
+
+class _LaneThread:
+    """Runs one job at a time, in a thread that starts with the first job and ends with `stop`."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """The job must not raise."""
+        if self._thread is None:
+            args = self._jobs, self._done
+            self._thread = threading.Thread(target=_run_jobs, args=args, name="lane 1", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def join(self) -> None:
+        """Returns when the job is done."""
+        self._done.get()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None], done: queue.SimpleQueue[None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # a parked thread must not keep a step's tensors alive
+        done.put(None)

@@ -1,0 +1,136 @@
+"""What ties a rank to the others: the rows of its MoE layers, the gathers of its engine, the placement of experts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moeserve.messages import Placed, PlacementTable
+from moeserve.moe.all2all.base import All2All, Done, Ticket
+from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.all2all.wire import Wire
+from moeserve.moe.lane import Lane
+from moeserve.moe.layer import MoELayer
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.routing import Routing
+from moeserve.ops.native import native
+from moeserve.parallel.members import Members
+from moeserve.parallel.shm import ShmTensor
+from moeserve.parallel.tensor import ALONE, GlooTensor, TensorParallel
+from moeserve.parallel.world import World
+from moeserve.runner.experts import ExpertStore, Read
+
+log = logging.getLogger(__name__)
+
+
+def make_tensor(world: World, num_channels: int) -> TensorParallel:
+    """How the ranks of an engine gather what each has computed. They share a machine, so shared memory serves best."""
+    if world.tp_size == 1:
+        return ALONE
+    kind = GlooTensor if native() is None else ShmTensor
+    return kind(world.tp_rank, world.tp_size, num_channels)
+
+
+class Peers:
+    """Until the first `join` a rank computes alone, for warmth: whatever is routed goes to its own experts.
+
+    placement: where the experts are, None for a model without any. wire: that their rows travel in. read: brings one of
+    them from the checkpoint, None if they never move. on_placed: hears what became of each placement that was prepared,
+    from any thread. Create it in the runner's thread, where all belongs but `leave`, `prepare`, `placed` and `moving`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        tp: TensorParallel,
+        rank: int,
+        placement: Placement | None,
+        wire: Wire,
+        read: Read | None,
+        num_lanes: int,
+        on_placed: Callable[[Placed], None],
+    ) -> None:
+        self._layers = tuple(layers)
+        self._tp = tp
+        self._num_lanes = num_lanes
+        self._on_placed = on_placed
+        self._all2all = self._layers[0].all2all if self._layers else None  # one for all layers
+        self._alone: LocalAll2All | None = None  # in its place until there are others
+        self._slots_per_rank = 0 if placement is None else placement.slots_per_rank
+        self._expected = 0  # the newest placement that was given to `prepare`
+        self._store: ExpertStore | None = None
+        if placement is not None and not isinstance(self._all2all, LocalAll2All):
+            self._alone = OwnExperts(placement.slots_per_rank, wire)
+            self._use(self._alone)
+            if read is not None:
+                self._store = ExpertStore(layers, read, rank, placement, on_placed)
+
+    def _use(self, all2all: All2All) -> None:
+        for layer in self._layers:
+            layer.all2all = all2all
+
+    def join(self, members: Members, table: PlacementTable | None) -> None:
+        """Brings the experts of `table` here and meets the members. Raises PeerLost when not all of them come."""
+        if self._store is not None and table is not None:
+            self._store.load_all(table, members.rank)
+            self._slots_per_rank = table.slots_per_rank
+            self._expected = 0
+        if self._all2all is not None:
+            backend = self._alone if self._alone is not None and members.size == 1 else self._all2all
+            backend.join(members, self._slots_per_rank, self._num_lanes)
+            self._use(backend)
+            if (limit := backend.caps.max_tokens) is not None:
+                log.debug("rows of up to %d tokens of each rank travel at once", limit)
+        self._tp.join(members)
+        log.info("rank %d of %d joined epoch %d", members.rank, members.size, members.epoch)
+
+    @property
+    def copies(self) -> int:
+        """Of rows received from others, while experts compute on them."""
+        return 0 if self._all2all is None else self._all2all.caps.copies
+
+    def leave(self) -> None:
+        """Drops all connections, at any time and from any thread: a step that waits for a peer gets PeerLost."""
+        if self._all2all is not None:
+            self._all2all.leave()
+        self._tp.leave()
+
+    def prepare(self, table: PlacementTable) -> None:
+        """Begins to bring a placement here in the background."""
+        if self._store is None:
+            self._on_placed(Placed(version=table.version, error="this rank has all experts, or there are none"))
+            return
+        self._expected = max(self._expected, table.version)
+        self._store.prepare(table)
+
+    @property
+    def placed(self) -> int:
+        """How far that is, for the vote; see `ExpertStore`."""
+        return 0 if self._store is None else self._store.placed
+
+    @property
+    def moving(self) -> bool:
+        """Whether a placement is on its way into force."""
+        return self._store is not None and self._store.version < self._expected
+
+    def commit(self, placed: int) -> None:
+        """Puts in force what all ranks have prepared."""
+        if self._store is not None:
+            self._store.commit(placed)
+
+    def close(self) -> None:
+        self.leave()
+        if self._store is not None:
+            self._store.close()
+
+
+class OwnExperts(LocalAll2All):
+    """For a rank without others. During warm-up, when it has not all experts, slots of others become its own: then all
+    is right but the values."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Done[Ticket]:
+        ids_TK = torch.where(routing.ids_TK < 0, routing.ids_TK, routing.ids_TK % self._num_slots)
+        return super().dispatch(x_TD, Routing(ids_TK, routing.weights_TK), lane)

@@ -1,0 +1,167 @@
+"""GET /v1/experts: where experts are, how busy they are, and how the engines fare; once, or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from moeserve.errors import NotFound
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.stats import EngineStats
+from moeserve.launch.view import EngineView, ExpertsView, FleetView
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.placement.solve import balance, rank_loads
+from moeserve.server.answer import check_unknown, json_answer
+from moeserve.server.context import Call
+from moeserve.server.experts_protocol import (
+    BalanceStatus,
+    DecisionStatus,
+    EngineStatus,
+    ExpertsResponse,
+    LoadStatus,
+    PlacementStatus,
+    RankStatus,
+    RebalancingStatus,
+)
+from moeserve.server.query import number, switch
+from moeserve.server.sse import DONE, SseStream
+
+INTERVAL_S = (0.1, 60.0)
+
+
+async def experts(call: Call) -> web.StreamResponse:
+    """One answer, or with `stream=true` (or `Accept: text/event-stream`) one every `interval_s` seconds."""
+    front, _ = call.context.serving()
+    query = call.request.query
+    check_unknown(call, sorted(query.keys() - {"stream", "interval_s"}))
+    interval_s = number(query, "interval_s", 1.0, *INTERVAL_S)
+    streams = switch(query, "stream", "text/event-stream" in call.request.headers.get("Accept", ""))
+    answer = experts_response(front)
+    return await _stream(call, front, interval_s) if streams else json_answer(call, answer)
+
+
+async def _stream(call: Call, front: FrontEnd, interval_s: float) -> web.StreamResponse:
+    """Ends with [DONE] when the server drains."""
+    stream = SseStream(call.request, call.headers())
+    stopping = asyncio.ensure_future(front.stopping())
+    call.context.streams.add(stream)
+    try:
+        await stream.start()
+        while not stopping.done():
+            await stream.send(b"data: " + msgspec.json.encode(experts_response(front)) + b"\n\n")
+            await asyncio.wait([stopping], timeout=interval_s)
+        await stream.send(DONE)
+    finally:
+        stopping.cancel()
+        call.context.streams.discard(stream)
+        with suppress(asyncio.CancelledError):
+            await stopping
+    return await stream.finish()
+
+
+def experts_response(front: FrontEnd) -> ExpertsResponse:
+    """Raises NotFound for a model without experts."""
+    view = front.watch.view(front.state, front.ready)
+    if view.experts is None:
+        raise NotFound("there are no experts to watch: the model is dense; see /metrics")
+    shown = view.experts
+    placement = Placement.from_table(shown.placement)
+    shape = placement.num_layers, placement.num_experts
+    total_LE = np.frombuffer(shown.counts, "<i8").reshape(shape)
+    recent_LE = np.frombuffer(shown.recent, "<f8").reshape(shape)
+    loads_LR = rank_loads(recent_LE, placement)
+    return ExpertsResponse(
+        created=time.time(),
+        dealt_out=view.together,
+        dp=view.dp,
+        tp=view.tp,
+        epoch=view.epoch,
+        complete=view.complete,
+        waiting=view.waiting,
+        num_layers=shape[0],
+        num_experts=shape[1],
+        engines=[_engine(engine, front.stats.engines[engine.rank]) for engine in view.engines],
+        ranks=_ranks(view, placement, loads_LR.sum(0)),
+        balance=_balance(balance(loads_LR), balance(recent_LE)),
+        load=LoadStatus(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
+        placement=PlacementStatus(
+            version=placement.version,
+            slots_per_rank=placement.slots_per_rank,
+            experts=placement.experts_LS.tolist(),
+        ),
+        rebalancing=_rebalancing(front, shown),
+    )
+
+
+def _engine(engine: EngineView, stats: EngineStats) -> EngineStatus:
+    last = stats.last
+    return EngineStatus(
+        engine=engine.rank,
+        host=engine.host,
+        pid=engine.pid,
+        state=engine.state,
+        epoch=engine.epoch,
+        restarts=engine.restarts,
+        requests=engine.num_requests,
+        running=last.num_running if last else 0,
+        waiting=last.num_waiting if last else 0,
+        steps=stats.steps,
+        step_s=last.device_us / 1e6 if last else 0.0,
+        mean_step_s=stats.mean_step_s,
+        vote_s=last.vote_us / 1e6 if last else 0.0,
+        lanes=last.lanes if last else 1,
+        comm_s=stats.comm_s,
+        exposed_comm_s=stats.exposed_comm_s,
+        overlap_efficiency=stats.overlap_efficiency,
+    )
+
+
+def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[RankStatus]:
+    alone = view.dp * view.tp == 1
+    counted = loads_R.sum() > 0 and (view.together or alone)
+    return [
+        RankStatus(
+            rank=rank,
+            engine=rank // view.tp,
+            tp_rank=rank % view.tp,
+            slots=placement.slots_per_rank,
+            share=round(float(loads_R[rank] / loads_R.sum()), 4) if counted and rank < len(loads_R) else None,
+        )
+        for rank in range(view.dp * view.tp)
+    ]
+
+
+def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> BalanceStatus:
+    return BalanceStatus(
+        ranks=round(float(ranks_L.mean()), 4),
+        experts=round(float(experts_L.mean()), 4),
+        ranks_by_layer=ranks_L.round(4).tolist(),
+        experts_by_layer=experts_L.round(4).tolist(),
+    )
+
+
+def _rebalancing(front: FrontEnd, shown: ExpertsView) -> RebalancingStatus:
+    fleet, now_s = front.fleet, time.monotonic()
+    return RebalancingStatus(
+        mode=fleet.config.parallel.rebalance if fleet is not None and fleet.experts is not None else "off",
+        why=shown.why,
+        moved_bytes=shown.moved_bytes,
+        placed=shown.num_placed,
+        given_up=shown.num_given_up,
+        decisions=[
+            DecisionStatus(
+                age_s=now_s - one.at_s,
+                version=one.version,
+                forced=one.forced,
+                moved_bytes=one.moved_bytes,
+                took_s=one.took_s,
+                error=one.error,
+            )
+            for one in reversed(shown.decisions)
+        ],
+    )

@@ -1,0 +1,114 @@
+"""POST /v1/admin/trace: what every rank did in one step, in the trace event format that ui.perfetto.dev opens.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from moeserve.frontend.tracing import Trace
+from moeserve.launch.view import FleetView
+from moeserve.messages import Traced, TraceEvent
+from moeserve.server.admin import check_admin
+from moeserve.server.answer import check_unknown, json_answer
+from moeserve.server.context import Call
+from moeserve.server.query import number
+
+TIMEOUT_S, LONGEST_S = 10.0, 60.0
+
+
+class TraceItem(msgspec.Struct, kw_only=True):
+    """ph "X": a span from `ts` for `dur` microseconds. ph "M": a name, or a place in order, for a pid or a tid."""
+
+    name: str
+    ph: str
+    pid: int
+    tid: int
+    ts: float = 0.0
+    dur: float | UnsetType = UNSET
+    cat: str | UnsetType = UNSET
+    args: dict[str, int | str] = {}
+
+
+class TraceNotes(msgspec.Struct, kw_only=True):
+    """steps: of each engine, counted within its epoch. missing: ranks that did not answer, as "engine.tp_rank"."""
+
+    steps: dict[str, int]
+    missing: list[str]
+
+
+class TraceFile(msgspec.Struct, kw_only=True, rename="camel"):
+    trace_events: list[TraceItem]
+    display_time_unit: str = "ms"
+    other_data: TraceNotes
+
+
+async def take_trace(call: Call) -> web.StreamResponse:
+    """Trace the next step on all ranks, for ui.perfetto.dev. Takes no body; waits for a step up to `timeout_s`."""
+    check_admin(call)
+    front, ready = call.context.serving()
+    query = call.request.query
+    check_unknown(call, sorted(query.keys() - {"timeout_s"}))
+    timeout_s = number(query, "timeout_s", TIMEOUT_S, 0.1, LONGEST_S)
+    view = front.watch.view(front.state, ready)
+    return json_answer(call, trace_file(await front.watch.trace(view, timeout_s), view))
+
+
+def trace_file(trace: Trace, view: FleetView) -> TraceFile:
+    """One process per rank, one thread per track; time 0 is when the first span began."""
+    hosts = {engine.rank: engine.host for engine in view.engines}
+    zeros_ns = _zeros_ns(trace.ranks, hosts)
+    starts_ns = [event.start_ns - zeros_ns[hosts[rank.dp_rank]] for rank in trace.ranks for event in rank.events]
+    first_ns = min(starts_ns, default=0)
+    items: list[TraceItem] = []
+    for rank in trace.ranks:
+        number = rank.dp_rank * view.tp + rank.tp_rank
+        items += _rank_items(rank, number, zeros_ns[hosts[rank.dp_rank]] + first_ns)
+    notes = TraceNotes(
+        steps={str(rank.dp_rank): rank.step for rank in trace.ranks},
+        missing=[f"{dp_rank}.{tp_rank}" for dp_rank, tp_rank in trace.missing],
+    )
+    return TraceFile(trace_events=items, other_data=notes)
+
+
+def _zeros_ns(ranks: Iterable[Traced], hosts: Mapping[int, str]) -> dict[str, int]:
+    """A moment that is the same on all machines, on the clock of each: clocks count from different zeros, but all
+    engines know at about the same time that the step runs."""
+    zeros_ns: dict[str, int] = {}
+    for rank in ranks:
+        begun_ns = [event.start_ns for event in rank.events if (event.track, event.name) == ("engine", "run")]
+        if begun_ns:
+            zeros_ns.setdefault(hosts[rank.dp_rank], begun_ns[0])
+    return {host: zeros_ns.get(host, 0) for host in hosts.values()}
+
+
+def _rank_items(rank: Traced, number: int, start_ns: int) -> Iterator[TraceItem]:
+    pid = number + 1  # 0 is no process
+    title = f"rank {number} (engine {rank.dp_rank}, tp {rank.tp_rank})"
+    yield TraceItem(name="process_name", ph="M", pid=pid, tid=0, args={"name": title})
+    yield TraceItem(name="process_sort_index", ph="M", pid=pid, tid=0, args={"sort_index": number})
+    tids = {track: tid for tid, track in enumerate(_tracks(rank.events), 1)}
+    for track, tid in tids.items():
+        yield TraceItem(name="thread_name", ph="M", pid=pid, tid=tid, args={"name": track})
+        yield TraceItem(name="thread_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": tid})
+    for event in rank.events:
+        yield TraceItem(
+            name=event.name,
+            ph="X",
+            pid=pid,
+            tid=tids[event.track],
+            ts=(event.start_ns - start_ns) / 1000,
+            dur=(event.end_ns - event.start_ns) / 1000,
+            cat=event.track.split()[0],
+            args={"layer": event.layer} if event.layer >= 0 else {},
+        )
+
+
+def _tracks(events: Iterable[TraceEvent]) -> list[str]:
+    """The engine's own first, then each lane with its transfers below it."""
+    return sorted({event.track for event in events}, key=lambda track: (track.partition(" ")[2], track))

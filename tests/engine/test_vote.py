@@ -1,0 +1,107 @@
+"""The decision over every small matrix of votes, against properties that are stated on their own."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import pytest
+
+from moeserve.engine.vote import Action, Decision, Vote, decide
+from moeserve.errors import StepSkew
+
+FLAGS = list(product((False, True), repeat=4))  # has_work, pause, drained, trace
+
+
+def test_every_combination_of_flags_of_three_engines() -> None:
+    for matrix in product(FLAGS, repeat=3):
+        votes = [Vote(7, 2, has_work=w, pause=p, drained=d, trace=t) for w, p, d, t in matrix]
+        decision = decide(votes)
+        work = {vote.has_work for vote in votes}
+        if True in work:
+            assert decision.action is Action.RUN
+        elif {vote.drained for vote in votes} == {True}:
+            assert decision.action is Action.STOP
+        elif {vote.pause or vote.drained for vote in votes} == {True}:
+            assert decision.action is Action.PAUSE
+        else:
+            assert decision.action is Action.PARK
+        assert (decision.agreed is not None) == (decision.action is Action.RUN)
+        if decision.agreed is not None:
+            assert (decision.agreed.step, decision.agreed.lanes) == (7, 1)
+            assert decision.agreed.trace == (True in {vote.trace for vote in votes})
+
+
+BATCHES = [(tokens, cut) for tokens in range(4) for cut in range(tokens + 1)]
+
+
+def test_every_combination_of_batches_cuts_and_consent_of_three_engines() -> None:
+    rows = list(product(BATCHES, (False, True)))
+    for matrix in product(rows, repeat=3):
+        votes = [Vote(0, 0, has_work=n > 0, tokens=n, cut=c, lanes_ok=ok) for (n, c), ok in matrix]
+        agreed = decide(votes).agreed
+        if agreed is None:
+            assert not any(vote.tokens for vote in votes)
+            continue
+        lanes = [
+            [(vote.cut, vote.tokens - vote.cut) for vote in votes if vote.tokens],
+            [vote.lanes_ok for vote in votes],
+        ]
+        if agreed.lanes == 2:
+            assert all(lanes[1])
+            assert any(first > 0 and second > 0 for first, second in lanes[0])
+            assert agreed.most_tokens == tuple(max(column) for column in zip(*lanes[0], strict=True))
+        else:
+            assert agreed.lanes == 1
+            assert not all(lanes[1]) or all(0 in halves for halves in lanes[0])
+            assert agreed.most_tokens == (max(vote.tokens for vote in votes), 0)
+
+
+def test_a_placement_advances_as_far_as_all_have_prepared_it_and_wakes_a_sleeping_group() -> None:
+    for placed in product(range(3), repeat=3):
+        for in_force in range(min(placed) + 1):
+            for has_work in (False, True):
+                votes = [
+                    Vote(0, 0, placed=p, in_force=in_force, has_work=has_work and i == 1) for i, p in enumerate(placed)
+                ]
+                decision = decide(votes)
+                assert (decision.action is Action.RUN) == (has_work or min(placed) > in_force)
+                if decision.agreed is not None:
+                    assert decision.agreed.placed == min(placed)
+
+
+def test_giving_a_placement_up_wakes_a_sleeping_group_once() -> None:
+    votes = [Vote(0, 0, placed=15, in_force=14), Vote(0, 0, placed=-5, in_force=14)]
+    decision = decide(votes)
+    assert decision.agreed is not None
+    assert decision.agreed.placed == -5
+    for later in (-5, 17):  # its own commit is still to come; all have come to rest
+        votes = [Vote(1, 0, placed=17, in_force=-5), Vote(1, 0, placed=later, in_force=-5)]
+        assert (decide(votes).action is Action.RUN) == (later == 17)
+    assert decide([Vote(2, 0, placed=17, in_force=17)] * 2) == Decision(Action.PARK)
+
+
+def test_the_order_of_the_engines_does_not_matter() -> None:
+    votes = [
+        Vote(3, 1, has_work=True, tokens=9, cut=4, lanes_ok=True, placed=3),
+        Vote(3, 1, lanes_ok=True, drained=True, placed=2, trace=True),
+        Vote(3, 1, has_work=True, tokens=6, cut=5, lanes_ok=True, pause=True, placed=5),
+    ]
+    decisions = [decide(order) for order in permutations(votes)]
+    assert decisions == [decisions[0]] * 6
+    agreed = decisions[0].agreed
+    assert agreed is not None
+    assert (agreed.lanes, agreed.most_tokens, agreed.placed, agreed.trace) == (2, (5, 5), 2, True)
+
+
+@pytest.mark.parametrize("other", [Vote(4, 1), Vote(5, 2)])
+@pytest.mark.parametrize("where", range(3))
+def test_a_skew_names_who_is_where(other: Vote, where: int) -> None:
+    votes = [Vote(5, 1, has_work=True)] * 3
+    votes[where] = other
+    with pytest.raises(StepSkew, match=f"engine {where} in epoch {other.epoch}, step {other.step}"):
+        decide(votes)
+
+
+def test_one_engine_decides_for_itself() -> None:
+    assert decide([Vote(0, 0)]) == Decision(Action.PARK)
+    assert decide([Vote(0, 0, drained=True)]) == Decision(Action.STOP)

@@ -1,0 +1,213 @@
+"""Promise 1 over ranks: the tokens and logprob bits of one rank, whatever dp, tp, backend, lanes and placement.
+
+Every family and type once, with settings that rotate so that each value of one meets each value of the others. All
+of them together take an hour: `pytest -m slow tests/integration/test_bits_parallel.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from moeserve import LLM
+from moeserve.messages import Place
+from moeserve.moe.placement.placement import Placement
+from moeserve.ops.native import native
+from moeserve.sampling import TokenSampling
+from tests.checkpoints import FAMILIES
+from tests.integration.parallel_engines import Answer, Engines
+from tests.integration.test_bits import PARAMS, PROMPT, alone, bits, block_bytes, prompt_of
+
+BACKENDS = ["torch", "allgather"] + ["shm"] * (native() is not None)
+DTYPES = ["float32", "bfloat16"]
+DENSE = ["llama", "qwen3"]
+MOE = [family for family in FAMILIES if family not in DENSE]
+NUM_TOKENS = 8
+SAMPLINGS = [
+    TokenSampling(seed=0, max_tokens=NUM_TOKENS, temperature=0.0, logprobs=20),
+    TokenSampling(
+        seed=3, max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, top_k=50, logprobs=20, repetition_penalty=1.1,
+        frequency_penalty=0.2,
+    ),
+]  # fmt: skip
+NUM_BLOCKS = 26  # too few for both prompts and a crowd that grows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Settings that must not matter."""
+
+    dp: int = 1
+    tp: int = 1
+    backend: str = "auto"
+    dbo: str = "off"
+    ep: str = "on"
+    chunk: int = 64
+    redundant: int = 0
+    depth: int = 2
+
+    def __str__(self) -> str:
+        lanes = 2 if self.dbo == "on" else 1
+        experts = f"{self.backend}-{lanes}_lanes-{self.redundant}_more" if self.ep == "on" else "all_experts"
+        return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}"
+
+
+@functools.cache
+def expected(path: Path, dtype: str) -> list[Any]:
+    """What one rank says to both, each alone."""
+    return [[part[:NUM_TOKENS] for part in answer] for answer in alone(path, dtype)]
+
+
+def other_placement(engines: Engines, version: int) -> Placement:
+    """Experts anywhere, those with more than one slot too."""
+    now, rng = engines.placement, np.random.default_rng(version)
+    assert now is not None
+    num_slots = now.experts_LS.shape[1]
+    more_LX = rng.integers(0, now.num_experts, (now.num_layers, num_slots - now.num_experts))
+    each_LE = np.tile(np.arange(now.num_experts), (now.num_layers, 1))
+    experts_LS = rng.permuted(np.concatenate((each_LE, more_LX), axis=1), axis=1).astype(np.int32)
+    return Placement(version, now.num_ranks, now.num_experts, experts_LS)
+
+
+def crowd(engines: Engines, rank: int, num_requests: int) -> None:
+    """Short prompts with answers that need another block soon."""
+    rng = np.random.default_rng(rank)
+    for _ in range(num_requests):
+        sampling = TokenSampling(seed=int(rng.integers(99)), max_tokens=int(rng.integers(8, 12)), temperature=0.7)
+        engines.submit(rank, rng.integers(3, 256, int(rng.integers(11, 16))).tolist(), sampling)
+
+
+def ask(engines: Engines, rank: int) -> list[Answer]:
+    return [engines.submit(rank, PROMPT, sampling) for sampling in SAMPLINGS]
+
+
+async def play(path: Path, dtype: str, shape: Shape) -> None:
+    """In a crowd, where the last to come is preempted, while other engines idle; while experts move; while all meet
+    again elsewhere."""
+    settings = {
+        "dtype": dtype,
+        "all2all": shape.backend,
+        "dbo": shape.dbo,
+        "ep": shape.ep,
+        "redundant_experts": shape.redundant,
+        "prefill_chunk": shape.chunk,
+        "depth": shape.depth,
+        "max_num_batched_tokens": 128,
+        "kv_cache_bytes": NUM_BLOCKS * block_bytes(path, dtype) // shape.tp,
+    }
+    async with Engines(path, shape.dp, shape.tp, **settings) as engines:
+        last = shape.dp - 1
+        crowd(engines, 0, 5)
+        answers = ask(engines, 0)
+        await engines.answered()
+        assert sum(record.num_preempted for record in engines.records) > 0, "the test tries less than it says"
+        crowd(engines, 0, 1)
+        answers += ask(engines, last)
+        if engines.deals and shape.backend != "local":
+            await engines.place(other_placement(engines, 1))
+            answers += ask(engines, 0)
+            await engines.join(other_placement(engines, 2).to_table())
+        await engines.answered()
+        lanes = {record.lanes for record in engines.records}
+    assert lanes >= {2} if shape.dbo == "on" else lanes == {1}
+    assert {answer.finish for answer in answers} == {"length"}
+    for first in range(0, len(answers), 2):
+        assert [answer.bits for answer in answers[first : first + 2]] == expected(path, dtype), f"round {first // 2}"
+
+
+def rotating() -> list[tuple[str, str, Shape]]:
+    """Each size of the group meets each backend, and each family each type; eight ranks only the quickest backend."""
+    sizes = [*itertools.product([(1, 2), (2, 1), (4, 1), (2, 2)], BACKENDS), ((4, 2), BACKENDS[-1])]
+    cases = []
+    for i, ((dp, tp), backend) in enumerate(sizes):
+        dbo = "on" if (i + i // len(BACKENDS)) % 2 else "off"
+        shape = Shape(dp, tp, backend, dbo, chunk=(64, 150, 31)[i % 3], redundant=(0, 3)[i // 2 % 2], depth=1 + i % 2)
+        cases.append((MOE[i % len(MOE)], DTYPES[i // len(MOE) % 2], shape))
+    cases.append((MOE[0], "float32", Shape(backend="local", dbo="on")))
+    cases.append((MOE[1], "bfloat16", Shape(tp=2, ep="off", chunk=40)))
+    return cases + [(family, dtype, Shape(tp=2)) for family in DENSE for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("family", "dtype", "shape"), rotating(), ids=str)
+async def test_ranks_change_no_bit(family: str, dtype: str, shape: Shape, make_checkpoint: Any) -> None:
+    await play(make_checkpoint(family).path, dtype, shape)
+
+
+@pytest.mark.parametrize("dp", [3, 6])
+async def test_ranks_that_experts_cannot_be_dealt_out_to_evenly(dp: int, make_checkpoint: Any) -> None:
+    """Of four experts; some ranks get replicas, and some would have none otherwise."""
+    path = make_checkpoint("mixtral", num_local_experts=4).path
+    await play(path, "bfloat16", Shape(dp, backend=BACKENDS[-1], redundant=1))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dbo", "tp"), [("torch", "off", 1), ("allgather", "on", 1), (BACKENDS[-1], "on", 2)]
+)
+async def test_losses_at_any_moment(backend: str, dbo: str, tp: int, make_checkpoint: Any) -> None:
+    """One rank drops its connections in the middle of whatever runs, also of moving experts; blocks that were evicted
+    come back from host memory."""
+    path, rng = make_checkpoint("qwen3_moe").path, np.random.default_rng(0)
+    memory = NUM_BLOCKS * block_bytes(path, "float32") // tp
+    settings = {"all2all": backend, "dbo": dbo, "kv_cache_bytes": memory, "host_store_bytes": 2 * memory}
+    async with Engines(path, 2, tp, dtype="float32", max_num_batched_tokens=64, **settings) as engines:
+        answers = []
+        for number in range(6):
+            crowd(engines, number % 2, 4)
+            answers += ask(engines, number // 2 % 2)
+            await asyncio.sleep(rng.uniform(0, 0.15))
+            if number % 3 == 2:
+                for engine in engines.engines:
+                    engine.inbox.put(Place(other_placement(engines, number).to_table()), force=True)
+                await asyncio.sleep(rng.uniform(0, 0.02))
+            engines.engines[rng.integers(2)].model.leave()
+            await engines.parted()
+            await engines.join()
+        await engines.answered()
+    for first in range(0, len(answers), 2):
+        assert [answer.bits for answer in answers[first : first + 2]] == expected(path, "float32"), (
+            f"round {first // 2}"
+        )
+
+
+ALL = [
+    Shape(dp, tp, backend, dbo, redundant=redundant)
+    for dp, tp, backend, (dbo, redundant) in itertools.product((1, 2, 4), (1, 2), BACKENDS, (("off", 3), ("on", 0)))
+    if dp * tp > 1
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", ALL, ids=str)
+async def test_everything_with_everything(shape: Shape, make_checkpoint: Any, request: pytest.FixtureRequest) -> None:
+    if request.config.option.markexpr != "slow":
+        pytest.skip("takes long: ask for it by -m slow")
+    for family, dtype in itertools.product(MOE, DTYPES):
+        await play(make_checkpoint(family).path, dtype, shape)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dp": 2, "all2all": "auto", "dbo": "on"},
+        {"tp": 2, "all2all": "torch", "redundant_experts": 2},
+        {"dp": 2, "ep": "off"},
+    ],
+    ids=str,
+)
+def test_processes_change_no_bit(settings: dict[str, Any], make_checkpoint: Any) -> None:
+    """From the package's own interface."""
+    path = make_checkpoint("qwen3_moe").path
+    common = {"dtype": "bfloat16", "skip_tokenizer_init": True, "threads": 1, "max_model_len": 256}
+    params = [msgspec.structs.replace(one, max_tokens=NUM_TOKENS) for one in PARAMS]
+    with LLM(str(path), kv_cache_bytes=1 << 22, **common, **settings) as llm:
+        outputs = llm.generate([prompt_of(PROMPT)] * 4, params * 2)
+    assert [bits(output) for output in outputs] == expected(path, "bfloat16") * 2

@@ -1,0 +1,212 @@
+"""Two machines that share the experts of one model: the tokens of one, over a network and over kill -9.
+
+With the right to make network namespaces machine 1 gets one of its own, joined to ours by a veth pair; otherwise both
+are on the loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from .conftest import Server, free_port
+from .test_expert_parallel import BODIES, BOOT_S, tokens
+from .test_faults import until
+
+HERE = [body | {"max_tokens": 60} for body in BODIES[:4]]
+OURS, THEIRS = "10.217.94.1", "10.217.94.2"
+
+
+@dataclass
+class Network:
+    """address: of machine 0, as machine 1 knows it. prefix: of a command that is to run on machine 1."""
+
+    address: str
+    prefix: tuple[str, ...] = ()
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    name, ours, theirs = f"ms{os.getpid()}n", f"ms{os.getpid()}a", f"ms{os.getpid()}b"
+    try:
+        ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError):
+        yield Network("127.0.0.1")
+        return
+    try:
+        ip("link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", name)
+        ip("addr", "add", f"{OURS}/30", "dev", ours)
+        ip("link", "set", ours, "up")
+        ip("-n", name, "addr", "add", f"{THEIRS}/30", "dev", theirs)
+        for device in (theirs, "lo"):
+            ip("-n", name, "link", "set", device, "up")
+        yield Network(OURS, ("ip", "netns", "exec", name))
+    finally:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            ip("link", "del", ours)
+        ip("netns", "del", name)
+
+
+class Machines:
+    """Machine 0, and one agent after the other."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network = network
+        self.folder = folder
+        self.rendezvous = f"{network.address}:{free_port()}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.key("key", "the secret of two machines")
+        self.port = free_port()
+        self.log = folder / "machine-0"
+
+    def key(self, name: str, secret: str) -> None:
+        path = self.folder / name
+        path.write_text(secret)
+        path.chmod(0o600)
+
+    def _start(self, log: Path, prefix: tuple[str, ...], flags: list[str]) -> subprocess.Popen[bytes]:
+        flags = ["--dp", "2", "--nnodes", "2", "--threads", "1", "--max-model-len", "512", *flags]
+        flags += ["--kv-cache-bytes", "64MiB", "--rebalance", "off"]
+        command = [*prefix, sys.executable, "-m", "moeserve.cli.main", "serve", *flags]
+        with log.open("wb") as out:
+            self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
+        return self.processes[-1]
+
+    def first(self) -> Server:
+        key = ["--cluster-key-file", str(self.folder / "key")]
+        process = self._start(self.log, (), ["--port", str(self.port), "--rendezvous", self.rendezvous, *key])
+        return Server(process, self.port, self.log)
+
+    def node(self, log: str, *, key: str = "key", rendezvous: str = "", dp: str = "2") -> subprocess.Popen[bytes]:
+        flags = ["--node-rank", "1", "--rendezvous", rendezvous or self.rendezvous, "--dp", dp]
+        flags += ["--cluster-key-file", str(self.folder / key)]
+        return self._start(self.folder / log, self.network.prefix, flags)
+
+    def why(self, log: str, **options: str) -> str:
+        """What an agent says that cannot join, within 5 s."""
+        began_s = time.monotonic()
+        assert self.node(log, **options).wait(10) == 2
+        assert time.monotonic() - began_s < 5.0
+        return (self.folder / log).read_text()
+
+    def engine_of(self, node: subprocess.Popen[bytes]) -> psutil.Process:
+        """Whose work it is to serve; the fork server is another child."""
+        (engine,) = [
+            process
+            for process in psutil.Process(node.pid).children()
+            if str(process.pid) in self.log.read_text().partition("engine processes ")[2].split("\n")[0]
+        ]
+        return engine
+
+
+@pytest.fixture(scope="module")
+def machines(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    it = Machines(network, tmp_path_factory.mktemp("machines"))
+    yield it
+    for process in it.processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@dataclass
+class Pair:
+    """What runs: the server, and the agent of machine 1."""
+
+    server: Server
+    node: subprocess.Popen[bytes]
+
+
+@pytest.fixture(scope="module")
+def pair(machines: Machines) -> Pair:
+    server = machines.first()
+    deadline_s = time.monotonic() + BOOT_S
+    while "waiting for machine 1 of 2" not in phase(server):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    machines.key("other", "not the secret of two machines")
+    assert "is the cluster key there the same?" in machines.why("wrong-key", key="other")
+    assert "--dp is 4 on machine 1, 2 on machine 0" in machines.why("dp", dp="4")
+    node = machines.node("node")
+    server.wait_ready(BOOT_S)
+    return Pair(server, node)
+
+
+async def ask(url: str, seen: list[list[int]]) -> list[list[int]]:
+    async with aiohttp.ClientSession() as session:
+        streams = (tokens(session, url, body, mine) for body, mine in zip(HERE, seen, strict=True))
+        return await asyncio.gather(*streams)
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[list[int]]:
+    """What one engine on one machine says."""
+    return asyncio.run(ask(server.url, [[] for _ in HERE]))
+
+
+def test_who_cannot_join_says_why_within_5_s(machines: Machines) -> None:
+    said = machines.why("nobody")
+    assert f"nobody listens at tcp://{machines.rendezvous}: start machine 0 first, or check --rendezvous" in said
+    said = machines.why("nowhere", rendezvous="nowhere.invalid:29500")
+    assert "there is no address for 'nowhere.invalid'" in said
+
+
+def test_an_address_without_a_route_is_named(machines: Machines) -> None:
+    if not machines.network.prefix:
+        pytest.skip("needs the right to make network namespaces")
+    assert "192.0.2.1:29500" in machines.why("unreachable", rendezvous="192.0.2.1:29500")
+    assert f"tcp://{OURS[:-1]}3:29500" in machines.why("silent", rendezvous=f"{OURS[:-1]}3:29500")
+
+
+def test_the_engines_are_dealt_out(pair: Pair, machines: Machines) -> None:
+    assert machines.engine_of(pair.node).is_running()
+    assert "shm serves one machine, these ranks are on 2" in machines.log.read_text()
+
+
+async def test_two_machines_say_what_one_says(pair: Pair, alone: list[list[int]]) -> None:
+    assert await ask(pair.server.url, [[] for _ in HERE]) == alone
+
+
+async def test_a_lost_machine_costs_no_token(pair: Pair, machines: Machines, alone: list[list[int]]) -> None:
+    seen: list[list[int]] = [[] for _ in HERE]
+    streams = asyncio.create_task(ask(pair.server.url, seen))
+    await until(lambda: all(len(mine) >= 10 for mine in seen))
+    engine = machines.engine_of(pair.node)
+    pair.node.kill()
+    pair.node.wait()
+    await until(lambda: not engine.is_running(), 2)
+    await until(lambda: "waiting for machine 1 of 2" in phase(pair.server))
+    assert not streams.done()
+    pair.node = machines.node("again")
+    assert await streams == alone
+    await until(lambda: pair.server.get("/readyz")[0] == 200, BOOT_S)
+
+
+def test_without_machine_0_the_others_end(pair: Pair, machines: Machines) -> None:
+    engines = psutil.Process(pair.node.pid).children()
+    pair.server.process.kill()
+    assert pair.node.wait(10) == 1
+    assert "serve: machine 0 is lost: the connection was closed" in (machines.folder / "again").read_text()
+    assert not any(engine.is_running() for engine in engines)
+
+
+def phase(server: Server) -> str:
+    try:
+        return server.get("/readyz")[1]
+    except OSError:
+        return ""

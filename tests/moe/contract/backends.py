@@ -1,0 +1,62 @@
+"""Every backend for several ranks, by name, and how ranks as threads use one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from moeserve.config import ParallelConfig
+from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.registry import make_backends
+from moeserve.ops.native import native
+from tests.parallel.ranks import members_of, together
+
+T = TypeVar("T")
+NAMES = ("torch", "allgather", *(("shm",) if native() is not None else ()))
+WIDTH = 24
+SLOTS = 3  # of one rank
+TOP_K = 3
+MAX_TOKENS = 40
+
+
+def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS) -> All2All:
+    """The backend itself where one rank would be given `local`."""
+    (backend,) = make_backends(
+        ParallelConfig(dp=max(2, ranks), all2all=name, wire=wire),  # type: ignore[arg-type]
+        hidden_size=WIDTH,
+        dtype=dtype,
+        top_k=TOP_K,
+        max_tokens=max_tokens,
+        num_slots=SLOTS,
+    )
+    assert backend.caps.name == name, backend.caps.obstacle
+    return backend
+
+
+class Group:
+    """Ranks of one epoch, each a backend that a thread uses."""
+
+    def __init__(self, backends: list[All2All]) -> None:
+        self.backends = backends
+
+    def run(self, work: Callable[[int, All2All], T], ranks: list[int] | None = None) -> list[T]:
+        chosen = range(len(self.backends)) if ranks is None else ranks
+        return together([lambda r=r: work(r, self.backends[r]) for r in chosen])  # type: ignore[misc]
+
+
+@contextmanager
+def group(
+    name: str, dtype: torch.dtype, ranks: int, directory: str, *, lanes: int = 1, wire: str = "auto", **settings: float
+) -> Iterator[Group]:
+    """settings: deadline_s of the members, max_tokens of the backends."""
+    members = members_of(ranks, directory, deadline_s=settings.get("deadline_s", 20.0))
+    backends = [make(name, dtype, ranks, wire, int(settings.get("max_tokens", MAX_TOKENS))) for _ in members]
+    together([lambda b=b, m=m: b.join(m, SLOTS, lanes) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
+    try:
+        yield Group(backends)
+    finally:
+        for backend in backends:
+            backend.leave()

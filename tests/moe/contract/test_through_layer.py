@@ -1,0 +1,176 @@
+"""The whole MoE layer over every backend: rounds, replicas in random places, shared experts, idle ranks, processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.loader.spec import RouterSpec
+from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.baton import Baton
+from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.lane import Lane
+from moeserve.moe.layer import MoELayer
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.routing import Router
+from moeserve.moe.slots import SlotMap
+from moeserve.ops.table import Ops, pick_ops
+from moeserve.parallel.members import Members
+from tests.moe.contract.backends import NAMES, SLOTS, TOP_K, WIDTH, group, make
+from tests.parallel.ranks import members_of, together
+
+EXPERTS = 5
+TOKENS = (33, 7, 0, 12)  # of each rank
+
+
+@cache
+def plain_ops() -> Ops:
+    return pick_ops("cpu", torch.float32)
+
+
+def layer_of(backend: All2All, placement: Placement, rank: int) -> MoELayer:
+    """The same layer on every rank, with the experts that live there."""
+    generator = torch.Generator().manual_seed(5)
+    ops = plain_ops()
+    gate = torch.randn(EXPERTS, WIDTH, generator=generator)
+    w13 = torch.randn(EXPERTS, 32, WIDTH, generator=generator) / 5
+    w2 = torch.randn(EXPERTS, WIDTH, 16, generator=generator) / 4
+    rule = RouterSpec(renormalize=True)
+    kernel, own = ReferenceExperts(ops), placement.local(0, rank)
+    return MoELayer(
+        Router(ops.pack_linear(gate, None), TOP_K, rule, ops),
+        backend,
+        kernel,
+        kernel.pack(ExpertWeights(w13[own], w2[own])),
+        SlotMap(placement, 0),
+        lambda x: 3 * x,
+    )
+
+
+def rows_of(rank: int) -> Tensor:
+    return torch.randn(TOKENS[rank], WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def outputs(backend: All2All, placement: Placement, rank: int) -> list[Tensor]:
+    """Two steps of one rank."""
+    layer, lane, x = layer_of(backend, placement, rank), Lane(), rows_of(rank)
+    outs = []
+    for _ in range(2):
+        lane.most_tokens = max(TOKENS[: placement.num_ranks])
+        if len(x):
+            outs.append(layer(x, len(x), lane))
+        else:
+            layer.serve(torch.empty(WIDTH), lane)
+    return outs
+
+
+def expected(rank: int) -> Tensor:
+    """One rank with every expert once."""
+    x = rows_of(rank)
+    return layer_of(LocalAll2All(EXPERTS), Placement.initial(1, EXPERTS, 1), 0)(x, len(x), Lane())
+
+
+def random_placement(ranks: int, seed: int) -> Placement:
+    """Every expert once at least, the other slots anything."""
+    rng = np.random.default_rng(seed)
+    spare = rng.integers(0, EXPERTS, ranks * SLOTS - EXPERTS)
+    row = rng.permutation(np.concatenate((np.arange(EXPERTS), spare)))
+    return Placement(seed, ranks, EXPERTS, row.astype(np.int32)[None])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "max_tokens"), [(2, 40), (2, 10), (4, 33), (4, 8), (3, 1)])
+def test_bits_of_the_layer(name: str, ranks: int, max_tokens: int, tmp_path: Path) -> None:
+    """Steps beyond a backend's capacity go in rounds; wherever experts live, the bits stay."""
+    placements = [random_placement(ranks, seed) for seed in range(3)]
+    with group(name, torch.float32, ranks, str(tmp_path), max_tokens=max_tokens) as ranks_of:
+        found = ranks_of.run(lambda r, backend: [out for p in placements for out in outputs(backend, p, r)])
+    for rank, outs in enumerate(found):
+        assert len(outs) == (6 if TOKENS[rank] else 0)
+        assert all(torch.equal(out, expected(rank)) for out in outs), rank
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bits_of_two_lanes(ranks: int, tmp_path: Path) -> None:
+    """Results of an exchange that go out in two parts, while the other lane's rows are on their way."""
+
+    def work(rank: int, backend: All2All) -> list[Tensor]:
+        layer, x = layer_of(backend, random_placement(ranks, 2), rank), rows_of(rank)
+        lanes, baton = (Lane(0), Lane(1)), Baton(2)
+        outs: dict[int, Tensor] = {}
+        sent: list[int] = []
+        lanes[0].couple(baton, lanes[1])
+        lanes[1].couple(baton, lanes[0])
+        before = lanes[1].send_early
+
+        def counted(send: Callable[[], None]) -> None:
+            sent.append(rank)
+            before(send)
+
+        lanes[1].send_early = counted  # type: ignore[method-assign]
+
+        def run(lane: Lane) -> None:
+            part = x[: len(x) // 3] if lane.index == 0 else x[len(x) // 3 :]
+            lane.most_tokens = max(TOKENS[:ranks])
+            lane.enter()
+            for _ in range(2):
+                outs[lane.index] = layer(part, len(part), lane)
+            lane.leave()
+
+        together([lambda lane=lane: run(lane) for lane in lanes])  # type: ignore[misc]
+        assert len(sent) >= 2
+        return [torch.cat([outs[0], outs[1]])]
+
+    with group("torch", torch.float32, ranks, str(tmp_path), lanes=2) as ranks_of:
+        found = ranks_of.run(work)
+    for rank, (out,) in enumerate(found):
+        assert torch.equal(out, expected(rank)), rank
+
+
+PROCESS = """
+import sys, msgspec, torch
+from moeserve.parallel.members import Members
+from tests.moe.contract import test_through_layer as here
+torch.set_num_threads(1)
+here.run_process(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Members), sys.argv[3])
+"""
+
+
+def run_process(name: str, members: Members, path: str) -> None:
+    backend = make(name, torch.float32, members.size)
+    backend.join(members, SLOTS, 1)
+    outs = outputs(backend, random_placement(members.size, 1), members.rank)
+    torch.save(outs, path)
+    backend.leave()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_in_processes(name: str, tmp_path: Path) -> None:
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, name, msgspec.json.encode(m).decode(), str(tmp_path / f"{m.rank}.pt")],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for m in members_of(2, str(tmp_path))
+    ]
+    try:
+        assert [child.wait(50) for child in children] == [0, 0]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    for rank in range(2):
+        for out in torch.load(tmp_path / f"{rank}.pt"):
+            assert torch.equal(out, expected(rank))

@@ -1,0 +1,71 @@
+"""Ranks as threads that use an adapter over the fake package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.moe.all2all.adapters import GroupedFromSlotted
+from moeserve.moe.all2all.base import All2All, Layout
+from moeserve.moe.all2all.deepep import ADAPTERS
+from moeserve.moe.all2all.deepep.base import DeepEP
+from moeserve.moe.all2all.registry import Facts
+from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.routing import Routing
+from tests.moe.deepep import fake
+from tests.parallel.ranks import members_of, together
+
+T = TypeVar("T")
+NAMES = tuple(ADAPTERS)
+WIDTH = 24  # filled up by every adapter
+SLOTS = 3
+TOP_K = 3
+MAX_TOKENS = 40
+
+
+def facts(ranks: int, wire: str = "auto", width: int = WIDTH, **changes: Any) -> Facts:
+    return Facts(
+        **{
+            "hidden_size": width,
+            "dtype": torch.bfloat16,
+            "top_k": TOP_K,
+            "max_tokens": MAX_TOKENS,
+            "num_slots": SLOTS,
+            "num_ranks": ranks,
+            "wire": wire_of(wire, torch.bfloat16),
+            **changes,
+        }
+    )
+
+
+@contextmanager
+def joined(adapter: type[DeepEP], ranks: int, wire: str = "auto", width: int = WIDTH, lanes: int = 1) -> Iterator[Any]:
+    """The adapters of all ranks. They leave together, and every buffer is destroyed."""
+    backends = [adapter(fake, facts(ranks, wire, width)) for _ in range(ranks)]
+    calls = [lambda b=b, m=m: b.join(m, SLOTS, lanes) for b, m in zip(backends, members_of(ranks), strict=True)]
+    together(calls)
+    try:
+        yield backends
+    finally:
+        together([backend.leave for backend in backends])
+
+
+def on_all(backends: list[Any], work: Callable[[int, All2All], T]) -> list[T]:
+    """`work` on every rank; adapters of slots behind groups, as a kernel of groups sees them."""
+    ready = [GroupedFromSlotted(b) if Layout.SLOTTED in b.caps.layouts else b for b in backends]
+    return together([lambda r=r: work(r, ready[r]) for r in range(len(ready))])  # type: ignore[misc]
+
+
+def some(tokens: int, ranks: int, seed: int, width: int = WIDTH, top_k: int = TOP_K) -> tuple[Tensor, Routing]:
+    """Rows with distinct experts, some of them missing."""
+    rng = np.random.default_rng(seed)
+    ids = np.array([rng.permutation(ranks * SLOTS)[:top_k] for _ in range(tokens)], np.int32).reshape(tokens, top_k)
+    ids[rng.random(ids.shape) < 0.1] = -1
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, width, generator=generator).bfloat16()
+    return x, Routing(torch.from_numpy(ids), torch.rand(ids.shape, generator=generator))

@@ -1,0 +1,316 @@
+"""The adapters over the fake package against `local`: as close as bfloat16 allows, equal where nothing is added up."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.errors import ConfigError, PeerLost
+from moeserve.moe.all2all.base import All2All, Layout
+from moeserve.moe.all2all.deepep import ADAPTERS
+from moeserve.moe.all2all.deepep.ht import DeepEPHighThroughput
+from moeserve.moe.all2all.deepep.ll import DeepEPLowLatency
+from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.baton import Baton
+from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.lane import Lane
+from moeserve.moe.plan import MoENeeds, plan_moe
+from moeserve.moe.routing import Routing
+from moeserve.ops.table import pick_ops
+from tests.moe.contract.test_contract import alone, batch, cases, experts, there_and_back
+from tests.moe.deepep import fake
+from tests.moe.deepep.ranks import MAX_TOKENS, NAMES, SLOTS, WIDTH, facts, joined, on_all, some
+from tests.parallel.ranks import members_of, together
+
+WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4) if (name, ranks) != ("deepep_ht", 3)]
+EVERY_ADAPTER = pytest.mark.parametrize("name", NAMES)
+
+
+def close(out: Tensor, expected: Tensor, terms: Tensor) -> bool:
+    """terms: sum of the magnitudes of all that was added up."""
+    near = (out.float() - expected.float()).abs() <= 2**-6 * terms.float()
+    special = ~expected.isfinite() | ~terms.isfinite()
+    return bool((near | special).all()) and torch.equal(out.isfinite(), expected.isfinite())
+
+
+def same(out: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "ranks"), WORLDS)
+def test_results_are_those_of_one_rank(name: str, ranks: int) -> None:
+    parts = {
+        case: [batch(ids, torch.bfloat16, 7 * r) for r, ids in enumerate(by_rank)]
+        for case, by_rank in cases(ranks).items()
+    }
+
+    def work(rank: int, backend: All2All) -> list[Tensor]:
+        return [there_and_back(backend, Lane(), by_rank[rank], rank * SLOTS) for by_rank in parts.values()]
+
+    with joined(ADAPTERS[name], ranks) as backends:
+        outs_of = on_all(backends, work)
+    for rank, outs in enumerate(outs_of):
+        for out, (case, by_rank) in zip(outs, parts.items(), strict=True):
+            x, routing = by_rank[rank]
+            expected, terms = alone(ranks, (x, routing)), alone(ranks, (x.abs(), routing))
+            assert close(out, expected, terms), (case, rank)
+            if routing.ids_TK.shape[1] == 1:
+                assert same(out, expected), (case, rank)
+
+
+@EVERY_ADAPTER
+def test_the_fp8_wire(name: str) -> None:
+    """The bits of moeserve's own fp8 where it rounds; low latency rounds in its kernels, which may differ by one."""
+    ranks = 2
+    parts = [some(17, ranks, seed, width=300, top_k=1) for seed in range(ranks)]
+    with joined(ADAPTERS[name], ranks, "fp8_b128", 300) as backends:
+        outs = on_all(backends, lambda r, backend: there_and_back(backend, Lane(), parts[r], r * SLOTS))
+    for out, (x, routing) in zip(outs, parts, strict=True):
+        expected = alone(ranks, (x, routing), "fp8_b128")
+        if name == "deepep_ll":
+            assert (out.float() - expected.float()).norm() <= 0.02 * expected.float().norm()
+        else:
+            assert same(out, expected)
+        assert not same(out, alone(ranks, (x, routing)))
+
+
+@pytest.mark.parametrize("name", ["deepep_ht", "deepep_v2"])
+def test_rows_of_an_expert_are_ordered_by_rank_and_token(name: str) -> None:
+    def work(rank: int, backend: All2All) -> list[float]:
+        x = (torch.arange(9.0)[:, None] + 16 * rank).expand(-1, WIDTH).bfloat16()
+        ticket = backend.dispatch(x, Routing(torch.zeros(9, 1, dtype=torch.int32), torch.ones(9, 1)), Lane()).wait()
+        backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), Lane()).wait()
+        return [float(value) for value in ticket.inbound.x[:, 0]]
+
+    with joined(ADAPTERS[name], 2) as backends:
+        first, second = on_all(backends, work)
+    assert first == [*range(9), *range(16, 25)]
+    assert second == []
+
+
+def two_lanes(rank: int, backend: All2All, parts: list[Any]) -> list[Tensor]:
+    """Five layers in two lanes with the order of moe/lane.py."""
+    outs = [torch.full_like(part[0], torch.nan) for part in parts]
+    baton, lanes = Baton(2), (Lane(0), Lane(1))
+    for lane in lanes:
+        lane.couple(baton, lanes[1 - lane.index])
+
+    def run(lane: Lane) -> None:
+        x, routing = parts[lane.index]
+        try:
+            lane.enter()
+            for _ in range(5):
+                ticket = lane.overlap(lambda: backend.dispatch(x, routing, lane))
+                y = experts(ticket.inbound, rank * SLOTS)
+                lane.overlap(lambda ticket=ticket, y=y: backend.combine(ticket, y, outs[lane.index], lane))  # type: ignore[misc]
+            lane.leave()
+        except BaseException as error:
+            lane.fail(error)
+
+    thread = threading.Thread(target=run, args=(lanes[1],), daemon=True)
+    thread.start()
+    run(lanes[0])
+    thread.join(20)
+    if baton.error is not None:
+        raise baton.error
+    return outs
+
+
+class Trusting(DeepEPLowLatency):
+    """Leaves the two-buffer rule to the order of the lanes."""
+
+    def _receive_last(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("adapter", [*ADAPTERS.values(), Trusting])
+def test_two_lanes_take_turns(adapter: Any) -> None:
+    parts = [[some(12, 2, 10 * rank), some(7, 2, 10 * rank + 1)] for rank in range(2)]
+    with joined(adapter, 2, lanes=2) as backends:
+        outs = on_all(backends, lambda rank, backend: two_lanes(rank, backend, parts[rank]))
+    for rank in range(2):
+        for out, (x, routing) in zip(outs[rank], parts[rank], strict=True):
+            assert close(out, alone(2, (x, routing)), alone(2, (x.abs(), routing)))
+
+
+@EVERY_ADAPTER
+def test_two_in_flight_in_any_order(name: str) -> None:
+    """Nobody launches a receive, and the waits come in the reverse order."""
+    parts = [[some(12, 2, 10 * rank), some(7, 2, 10 * rank + 1)] for rank in range(2)]
+
+    def work(rank: int, backend: All2All) -> list[Tensor]:
+        lanes, outs = (Lane(0), Lane(1)), [torch.empty_like(x) for x, _ in parts[rank]]
+        sent = [backend.dispatch(*part, lane) for part, lane in zip(parts[rank], lanes, strict=True)]
+        tickets = [pending.wait() for pending in reversed(sent)][::-1]
+        ys = [experts(ticket.inbound, rank * SLOTS) for ticket in tickets]
+        back = [backend.combine(*each) for each in zip(tickets, ys, outs, lanes, strict=True)]
+        return [pending.wait() for pending in reversed(back)][::-1]
+
+    with joined(ADAPTERS[name], 2, lanes=2) as backends:
+        outs = on_all(backends, work)
+    for rank in range(2):
+        for out, (x, routing) in zip(outs[rank], parts[rank], strict=True):
+            assert close(out, alone(2, (x, routing)), alone(2, (x.abs(), routing)))
+
+
+@EVERY_ADAPTER
+def test_behind_the_plan_with_reference_experts(name: str) -> None:
+    """Real SwiGLU experts behind what `plan_moe` picks: rows, or slots regrouped."""
+    width, ranks = 64, 2
+    generator = torch.Generator().manual_seed(1)
+    w13 = (torch.randn(ranks * SLOTS, 64, width, generator=generator) / 8).bfloat16()
+    w2 = (torch.randn(ranks * SLOTS, width, 32, generator=generator) / 6).bfloat16()
+    kernel = ReferenceExperts(pick_ops("cpu", torch.bfloat16))
+    parts = [some(19 * rank, ranks, rank, width=width) for rank in range(ranks)]
+
+    def through(backend: All2All, part: Any, slots: slice) -> Tensor:
+        x, routing = part
+        ticket = backend.dispatch(x, routing, Lane()).wait()
+        y, own = torch.empty_like(ticket.inbound.x), ExpertWeights(w13[slots].clone(), w2[slots].clone())
+        kernel.run(ticket.inbound, kernel.pack(own), y, Lane().scratch)
+        return backend.combine(ticket, y, torch.full_like(x, torch.nan), Lane()).wait()
+
+    needs = MoENeeds(
+        hidden_size=width, dtype="bfloat16", device="cuda", max_tokens=MAX_TOKENS, world_size=ranks, lanes=2
+    )
+    with joined(ADAPTERS[name], ranks, width=width) as backends:
+        picked = [plan_moe(needs, [backend], [kernel]).all2all for backend in backends]
+        work = [lambda r=r: through(picked[r], parts[r], slice(r * SLOTS, (r + 1) * SLOTS)) for r in range(ranks)]
+        outs = together(work)  # type: ignore[arg-type]
+    for out, part in zip(outs, parts, strict=True):
+        expected = through(LocalAll2All(ranks * SLOTS), part, slice(None))
+        assert (out.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
+
+
+def test_a_width_of_the_kernels_own_is_not_copied() -> None:
+    """Slots are what the kernel filled, and the result is written where it is wanted."""
+    parts = [some(5, 2, rank, width=2048) for rank in range(2)]
+
+    def work(rank: int, backend: All2All) -> None:
+        x, routing = parts[rank]
+        pending = backend.dispatch(x, routing, Lane())
+        ticket = pending.wait()
+        assert ticket.inbound.layout is Layout.SLOTTED
+        assert ticket.inbound.x.data_ptr() == pending.rows.data_ptr()  # type: ignore[attr-defined]
+        out = torch.empty_like(x)
+        back = backend.combine(ticket, ticket.inbound.x, out, Lane())
+        assert back.wait().data_ptr() == back.home_TW.data_ptr()  # type: ignore[attr-defined]
+        expected = alone(2, parts[rank])
+        assert out.shape == expected.shape
+        assert out.isfinite().all()
+
+    with joined(DeepEPLowLatency, 2, width=2048) as backends:
+        together([lambda r=r: work(r, backends[r]) for r in range(2)])  # type: ignore[misc]
+
+
+@EVERY_ADAPTER
+def test_a_ticket_serves_once_and_only_its_epoch(name: str) -> None:
+    parts = [some(5, 2, rank) for rank in range(2)]
+
+    def work(rank: int, backend: All2All) -> tuple[All2All, Any, Any]:
+        ticket = backend.dispatch(*parts[rank], Lane()).wait()
+        out = torch.empty_like(parts[rank][0])
+        backend.combine(ticket, ticket.inbound.x, out, Lane()).wait()
+        with pytest.raises(RuntimeError, match="combined already"):
+            backend.combine(ticket, ticket.inbound.x, out, Lane())
+        late = backend.dispatch(*parts[rank], Lane())
+        return backend, late, late.wait() if rank == 0 else None
+
+    with joined(ADAPTERS[name], 2) as backends:
+        left = on_all(backends, work)
+    (first, _, ticket), (second, late, _) = left
+    with pytest.raises(PeerLost):
+        late.wait()
+    with pytest.raises(PeerLost):
+        first.combine(ticket, ticket.inbound.x, torch.empty_like(parts[0][0]), Lane())
+    with pytest.raises(PeerLost):
+        second.dispatch(*parts[1], Lane())
+
+
+@EVERY_ADAPTER
+def test_epochs_follow_each_other(name: str) -> None:
+    backends = [ADAPTERS[name](fake, facts(4)) for _ in range(4)]
+    for epoch, ranks in enumerate((4, 2, 4), 1):
+        members = members_of(ranks, epoch=epoch)
+        together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members, strict=False)])  # type: ignore[misc]
+        parts = [some(9, ranks, rank) for rank in range(ranks)]
+        outs = on_all(backends[:ranks], lambda r, b, parts=parts: there_and_back(b, Lane(), parts[r], r * SLOTS))  # type: ignore[misc]
+        for out, (x, routing) in zip(outs, parts, strict=True):
+            assert close(out, alone(ranks, (x, routing)), alone(ranks, (x.abs(), routing)))
+        together([backend.leave for backend in backends])
+        assert not fake.utils.comm._storage
+
+
+def test_a_silent_rank_is_a_lost_peer_and_its_buffer_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Tearing a buffer down takes all ranks; the others may be dead."""
+    backends = [DeepEPHighThroughput(fake, facts(2)) for _ in range(2)]
+    together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+    buffer = backends[0].buffer
+    buffer.exchange.timeout_s = 0.2
+    with pytest.raises(PeerLost, match="CPU recv timeout"):
+        backends[0].dispatch(*some(5, 2, 0), Lane())
+    backends[1]._group.close()  # as its death would
+    backends[0].leave()
+    assert "its buffer is lost until this process ends" in caplog.text
+    assert buffer.exchange is not None
+
+
+@EVERY_ADAPTER
+def test_a_rank_that_does_not_come_is_named(name: str) -> None:
+    """And the next attempt finds the store's port free."""
+    backends = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
+    members = members_of(2, deadline_s=0.3)
+    with pytest.raises(PeerLost) as caught:
+        backends[0].join(members[0], SLOTS, 1)
+    assert caught.value.missing == (1,)
+    del caught  # its frames hold the store
+    gc.collect()
+    together(
+        [lambda b=b, m=m: b.join(replace(m, deadline_s=10.0), SLOTS, 1) for b, m in zip(backends, members, strict=True)]
+    )  # type: ignore[misc]
+    together([backend.leave for backend in backends])
+
+
+def test_a_buffer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Any, group: Any) -> Any:
+        raise RuntimeError("Assertion error (buffer.hpp:1): num_ranks")
+
+    monkeypatch.setattr(DeepEPHighThroughput, "open", refused)
+    backends = [DeepEPHighThroughput(fake, facts(2)) for _ in range(2)]
+    calls = [lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)]  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="deepep_ht cannot make its buffer: Assertion error"):
+        together(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "hosts", "why"),
+    [
+        ("deepep_ht", 3, None, "deepep_ht does not serve 3 ranks"),
+        ("deepep_ll", 9, None, "deepep_ll does not serve 9 ranks"),
+        ("deepep_ht", 16, ("a",) * 9 + ("b",) * 7, "wants 8 ranks, one after the other, on every node"),
+    ],
+)
+def test_groups_that_there_are_no_kernels_for(name: str, ranks: int, hosts: Any, why: str) -> None:
+    member = members_of(ranks)[0]
+    with pytest.raises(ConfigError, match=why):
+        ADAPTERS[name](fake, facts(ranks)).join(replace(member, host_of=hosts or member.host_of), SLOTS, 1)
+
+
+def test_widths_and_rounds() -> None:
+    def caps(name: str, wire: str = "auto", **changes: Any) -> Any:
+        return ADAPTERS[name](fake, facts(2, wire, **changes)).caps
+
+    widths = (24, 2880, 4096, 8000, 9000)
+    assert [caps("deepep_ht").pad_hidden(width) for width in widths] == [256, 3072, 4096, 8192, None]
+    assert [caps("deepep_v2", "fp8_b128").pad_hidden(width) for width in widths] == [512, 3072, 4096, 8192, None]
+    assert [caps("deepep_ll").pad_hidden(width) for width in widths] == [2048, 3072, 4096, 8192, None]
+    assert [caps(name, max_tokens=5001).max_tokens for name in NAMES] == [5001, 128, 4096]
+    assert [caps(name, max_tokens=37).max_tokens for name in NAMES] == [37, 40, 64]
+    assert not any(caps(name).exact for name in NAMES)

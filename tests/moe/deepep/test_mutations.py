@@ -1,0 +1,269 @@
+"""Every trap of the contract fires: adapters that are wrong on purpose fail, or give results that are told apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.deepep import ADAPTERS, base, ht, ll, v2
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from tests.moe.contract.test_contract import alone, there_and_back
+from tests.moe.deepep import fake
+from tests.moe.deepep.fake import elastic as fake_elastic
+from tests.moe.deepep.ranks import SLOTS, facts, on_all, some
+from tests.moe.deepep.test_adapters import close
+from tests.parallel.ranks import members_of, together
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+WRONG = "^wrong results$"
+
+MUTATIONS: dict[str, tuple[str, Patch, str]] = {}
+
+
+def mutation(name: str, why: str) -> Callable[[Patch], Patch]:
+    def keep(patch: Patch) -> Patch:
+        MUTATIONS[f"{name}: {patch.__name__}"] = (name, patch, why)
+        return patch
+
+    return keep
+
+
+def streams(module: Any, patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+    original = module._overlapping
+
+    def changed(event: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = original(event)
+        change(arguments)
+        return arguments
+
+    patch.setattr(module, "_overlapping", changed)
+
+
+@mutation("deepep_ht", "topk_idx must be int64")
+def ids_of_32_bits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(base.DeepEP, "ids_of", lambda self, routing: routing.ids_TK)
+
+
+@mutation("deepep_ll", "topk_idx must be int64")
+def ids_as_the_router_has_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(base.DeepEP, "ids_of", lambda self, routing: routing.ids_TK)
+
+
+@mutation("deepep_v2", WRONG)
+def local_ids_in(patch: pytest.MonkeyPatch) -> None:
+    original = base.DeepEP.ids_of
+    patch.setattr(base.DeepEP, "ids_of", lambda self, r: original(self, r).remainder(SLOTS))
+
+
+@mutation("deepep_ht", "^AssertionError")
+def global_ids_expected_out(patch: pytest.MonkeyPatch) -> None:
+    original = ht.group_rows
+    patch.setattr(ht, "group_rows", lambda ids, slots: original((ids - slots).clamp(min=-1), slots))
+
+
+@mutation("deepep_ht", WRONG)
+def padding_taken_for_an_expert(patch: pytest.MonkeyPatch) -> None:
+    original = base.DeepEP.ids_of
+    patch.setattr(base.DeepEP, "ids_of", lambda self, r: original(self, r).clamp(min=0))
+
+
+@mutation("deepep_ht", WRONG)
+def weights_left_to_combine(patch: pytest.MonkeyPatch) -> None:
+    original = ht.weighted_sum
+
+    def plain(y: Any, pairs: Any, routing: Routing, out: Any) -> Any:
+        return original(y, pairs, Routing(routing.ids_TK, torch.ones_like(routing.weights_TK)), out)
+
+    patch.setattr(ht, "weighted_sum", plain)
+
+
+@mutation("deepep_v2", WRONG)
+def weights_left_to_v2(patch: pytest.MonkeyPatch) -> None:
+    original = v2._Trip
+    patch.setattr(v2, "_Trip", lambda buffer, handle, weights: original(buffer, handle, torch.ones_like(weights)))
+
+
+@mutation("deepep_ll", WRONG)
+def weights_applied_twice(patch: pytest.MonkeyPatch) -> None:
+    original = ll.widen
+    patch.setattr(ll, "widen", lambda x, width: original(x * 0.5 if x.dim() == 3 else x, width))
+
+
+@mutation("deepep_ht", "no negative elements|slot id -7777")
+def no_wait_for_the_event(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fake.EventOverlap, "current_stream_wait", lambda self: None)
+
+
+@mutation("deepep_v2", WRONG)
+def no_wait_for_the_event_of_v2(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fake.EventOverlap, "current_stream_wait", lambda self: None)
+
+
+@mutation("deepep_ht", "allocate_on_comm_stream needs")
+def memory_of_the_other_stream_without_an_event(patch: pytest.MonkeyPatch) -> None:
+    streams(ht, patch, lambda arguments: arguments.update(previous_event=None))
+
+
+@mutation("deepep_ht", "allocate_on_comm_stream needs")
+def memory_of_the_other_stream_at_once(patch: pytest.MonkeyPatch) -> None:
+    streams(ht, patch, lambda arguments: arguments.update(async_finish=False))
+
+
+@mutation("deepep_ht", "must be an EventOverlap")
+def a_raw_event(patch: pytest.MonkeyPatch) -> None:
+    streams(ht, patch, lambda arguments: arguments.update(previous_event=fake.EventHandle()))
+
+
+@mutation("deepep_ht", "layout does not belong")
+def the_layout_s_event_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    streams(ht, patch, lambda arguments: arguments.update(previous_event=fake.Buffer.capture()))
+
+
+@mutation("deepep_v2", "raw EventHandle")
+def a_wrapped_event(patch: pytest.MonkeyPatch) -> None:
+    streams(v2, patch, lambda arguments: arguments.update(previous_event=fake.EventOverlap(fake.EventHandle())))
+
+
+@mutation("deepep_v2", "previous_event needs allocate_on_comm_stream")
+def memory_of_the_caller_s_stream(patch: pytest.MonkeyPatch) -> None:
+    streams(v2, patch, lambda arguments: arguments.update(allocate_on_comm_stream=False))
+
+
+@mutation("deepep_v2", "event with asynchronous operations only")
+def an_event_of_a_synchronous_call(patch: pytest.MonkeyPatch) -> None:
+    streams(v2, patch, lambda arguments: arguments.update(async_with_compute_stream=False))
+
+
+@mutation("deepep_ll", "a send wipes the counters")
+def no_hook(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ll._Received, "arrive", lambda self: None)
+
+
+@mutation("deepep_ll", "a hook is called once")
+def a_hook_for_every_arrive(patch: pytest.MonkeyPatch) -> None:
+    def arrive(self: Any) -> None:
+        self.hook()
+
+    patch.setattr(ll._Received, "arrive", arrive)
+
+
+@mutation("deepep_ll", "no kernels for rows of 24")
+def a_width_without_kernels(patch: pytest.MonkeyPatch) -> None:
+    narrow(ll.DeepEPLowLatency, patch)
+
+
+@mutation("deepep_ht", "multiples of 512 bytes")
+def a_width_that_is_not_aligned(patch: pytest.MonkeyPatch) -> None:
+    narrow(ht.DeepEPHighThroughput, patch)
+
+
+def narrow(adapter: Any, patch: pytest.MonkeyPatch) -> None:
+    original = adapter.open
+
+    def narrowed(self: Any, group: Any) -> Any:
+        buffer = original(self, group)
+        self.width = self.facts.hidden_size
+        return buffer
+
+    patch.setattr(adapter, "open", narrowed)
+
+
+@mutation("deepep_ll", "RDMA bytes, .* are needed")
+def a_buffer_for_fewer_experts(patch: pytest.MonkeyPatch) -> None:
+    opened_with(ll.DeepEPLowLatency, patch, num_experts=2)
+
+
+@mutation("deepep_ht", "NVLink bytes, .* are needed")
+def a_buffer_for_half_a_row(patch: pytest.MonkeyPatch) -> None:
+    opened_with(ht.DeepEPHighThroughput, patch, width=128)
+
+
+@mutation("deepep_v2", "the buffer is too small")
+def a_buffer_for_few_tokens(patch: pytest.MonkeyPatch) -> None:
+    opened_with(v2.DeepEPElastic, patch, max_tokens=1)
+    patch.setattr(fake_elastic, "ALIGNMENT", 512)
+
+
+@mutation("deepep_ll", "not for low latency")
+def a_buffer_of_the_other_mode(patch: pytest.MonkeyPatch) -> None:
+    original = ll.DeepEPLowLatency.open
+
+    def other(self: Any, group: Any) -> Any:
+        buffer = original(self, group)
+        buffer.low_latency_mode = False
+        return buffer
+
+    patch.setattr(ll.DeepEPLowLatency, "open", other)
+
+
+@mutation("deepep_ll", "queue pair per local expert")
+def too_few_queue_pairs(patch: pytest.MonkeyPatch) -> None:
+    opened_with(ll.DeepEPLowLatency, patch, num_slots=SLOTS - 1)
+
+
+@mutation("deepep_v2", "sends a dummy")
+def no_row_of_a_rank_without_tokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(v2, "_something", lambda *rows: rows)
+
+
+def opened_with(adapter: Any, patch: pytest.MonkeyPatch, **facts: Any) -> None:
+    """The buffer is made for something else than is sent."""
+    original = adapter.open
+
+    def wrongly(self: Any, group: Any) -> Any:
+        right = {name: getattr(self, name) for name in facts}
+        self.__dict__.update(facts)
+        buffer = original(self, group)
+        self.__dict__.update(right)
+        return buffer
+
+    patch.setattr(adapter, "open", wrongly)
+
+
+def run(name: str, tokens: tuple[int, int] = (13, 8)) -> list[bool]:
+    """Whether each of two ranks got the right results."""
+    backends: list[Any] = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
+    together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+    parts = [some(count, 2, seed) for seed, count in enumerate(tokens)]
+    groups, buffers = ([getattr(b, part) for b in backends] for part in ("_group", "_buffer"))
+    first: list[Exception] = []
+
+    def work(rank: int, backend: All2All) -> Any:
+        try:
+            return there_and_back(backend, Lane(), parts[rank], rank * SLOTS)
+        except Exception as error:
+            first.append(error)
+            buffers[rank].exchange.abort()  # the other one waits in vain
+            return None
+
+    try:
+        outs = on_all(backends, work)
+        if first:
+            raise first[0]
+    finally:
+        together([group.close for group in groups])
+    wanted = [(alone(2, part), alone(2, (part[0].abs(), part[1]))) for part in parts]
+    return [close(out, *each) for out, each in zip(outs, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_unchanged_adapters_are_right(name: str) -> None:
+    assert all(run(name))
+    assert all(run(name, (9, 0)))
+
+
+@pytest.mark.parametrize("which", MUTATIONS)
+def test_a_wrong_adapter_fails(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, patch, why = MUTATIONS[which]
+    patch(monkeypatch)
+    try:
+        verdict = "right results" if all(run(name)) and all(run(name, (9, 0))) else "wrong results"
+    except Exception as error:
+        verdict = f"{type(error).__name__}: {error}"
+    assert re.search(why, verdict), verdict

@@ -1,0 +1,121 @@
+"""Asked for by name: what the plan says with the package, with one that does not fit, and without any."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve.config import ParallelConfig
+from moeserve.errors import ConfigError
+from moeserve.moe.all2all.adapters import GroupedFromSlotted
+from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
+from moeserve.ops.table import pick_ops
+from tests.moe.deepep import fake
+from tests.moe.deepep.ranks import NAMES
+
+
+def offer(name: str, top_k: int = 2, device: str = "cuda", wire: Any = "auto") -> list[All2All]:
+    return make_backends(
+        ParallelConfig(dp=2, all2all=name, wire=wire),  # type: ignore[arg-type]
+        hidden_size=2880,
+        dtype=torch.bfloat16,
+        top_k=top_k,
+        max_tokens=300,
+        num_slots=4,
+        device=device,
+    )
+
+
+def plan(backends: list[All2All], **changes: Any) -> MoEPlan:
+    needs = {"hidden_size": 2880, "dtype": "bfloat16", "device": "cuda", "max_tokens": 300, "world_size": 2}
+    return plan_moe(MoENeeds(**{**needs, **changes}), backends, [ReferenceExperts(pick_ops("cpu", torch.bfloat16))])
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", fake)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="deep_ep is installed")
+@pytest.mark.parametrize("name", NAMES)
+def test_without_the_package(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} needs CUDA and the package deep_ep: pip install sgl-deep-ep"):
+        plan(offer(name))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "terms"),
+    [
+        ("deepep_ht", "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are"),
+        (
+            "deepep_ll",
+            "picked; rows of 2880 travel filled up to 3072; "
+            "rows are copied between deepep_ll's slots and reference's groups; "
+            "a step of 300 tokens goes in 3 rounds of 128; bits may depend on where experts are",
+        ),
+        ("deepep_v2", "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are"),
+    ],
+)
+def test_with_the_package(name: str, terms: str) -> None:
+    picked = plan(offer(name))
+    assert picked.reasons[0] == (name, "reference", terms)
+    assert isinstance(picked.all2all, GroupedFromSlotted) == (name == "deepep_ll")
+    assert plan(offer(name, wire="fp8_b128")).all2all.caps.name == name
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("deepep_ht", {"exact": True}, "keeps no order of sums: .* use --determinism fast"),
+        ("deepep_ht", {"world_size": 3}, "does not serve 3 ranks"),
+        ("deepep_ht", {"device": "cpu"}, "does not serve cpu"),
+        ("deepep_v2", {"dtype": "float16"}, "does not carry float16"),
+        ("deepep_ll", {"hidden_size": 9000}, "takes no rows of 9000"),
+        ("deepep_ll", {"lanes": 3}, "has 2 dispatches in flight, 3 lanes are asked"),
+        ("deepep_v2", {"graphs": True}, "captured in a graph"),
+    ],
+)
+def test_what_it_cannot_do(name: str, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan(offer(name), **changes)
+
+
+@pytest.mark.usefixtures("installed")
+def test_more_experts_per_token_than_there_are_kernels_for() -> None:
+    with pytest.raises(ConfigError, match="deepep_ll takes 11 experts per token at most, the model has 12"):
+        plan(offer("deepep_ll", top_k=12))
+
+
+@pytest.mark.parametrize("has", [{}, {"Buffer": lambda group, num_nvl_bytes=0: None}])
+def test_a_package_that_is_too_old(has: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ModuleType("deep_ep")
+    old.__dict__.update(has, __version__="1.0.0", __spec__=importlib.util.spec_from_loader("deep_ep", None))
+    monkeypatch.setitem(sys.modules, "deep_ep", old)
+    with pytest.raises(ConfigError, match=r"needs the Buffer of deep_ep 2\.1 or newer; installed is 1\.0\.0"):
+        plan(offer("deepep_ht"))
+
+
+def test_a_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", fake)
+    monkeypatch.setattr("importlib.import_module", broken(importlib.import_module))
+    with pytest.raises(ConfigError, match="installed but does not load: Duplicate NCCL runtime"):
+        plan(offer("deepep_v2"))
+
+
+def broken(original: Any) -> Any:
+    def import_module(name: str) -> Any:
+        if name == "deep_ep":
+            raise AssertionError("Duplicate NCCL runtime")
+        return original(name)
+
+    return import_module

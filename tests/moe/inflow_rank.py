@@ -1,0 +1,85 @@
+"""Two ranks that send all of their tokens to the experts of rank 0, which is a process.
+
+python -m tests.moe.inflow_rank BACKEND WIRE DIRECTORY STORE. Prints by how many bytes the process grew at most, and the
+number of tokens in a round.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moeserve.config import ParallelConfig
+from moeserve.moe.all2all import rounds
+from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from tests.parallel.ranks import members_of
+
+WIDTH, TOP_K, SLOTS, LANES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
+ROUND_BYTES = 16 << 20
+DTYPE = torch.bfloat16
+
+
+def peak_bytes() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) << 10
+
+
+class Rank:
+    def __init__(self, rank: int, name: str, wire: str, directory: str, store: str) -> None:
+        (self.backend,) = make_backends(
+            ParallelConfig(dp=RANKS, all2all=name, wire=wire),  # type: ignore[arg-type]
+            hidden_size=WIDTH,
+            dtype=DTYPE,
+            top_k=TOP_K,
+            max_tokens=TOKENS,
+            num_slots=SLOTS,
+        )
+        self.backend.join(replace(members_of(RANKS, directory)[rank], store=store), SLOTS, LANES)
+        self.lanes = [Lane(index) for index in range(LANES)]
+
+    @property
+    def max_tokens(self) -> int:
+        tokens = self.backend.caps.max_tokens
+        assert tokens is not None
+        return tokens
+
+    def turn(self, tokens: int) -> None:
+        """Both lanes have their rows, and results, before either sends them home."""
+        x, out = torch.ones((tokens, WIDTH), dtype=DTYPE), torch.empty((tokens, WIDTH), dtype=DTYPE)
+        routing = Routing(torch.tensor([[0, 1]], dtype=torch.int32).repeat(tokens, 1), torch.ones(tokens, TOP_K))
+        flying = []
+        for lane in self.lanes:
+            ticket = self.backend.dispatch(x, routing, lane).wait()
+            y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
+            y.copy_(ticket.inbound.x)
+            flying.append((ticket, y, lane))
+        for one in [self.backend.combine(ticket, y, out, lane) for ticket, y, lane in flying]:
+            one.wait()
+
+    def serve(self) -> None:
+        self.turn(8)
+        for _ in range(TURNS):
+            self.turn(self.max_tokens)
+        self.backend.leave()
+
+
+def main(name: str, wire: str, directory: str, store: str) -> None:
+    torch.set_num_threads(1)
+    rounds.ROUND_BYTES = ROUND_BYTES
+    rank = Rank(0, name, wire, directory, store)
+    rank.turn(8)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = peak_bytes()
+    for _ in range(TURNS):
+        rank.turn(rank.max_tokens)
+    sys.stdout.write(f"{peak_bytes() - before} {rank.max_tokens}\n")
+    rank.backend.leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,190 @@
+"""Which backends are offered for a configuration, and what the plan says of them."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.config import ParallelConfig
+from moeserve.errors import ConfigError
+from moeserve.moe.all2all import names, registry
+from moeserve.moe.all2all.adapters import GroupedFromSlotted
+from moeserve.moe.all2all.base import All2All, All2AllCaps, Done, Inbound, Layout, Ticket
+from moeserve.moe.all2all.layout import group_rows, grouped_of, slotted_of, weighted_sum
+from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.grouped_mm import GroupedMM
+from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.moe.lane import Lane, Scratch
+from moeserve.moe.plan import MoENeeds, plan_moe
+from moeserve.moe.routing import Routing
+from moeserve.ops.native import native
+from moeserve.ops.table import pick_ops
+
+FACTS: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32, "top_k": 2, "max_tokens": 64, "num_slots": 4}
+
+
+def offered(device: str = "cpu", **settings: Any) -> list[All2All]:
+    return registry.make_backends(ParallelConfig(**settings), device=device, **FACTS)
+
+
+def needs(**changes: Any) -> MoENeeds:
+    return MoENeeds(**{"hidden_size": 32, "dtype": "float32", "device": "cpu", "max_tokens": 64, **changes})
+
+
+def reference() -> ReferenceExperts:
+    return ReferenceExperts(pick_ops("cpu", torch.float32))
+
+
+def test_auto_prefers_shared_memory_on_one_machine() -> None:
+    assert [b.caps.name for b in offered(dp=2)] == ["shm", "torch", "allgather"]
+    plan = plan_moe(needs(world_size=2), offered(dp=2), [reference()])
+    assert plan.all2all.caps.name == ("torch" if native() is None else "shm")
+    plan = plan_moe(needs(world_size=4), offered(dp=4, nnodes=2), [reference()])
+    assert plan.all2all.caps.name == "torch"
+    assert plan.reasons[0] == ("shm", "reference", "shm serves one machine, these ranks are on 2")
+
+
+@pytest.mark.parametrize("settings", [{}, {"dp": 4, "ep": "off"}, {"all2all": "local"}])
+def test_one_rank_needs_no_transport(settings: dict[str, Any]) -> None:
+    assert [type(b) for b in offered(**settings)] == [LocalAll2All]
+
+
+def test_what_was_asked_of_one_rank_is_answered() -> None:
+    plan = plan_moe(needs(), offered(all2all="torch"), [reference()])
+    assert plan.reasons[0] == ("torch", "reference", "one rank has all experts: nothing travels")
+    assert plan.all2all.caps.name == "local"
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "why"),
+    [
+        ({"all2all": "shm", "nnodes": 2}, "cpu", "shm serves one machine, these ranks are on 2"),
+        ({"all2all": "shm"}, "cuda", "shm moves rows between CPU ranks, these are on cuda"),
+        ({"all2all": "torch"}, "cuda", "torch does not serve cuda"),
+        ({"all2all": "deepep_ll"}, "cpu", "deepep_ll needs CUDA and the package deep_ep"),
+        ({"all2all": "local"}, "cpu", "local does not serve 2 ranks"),
+    ],
+)
+def test_a_backend_that_was_asked_for_and_cannot_serve(settings: dict[str, Any], device: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan_moe(needs(world_size=2, device=device), offered(device, dp=2, **settings), [reference()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"expert_size": 96}, "picked"),
+        ({"expert_size": 100}, "grouped_mm takes multiples of 8; the model is 64 wide, its experts 100"),
+        ({"expert_size": 96, "dtype": "float32"}, "grouped_mm does not compute in float32"),
+        ({"expert_size": 96, "device": "cpu"}, "grouped_mm's bits depend on the number of rows on CPUs"),
+    ],
+)
+def test_where_grouped_mm_serves(changes: dict[str, Any], why: str) -> None:
+    plan = plan_moe(
+        needs(**{"hidden_size": 64, "dtype": "bfloat16", "device": "cuda", **changes}),
+        [LocalAll2All(4)],
+        [GroupedMM(pick_ops("cpu", torch.bfloat16)), reference()],
+    )
+    assert plan.reasons[0] == ("local", "grouped_mm", why)
+    assert plan.reasons[1][2] == ("possible, lower preference" if why == "picked" else "picked")
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no all2all backend 'torhc'; did you mean 'torch'\? known: auto, local, shm"
+    ):
+        offered(dp=2, all2all="torhc")
+
+
+def make_mine(facts: registry.Facts) -> All2All:
+    if facts.num_ranks > 2:
+        raise registry.Unavailable("mine serves two ranks")
+    return registry.Absent("mine", "found")
+
+
+def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint("mine", f"{__name__}:make_mine", names.GROUP), EntryPoint("gone", "no_such:x", "g")]
+    monkeypatch.setattr(names, "entry_points", lambda group: entries)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: make_mine if self.name == "mine" else __import__("no_such"))
+    assert offered(dp=2, all2all="mine")[0].caps.obstacle == "found"
+    assert offered(dp=3, all2all="mine")[0].caps.obstacle == "mine serves two ranks"
+    assert "cannot be imported" in (offered(dp=2, all2all="gone")[0].caps.obstacle or "")
+
+
+def test_a_wire_that_rounds_rounds_on_one_rank_too() -> None:
+    (backend,) = offered(wire="fp8_b128")
+    x = torch.randn(3, 32)
+    routing = Routing(torch.zeros((3, 1), dtype=torch.int32), torch.ones(3, 1))
+    assert not torch.equal(backend.dispatch(x, routing, Lane()).wait().inbound.x, x)
+
+
+class Slots:
+    """A backend of one rank with slots; rows beyond the counts are NaN."""
+
+    caps = All2AllCaps("slots", frozenset({Layout.SLOTTED}), frozenset({"float32"}), 16, pad_hidden=lambda width: 128)
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+
+    def dispatch(self, x_TD: torch.Tensor, routing: Routing, lane: Lane) -> Done[Ticket]:
+        rows = group_rows(routing.ids_TK, self.num_slots)
+        slots = torch.full((self.num_slots, 9, x_TD.shape[1]), torch.nan)
+        slotted_of(x_TD[rows.order_P // routing.ids_TK.shape[1]], rows.counts_e, slots)
+        return Done(Ticket(Inbound(Layout.SLOTTED, slots, rows.counts_e, rows.counts_e.cumsum()), routing, rows))
+
+    def combine(self, ticket: Ticket, y: torch.Tensor, out_TD: torch.Tensor, lane: Lane) -> Done[torch.Tensor]:
+        ticket.use()
+        rows = grouped_of(y, ticket.inbound.counts_e)
+        return Done(weighted_sum(rows, ticket.private, ticket.routing, out_TD))
+
+    def join(self, *_: Any) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+def test_slots_are_regrouped_for_a_kernel_of_groups() -> None:
+    plan = plan_moe(needs(), [Slots(4)], [reference()])
+    assert isinstance(plan.all2all, GroupedFromSlotted)
+    assert plan.reasons[0][2] == (
+        "picked; rows of 32 travel filled up to 128; rows are copied between slots's slots and reference's groups; "
+        "a step of 64 tokens goes in 4 rounds of 16"
+    )
+    assert "1 ranks, 1 lanes, cpu, float32 rows of 32" in plan.table()
+    ids = torch.tensor([[0, 3], [3, -1], [-1, -1], [2, 3]], dtype=torch.int32)
+    x, routing = torch.randn(4, 32), Routing(ids, torch.rand(4, 2))
+    outs = []
+    for backend in (plan.all2all, LocalAll2All(4)):
+        ticket = backend.dispatch(x, routing, Lane()).wait()
+        assert not ticket.inbound.x.isnan().any()
+        outs.append(backend.combine(ticket, ticket.inbound.x * 3, torch.empty_like(x), Lane()).wait())
+        with pytest.raises(RuntimeError, match="combined already"):
+            backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), Lane())
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 17, 2], [0, 0, 0, 0], [0, 5, 0, 0]])
+def test_grouped_mm_agrees_with_the_reference(counts: list[int]) -> None:
+    """Its arithmetic; that its bits hold on a CPU it does not claim, and the plan refuses it there."""
+    kernel, generator = GroupedMM(pick_ops("cpu", torch.bfloat16)), torch.Generator().manual_seed(0)
+    w13 = torch.randn(4, 64, 48, generator=generator).bfloat16() / 7
+    w2 = torch.randn(4, 48, 32, generator=generator).bfloat16() / 6
+    packed = kernel.pack(ExpertWeights(w13.clone(), w2.clone()))
+    kernel.put(packed, 2, kernel.pack_slot(w13[1], w2[1]))
+    w13[2], w2[2] = w13[1], w2[1]
+    x = torch.randn(sum(counts) + 2, 48, generator=generator).bfloat16()
+    x[sum(counts) :] = torch.nan
+    inbound = Inbound(Layout.GROUPED, x, np.array(counts), np.cumsum(counts))
+    out, expected = torch.zeros_like(x), torch.zeros_like(x)
+    kernel.run(inbound, packed, out, Scratch())
+    plain = ReferenceExperts(pick_ops("cpu", torch.bfloat16))
+    plain.run(inbound, plain.pack(ExpertWeights(w13, w2)), expected, Scratch())
+    assert (out - expected).float().norm() <= 1e-2 * expected.float().norm()
+    with pytest.raises(ConfigError, match="bits depend on the number of rows"):
+        plan_moe(needs(dtype="bfloat16", hidden_size=48), [LocalAll2All(4)], [kernel])

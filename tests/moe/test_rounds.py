@@ -1,0 +1,83 @@
+"""What a rank takes in from others stays within what it has planned memory for, however uneven experts are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeserve.models.workspace import Inflow, workspace_bytes
+from moeserve.moe.all2all import rounds
+from moeserve.moe.all2all.rounds import USUAL_RANKS, most_rows, round_tokens
+from tests.moe.contract.backends import NAMES, make
+from tests.moe.inflow_rank import DTYPE, LANES, RANKS, ROUND_BYTES, SLOTS, TOKENS, TOP_K, WIDTH, Rank
+from tests.parallel.ranks import free_port, members_of, together
+from tests.runner.expert_checkpoint import SPEC
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 64, 1000])
+@pytest.mark.parametrize(("max_tokens", "top_k", "width"), [(2048, 8, 2048), (1, 1, 64), (8192, 2, 7168), (64, 8, 64)])
+def test_no_number_of_ranks_brings_more_rows_than_planned(ranks: int, max_tokens: int, top_k: int, width: int) -> None:
+    planned = most_rows(max_tokens, top_k, 2 * width)
+    tokens = round_tokens(max_tokens, top_k, 2 * width, ranks)
+    assert 1 <= tokens <= max_tokens
+    assert tokens == 1 or tokens * top_k * ranks <= planned
+    assert tokens == max_tokens or (tokens + 1) * top_k * ranks > planned
+    if width == 64 and ranks <= USUAL_RANKS:
+        assert tokens == max_tokens, "small models need no rounds"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_group_that_is_joined_decides_not_the_one_at_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "ROUND_BYTES", 4800)
+    old = [make(name, torch.float32, 2) for _ in range(2)]
+    new = [make(name, torch.float32, 3)]
+
+    def meet(ranks: int, epoch: int) -> set[int | None]:
+        backends = (old + new)[:ranks]
+        members = members_of(ranks, str(tmp_path / str(epoch)), epoch=epoch)
+        (tmp_path / str(epoch)).mkdir()
+        together([lambda b=b, m=m: b.join(m, 3, 1) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
+        tokens = {backend.caps.max_tokens for backend in backends}
+        for backend in backends:
+            backend.leave()
+        return tokens
+
+    assert [meet(2, 1), meet(3, 2), meet(2, 3)] == [{8}, {5}, {8}]
+
+
+@pytest.mark.parametrize(("name", "wire"), [*((name, "auto") for name in NAMES), (NAMES[-1], "fp8_b128")])
+def test_memory_at_the_peak_is_within_the_plan(
+    name: str, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "ROUND_BYTES", ROUND_BYTES)
+    meeting = name, wire, str(tmp_path), f"127.0.0.1:{free_port()}"
+    process = subprocess.Popen([sys.executable, "-m", "tests.moe.inflow_rank", *meeting], stdout=subprocess.PIPE)
+    Rank(1, *meeting).serve()
+    peak, tokens = map(int, process.communicate(timeout=30)[0].split())
+    row_bytes = WIDTH * DTYPE.itemsize
+    rows = ROUND_BYTES // row_bytes
+    assert tokens == rows // (RANKS * TOP_K) < TOKENS
+    copies = make(name, DTYPE, RANKS, wire).caps.copies
+    spec = replace(SPEC, hidden_size=WIDTH, experts_per_token=TOP_K, expert_size=1)
+    bounds = [workspace_bytes(spec, 64, 1, 8, DTYPE, 1, flow) for flow in (None, Inflow(rows, LANES, copies, SLOTS))]
+    # This rank's own x and out, which the forward pass counts. What it reads of the other's memory is the other's.
+    own, theirs = (n * LANES * tokens * row_bytes for n in (2, name == "shm"))
+    assert rows * row_bytes < peak - theirs <= bounds[1] - bounds[0] + own + (4 << 20), (peak / 2**20, copies)

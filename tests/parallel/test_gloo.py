@@ -1,0 +1,259 @@
+"""The mesh of Gloo connections: messages, deadlines, leaving, dying."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.errors import ConfigError, PeerLost
+from moeserve.parallel.gloo import Mesh
+from moeserve.parallel.members import Members
+from tests.parallel.ranks import free_port, members_of, together
+
+
+def connected(members: list[Members], channels: int = 1) -> list[Mesh]:
+    meshes = [Mesh(each, channels, "test") for each in members]
+    together([mesh.connect for mesh in meshes])
+    return meshes
+
+
+def numbers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def exchange(mesh: Mesh, lane: int = 0, deadline_s: float | None = None) -> dict[int, Tensor]:
+    """Everyone sends its rank to everyone, rank r in r + 1 bytes."""
+    me, size = mesh.members.rank, mesh.members.size
+    others = [rank for rank in range(size) if rank != me]
+    taken = {rank: torch.zeros(size + 3, dtype=torch.uint8) for rank in others}
+    mail = mesh.channel(lane).post(taken, {rank: numbers(*[me + 1] * (me + 1)) for rank in others})
+    mail.wait(deadline_s)
+    return taken
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_messages_of_any_size_up_to_the_buffers(size: int) -> None:
+    meshes = connected(members_of(size), channels=2)
+
+    def run(mesh: Mesh) -> None:
+        for lane in (0, 1, 0, 0, 1):
+            for rank, taken in exchange(mesh, lane).items():
+                assert taken.tolist() == [rank + 1] * (rank + 1) + [0] * (size + 2 - rank)
+
+    together([lambda mesh=mesh: run(mesh) for mesh in meshes])  # type: ignore[misc]
+    for mesh in meshes:
+        mesh.close()
+        with pytest.raises(PeerLost, match="left the group"):
+            mesh.channel(0)
+
+
+def test_arrival_is_stamped_when_it_happens() -> None:
+    """While two lanes take turns, a late wait does not make a message late."""
+    meshes = connected(members_of(2), channels=2)
+
+    def run(mesh: Mesh) -> float:
+        exchange(mesh, 0)
+        peer = 1 - mesh.members.rank
+        mail = mesh.channel(1).post({peer: numbers(0)}, {peer: numbers(1)})
+        time.sleep(0.3)
+        now = time.monotonic_ns()
+        mail.wait()
+        return (now - mail.arrived_ns) / 1e9
+
+    assert min(together([lambda mesh=mesh: run(mesh) for mesh in meshes])) > 0.05  # type: ignore[misc]
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_what_is_sent_first_lands_first() -> None:
+    """Whatever the channel: rows that are needed first do not share the link with later ones."""
+    meshes = connected(members_of(2), channels=2)
+    size = 32 << 20
+
+    def run(mesh: Mesh) -> None:
+        peer = 1 - mesh.members.rank
+        large, small = torch.zeros(size, dtype=torch.uint8), numbers(0)
+        receives = [mesh.channel(lane).expect([(peer, tensor)]) for lane, tensor in enumerate((large, small))]
+        exchange(mesh)  # both are ready for both messages
+        receives[0].send({peer: torch.ones(size, dtype=torch.uint8)}, lambda: None)
+        receives[1].send({peer: numbers(1)}, lambda: None)
+        receives[1].wait()
+        assert small.tolist() == [1]
+        assert large.min() == 1
+        receives[0].wait()
+
+    for _ in range(3):
+        together([lambda mesh=mesh: run(mesh) for mesh in meshes])  # type: ignore[misc]
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_messages_of_one_exchange_land_in_order() -> None:
+    meshes = connected(members_of(2))
+
+    def run(mesh: Mesh) -> None:
+        peer = 1 - mesh.members.rank
+        taken = [torch.zeros(size, dtype=torch.uint8) for size in (3, 5)]
+        released: list[int] = []
+        mail = mesh.channel(0).expect([(peer, tensor) for tensor in taken])
+        for size in (3, 5):
+            mail.send({peer: numbers(*[size] * size)}, lambda size=size: released.append(size))  # type: ignore[misc]
+        mail.wait()
+        assert [tensor.tolist() for tensor in taken] == [[3] * 3, [5] * 5]
+        assert released == []  # the peer may not have them yet
+        exchange(mesh)
+        assert released == [3, 5]
+
+    together([lambda mesh=mesh: run(mesh) for mesh in meshes])  # type: ignore[misc]
+    for mesh in meshes:
+        mesh.close()
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_rank_that_never_comes_is_named(absent: int) -> None:
+    members = members_of(3, deadline_s=1.0)
+
+    def join(rank: int) -> tuple[int, ...]:
+        with pytest.raises(PeerLost) as caught:
+            Mesh(members[rank], 1, "test").connect()
+        return caught.value.missing
+
+    assert together([lambda r=r: join(r) for r in range(3) if r != absent]) == [(absent,)] * 2  # type: ignore[misc]
+
+
+def test_a_silent_rank_is_named_by_all() -> None:
+    meshes = connected(members_of(3))
+
+    def run(mesh: Mesh) -> tuple[int, ...]:
+        with pytest.raises(PeerLost, match=r"rank 1 was silent for 0\.3 s") as caught:
+            exchange(mesh, deadline_s=0.3)
+        with pytest.raises(PeerLost):  # the group is broken for good
+            exchange(mesh)
+        return caught.value.missing
+
+    assert together([lambda: run(meshes[0]), lambda: run(meshes[2])]) == [(1,), (1,)]
+    meshes[1].close()
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_leaving_wakes_everyone(watched: bool) -> None:
+    meshes = connected(members_of(2), channels=2)
+    if watched:
+        together([lambda mesh=mesh: exchange(mesh, 1) for mesh in meshes])  # type: ignore[misc]
+    threading.Timer(0.3, meshes[0].close).start()
+    start = time.monotonic()
+
+    def run(mesh: Mesh) -> tuple[int, ...]:
+        mail = mesh.channel(0).post({1 - mesh.members.rank: numbers(0)}, {})
+        with pytest.raises(PeerLost) as caught:
+            mail.wait()
+        return caught.value.missing
+
+    assert together([lambda mesh=mesh: run(mesh) for mesh in meshes]) == [(), (0,)]  # type: ignore[misc]
+    assert time.monotonic() - start < 3
+    meshes[1].close()
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("step", [1, 2])
+def test_who_leaves_after_another_wakes_the_third(first: int, step: int) -> None:
+    meshes = connected(members_of(3))
+    second = (first + step) % 3
+    third = 3 - first - second
+    meshes[first].close()
+    time.sleep(0.05)  # its connections are closed at the others too
+    mail = meshes[third].channel(0).post({second: torch.zeros(4, dtype=torch.uint8)}, {})
+    began_s = time.monotonic()
+    threading.Timer(0.1, meshes[second].close).start()
+    with pytest.raises(PeerLost):
+        mail.wait()
+    assert time.monotonic() - began_s < 5
+
+
+def test_leaving_ends_a_join() -> None:
+    for rank in (0, 1):
+        mesh = Mesh(members_of(2)[rank], 1, "test")
+        threading.Timer(0.2, mesh.close).start()
+        with pytest.raises(PeerLost, match="left the group"):
+            mesh.connect()
+
+
+def test_epochs_follow_each_other_at_one_store() -> None:
+    first = members_of(2)
+    for epoch in (1, 2, 3):
+        meshes = connected([dataclasses.replace(each, epoch=epoch) for each in first])
+        together([lambda mesh=mesh: exchange(mesh) for mesh in meshes])  # type: ignore[misc]
+        for mesh in meshes:
+            mesh.close()
+
+
+def test_ranks_that_differ_do_not_join() -> None:
+    meshes = [Mesh(each, 1, "test", f"width {each.rank}") for each in members_of(2)]
+
+    def join(mesh: Mesh) -> str:
+        with pytest.raises(ConfigError) as caught:
+            mesh.connect()
+        return str(caught.value)
+
+    assert "has width 0, rank 1 has width 1" in together([lambda mesh=mesh: join(mesh) for mesh in meshes])[0]  # type: ignore[misc]
+
+
+def test_loopback_is_no_address_for_several_machines() -> None:
+    """Unless it was given as such: then all machines are this one."""
+    store = f"localhost:{free_port()}"
+    members = [dataclasses.replace(each, host_of=("a", "b"), store=store) for each in members_of(2)]
+
+    def join(each: Members) -> None:
+        with pytest.raises(ConfigError, match="other machines cannot reach"):
+            Mesh(each, 1, "test").connect()
+
+    together([lambda each=each: join(each) for each in members])  # type: ignore[misc]
+
+
+CHILD = """
+import sys, msgspec, torch, time
+from moeserve.parallel.gloo import Mesh
+from moeserve.parallel.members import Members
+mesh = Mesh(msgspec.json.decode(sys.argv[1], type=Members), 1, "test")
+mesh.connect()
+taken = torch.zeros(1, dtype=torch.uint8)
+mesh.channel(0).post({0: taken}, {0: torch.ones(1, dtype=torch.uint8)}).wait()
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_process_is_named_at_once() -> None:
+    import msgspec
+
+    members = members_of(2)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, msgspec.json.encode(members[1]).decode()], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        mesh = Mesh(members[0], 1, "test")
+        mesh.connect()
+        exchange(mesh)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "here\n"
+        threading.Timer(0.2, os.kill, (child.pid, signal.SIGKILL)).start()
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match="rank 1 is gone") as caught:
+            exchange(mesh)
+        assert caught.value.missing == (1,)
+        assert time.monotonic() - start < 2
+        mesh.close()
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()

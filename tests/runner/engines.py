@@ -1,0 +1,130 @@
+"""Engines of one group as threads of one process: real runners of a real checkpoint, stepped by hand in lockstep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeserve.config import config_of
+from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.messages import Join, Placed, PlacementTable
+from moeserve.parallel.world import World
+from moeserve.runner.cpu import CPUModelRunner
+from moeserve.runner.group import GroupedRunner
+from tests.parallel.ranks import free_port
+from tests.runner.harness import Driver, Request
+
+Chunks = Sequence[tuple[Request, int]]
+NOTHING = np.zeros(0, dtype=np.int32)
+
+
+def runner_of(path: Path, world: World, grouped: bool = True, **settings: Any) -> CPUModelRunner:
+    values = {"max_num_seqs": 8, "kv_cache_bytes": 1 << 22, "threads": 1, "max_num_batched_tokens": 256}
+    return CPUModelRunner(config_of(path, **(values | settings)), read_model_spec(path), path, world, grouped=grouped)
+
+
+def alone(path: Path, **settings: Any) -> Driver:
+    """The same model on one rank, without any group."""
+    runner = runner_of(path, World(), grouped=False, **settings)
+    runner.prepare()
+    return Driver(runner)
+
+
+class Engine:
+    """One data-parallel engine with requests of its own."""
+
+    def __init__(self, model: CPUModelRunner) -> None:
+        self.model = model
+        self.runner = GroupedRunner(model)
+        self.placed: list[Placed] = []
+        self.runner.on_placed = self.placed.append
+        self.driver: Driver
+
+    async def prepare(self) -> None:
+        await self.runner.call(self.model.prepare)
+        self.driver = Driver(self.model)
+
+
+class Group:
+    """`size` engines of one rank each."""
+
+    def __init__(self, path: Path, size: int, directory: Path, **settings: Any) -> None:
+        worlds = [World(rank=rank, size=size, ranks_on_host=size) for rank in range(size)]
+        self.engines = [Engine(runner_of(path, world, **settings)) for world in worlds]
+        self.epoch = 0
+        self.step = 0
+        self._directory = directory
+
+    async def prepare(self) -> Group:
+        for engine in self.engines:
+            await engine.prepare()
+        return self
+
+    async def join(self, placement: PlacementTable | None = None, size: int | None = None) -> None:
+        """The next epoch, with this placement or the one that was loaded; of `size` engines, the first ones, some of
+        which may not come."""
+        self.epoch, self.step = self.epoch + 1, 0
+        folder = self._directory / f"epoch-{self.epoch}"
+        folder.mkdir()
+        store = f"127.0.0.1:{free_port()}"
+        joins = []
+        for rank, engine in enumerate(self.engines[:size]):
+            assert engine.model.placement is not None
+            join = Join(
+                epoch=self.epoch,
+                dp_rank=rank,
+                tp_size=1,
+                hosts=("here",) * (size or len(self.engines)),
+                directory=str(folder),
+                store=store,
+                token="secret",
+                placement=placement or engine.model.placement.to_table(),
+            )
+            joins.append(engine.runner.join(join))
+        await asyncio.gather(*joins)
+
+    async def leave(self) -> None:
+        await asyncio.gather(*(engine.runner.leave() for engine in self.engines))
+
+    def plans(self, work: Sequence[Chunks], *, two_lanes: bool = False, trace: bool = False) -> list[StepPlan]:
+        """Each engine's plan of one step, on which all agree; no chunks: it has no tokens."""
+        drafts = [
+            engine.driver.plan(chunks) if chunks else empty_plan(len(engine.model.groups))
+            for engine, chunks in zip(self.engines, work, strict=True)
+        ]
+        return self.agree(drafts, two_lanes=two_lanes, trace=trace)
+
+    def agree(self, drafts: Sequence[StepPlan], *, two_lanes: bool = False, trace: bool = False) -> list[StepPlan]:
+        cuts = [draft.num_tokens // 2 if two_lanes else 0 for draft in drafts]
+        most = max(max(cut, draft.num_tokens - cut) for draft, cut in zip(drafts, cuts, strict=True))
+        placed = min(engine.runner.placed for engine in self.engines)
+        lanes = 2 if two_lanes else 1
+        agreed = Agreed(self.step, lanes, (most, most if two_lanes else 0), placed, trace)
+        self.step += 1
+        return [replace(draft, agreed=agreed, cut=cut) for draft, cut in zip(drafts, cuts, strict=True)]
+
+    async def run(self, *work: Chunks, **options: bool) -> list[StepResult]:
+        """One step of all engines."""
+        plans = self.plans(work, **options)
+        handles = [engine.runner.start(plan) for engine, plan in zip(self.engines, plans, strict=True)]
+        results = list(await asyncio.gather(*(handle.result() for handle in handles)))
+        for engine, chunks, plan, result in zip(self.engines, work, plans, results, strict=True):
+            if chunks:
+                engine.driver.settle(chunks, plan, result)
+        return results
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.runner.close()
+
+
+def empty_plan(num_groups: int) -> StepPlan:
+    """A step in which an engine has no tokens."""
+    no_diff = BlockDiff(NOTHING, NOTHING, NOTHING)
+    return StepPlan(-1, NOTHING, NOTHING, NOTHING, np.zeros(0, np.bool_), (no_diff,) * num_groups)

@@ -1,0 +1,133 @@
+"""The overlap policy against simulated engines: it finds what pays, follows changes, and loses little elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moeserve.engine.plan import Agreed, StepPlan, StepResult
+from moeserve.runner.dbo import BUDGET, TRIAL, OverlapPolicy
+
+
+def plan_of(step: int, counts: list[int]) -> StepPlan:
+    rows = len(counts)
+    index = np.arange(rows, dtype=np.int32)
+    return StepPlan(step, index, index * 0, np.array(counts, np.int32), np.ones(rows, np.bool_), ())
+
+
+class Sim:
+    """Engines that share every step. A step takes compute + wait in one lane, and in two
+    max(compute * (1 + overhead), wait), all per token; noise as a share. The next step is planned before the last one
+    is noted, as in the engine."""
+
+    def __init__(self, wait: float, overhead: float, engines: int = 1, noise: float = 0.0) -> None:
+        self.wait, self.overhead, self.noise = wait, overhead, noise
+        self.policies = [OverlapPolicy("auto") for _ in range(engines)]
+        self.rng = np.random.default_rng(0)
+        self.lanes: list[int] = []
+        self.took_us = 0.0
+        self._late: list[tuple[OverlapPolicy, StepPlan, StepResult]] = []
+
+    def run(self, steps: int, counts: list[int]) -> float:
+        """Time taken, as a multiple of what one lane would have taken."""
+        tokens, base_us, took_us = sum(counts), 0.0, 0.0
+        for _ in range(steps):
+            plan = plan_of(len(self.lanes), counts)
+            votes = [policy.lanes_ok(plan) for policy in self.policies]
+            lanes = 2 if all(votes) else 1
+            one, two = 100 + self.wait, max(100 * (1 + self.overhead), self.wait)
+            us = tokens * (two if lanes == 2 else one) * (1 + self.noise * self.rng.standard_normal())
+            exposed = tokens * (self.wait if lanes == 1 else max(0, self.wait - 100))
+            result = StepResult(plan.step, np.zeros(0, np.int32), device_us=int(us), exposed_comm_us=int(exposed))
+            agreed = Agreed(plan.step, lanes, (tokens, 0) if lanes == 1 else (tokens // 2, tokens - tokens // 2))
+            late, self._late = self._late, []
+            for policy, earlier, outcome in late:
+                policy.note(earlier, outcome)
+            self._late = [(policy, dataclasses.replace(plan, agreed=agreed), result) for policy in self.policies]
+            self.lanes.append(lanes)
+            base_us += tokens * one
+            took_us += us
+        return took_us / base_us
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("engines", [1, 4])
+@pytest.mark.parametrize("counts", [[1024], [1] * 64])
+def test_it_finds_what_pays(counts: list[int], engines: int, noise: float) -> None:
+    sim = Sim(wait=60, overhead=0.1, engines=engines, noise=noise)
+    sim.run(100, counts)
+    assert sim.lanes[:3] == [1, 1, 1]
+    assert sim.lanes[20:].count(2) > 60
+    assert sim.run(400, counts) < 0.72  # 110 / 160 at best
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(("wait", "overhead"), [(0, 0.05), (2, 0.3), (10, 0.2), (30, 0.31), (30, 1.0), (5, 3.0)])
+def test_it_loses_little_where_it_does_not_pay(wait: float, overhead: float, noise: float) -> None:
+    sim = Sim(wait, overhead, noise=noise)
+    assert sim.run(1000, [1] * 32) < 1.02
+    if wait <= 2:
+        assert sim.lanes.count(2) == 0, "nothing could be won"
+    else:
+        assert sim.lanes.count(2) > 0, "it never tried"
+
+
+def test_it_follows_a_change() -> None:
+    sim = Sim(wait=60, overhead=0.1)
+    sim.run(100, [512])
+    sim.wait = 0  # the link got faster
+    sim.run(200, [512])
+    assert sim.run(200, [512]) < 1.02
+    sim.wait = 60
+    sim.run(300, [512])
+    assert sim.run(100, [512]) < 0.75
+
+
+def test_phases_and_sizes_are_apart() -> None:
+    """Prefill learns to use two lanes; a decode with as many tokens, and a smaller prefill, know nothing of it."""
+    sim = Sim(wait=60, overhead=0.1)
+    sim.run(100, [64])
+    policy = sim.policies[0]
+    assert policy.lanes_ok(plan_of(1000, [64]))
+    assert not policy.lanes_ok(plan_of(1001, [1] * 64))
+    assert not policy.lanes_ok(plan_of(1002, [16]))
+
+
+def test_one_unwilling_engine_costs_the_others_nothing() -> None:
+    sim = Sim(wait=60, overhead=0.1, engines=2)
+    sim.policies[1] = OverlapPolicy("off")
+    assert sim.run(300, [512]) == pytest.approx(1.0)
+    sim.policies[1] = OverlapPolicy("auto")  # a willing one takes its place: the first one has budget left to try
+    for policy in sim.policies:
+        policy.restart()
+    sim.run(100, [512])
+    assert sim.lanes[-50:].count(2) > 25
+
+
+def test_trials_stay_in_their_budget() -> None:
+    sim = Sim(wait=30, overhead=2.0)
+    sim.run(2000, [128])
+    one, two = 130, 300
+    lost = sim.lanes.count(2) * (two - one)
+    assert TRIAL * (two - one) <= lost <= BUDGET * 2000 * one + (TRIAL + 2) * (two - one)
+
+
+@pytest.mark.parametrize(("mode", "tokens", "none"), [("on", True, True), ("off", False, False), ("auto", False, True)])
+def test_modes(mode: str, tokens: bool, none: bool) -> None:
+    policy = OverlapPolicy(mode)  # type: ignore[arg-type]
+    for step in range(40):
+        assert policy.lanes_ok(plan_of(step, [9])) is tokens
+        assert policy.lanes_ok(None) is none
+
+
+def test_a_new_group_tries_together() -> None:
+    """Engines of different age have counted different numbers of steps until all of them restart."""
+    sim = Sim(wait=60, overhead=0.1, engines=2)
+    for _ in range(4):
+        sim.policies[1].lanes_ok(None)
+    for policy in sim.policies:
+        policy.restart()
+    sim.run(60, [512])
+    assert sim.lanes.count(2) > 30

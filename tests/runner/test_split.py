@@ -1,0 +1,58 @@
+"""A step in two parts: every token keeps all that attention derives from its row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeserve.engine.cut import best_cut
+from moeserve.layers.inputs import GroupInputs, StepInputs
+from moeserve.runner.lanes import split
+
+
+def random_step(rng: np.random.Generator) -> StepInputs:
+    counts = rng.integers(1, 6, rng.integers(1, 6))
+    total = int(counts.sum())
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    starts = rng.integers(0, 50, len(counts)).astype(np.int32)
+    positions = np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+    groups = tuple(
+        GroupInputs(torch.randint(0, 999, (total,)), torch.randint(1, 99, (len(counts), 3)), 16, window)
+        for window in (None, 8)
+    )
+    return StepInputs(
+        torch.randint(0, 99, (total,)), torch.from_numpy(positions), groups, torch.arange(1), offsets, starts
+    )
+
+
+def by_token(step: StepInputs) -> list[tuple[Any, ...]]:
+    """What each token of a step is: all that attention derives from rows, spelled out."""
+    tokens: list[tuple[Any, ...]] = []
+    for row, start in enumerate(step.starts_R.tolist()):
+        for token in range(step.offsets_R1[row], step.offsets_R1[row + 1]):
+            position = start + token - int(step.offsets_R1[row])
+            assert position == int(step.positions_T[token])
+            groups = [
+                (int(group.cells_T[token]), group.blocks_RN[row].tolist(), group.block_size, group.window)
+                for group in step.groups
+            ]
+            tokens.append((int(step.ids_T[token]), position, groups))
+    assert len(tokens) == len(step.ids_T) == step.offsets_R1[-1]
+    return tokens
+
+
+def test_split_loses_nothing() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        step = random_step(rng)
+        for cut in range(len(step.ids_T) + 1):
+            first, second = split(step, cut)
+            assert by_token(first) + by_token(second) == by_token(step)
+            assert len(first.ids_T) == cut
+            for part in (first, second):
+                assert len(part.starts_R) == len(part.offsets_R1) - 1
+                assert (np.diff(part.offsets_R1) > 0).all(), "a row without tokens"
+                assert all(len(group.blocks_RN) == len(part.starts_R) for group in part.groups)
+        assert 0 <= best_cut(np.diff(step.offsets_R1)) < len(step.ids_T)
