@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 ARGS ?=
+BUILT_FROM := pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.*)
 
 .DELETE_ON_ERROR:
 .PHONY: serve test check format bench clean
@@ -36,11 +37,11 @@ $(VENV)/bin/python:
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.serve: $(VENV)/bin/python $(BUILT_FROM)
 	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/bin/python $(BUILT_FROM)
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.serve
 

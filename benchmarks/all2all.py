@@ -1,0 +1,154 @@
+"""Dispatch plus combine of every backend for ranks of one machine: microseconds per layer, by size.
+
+    python -m benchmarks.all2all [--backends shm torch] [--ranks 2] [--samples 2000]
+
+Target: shm, 64 tokens x 1,024 x bf16, top 8, 2 ranks: <= 150 us at the median on two cores. Ranks are processes, each
+on a core of its own while there are cores. Between the two calls each rank writes its experts' results, which is not
+counted; waiting for a rank that is late with that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import ROOT, free_port, parser, save
+from moeserve.config import ParallelConfig
+from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.names import AUTO
+from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from moeserve.parallel.members import Members
+
+WARM_UP = 0.1  # share of the samples that is thrown away
+SLOTS = 16  # per rank
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    tokens: int
+    hidden: int
+    top_k: int
+
+
+SIZES = [Size(1, 1024, 8), Size(64, 1024, 8), Size(32, 4096, 8), Size(512, 1024, 8), Size(2048, 2048, 8)]
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--backends", nargs="+", default=list(AUTO), help="which ones [%(default)s]")
+    flags.add_argument("--ranks", type=int, default=2, help="processes [2]")
+    flags.add_argument("--samples", type=int, default=500, help="round trips of the small sizes [500]")
+    flags.add_argument("--as-rank", metavar="JSON", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.as_rank:
+        sys.stdout.write(json.dumps(one_rank(**json.loads(args.as_rank))))
+        return
+    results = []
+    for size in SIZES:
+        samples = max(25, min(args.samples, args.samples * 64 // size.tokens))
+        for backend in args.backends:
+            results.append({"backend": backend, **asdict(size), **measure(backend, args.ranks, size, samples)})
+            print(json.dumps(results[-1]), file=sys.stderr)
+    save("all2all", args, {"ranks": args.ranks, "dtype": "bfloat16", "round_trips": results})
+
+
+def measure(backend: str, ranks: int, size: Size, samples: int) -> dict[str, Any]:
+    """Runs all ranks; per phase the median and 90th percentile of the slowest rank."""
+    with tempfile.TemporaryDirectory(prefix="moeserve-") as directory:
+        common = {"backend": backend, "ranks": ranks, "size": asdict(size), "samples": samples}
+        meeting = {"directory": directory, "store": f"127.0.0.1:{free_port()}"}
+        command = [sys.executable, "-m", "benchmarks.all2all", "--as-rank"]
+        processes = [
+            subprocess.Popen(
+                [*command, json.dumps({"rank": rank, **common, **meeting})], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            )
+            for rank in range(ranks)
+        ]
+        outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{backend}: a rank ended with {[process.returncode for process in processes]}")
+    return max((json.loads(output) for output in outputs), key=lambda found: float(found["total_us"]["median"]))
+
+
+def one_rank(
+    rank: int, backend: str, ranks: int, size: dict[str, int], samples: int, directory: str, store: str
+) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    shape = Size(**size)
+    config = ParallelConfig(dp=ranks, all2all=backend)
+    (made,) = make_backends(
+        config,
+        hidden_size=shape.hidden,
+        dtype=torch.bfloat16,
+        top_k=shape.top_k,
+        max_tokens=shape.tokens,
+        num_slots=SLOTS,
+    )
+    if made.caps.obstacle is not None:
+        raise SystemExit(made.caps.obstacle)
+    hosts = ("here",) * ranks
+    made.join(
+        Members(epoch=1, rank=rank, tp_size=1, host_of=hosts, directory=directory, store=store, token="benchmark"),
+        SLOTS,
+        1,
+    )
+    try:
+        return round_trips(made, *inputs(rank, ranks * SLOTS, shape), samples)
+    finally:
+        made.leave()
+
+
+def inputs(rank: int, num_slots: int, size: Size) -> tuple[Tensor, Routing]:
+    """Every token goes to top_k slots, all equally likely."""
+    generator = torch.Generator().manual_seed(rank)
+    x_TD = torch.randn(size.tokens, size.hidden, generator=generator).bfloat16()
+    ids = [torch.randperm(num_slots, generator=generator)[: size.top_k] for _ in range(size.tokens)]
+    return x_TD, Routing(torch.stack(ids).int(), torch.rand(size.tokens, size.top_k, generator=generator))
+
+
+def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) -> dict[str, Any]:
+    lane, out_TD = Lane(), torch.empty_like(x_TD)
+    marks_ns = []
+    for _ in range(samples):
+        begun = time.perf_counter_ns()
+        rows = backend.dispatch(x_TD, routing, lane)
+        sent = time.perf_counter_ns()
+        ticket = rows.wait()
+        arrived = time.perf_counter_ns()
+        y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
+        y.copy_(ticket.inbound.x)  # stands for the experts
+        written = time.perf_counter_ns()
+        sums = backend.combine(ticket, y, out_TD, lane)
+        returned = time.perf_counter_ns()
+        sums.wait()
+        done = time.perf_counter_ns()
+        marks_ns.append((sent - begun, arrived - sent, returned - written, done - returned))
+    kept = marks_ns[int(samples * WARM_UP) :]
+    names = ("dispatch_us", "dispatch_wait_us", "combine_us", "combine_wait_us")
+    phases = dict(zip(names, zip(*kept, strict=True), strict=True))
+    return {"total_us": spread([sum(mark) for mark in kept]), **{name: spread(ns) for name, ns in phases.items()}}
+
+
+def spread(times_ns: Any) -> dict[str, float]:
+    """Median, 90th percentile and least, in microseconds."""
+    ordered = sorted(times_ns)
+    picks = {"median": len(ordered) // 2, "p90": len(ordered) * 9 // 10, "min": 0}
+    return {name: round(ordered[index] / 1e3, 1) for name, index in picks.items()}
+
+
+if __name__ == "__main__":
+    main()

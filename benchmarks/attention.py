@@ -1,0 +1,124 @@
+"""The native attention kernel: bytes of KV per second at decode, arithmetic at prefill, microseconds of a plan.
+
+    python -m benchmarks.attention [--cores 0 1]
+
+Targets: decode at 16k tokens of context within 1.3 times its byte floor, prefill of 1 x 1,024 tokens at half of what
+sgemm reaches or more, a plan for 32 rows within 30 us. The floor is the rate at which torch sums a large tensor with
+as many threads. Each layer has a cache of its own, so that nothing is still in the processor's cache. Best of several
+rounds; each rate is probed right beside what it is compared with.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.common import parser, save
+from moeserve.ops.native import native
+from moeserve.ops.native_attention import attention, plan_attention
+
+BLOCK = 16
+CACHE_BYTES = 256 << 20
+ROUNDS = 5
+DECODES = [  # requests, context, heads, KV heads, head width
+    (1, 16_384, 16, 8, 64),
+    (1, 16_384, 32, 4, 128),
+    (8, 2_048, 16, 8, 64),
+    (32, 128, 16, 8, 64),
+]
+PREFILLS = [(1, 1_024, 16, 8, 64), (8, 512, 16, 8, 64), (1, 2_048, 32, 4, 128)]  # requests, tokens, ...
+Size = tuple[int, int, int, int, int]
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--cores", nargs="+", type=int, default=sorted(os.sched_getaffinity(0)), help="one thread each")
+    args = flags.parse_args()
+    module = native()
+    if module is None or not module.supported_isas():
+        raise SystemExit("no native kernels for this CPU")
+    results = []
+    for count in sorted({1, len(args.cores)}):
+        cores = args.cores[:count]
+        torch.set_num_threads(count)
+        module.set_threads(cores)
+        read = probe_read()  # torch starts its threads before this one is pinned
+        os.sched_setaffinity(0, {cores[0]})
+        results += [{"threads": count, **decode(size)} for size in DECODES]
+        results += [{"threads": count, **prefill(size)} for size in PREFILLS]
+        os.sched_setaffinity(0, set(args.cores))
+        results.append({"threads": count, "case": "read", "before_gb_s": read, "after_gb_s": probe_read()})
+    save("attention", args, {"isa": module.serving_isa(), "cases": results})
+
+
+def decode(size: Size) -> dict[str, Any]:
+    requests, context, heads, kv_heads, dim = size
+    layer_bytes = requests * context * kv_heads * dim * 4
+    layers = max(2, min(64, CACHE_BYTES // layer_bytes))
+    caches = [make_cache(requests, context, kv_heads, dim) for _ in range(layers)]
+    q = torch.randn(requests, heads, dim).bfloat16() * dim**-0.5
+    step = make_step(size, 1)
+    planning = best(lambda: plan_attention(*step), 50)
+    plan = plan_attention(*step)
+    seconds = best(lambda: [attention(q, k, v, plan) for k, v in caches]) / layers
+    read = probe_read()
+    rate = layer_bytes / seconds / 1e9
+    return {"case": "decode", "size": size, "us": 1e6 * seconds, "kv_gb_s": rate, "read_gb_s": read,
+            "times_floor": read / rate, "plan_us": 1e6 * planning}  # fmt: skip
+
+
+def prefill(size: Size) -> dict[str, Any]:
+    requests, tokens, heads, kv_heads, dim = size
+    k, v = make_cache(requests, tokens, kv_heads, dim)
+    q = torch.randn(requests * tokens, heads, dim).bfloat16() * dim**-0.5
+    plan = plan_attention(*make_step(size, tokens))
+    seconds = best(lambda: attention(q, k, v, plan))
+    rate = requests * tokens * (tokens + 1) / 2 * heads * dim * 4 / seconds / 1e9  # of what queries see
+    peak = probe_sgemm()
+    return {"case": "prefill", "size": size, "us": 1e6 * seconds, "gflop_s": rate, "sgemm_gflop_s": peak,
+            "share": rate / peak}  # fmt: skip
+
+
+def make_cache(requests: int, context: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    shape = (requests * -(-context // BLOCK) + 1, BLOCK, kv_heads, dim)
+    one = torch.randn(shape).bfloat16()
+    return one, one.clone()
+
+
+def make_step(size: Size, queries: int) -> tuple[Any, ...]:
+    """What plans take, for the last `queries` positions of each request, whose blocks are scattered."""
+    requests, context, heads, kv_heads, dim = size
+    blocks = -(-context // BLOCK)
+    order = (torch.arange(requests * blocks) * 7919 % (requests * blocks) + 1).view(requests, blocks)
+    starts = np.full(requests, context - queries, np.int32)
+    offsets = np.arange(requests + 1, dtype=np.int32) * queries
+    return order, BLOCK, None, starts, offsets, heads, kv_heads, dim
+
+
+def probe_read() -> float:
+    x = torch.ones(CACHE_BYTES // 4)
+    return CACHE_BYTES / best(lambda: x.sum()) / 1e9
+
+
+def probe_sgemm() -> float:
+    x = torch.randn(1024, 1024)
+    return 2 * 1024**3 / best(lambda: x @ x) / 1e9
+
+
+def best(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    times = []
+    for _ in range(rounds + 1):  # the first one warms up
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+if __name__ == "__main__":
+    main()

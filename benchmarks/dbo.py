@@ -1,0 +1,230 @@
+"""Dual-batch overlap on a slow link: two ranks in two network namespaces, joined by a veth pair behind token buckets.
+
+    python -m benchmarks.dbo
+
+Prefill steps of a model with random weights, a narrow Mixtral whose experts are as wide as the model, so that attention
+has a third of the work; one thread and one core per rank, rows by the `torch` backend (Gloo). The link's rate is chosen
+so that communication takes `--ratio` of the time that computing takes. DBO off, on and auto run in turns. Then decode
+steps on the unlimited link, where overlap does not pay.
+
+Computing is what the slower rank's step took in one lane without standing still for rows; communication is the rest.
+The ideal is their sum over the longer of them.
+
+What can be reached depends on the model: of each layer's two transfers one is hidden by the other lane's experts, one
+by its attention. The last transfer of a step hides behind nothing.
+
+Targets: on >= 1.3 x off and >= 0.85 x ideal; auto loses <= 2 % where two lanes do not pay. Needs root and two cores;
+says so and ends otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.common import parser, save
+from benchmarks.dbo_link import Link, slow_link
+from benchmarks.dbo_rank import MODES, Mode, Order, Phase, Setup, Step
+from moeserve.loader.spec import ModelSpec, RouterSpec
+from moeserve.messages import TraceEvent
+
+LEARNING = 8  # prefill steps in which auto makes up its mind
+CHUNK = 20  # decode steps of a mode at a time
+LENGTHS: dict[Mode, int] = {"off": CHUNK, "auto": CHUNK, "on": 4}
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--layers", type=int, default=4)
+    made.add_argument("--hidden", type=int, default=1024)
+    made.add_argument("--heads", type=int, default=8, help="of 128, a quarter as many of keys and values [%(default)s]")
+    made.add_argument("--experts", type=int, default=8)
+    made.add_argument("--top-k", type=int, default=2)
+    made.add_argument("--expert-size", type=int, default=1024)
+    made.add_argument("--tokens", type=int, default=512, help="of each rank's prefill step [%(default)s]")
+    made.add_argument("--prompt", type=int, default=256, help="tokens of each request in it [%(default)s]")
+    made.add_argument("--batch", type=int, default=16, help="requests of each rank's decode step [%(default)s]")
+    made.add_argument("--ratio", type=float, default=0.75, help="communication time / compute time [%(default)s]")
+    made.add_argument("--rounds", type=int, default=6, help="prefill steps of each mode [%(default)s]")
+    made.add_argument("--auto-rounds", type=int, default=6, help=f"times {CHUNK} decode steps [%(default)s]")
+    args = made.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        sys.exit("this needs two cores: each rank computes on one")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the namespaces go as well
+    spec = _spec(args)
+    with slow_link() as link, contextlib.ExitStack() as stack:
+        pair = _Pair(
+            stack.enter_context(_started(Setup(rank, spec, args.tokens, args.prompt, args.batch), link, cores[rank]))
+            for rank in (0, 1)
+        )
+        results = {
+            "model": dataclasses.asdict(spec),
+            "prefill": _prefill(pair, link, args.ratio, args.rounds),
+            "decode": _decode(pair, link, args.auto_rounds),
+        }
+    save("dbo", args, results)
+
+
+def _spec(args: Any) -> ModelSpec:
+    return ModelSpec(
+        architecture="MixtralForCausalLM",
+        dtype="float32",
+        vocab_size=4096,
+        hidden_size=args.hidden,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=max(1, args.heads // 4),
+        head_dim=128,
+        max_position=4096,
+        norm_eps=1e-5,
+        num_experts=args.experts,
+        experts_per_token=args.top_k,
+        expert_size=args.expert_size,
+        moe_layers=(True,) * args.layers,
+        router=RouterSpec(renormalize=True),
+    )
+
+
+# ---- the ranks
+
+
+@contextlib.contextmanager
+def _started(setup: Setup, link: Link, core: int) -> Iterator[subprocess.Popen[str]]:
+    command = ["ip", "netns", "exec", link.names[setup.rank], "taskset", "-c", str(core)]
+    command += [sys.executable, "-m", "benchmarks.dbo_rank", msgspec.json.encode(setup).decode()]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+class _Pair:
+    """Both ranks, which always get the same order."""
+
+    def __init__(self, ranks: Iterator[subprocess.Popen[str]]) -> None:
+        self._ranks = tuple(ranks)
+
+    def run(self, phase: Phase, mode: Mode, steps: int = 1, trace: bool = False) -> list[tuple[Step, Step]]:
+        """Each step on rank 0 and on rank 1."""
+        line = msgspec.json.encode(Order(phase, mode, steps, trace)).decode()
+        answers = []
+        for rank in self._ranks:
+            print(line, file=rank.stdin, flush=True)
+        for rank in self._ranks:
+            assert rank.stdout is not None
+            answer = rank.stdout.readline()
+            if not answer:
+                sys.exit("a rank failed; its error is above")
+            answers.append(msgspec.json.decode(answer, type=list[Step]))
+        return list(zip(*answers, strict=True))
+
+
+Steps = Sequence[tuple[Step, Step]]
+
+
+def _took_s(step: tuple[Step, Step]) -> float:
+    return max(rank.took_us for rank in step) / 1e6
+
+
+def _compute_s(step: tuple[Step, Step]) -> float:
+    return max(rank.took_us - rank.exposed_us for rank in step) / 1e6
+
+
+# ---- the measurements
+
+
+def _prefill(pair: _Pair, link: Link, ratio: float, rounds: int) -> dict[str, Any]:
+    pair.run("prefill", "on")
+    pair.run("prefill", "off")
+    before = link.bytes_sent()
+    alone = pair.run("prefill", "off", 3)
+    sent = max(after - now for after, now in zip(link.bytes_sent(), before, strict=True)) / 3
+    rate = int(8 * sent / (ratio * min(map(_compute_s, alone))))
+    link.limit(rate)
+    pair.run("prefill", "auto", LEARNING)
+    found: dict[Mode, list[tuple[Step, Step]]] = {mode: [] for mode in MODES}
+    for _ in range(rounds):
+        for mode in MODES:
+            found[mode] += pair.run("prefill", mode)
+    traced = pair.run("prefill", "on", trace=True)[0]
+    hidden = [overlapped_us(rank.events) for rank in traced]
+    if not all(work["experts"] and work["attention"] for work in hidden):
+        sys.exit(f"no transfer ran beside the other lane's work: {hidden}")
+    off_s, compute_s = median(map(_took_s, found["off"])), median(map(_compute_s, found["off"]))
+    ideal = off_s / max(compute_s, off_s - compute_s)
+    summaries = {mode: _summary(found[mode], found["off"]) for mode in MODES}
+    return {
+        "rate_mbit_s": rate / 1e6,
+        "bytes_per_step": sent,
+        "wire_s": 8 * sent / rate,
+        "compute_s": compute_s,
+        "comm_s": off_s - compute_s,
+        "compute_unlimited_s": min(map(_compute_s, alone)),
+        "comm_over_compute": off_s / compute_s - 1,
+        "ideal_speedup": ideal,
+        "off": summaries["off"],
+        "on": summaries["on"],
+        "auto": summaries["auto"],
+        "on_share_of_ideal": summaries["on"]["speedup"] / ideal,
+        "overlapped_us": hidden,
+        "trace": [[e.name, e.track, e.start_ns, e.end_ns, e.layer] for e in traced[0].events],
+    }
+
+
+def _decode(pair: _Pair, link: Link, rounds: int) -> dict[str, Any]:
+    link.limit(0)
+    found: dict[Mode, list[tuple[Step, Step]]] = {mode: [] for mode in MODES}
+    for mode in MODES:
+        pair.run("decode", mode, CHUNK)
+    for number in range(rounds):
+        for mode in MODES[:: 1 if number % 2 else -1]:  # contexts grow: each mode comes first as often as last
+            found[mode] += pair.run("decode", mode, LENGTHS[mode])
+    sums = {mode: np.array([*map(_took_s, found[mode])]).reshape(rounds, CHUNK).sum(1) for mode in ("off", "auto")}
+    # Of neighbouring rounds: what else the machine does cancels out. Sums, so that trials count in full.
+    return {
+        **{mode: _summary(found[mode], found["off"]) for mode in MODES},
+        "auto_loss_percent": 100 * float(np.median(sums["auto"] / sums["off"]) - 1),
+        "auto_loss_of_sums_percent": 100 * float(sums["auto"].sum() / sums["off"].sum() - 1),
+    }
+
+
+def overlapped_us(events: Sequence[TraceEvent]) -> dict[str, int]:
+    """How long one lane's rows travelled while the other lane worked, by the work's name."""
+    total: dict[str, int] = {"attention": 0, "experts": 0}
+    for travel in events:
+        for work in events:
+            if travel.track.startswith("transfer") and work.track == f"lane {1 - int(travel.track[-1])}":
+                shared_ns = min(travel.end_ns, work.end_ns) - max(travel.start_ns, work.start_ns)
+                total[work.name] = total.get(work.name, 0) + max(0, shared_ns) // 1000
+    return total
+
+
+def _summary(steps: Steps, off: Steps) -> dict[str, Any]:
+    """speedup: over one lane, the median over rounds."""
+    took_s, off_s = [*map(_took_s, steps)], [*map(_took_s, off)]
+    both = [rank for step in steps for rank in step]
+    pairs = zip(off_s, took_s, strict=True) if len(off_s) == len(took_s) else [(median(off_s), median(took_s))]
+    return {
+        "median_s": median(took_s),
+        "speedup": median(one / other for one, other in pairs),
+        "overlap_efficiency": 1 - sum(rank.exposed_us for rank in both) / sum(rank.comm_us for rank in both),
+        "two_lanes": sum(rank.lanes == 2 for rank in both) / len(both),
+        "samples_s": [round(one_s, 6) for one_s in took_s],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""One of the two ranks that `benchmarks.dbo` drives: makes the steps that it is told to, and says how long they took.
+
+    python -m benchmarks.dbo_rank SETUP
+
+SETUP and every line of standard input are JSON, and so is the answer to each line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.dbo_link import ADDRESSES
+from moeserve.engine.cut import best_cut
+from moeserve.engine.plan import I32, Agreed, StepPlan, StepResult
+from moeserve.engine.vote import Vote, decide
+from moeserve.layers.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.loader.spec import ModelSpec
+from moeserve.messages import TraceEvent
+from moeserve.models.decoder import Decoder
+from moeserve.models.registry import family
+from moeserve.moe.all2all.torch_a2a import TorchAll2All
+from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.placement.placement import Placement
+from moeserve.ops.table import pick_ops
+from moeserve.parallel.members import Members
+from moeserve.parallel.world import World
+from moeserve.runner.dbo import OverlapPolicy
+from moeserve.runner.lanes import LaneRunner
+
+BLOCK = 64
+CONTEXT = 256  # of each decoding request
+DTYPE = torch.float32
+
+Phase = Literal["prefill", "decode"]
+Mode = Literal["off", "on", "auto"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """tokens: of a rank's prefill step, in requests of `prompt`. batch: requests of its decode step."""
+
+    rank: int
+    spec: ModelSpec
+    tokens: int
+    prompt: int
+    batch: int
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Make so many steps."""
+
+    phase: Phase
+    mode: Mode
+    steps: int = 1
+    trace: bool = False
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What one took. events: if it was traced."""
+
+    took_us: int
+    lanes: int
+    comm_us: int
+    exposed_us: int
+    events: tuple[TraceEvent, ...] = ()
+
+
+class Rank:
+    """Before each step both ranks vote over a socket, as engines do."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.peer = _connect(setup.rank).makefile("rwb")
+        self.lanes = LaneRunner(2)
+        self.model = _build(setup)
+        spec = setup.spec
+        counts = np.full(setup.tokens // setup.prompt, setup.prompt, np.int32)
+        self.inputs = {
+            "prefill": (step_inputs(counts, 0), counts),
+            "decode": (step_inputs(np.ones(setup.batch, np.int32), CONTEXT), np.ones(setup.batch, np.int32)),
+        }
+        blocks = max(int(inputs.groups[0].blocks_RN.max()) + 1 for inputs, _ in self.inputs.values())
+        shape = (blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
+        self.kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(spec.num_layers)]
+        self.policies = {mode: OverlapPolicy(mode) for mode in MODES}
+        self.num_steps = 0
+
+    def run(self, order: Order) -> list[Step]:
+        inputs, counts = self.inputs[order.phase]
+        with torch.inference_mode():
+            return [self._step(inputs, counts, self.policies[order.mode], order.trace) for _ in range(order.steps)]
+
+    def _step(self, inputs: StepInputs, counts: I32, policy: OverlapPolicy, trace: bool) -> Step:
+        rows = np.arange(len(counts), dtype=np.int32)
+        plan = StepPlan(self.num_steps, rows, inputs.starts_R, counts, np.ones(len(counts), np.bool_), ())
+        agreed = dataclasses.replace(
+            self._agree([plan.num_tokens, best_cut(counts), policy.lanes_ok(plan)]), trace=trace
+        )
+        self.num_steps += 1
+        began_ns = time.perf_counter_ns()
+        self.lanes.forward(self.model, inputs, best_cut(counts), agreed, self.kv)
+        took_us = (time.perf_counter_ns() - began_ns) // 1000
+        meter = self.lanes.take_meter()
+        nothing = np.zeros(0, np.int32)
+        result = StepResult(
+            plan.step, nothing, device_us=took_us, comm_us=meter.comm_us, exposed_comm_us=meter.exposed_us
+        )
+        policy.note(dataclasses.replace(plan, agreed=agreed), result)
+        return Step(took_us, agreed.lanes, meter.comm_us, meter.exposed_us, meter.events)
+
+    def _agree(self, own: list[int]) -> Agreed:
+        votes = [
+            Vote(self.num_steps, 1, has_work=True, tokens=tokens, cut=cut, lanes_ok=bool(lanes_ok))
+            for tokens, cut, lanes_ok in (own, self._swap(own))
+        ]
+        agreed = decide(votes).agreed
+        assert agreed is not None
+        return agreed
+
+    def _swap(self, own: list[int]) -> list[int]:
+        self.peer.write(json.dumps(own).encode() + b"\n")
+        self.peer.flush()
+        line = self.peer.readline()
+        if not line:
+            raise SystemExit(f"rank {1 - self.setup.rank} is gone")
+        answer: list[int] = json.loads(line)
+        return answer
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank = Rank(msgspec.json.decode(sys.argv[1], type=Setup))
+    for order in _orders():
+        print(msgspec.json.encode(rank.run(order)).decode(), flush=True)
+
+
+def _orders() -> Iterator[Order]:
+    for line in sys.stdin:
+        yield msgspec.json.decode(line, type=Order)
+
+
+def _connect(rank: int) -> socket.socket:
+    if rank == 0:
+        with socket.create_server((ADDRESSES[0], 7000)) as server:
+            made, _ = server.accept()
+    else:
+        made = _patiently((ADDRESSES[0], 7000))
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def _patiently(address: tuple[str, int]) -> socket.socket:
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            return socket.create_connection(address)
+        time.sleep(0.1)
+    raise SystemExit("rank 0 did not come up")
+
+
+def _build(setup: Setup) -> Decoder:
+    """The rank's part of a model with random weights, its experts joined with the other rank's."""
+    spec, world = setup.spec, World(setup.rank, 2)
+    placement = Placement.initial(spec.num_layers, spec.num_experts, 2)
+    plan = family(spec).weight_plan(spec, (), world, placement)
+    generator = torch.Generator().manual_seed(7)
+    params = {}
+    for param in plan.params:
+        params[param.name] = torch.randn(param.shape, generator=generator) * spec.hidden_size**-0.5
+        if param.name.endswith("norm"):
+            params[param.name] = torch.ones(param.shape)
+    backend = TorchAll2All(wire_of("auto", DTYPE), spec.hidden_size, DTYPE, spec.experts_per_token, setup.tokens)
+    model = family(spec).build(
+        spec,
+        params,
+        pick_ops("cpu", DTYPE),
+        DTYPE,
+        world=world,
+        placement=placement,
+        backends=[backend],
+        lanes=2,
+        max_tokens=setup.tokens,
+    )
+    store = f"{ADDRESSES[0]}:7001"
+    members = Members(epoch=1, rank=setup.rank, tp_size=1, host_of=("x", "y"), directory="", store=store, token="bench")
+    backend.join(members, placement.slots_per_rank, 2)
+    return model
+
+
+def step_inputs(counts: I32, start: int) -> StepInputs:
+    """A step of requests with so many tokens each, `start` more of each in the cache."""
+    starts = np.full(len(counts), start, np.int32)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    positions = starts[rows] + np.arange(len(rows)) - offsets[rows]
+    blocks = -(-int(counts.max() + start) // BLOCK)
+    tables = 1 + np.arange(len(counts) * blocks).reshape(-1, blocks)
+    cells = tables[rows, positions // BLOCK] * BLOCK + positions % BLOCK
+    group = GroupInputs(torch.from_numpy(cells), torch.from_numpy(tables), BLOCK, None)
+    ids = torch.randint(0, 4096, (len(rows),), generator=torch.Generator().manual_seed(1))
+    return StepInputs(ids, torch.from_numpy(positions), (group,), torch.arange(0), offsets, starts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What streams notice while experts move between engines: time from token to token, before and meanwhile.
+
+    python -m benchmarks.rebalance_live [--model DIR]
+
+Streams run on two engines. In turns, nothing moves for some seconds, and then one random placement after the other is
+put in force, so that nearly every expert is read and moved each time. Both kinds of time take turns on the same
+streams, because a shared machine's speed changes; moves are counted over all layers and ranks.
+
+Target: p99 of the time from token to token <= 1.3 times that without moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import parser, save, summary
+from moeserve.config import config_of
+from moeserve.errors import Conflict
+from moeserve.frontend import open as opening
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.launch import rebalancing
+from moeserve.launch.fleet import Fleet
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.placement.rebalance import Rebalancer
+from moeserve.sampling import SamplingParams
+
+WARM_S = 2.0
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--model", default="demo")
+    args.add_argument("--dp", type=int, default=2)
+    args.add_argument("--streams", type=int, default=16)
+    args.add_argument("--rounds", type=int, default=5)
+    args.add_argument("--seconds", type=float, default=6.0, help="of each kind of time per round [6]")
+    args.add_argument("--pause", type=float, default=0.0, help="seconds between one placement and the next [0]")
+    asked = args.parse_args()
+    config = config_of(
+        asked.model, dp=asked.dp, threads=1, max_model_len=1024, kv_cache_bytes=2**28, rebalance="off",
+        skip_tokenizer_init=True, max_num_seqs=asked.streams,
+    )  # fmt: skip
+
+    rebalancing.Rebalancer = Restless  # type: ignore[attr-defined]
+
+    async def run() -> dict[str, Any]:
+        async with opening.open_front_end(config, child=True) as front:
+            await front.wait_ready()
+            return await measure(front, asked.streams, asked.rounds, asked.seconds, asked.pause)
+
+    save("rebalance-live", asked, {"model": asked.model, "dp": asked.dp, **asyncio.run(run())})
+
+
+class Restless(Rebalancer):
+    """Finds a random placement better, whatever the load is."""
+
+    rng = np.random.default_rng(0)
+
+    def propose(self, now_s: float, force: bool = False) -> Placement | None:
+        if self.pending is not None:
+            return None
+        self._newest += 1
+        experts_LS = self.rng.permuted(self.current.experts_LS, axis=1)
+        self.pending = replace(self.current, version=self._newest, experts_LS=experts_LS)
+        self._proposed_s = now_s
+        return self.pending
+
+
+class Gaps:
+    """Streams without end, and the times from token to token of all of them. In milliseconds."""
+
+    def __init__(self, front: FrontEnd, num_streams: int) -> None:
+        self.seen: list[float] = []
+        self._tasks = [asyncio.create_task(self._read(front, i)) for i in range(num_streams)]
+
+    async def _read(self, front: FrontEnd, i: int) -> None:
+        for number in range(1 << 30):
+            params = SamplingParams(max_tokens=900, temperature=0.8, seed=i, ignore_eos=True)
+            last_s = 0.0
+            async with await front.generate([5 + i, 6, 7 + number % 100, 8], params) as deltas:
+                async for _ in deltas:
+                    now_s = time.monotonic()
+                    if last_s:
+                        self.seen.append((now_s - last_s) * 1e3)
+                    last_s = now_s
+
+    def take(self) -> list[float]:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        taken, self.seen = self.seen, []
+        return taken
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def measure(front: FrontEnd, num_streams: int, num_rounds: int, seconds: float, pause_s: float) -> dict[str, Any]:
+    fleet = front.fleet
+    assert fleet is not None
+    gaps = Gaps(front, num_streams)
+    still: list[list[float]] = []
+    moving: list[list[float]] = []
+    moves: list[float] = []
+    await asyncio.sleep(WARM_S)
+    await move(fleet, WARM_S, pause_s)
+    for _ in range(num_rounds):
+        gaps.take()
+        await asyncio.sleep(seconds)
+        still.append(gaps.take())
+        moves += await move(fleet, seconds, pause_s)
+        moving.append(gaps.take())
+    await gaps.stop()
+    view = fleet.view.experts
+    assert view is not None
+    p99 = [[float(np.percentile(part, 99)) for part in kind] for kind in (still, moving)]
+    pooled = [float(np.percentile(np.concatenate(kind), 99)) for kind in (still, moving)]
+    return {
+        "streams": num_streams,
+        "p99_ratio": pooled[1] / pooled[0],
+        "p99_ratio_by_round": summary([b / a for a, b in zip(*p99, strict=True)]),
+        "p99_still_ms": {"pooled": pooled[0], **summary(p99[0])},
+        "p99_moving_ms": {"pooled": pooled[1], **summary(p99[1])},
+        "p50_still_ms": float(np.median(np.concatenate(still))),
+        "p50_moving_ms": float(np.median(np.concatenate(moving))),
+        "moves": len(moves),
+        "move_s": summary(moves),
+        "moved_bytes": view.moved_bytes,
+    }
+
+
+async def move(fleet: Fleet, seconds: float, pause_s: float) -> list[float]:
+    """Random placements, one after the other, for that long; what each took."""
+    took: list[float] = []
+    until_s = time.monotonic() + seconds
+    while not took or time.monotonic() < until_s:
+        try:
+            decision = await fleet.scaling.rebalance()
+        except Conflict as error:
+            raise SystemExit(f"experts could not be moved: {error}") from error
+        if decision is None or decision.error:
+            raise SystemExit(f"experts did not move: {decision}")
+        took.append(decision.took_s)
+        await asyncio.sleep(pause_s)
+    return took
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Latency of the step vote: N processes that do nothing but vote, on one host, over the real council.
+
+    python -m benchmarks.vote
+
+Target: median <= 120 us with 4 processes on two cores. "vote" is the time that an engine waits when all vote at once
+(the slowest engine's median counts), "wake" the time from a vote of one engine to the decision when all others sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from time import perf_counter_ns
+from typing import Any
+
+from benchmarks.common import ROOT, parser, save
+from moeserve.engine.vote import Action, Council, Vote
+from moeserve.parallel.council import convene
+from moeserve.parallel.members import Members
+
+NUM_ENGINES = [1, 2, 4]
+WARM_UP = 200
+
+
+def main() -> None:
+    args = parser(__doc__)
+    args.add_argument("--votes", type=int, default=3000)
+    args.add_argument("--engines", type=int, nargs="+", default=NUM_ENGINES)
+    args.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
+    args.add_argument("--member", help=argparse.SUPPRESS)
+    asked = args.parse_args()
+    if asked.member:
+        members = Members(**json.loads(asked.member))
+        print(json.dumps(run(asked.loop, members, asked.votes)))
+        return
+    results = [measure(count, asked) for count in asked.engines]
+    save("vote", asked, {"cores": len(os.sched_getaffinity(0)), "loop": asked.loop, "results": results})
+
+
+def measure(num_engines: int, asked: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="moeserve-vote-") as directory:
+        started = []
+        for rank in range(num_engines):
+            member = {
+                "epoch": 1,
+                "rank": rank,
+                "tp_size": 1,
+                "host_of": ["one"] * num_engines,
+                "directory": directory,
+                "store": "127.0.0.1:0",
+                "token": "benchmark",
+            }
+            words = ["--member", json.dumps(member), "--votes", str(asked.votes), "--loop", asked.loop]
+            command = [sys.executable, "-m", "benchmarks.vote", *words]
+            started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        told = [json.loads(process.communicate(timeout=300)[0]) for process in started]
+    return {
+        "num_engines": num_engines,
+        "vote_us": max((one["vote_us"] for one in told), key=lambda us: us["p50"]),
+        "wake_us": told[-1]["wake_us"],
+    }
+
+
+def run(loop: str, members: Members, votes: int) -> dict[str, Any]:
+    if loop == "asyncio":
+        return asyncio.run(vote(members, votes))
+    import uvloop
+
+    result: dict[str, Any] = uvloop.run(vote(members, votes))
+    return result
+
+
+async def vote(members: Members, votes: int) -> dict[str, Any]:
+    council = await convene(members)
+    spent: dict[str, list[int]] = {"vote": [], "wake": []}
+    for step in range(WARM_UP + votes):
+        began = perf_counter_ns()
+        await council.decide(Vote(step, 1, has_work=True, tokens=1))
+        spent["vote"].append(perf_counter_ns() - began)
+    await sleep_and_wake(council, members, spent["wake"], WARM_UP + votes)
+    council.close()
+    return {f"{name}_us": percentiles(times[len(times) // 10 :]) for name, times in spent.items()}
+
+
+async def sleep_and_wake(council: Council, members: Members, wakes: list[int], step: int) -> None:
+    """All park; then the last engine wakes the others, again and again."""
+    wakes_others = members.rank == members.size - 1
+    for turn in range(300):
+        decision = await council.decide(Vote(step + 2 * turn, 1))
+        assert decision.action is Action.PARK
+        if wakes_others:
+            await asyncio.sleep(0.001)
+        else:
+            await council.rung()
+        began = perf_counter_ns()
+        await council.decide(Vote(step + 2 * turn + 1, 1, has_work=wakes_others))
+        wakes.append(perf_counter_ns() - began)
+
+
+def percentiles(times: list[int]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {f"p{p}": round(ordered[len(ordered) * p // 100] / 1e3, 1) for p in (50, 90, 99)}
+
+
+if __name__ == "__main__":
+    main()
