@@ -51,7 +51,7 @@ class Mesh:
         self._terms = terms
         self._store: Any | None = None
         self._closed = threading.Event()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # of what `close` takes away
         self._channels: list[Channel] = []
         self._line: Any | None = None
 
@@ -113,7 +113,7 @@ class Mesh:
     def close(self) -> None:
         """Drops every connection: waits here and at the peers fail."""
         self._closed.set()
-        with self._lock:
+        with self.lock:
             channels, self._channels = self._channels, []
             self._store = self._line = None
         for channel in channels:
@@ -278,12 +278,17 @@ class Channel:
         """While two lanes take turns, rows arrive when nobody waits: a thread watches, so that the time of arrival is
         true. A lane on its own waits at once and spares the hop."""
         if self.mesh.last not in (None, self):
-            if self._watch is None:
-                self._watch = SimpleQueue()
-                threading.Thread(target=_receive_all, args=(self._watch,), name="gloo-watch", daemon=True).start()
-            mail.watched = threading.Event()
-            self._watch.put(mail)
+            with self.mesh.lock:  # a mail that `sever` does not find would never be received
+                if not self.mesh.closed:
+                    self._receive_beside(mail)
         self.mesh.last = self
+
+    def _receive_beside(self, mail: Mail) -> None:
+        if self._watch is None:
+            self._watch = SimpleQueue()
+            threading.Thread(target=_receive_all, args=(self._watch,), name="gloo-watch", daemon=True).start()
+        mail.watched = threading.Event()
+        self._watch.put(mail)
 
 
 @dataclass(frozen=True, slots=True)

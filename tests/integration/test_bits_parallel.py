@@ -168,6 +168,7 @@ async def test_losses_at_any_moment(backend: str, dbo: str, tp: int, make_checkp
                     engine.inbox.put(Place(other_placement(engines, number).to_table()), force=True)
                 await asyncio.sleep(rng.uniform(0, 0.02))
             engines.engines[rng.integers(2)].model.leave()
+            crowd(engines, 0, 1)  # all may be done by now, and only a step meets what is gone
             await engines.parted()
             await engines.join()
         await engines.answered()

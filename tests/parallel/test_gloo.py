@@ -163,6 +163,21 @@ def test_leaving_wakes_everyone(watched: bool) -> None:
     meshes[1].close()
 
 
+def test_leaving_while_another_lane_begins_to_wait() -> None:
+    """Nobody watches for a mail any more that is handed over after the end."""
+    meshes = connected(members_of(2), channels=2)
+    for lane in (1, 0, 1):
+        together([lambda mesh=mesh, lane=lane: exchange(mesh, lane) for mesh in meshes])  # type: ignore[misc]
+    mail = meshes[0].channel(0).expect([(1, numbers(0))])
+    meshes[0].close()
+    mail.watch()
+    began_s = time.monotonic()
+    with pytest.raises(PeerLost):
+        mail.wait()
+    assert time.monotonic() - began_s < 3
+    meshes[1].close()
+
+
 @pytest.mark.parametrize("first", [0, 1, 2])
 @pytest.mark.parametrize("step", [1, 2])
 def test_who_leaves_after_another_wakes_the_third(first: int, step: int) -> None:
