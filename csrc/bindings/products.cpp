@@ -22,12 +22,15 @@ namespace {
 
 using Counts = py::array_t<int64_t, py::array::c_style>;
 
-constexpr size_t kMostRows = 48;                // of a part: a whole number of tiles for every instruction set
-constexpr size_t kPartBytes = 384 << 10;        // of a part's rows as floats: they are to stay in a core's L2 cache
+constexpr size_t kMostRows = 192;               // of a part: a whole number of tiles for every instruction set
+constexpr size_t kPartBytes = 384 << 10;        // of a part's rows: they are to stay in a core's L2 cache
 constexpr size_t kTilesStep = 6;                // parts are a multiple of this, where there are several
 constexpr size_t kTakes = 64;                   // times that a worker asks for tasks, about: few enough to keep it busy
 
-size_t most_rows(size_t depth) { return std::clamp(kPartBytes / (4 * depth) / 12 * 12, size_t{12}, kMostRows); }
+size_t most_rows(Type type, size_t depth) {
+    const size_t row = depth * (type == Type::bf16 && kernels()->pairs ? 2 : 4);
+    return std::clamp(kPartBytes / row / 12 * 12, size_t{12}, kMostRows);
+}
 
 /// Rows [first, first + count) of a slot in nearly equal parts of at most `most` rows.
 void divide(size_t slot, size_t first, size_t count, size_t most, std::vector<Part>& parts) {
@@ -77,7 +80,7 @@ void linear(Type type, const Packing& packing, Address weights, Address bias, Ad
     args.y = at<void>(y);
     args.y_stride = packing.columns;
     std::vector<Part> parts;
-    divide(0, 0, rows, most_rows(packing.depth), parts);
+    divide(0, 0, rows, most_rows(type, packing.depth), parts);
     multiply(args, parts);
 }
 
@@ -88,8 +91,8 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     std::vector<Part> into, back;
     size_t rows = 0;
     for (size_t slot = 0; slot < counts.size(); ++slot) {
-        divide(slot, rows, counts[slot], most_rows(gate_up.depth), into);
-        divide(slot, rows, counts[slot], most_rows(down.depth), back);
+        divide(slot, rows, counts[slot], most_rows(type, gate_up.depth), into);
+        divide(slot, rows, counts[slot], most_rows(type, down.depth), back);
         rows += counts[slot];
     }
     const size_t element = type == Type::fp32 ? 4 : 2;

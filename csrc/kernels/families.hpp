@@ -27,6 +27,7 @@ inline void exp_all(const float* x, float* y, size_t count) {
 constexpr Kernels table(const char* name) {
     Kernels kernels{};
     kernels.name = name;
+    kernels.pairs = kDots;
     kernels.exp = exp_all;
     kernels.rms_norm = rms_norm;
     kernels.silu_mul = silu_mul;

@@ -66,13 +66,14 @@ MOESERVE_INLINE void tile(const float* a, size_t stride, const uint8_t* w, const
                           size_t depth, float* c, bool more) {
     using F = typename A::Format;
     constexpr int N = B * kVectors;
+    constexpr size_t kAhead = M <= 6 ? 2048 : 8192;  // bytes; many rows take long over a chunk, and the next is behind it
     f32 sums[M][N];
     MOESERVE_EACH(m, M) {
         MOESERVE_EACH(j, N) { sums[m][j] = more && !F::kGrouped ? load(c + m * kSumsStride + j * kWidth) : zero(); });
     });
     for (size_t n = depth / A::kDepth; n; --n) {
-        // The hardware's own prefetching stops at pages and is late for a single stream that is not read all the time.
-        if constexpr (B == 1) __builtin_prefetch(w + 4096, 0, 2);
+        // The hardware's own prefetching stops at pages, and is late for streams that are not read all the time.
+        for (int b = 0; b < B; ++b) __builtin_prefetch(w + static_cast<size_t>(b) * block_bytes + kAhead, 0, 2);
         MOESERVE_EACH(d, A::kDepth) {
             multiply<A, M, B, d>(a, stride, w, head, block_bytes, sums);
             asm("" : "+r"(w));  // load again what the next input shares: kept, it would push sums out of registers
@@ -110,10 +111,11 @@ void tiles(const float* a, size_t stride, const uint8_t* w, const uint8_t* head,
     }
 }
 
-template <class A>
+/// rows: `most` at most.
+template <class A, int most>
 MOESERVE_INLINE void tiles_of(size_t rows, const float* a, size_t stride, const uint8_t* w, const uint8_t* head,
                               size_t block_bytes, size_t blocks, size_t depth, float* c, bool more) {
-    MOESERVE_EACH(m, kTileRows) {
+    MOESERVE_EACH(m, most) {
         if (rows == m + 1) tiles<A, m + 1>(a, stride, w, head, block_bytes, blocks, depth, c, more);
     });
 }

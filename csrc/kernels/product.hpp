@@ -9,7 +9,6 @@
 namespace moeserve::MOESERVE_ISA {
 
 constexpr size_t kChunk = 256;  // inputs that several tiles share while a block's weights for them are in the L1 cache
-
 constexpr size_t kBlocks = kWidth == 16 ? 2 : 1;  // that many rows meet at once
 
 /// Whether rows of E meet these weights as bf16 pairs.
@@ -96,6 +95,10 @@ constexpr size_t elements(size_t depth) {
     return (depth + A::kInputs - 1) / A::kInputs;
 }
 
+/// Rows that meet weights as they are packed; more of them meet costly ones unpacked.
+template <class F>
+constexpr int kFewRows = F::kCostly ? 2 : kTileRows;
+
 /// c [rows, blocks * 16] for few rows: each weight is used once, so blocks are read from end to end, several at once.
 template <class A>
 void few_rows(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
@@ -105,8 +108,8 @@ void few_rows(const ProductArgs& args, const Workspace& space, size_t rows, cons
         const size_t depth = args.depth - k < chunk ? args.depth - k : chunk;
         const uint8_t* head = w;
         if constexpr (F::kGrouped) w += F::kHeadBytes;
-        tiles_of<A>(rows, space.a + k / A::kInputs, space.stride, w, head, args.block_bytes, blocks, elements<A>(depth),
-                    space.c, k > 0);
+        tiles_of<A, kFewRows<F>>(rows, space.a + k / A::kInputs, space.stride, w, head, args.block_bytes, blocks,
+                                 elements<A>(depth), space.c, k > 0);
         w += bytes_of_inputs<F>(depth + F::kDepth - 1);
     }
 }
@@ -133,8 +136,8 @@ void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, con
         }
         for (size_t t = 0; t < num_tiles; ++t) {
             const size_t first = rows * t / num_tiles, count = rows * (t + 1) / num_tiles - first;
-            tiles_of<Tile>(count, space.a + first * space.stride + k / A::kInputs, space.stride, weights, head,
-                           block_bytes, blocks, num_elements, c + first * kSumsStride, k > 0);
+            tiles_of<Tile, kTileRows>(count, space.a + first * space.stride + k / A::kInputs, space.stride, weights,
+                                      head, block_bytes, blocks, num_elements, c + first * kSumsStride, k > 0);
         }
         w += bytes_of_inputs<F>(depth + F::kDepth - 1);
     }
@@ -142,7 +145,7 @@ void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, con
 
 template <class A>
 void sums_of(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
-    if (rows <= (A::Format::kCostly ? 2 : kTileRows)) return few_rows<A>(args, space, rows, w, blocks);
+    if (rows <= kFewRows<typename A::Format>) return few_rows<A>(args, space, rows, w, blocks);
     for (size_t b = 0; b < blocks; b += kBlocks) {
         const size_t count = blocks - b < kBlocks ? blocks - b : kBlocks;
         many_rows<A>(args, space, rows, w + b * args.block_bytes, count, space.c + b * kColumns);

@@ -18,6 +18,7 @@ enum class Type : int { fp32, bf16, fp16, int8, int4, fp8 };
 /// One pointer per kernel; what it means and expects is said where it is defined, in kernels/<family>.hpp.
 struct Kernels {
     const char* name;
+    bool pairs;  // whether products hold rows of bf16 as pairs, half as large as floats
     void (*exp)(const float* x, float* y, size_t count);  // for tests of math.hpp
     void (*rms_norm)(const NormArgs&, size_t begin, size_t end);
     void (*silu_mul)(const SiluArgs&, size_t begin, size_t end);
