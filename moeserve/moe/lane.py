@@ -123,6 +123,15 @@ class Lane:
             meter.transfer(name, layer, start_ns, wait_ns, time.monotonic_ns(), pending.arrived_ns)
         return value
 
+    def stay(self, compute: Callable[[], tuple[Tensor, NDArray[np.int64]]]) -> Tensor:
+        """A layer's experts where no row travels; `compute` gives the result and the layer's load."""
+        layer = len(self._loads)
+        self.meter.work(WORK_BEFORE["dispatch"], layer)
+        out_TD, counts_E = compute()
+        self.note_load(counts_E)
+        self.meter.work(WORK_BEFORE["combine"], layer)
+        return out_TD
+
     def send_early(self, send: Callable[[], None]) -> None:
         """Sends part of what this lane's next transfer is about; that counts as begun."""
         self._early_ns = time.monotonic_ns()
