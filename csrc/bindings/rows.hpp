@@ -11,7 +11,7 @@
 
 namespace moeserve {
 
-constexpr size_t kWorthSharing = 1 << 15;  // elements: about 10 us, a few times what it takes to wake the others
+constexpr size_t kWorthSharing = 1 << 17;  // elements: about 25 us, not less than it may take to wake the others
 
 /// Calls rows(begin, end) for [0, count), `width` elements each, on the pool's threads if there are enough of them. Small
 /// calls keep the interpreter's lock if they have it: getting it back may take longer than they do.

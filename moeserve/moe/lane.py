@@ -151,12 +151,10 @@ class Lane:
         """Record how many rows of this lane one layer sent to each logical expert; padding is not among them."""
         self._loads.append(counts_E)
 
-    def take_load(self) -> tuple[NDArray[np.int64], float]:
-        """(rows per layer and expert [layers, E], mean over layers of the fullest expert's rows over the average's)
-        since the last call; an empty array and 0.0 when nothing was routed."""
+    def take_load(self) -> NDArray[np.int64]:
+        """Rows per layer and expert [layers, E] since the last call; an empty array when nothing was routed."""
         loads, self._loads = self._loads, []
-        table = np.stack(loads) if loads else np.zeros((0, 0), np.int64)
-        return table, peak_over_mean(table)
+        return np.concatenate(loads).reshape(len(loads), -1) if loads else np.zeros((0, 0), np.int64)
 
 
 def peak_over_mean(load_LE: NDArray[np.int64]) -> float:
@@ -166,6 +164,7 @@ def peak_over_mean(load_LE: NDArray[np.int64]) -> float:
     """
     if not load_LE.size:
         return 0.0
-    means = load_LE.mean(1)
-    peaks = load_LE.max(1)[means > 0] / means[means > 0]
-    return float(peaks.mean()) if len(peaks) else 0.0
+    totals, peaks = load_LE.sum(1), load_LE.max(1)
+    if not totals.all():
+        totals, peaks = totals[totals > 0], peaks[totals > 0]
+    return float((peaks / totals).sum()) * load_LE.shape[1] / len(totals) if len(totals) else 0.0

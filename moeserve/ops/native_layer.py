@@ -78,7 +78,7 @@ class ExpertsBlock:
         assert x_TD.dtype is packed.dtype, (x_TD.dtype, packed.dtype)
         assert x_TD.is_contiguous(), x_TD.stride()
         slots = packed.bytes_eS
-        out_TD = torch.empty_like(x_TD)
+        out_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
         counts_E = np.empty(self._num_experts, np.int64)
         self._block.run(
             packed.gate_up, packed.down, slots.data_ptr(), slots.shape[1], counts_E, x_TD.data_ptr(), x_TD.shape[0],
