@@ -157,6 +157,55 @@ class AttentionPlan:
         sinks: int,
     ) -> None: ...
 
+class Matrix:
+    def __init__(self, packing: Packing, weights: int, bias: int) -> None: ...
+    @property
+    def columns(self) -> int: ...
+
+class AttentionBlock:
+    def __init__(
+        self,
+        type: Type,
+        qkv: Matrix,
+        out: Matrix | None,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        norms: int,
+        eps: float,
+        clip: float,
+        scale: float,
+    ) -> None: ...
+    def run(
+        self,
+        plan: AttentionPlan,
+        x: int,
+        stride: int,
+        rows: int,
+        cos: int,
+        sin: int,
+        cells: int,
+        k: int,
+        v: int,
+        y: int,
+        /,
+    ) -> None: ...
+
+class ExpertsBlock:
+    def __init__(self, type: Type, router: Matrix, top_k: int, selected: bool, renormalize: bool) -> None: ...
+    def run(
+        self,
+        gate_up: Packing,
+        down: Packing,
+        weights: int,
+        slot_bytes: int,
+        counts: NDArray[np.int64],
+        x: int,
+        rows: int,
+        y: int,
+        /,
+    ) -> None: ...
+
 class Channel:
     def __init__(
         self,

@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "bindings/bindings.hpp"
+#include "bindings/products.hpp"
 #include "kernels/pack.hpp"
 #include "kernels/table.hpp"
 #include "pool/scratch.hpp"
@@ -70,6 +70,8 @@ ProductArgs product_args(Type type, const Packing& packing, const uint8_t* weigh
     return args;
 }
 
+}  // namespace
+
 /// y [rows, columns] = x [rows, depth] times one packed matrix. bias: fp32, filled up to whole blocks, or null.
 void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
             Address y) {
@@ -116,6 +118,8 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     second.y_stride = y_stride;
     multiply(second, back);
 }
+
+namespace {
 
 /// Packs a matrix, block n to `to` + n * step. all_threads: shares the work with the pool, whose other callers then wait.
 void pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step, bool all_threads) {

@@ -5,11 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "bindings/bindings.hpp"
+#include "bindings/rows.hpp"
 #include "core/grouping.hpp"
-#include "core/weighted_sum.hpp"
 #include "kernels/row_args.hpp"
-#include "kernels/table.hpp"
 
 namespace py = pybind11;
 
@@ -17,25 +15,6 @@ namespace moeserve {
 namespace {
 
 using Counts = py::array_t<int64_t, py::array::c_style>;
-
-constexpr size_t kWorthSharing = 1 << 15;  // elements: about 10 us, a few times what it takes to wake the others
-
-/// Calls rows(begin, end) for [0, count), `width` elements each, on the pool's threads if there are enough of them. Small
-/// calls keep the interpreter's lock: getting it back may take longer than they do.
-template <class Rows>
-void over_rows(size_t count, size_t width, const Rows& rows) {
-    if (count * width < kWorthSharing) return rows(size_t{0}, count);
-    py::gil_scoped_release unlocked;
-    const auto run = [](void* context, size_t begin, size_t end, int) {
-        if (begin < end) (*static_cast<const Rows*>(context))(begin, end);
-    };
-    pool()->split(count, Work{run, const_cast<Rows*>(&rows)});
-}
-
-template <class Args>
-void over_rows(void (*kernel)(const Args&, size_t, size_t), const Args& args, size_t count, size_t width) {
-    over_rows(count, width, [&](size_t begin, size_t end) { kernel(args, begin, end); });
-}
 
 void bind_dense(py::module_& m) {
     m.def("rms_norm", [](Type type, size_t rows, size_t width, Address x, size_t stride, Address weight, float eps,
@@ -96,17 +75,7 @@ void bind_routing(py::module_& m) {
     });
     m.def("sum_pairs", [](Element element, size_t tokens, size_t top_k, size_t dim, Address y, Address place,
                           Address weights, Address out) {
-        const size_t row_bytes = dim * element_bytes(element);
-        const std::vector<char> nothing(row_bytes);
-        const auto* places = at<int64_t>(place);
-        std::vector<const void*> rows(tokens * top_k);
-        for (size_t n = 0; n < rows.size(); ++n) {
-            rows[n] = places[n] < 0 ? nothing.data() : at<char>(y) + static_cast<size_t>(places[n]) * row_bytes;
-        }
-        over_rows(tokens, top_k * dim, [&](size_t begin, size_t end) {
-            weighted_sum(rows.data() + begin * top_k, at<float>(weights) + begin * top_k, end - begin, top_k, dim,
-                         element, at<char>(out) + begin * row_bytes, best_isa());
-        });
+        sum_pairs(element, tokens, top_k, dim, at<void>(y), at<int64_t>(place), at<float>(weights), at<void>(out));
     });
 }
 
@@ -125,6 +94,20 @@ void bind_sampling(py::module_& m) {
 }
 
 }  // namespace
+
+void sum_pairs(Element element, size_t tokens, size_t top_k, size_t dim, const void* y, const int64_t* place,
+               const float* weights, void* out) {
+    const size_t row_bytes = dim * element_bytes(element);
+    const std::vector<char> nothing(row_bytes);
+    std::vector<const void*> rows(tokens * top_k);
+    for (size_t n = 0; n < rows.size(); ++n) {
+        rows[n] = place[n] < 0 ? nothing.data() : static_cast<const char*>(y) + static_cast<size_t>(place[n]) * row_bytes;
+    }
+    over_rows(tokens, top_k * dim, [&](size_t begin, size_t end) {
+        weighted_sum(rows.data() + begin * top_k, weights + begin * top_k, end - begin, top_k, dim, element,
+                     static_cast<char*>(out) + begin * row_bytes, best_isa());
+    });
+}
 
 void bind_rows(py::module_& m) {
     bind_dense(m);

@@ -85,7 +85,10 @@ Pool::~Pool() {
     for (std::thread& thread : threads_) thread.join();
 }
 
-void Pool::split(size_t count, const Work& work) { run({work, count, 0}); }
+void Pool::split(size_t count, const Work& work) {
+    const size_t workers = static_cast<size_t>(size());
+    run({work, count, std::max<size_t>((count + workers - 1) / workers, 1)});
+}
 
 void Pool::share(size_t count, size_t grain, const Work& work) { run({work, count, std::max<size_t>(grain, 1)}); }
 
@@ -94,29 +97,32 @@ void Pool::run(const Job& job) {
     const std::lock_guard<std::mutex> one_at_a_time(callers_);
     job_ = job;
     next_.store(0, std::memory_order_relaxed);
-    const bool alone = threads_.empty() || job.count <= std::max<size_t>(job.grain, 1);
-    if (alone) {
+    if (threads_.empty() || job.count <= job.grain) {
         job.work.run(job.work.context, 0, job.count, 0);
         return;
     }
-    busy_.store(static_cast<uint32_t>(threads_.size()), std::memory_order_relaxed);
+    taking_part_.store(kOpen, std::memory_order_release);
     round_.fetch_add(1);  // sequentially consistent, as is reading `asleep_`: no worker falls asleep unseen
     if (asleep_.load() != 0) wake_all(round_);
     take_part(0);
-    if (spin(spin_ns_, [this] { return busy_.load(std::memory_order_acquire) == 0; })) return;
+    taking_part_.fetch_and(~kOpen, std::memory_order_acq_rel);  // who comes now is not waited for
+    if (spin(spin_ns_, [this] { return taking_part_.load(std::memory_order_acquire) == 0; })) return;
     caller_asleep_ = true;
-    for (uint32_t busy; (busy = busy_.load()) != 0;) wait_while(busy_, busy);
+    for (uint32_t number; (number = taking_part_.load()) != 0;) wait_while(taking_part_, number);
     caller_asleep_ = false;
+}
+
+/// Whether there is a job that its caller still works on; it waits for this worker then.
+bool Pool::join() {
+    uint32_t number = taking_part_.load(std::memory_order_relaxed);
+    while (number & kOpen) {
+        if (taking_part_.compare_exchange_weak(number, number + 1, std::memory_order_acq_rel)) return true;
+    }
+    return false;
 }
 
 void Pool::take_part(int worker) {
     const Job& job = job_;
-    if (job.grain == 0) {
-        const size_t workers = static_cast<size_t>(size()), w = static_cast<size_t>(worker);
-        const size_t begin = job.count * w / workers, end = job.count * (w + 1) / workers;
-        if (begin < end) job.work.run(job.work.context, begin, end, worker);
-        return;
-    }
     for (;;) {
         const size_t begin = next_.fetch_add(job.grain, std::memory_order_relaxed);
         if (begin >= job.count) return;
@@ -133,9 +139,10 @@ void Pool::live(int worker, int cpu) {
             asleep_.fetch_sub(1);
         }
         if (ends_) return;
-        ++seen;  // the caller waits for all, so nobody misses a round
+        seen = round_.load(std::memory_order_acquire);
+        if (!join()) continue;
         take_part(worker);
-        if (busy_.fetch_sub(1) == 1 && caller_asleep_) wake_all(busy_);
+        if (taking_part_.fetch_sub(1) == 1 && caller_asleep_) wake_all(taking_part_);
     }
 }
 

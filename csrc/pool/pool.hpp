@@ -29,8 +29,11 @@ class Pool {
 
     int size() const { return static_cast<int>(threads_.size()) + 1; }
 
-    /// Worker w computes the w-th of `size()` nearly equal contiguous parts of [0, count). Returns when all is done.
-    /// Any thread may call; one caller's work runs after the other's. Never called from inside work.
+    /// Computes [0, count) in `size()` nearly equal contiguous parts. Returns when all is done. Any thread may call; one
+    /// caller's work runs after the other's. Never called from inside work.
+    ///
+    /// A caller waits for workers that have begun, not for those that the system has yet to give a processor: on a busy
+    /// machine it does their share itself.
     void split(size_t count, const Work& work);
 
     /// As `split`, but workers take `grain` indices at a time until none are left: for parts of unequal cost.
@@ -39,10 +42,13 @@ class Pool {
   private:
     struct Job {
         Work work;
-        size_t count, grain;  // grain 0: equal parts
+        size_t count, grain;
     };
 
+    static constexpr uint32_t kOpen = 1u << 31;  // of `taking_part_`: its caller still works
+
     void run(const Job& job);
+    bool join();
     void take_part(int worker);
     void live(int worker, int cpu);
 
@@ -51,9 +57,9 @@ class Pool {
     const int64_t spin_ns_;
     std::vector<std::thread> threads_;
     // Each on a cache line of its own: they are written by different threads all the time.
-    alignas(64) std::atomic<uint32_t> round_{0};  // a new number starts a job
-    alignas(64) std::atomic<uint32_t> busy_{0};   // workers that have not finished it
-    alignas(64) std::atomic<size_t> next_{0};     // first index that nobody has taken
+    alignas(64) std::atomic<uint32_t> round_{0};        // a new number starts a job
+    alignas(64) std::atomic<uint32_t> taking_part_{0};  // workers that have begun it and not finished
+    alignas(64) std::atomic<size_t> next_{0};           // first index that nobody has taken
     alignas(64) std::atomic<uint32_t> asleep_{0};
     alignas(64) std::atomic<bool> caller_asleep_{false};
     std::atomic<bool> ends_{false};

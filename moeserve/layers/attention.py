@@ -59,8 +59,15 @@ class Attention:
         self._full_norms = full_norms
         self._all_kv_heads = spec.num_kv_heads
         self._dim = spec.head_dim
+        self._block = None
+        if ops.attention_block is not None and full_norms is None:
+            last = out.part if tp.size == 1 else None
+            self._block = ops.attention_block(qkv, last, self._rule, self._dim, ops.dtype)
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, kv: LayerKV, channel: int) -> Tensor:
+        if self._block is not None:
+            y = self._block(x_TD, step.cos_Td, step.sin_Td, kv.k, kv.v, step.cells_T, step.plan)
+            return y if self._tp.size == 1 else self._out(self._tp.gather_columns(y, channel), channel)
         qkv = self._qkv(x_TD)
         qkv_THd = qkv.view(qkv.shape[0], -1, self._dim)
         normed = None if self._full_norms is None else self._normalise_fully(qkv_THd, self._full_norms, channel)

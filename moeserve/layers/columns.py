@@ -36,9 +36,9 @@ class ColumnLinear:
     """x [M, K] -> [M, N], whole on every rank; `part` computes this rank's columns."""
 
     def __init__(self, part: Linear, num_columns: int, tp: TensorParallel) -> None:
-        self._part = part
+        self.part = part
         self._num_columns = num_columns
         self._tp = tp
 
     def __call__(self, x_MK: Tensor, channel: int) -> Tensor:
-        return whole(self._part(x_MK), self._num_columns, self._tp, channel)
+        return whole(self.part(x_MK), self._num_columns, self._tp, channel)

@@ -28,6 +28,8 @@ from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.slots import SlotMap
 from moeserve.ops.linear import Linear
+from moeserve.ops.native_layer import ExpertsBlock
+from moeserve.ops.native_linear import NativeLinear
 from moeserve.ops.table import Ops
 from moeserve.parallel.tensor import ALONE, TensorParallel, share
 from moeserve.parallel.world import World
@@ -166,7 +168,8 @@ class _Build:
     def experts(self, name: str) -> FeedForward:
         assert self.moe is not None
         spec, params = self.spec, self.params
-        router = Router(self.linear(name + "router"), spec.experts_per_token, spec.router, self.ops)
+        gate = self.linear(name + "router")
+        router = Router(gate, spec.experts_per_token, spec.router, self.ops)
         packed = self.moe.experts.pack(ExpertWeights(params.pop(name + "w13"), params.pop(name + "w2")))
         shared = None
         if spec.shared_expert_size:
@@ -174,4 +177,14 @@ class _Build:
             shared = SigmoidGatedMLP(self.ops, params.pop(name + "shared_gate"), mlp)
         slots = SlotMap(self.placement, self.num_moe, self.ops.device)
         self.num_moe += 1
-        return MoELayer(router, self.moe.all2all, self.moe.experts, packed, slots, shared, self.tp)
+        block = self.experts_block(gate) if isinstance(self.moe.experts, NativeExperts) else None
+        return MoELayer(router, self.moe.all2all, self.moe.experts, packed, slots, shared, self.tp, block)
+
+    def experts_block(self, gate: Linear) -> ExpertsBlock | None:
+        """A whole layer in one call, where it is on one rank for good and nothing is rounded on a way."""
+        all2all, spec = self.moe.all2all if self.moe else None, self.spec
+        if self.tp.size > 1 or not isinstance(all2all, LocalAll2All) or all2all.rounds:
+            return None
+        assert isinstance(gate, NativeLinear)
+        rule = spec.router
+        return ExpertsBlock(gate, spec.experts_per_token, rule.score, rule.renormalize, self.ops.dtype)

@@ -123,6 +123,15 @@ class Lane:
             meter.transfer(name, layer, start_ns, wait_ns, time.monotonic_ns(), pending.arrived_ns)
         return value
 
+    def stay(self, compute: Callable[[], tuple[Tensor, NDArray[np.int64]]]) -> Tensor:
+        """A layer's experts where no row travels; `compute` gives the result and the layer's load."""
+        layer = len(self._loads)
+        self.meter.work(WORK_BEFORE["dispatch"], layer)
+        out_TD, counts_E = compute()
+        self.note_load(counts_E)
+        self.meter.work(WORK_BEFORE["combine"], layer)
+        return out_TD
+
     def send_early(self, send: Callable[[], None]) -> None:
         """Sends part of what this lane's next transfer is about; that counts as begun."""
         self._early_ns = time.monotonic_ns()
@@ -142,12 +151,10 @@ class Lane:
         """Record how many rows of this lane one layer sent to each logical expert; padding is not among them."""
         self._loads.append(counts_E)
 
-    def take_load(self) -> tuple[NDArray[np.int64], float]:
-        """(rows per layer and expert [layers, E], mean over layers of the fullest expert's rows over the average's)
-        since the last call; an empty array and 0.0 when nothing was routed."""
+    def take_load(self) -> NDArray[np.int64]:
+        """Rows per layer and expert [layers, E] since the last call; an empty array when nothing was routed."""
         loads, self._loads = self._loads, []
-        table = np.stack(loads) if loads else np.zeros((0, 0), np.int64)
-        return table, peak_over_mean(table)
+        return np.concatenate(loads).reshape(len(loads), -1) if loads else np.zeros((0, 0), np.int64)
 
 
 def peak_over_mean(load_LE: NDArray[np.int64]) -> float:
@@ -157,6 +164,7 @@ def peak_over_mean(load_LE: NDArray[np.int64]) -> float:
     """
     if not load_LE.size:
         return 0.0
-    means = load_LE.mean(1)
-    peaks = load_LE.max(1)[means > 0] / means[means > 0]
-    return float(peaks.mean()) if len(peaks) else 0.0
+    totals, peaks = load_LE.sum(1), load_LE.max(1)
+    if not totals.all():
+        totals, peaks = totals[totals > 0], peaks[totals > 0]
+    return float((peaks / totals).sum()) * load_LE.shape[1] / len(totals) if len(totals) else 0.0

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.moe.all2all.base import All2All, Ticket
@@ -20,9 +22,12 @@ from moeserve.moe.routing import Router, Routing
 from moeserve.moe.slots import SlotMap
 from moeserve.parallel.tensor import ALONE, TensorParallel, share
 
+Block = Callable[[Tensor, Any], tuple[Tensor, NDArray[np.int64]]]  # x_TD, packed -> result, rows of each expert
+
 
 class MoELayer:
     """One layer's experts behind one backend and one kernel. `shared` maps x_TD to what is added to every token.
+    `block`, if given, does what router, this backend and kernel do together, in one call: its rows stay on this rank.
 
     `all2all`, `packed` (the local slots' weights in the kernel's layout) and `slots` are replaced between steps when
     experts move or the group changes.
@@ -37,6 +42,7 @@ class MoELayer:
         slots: SlotMap,
         shared: Callable[[Tensor], Tensor] | None = None,
         tp: TensorParallel = ALONE,
+        block: Block | None = None,
     ) -> None:
         self.all2all = all2all
         self.experts = experts
@@ -45,9 +51,14 @@ class MoELayer:
         self._router = router
         self._shared = shared
         self._tp = tp
+        self._block, self._home = block, all2all
 
     def __call__(self, x_TD: Tensor, num_tokens: int, lane: Lane) -> Tensor:
         """Rows from `num_tokens` on are padding: they reach no expert."""
+        if self._block is not None and self.all2all is self._home and 0 < num_tokens == x_TD.shape[0]:
+            block, packed = self._block, self.packed
+            out_TD = lane.stay(lambda: block(x_TD, packed))
+            return out_TD if self._shared is None else out_TD + self._shared(x_TD)
         routing = self._router(x_TD, num_tokens)
         lane.note_load(self.slots.load(routing))
         routing = self.slots(routing)

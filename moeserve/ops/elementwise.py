@@ -40,7 +40,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm decoder."""
+    """(rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm decoder. The results may take
+    the arguments' places."""
     total_TD = x_TD + residual_TD
     return rms_norm(total_TD, weight_D, eps), total_TD
 

@@ -48,7 +48,7 @@ class NativeLinear:
     x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
     """
 
-    __slots__ = ("_bias", "_columns", "_depth", "_dtype", "_module", "_packing", "_type", "packed")
+    __slots__ = ("_bias", "_columns", "_depth", "_dtype", "_module", "_packing", "_type", "matrix", "packed")
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
         module: Any = native()
@@ -63,6 +63,10 @@ class NativeLinear:
             self._packing.block_bytes, True,
         )  # fmt: skip
         self._bias = None if bias_N is None else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
+        # For calls that do more than one product; the memory stays this object's.
+        self.matrix = module.Matrix(
+            self._packing, self.packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+        )
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         assert x_MK.dtype == self._dtype

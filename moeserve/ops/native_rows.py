@@ -47,22 +47,13 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     rows, width = x_TD.shape
     assert residual_TD.shape == x_TD.shape, (x_TD.shape, residual_TD.shape)
     assert residual_TD.dtype is x_TD.dtype, (x_TD.dtype, residual_TD.dtype)
-    out_TD = _empty((rows, width), dtype=x_TD.dtype)
-    total_TD = _empty((rows, width), dtype=x_TD.dtype)
+    x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    x, residual = x_TD.data_ptr(), residual_TD.data_ptr()
+    assert x != residual or not rows, "the sum and its norm need a place each"
     _native.add_rms_norm(
-        _TYPES[x_TD.dtype],
-        rows,
-        width,
-        x_TD.data_ptr(),
-        _stride(x_TD),
-        residual_TD.data_ptr(),
-        _stride(residual_TD),
-        weight_D.data_ptr(),
-        eps,
-        out_TD.data_ptr(),
-        total_TD.data_ptr(),
+        _TYPES[x_TD.dtype], rows, width, x, width, residual, width, weight_D.data_ptr(), eps, x, residual
     )
-    return out_TD, total_TD
+    return x_TD, residual_TD
 
 
 def prologue(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise, native_attention, native_linear, native_rows, prologue
+from moeserve.ops import attention, elementwise, native_attention, native_layer, native_linear, native_rows, prologue
 from moeserve.ops.linear import PackLinear, onednn_pack, padded_rows, plain_packer
 from moeserve.ops.memory import keep_freed_memory
 from moeserve.ops.native import native
@@ -26,7 +26,8 @@ class Ops:
 
     pad_rows(n): how many rows a step or an expert with n rows is computed with; what the rest holds is irrelevant.
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native: whether these
-    are the kernels of csrc/, which have a kernel for experts, too.
+    are the kernels of csrc/, which have a kernel for experts, too. attention_block: what joins the steps of attention
+    to one call, where there is such a call.
     """
 
     device: torch.device
@@ -44,6 +45,7 @@ class Ops:
     prologue: Callable[..., Tensor] = prologue.prologue
     plan_attention: Callable[..., Any] = attention.plan_attention
     attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attention.attention  # takes this table's own plans
+    attention_block: Callable[..., Callable[..., Tensor]] | None = None
 
     def describe(self) -> str:
         return ", ".join(f"{kernel}: {how}" for kernel, how in self.chosen)
@@ -122,6 +124,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         prologue=native_rows.prologue,
         plan_attention=native_attention.plan_attention,
         attention=native_attention.attention,
+        attention_block=native_layer.AttentionBlock,
     )
     log.info("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.describe())
     return ops

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moeserve.ops import native_rows
 from moeserve.runner.noise import LANES
 
 NEG_INF = float("-inf")
@@ -23,6 +24,8 @@ def first_max(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     In blocks of LANES, because torch's vectorised `amax` is several times faster than its `argmax`.
     """
     rows, width = x_SV.shape
+    if native_rows.AVAILABLE and x_SV.is_cpu and x_SV.dtype is torch.float32 and rows:
+        return native_rows.argmax(x_SV)
     if width % LANES or rows == 0:
         return x_SV.max(dim=-1)
     blocks_SBL = x_SV.view(rows, width // LANES, LANES)

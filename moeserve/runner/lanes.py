@@ -73,9 +73,10 @@ class LaneRunner:
 
     def take_meter(self) -> Meter:
         """What was measured since the last call; to be called after each step."""
-        loads = [lane.take_load() for lane in self.lanes]
-        tables = [table for table, _ in loads if len(table)]
-        load_LE = np.sum(tables, axis=0) if tables else np.zeros((0, 0), np.int64)
+        load_LE, *others = (lane.take_load() for lane in self.lanes)
+        for other_LE in others:
+            if len(other_LE):
+                load_LE = load_LE + other_LE if len(load_LE) else other_LE
         meters = [lane.meter for lane in self.lanes]
         comm_ns, exposed_ns = (sum(times) for times in zip(*((m.comm_ns, m.exposed_ns) for m in meters), strict=True))
         meter = Meter(

@@ -235,7 +235,7 @@ class Sampler:
 def _choose(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
     """The greedy choice from untouched logits, and whether it means anything."""
     peak_S, tokens_S = first_max(logits_SV)
-    return tokens_S, _status(peak_S, peak_S)
+    return tokens_S, ((peak_S - peak_S) != 0).to(torch.uint8) * Status.NOT_FINITE  # infinity less itself is NaN
 
 
 def _status(raw_peak_S: Tensor, peak_S: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     weight = torch.rand(width) + 0.5
     close = {"rtol": TOLERANCE[dtype], "atol": 1e-6}
     torch.testing.assert_close(native_rows.rms_norm(x, weight, 1e-6), elementwise.rms_norm(x, weight, 1e-6), **close)
-    normed, total = native_rows.add_rms_norm(x, residual, weight, 1e-6)
+    normed, total = native_rows.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
     expected, expected_total = elementwise.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, expected_total)
     torch.testing.assert_close(normed, expected, **close)
@@ -111,7 +111,7 @@ def test_threads_and_batch_change_no_bit(threads: None) -> None:
     x, weight = random(300, 256, dtype=torch.bfloat16), torch.rand(256)
     kernels = (
         lambda rows: native_rows.rms_norm(rows, weight, 1e-6),
-        lambda rows: native_rows.add_rms_norm(rows, rows, weight, 1e-6)[0],
+        lambda rows: native_rows.add_rms_norm(rows.clone(), rows.clone(), weight, 1e-6)[0],
         native_rows.silu_mul,
         lambda rows: native_rows.route(rows, 8, "softmax", True)[1],
         lambda rows: native_rows.argmax(rows.float())[1],

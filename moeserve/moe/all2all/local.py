@@ -27,6 +27,11 @@ class LocalAll2All:
         self._num_slots = num_slots
         self._wire = wire if wire is not None and wire.lossy else None
 
+    @property
+    def rounds(self) -> bool:
+        """Whether rows lose digits as if they travelled."""
+        return self._wire is not None
+
     def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
         self._num_slots = slots_per_rank
 

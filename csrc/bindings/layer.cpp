@@ -1,0 +1,165 @@
+// A decoder layer's two halves in one call each: between small calls, the interpreter takes longer than they do.
+// moeserve/ops/native_layer.py is the only caller.
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "bindings/products.hpp"
+#include "bindings/rows.hpp"
+#include "core/grouping.hpp"
+#include "kernels/attention_plan.hpp"
+#include "pool/scratch.hpp"
+
+namespace py = pybind11;
+
+namespace moeserve {
+namespace {
+
+using Counts = py::array_t<int64_t, py::array::c_style>;
+
+size_t bytes_of(Type type) { return type == Type::fp32 ? 4 : 2; }
+
+/// Arrays of so many bytes in the calling thread's memory, until it asks again.
+class Arrays {
+  public:
+    explicit Arrays(std::initializer_list<size_t> sizes) {
+        for (size_t bytes : sizes) {
+            starts_.push_back(total_);
+            total_ += (bytes + 63) / 64 * 64;
+        }
+        memory_ = scratch(Scratch::layer, total_);
+    }
+    Address operator[](size_t i) const { return reinterpret_cast<Address>(memory_ + starts_[i]); }
+
+  private:
+    std::vector<size_t> starts_;
+    size_t total_ = 0;
+    uint8_t* memory_;
+};
+
+/// A packed matrix and where it lies; bias 0: none.
+struct Matrix {
+    Packing packing;
+    Address weights, bias;
+
+    void times(Type type, Address x, size_t stride, size_t rows, Address y) const {
+        linear(type, packing, weights, bias, x, stride, rows, y);
+    }
+};
+
+/// Projection, prologue, attention and, if it is given, the product behind it.
+class AttentionBlock {
+  public:
+    AttentionBlock(Type type, const Matrix& qkv, const std::optional<Matrix>& out, size_t heads, size_t kv_heads,
+                   size_t dim, Address norms, float eps, float clip, float scale)
+        : qkv_(qkv), out_(out) {
+        if (dim > PrologueArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
+        rule_.type = type;
+        rule_.heads = heads;
+        rule_.kv_heads = kv_heads;
+        rule_.dim = dim;
+        rule_.norms = at<float>(norms);
+        rule_.eps = eps;
+        rule_.clip = clip;
+        rule_.scale = scale;
+    }
+
+    void run(const AttentionPlan& plan, Address x, size_t stride, size_t rows, Address cos, Address sin, Address cells,
+             Address k, Address v, Address y) const {
+        const Type type = rule_.type;
+        const size_t width = rule_.heads * rule_.dim, all = width + 2 * rule_.kv_heads * rule_.dim;
+        const size_t element = bytes_of(type);
+        const Arrays arrays({rows * all * element, rows * width * element, rows * width * element});
+        qkv_.times(type, x, stride, rows, arrays[0]);
+        PrologueArgs prologue = rule_;
+        prologue.real = static_cast<size_t>(plan.num_tokens());
+        prologue.qkv = at<void>(arrays[0]);
+        prologue.stride = all;
+        prologue.cos = at<float>(cos);
+        prologue.sin = at<float>(sin);
+        prologue.cells = at<int64_t>(cells);
+        prologue.k = at<void>(k);
+        prologue.v = at<void>(v);
+        prologue.q = at<void>(arrays[1]);
+        over_rows(kernels()->prologue, prologue, rows, all);
+        AttentionCall call{};
+        call.q = prologue.q;
+        call.q_stride = static_cast<int64_t>(width);
+        call.q_type = call.kv_type = type;
+        call.k = prologue.k;
+        call.v = prologue.v;
+        call.out = at<void>(out_ ? arrays[2] : y);
+        plan.run(call, static_cast<int64_t>(rows));
+        if (out_) out_->times(type, arrays[2], width, rows, y);
+    }
+
+  private:
+    Matrix qkv_;
+    std::optional<Matrix> out_;
+    PrologueArgs rule_{};  // what is the same in every step
+};
+
+/// Router, experts and the weighted sum of a layer whose rows stay here. counts: rows of each slot.
+class ExpertsBlock {
+  public:
+    ExpertsBlock(Type type, const Matrix& router, size_t top_k, bool selected, bool renormalize)
+        : type_(type), router_(router), top_k_(top_k), selected_(selected), renormalize_(renormalize) {
+        const size_t experts = router.packing.columns;
+        if (experts > RouteArgs::kMaxExperts || top_k > experts || !top_k) {
+            throw std::invalid_argument("cannot choose " + std::to_string(top_k) + " of " + std::to_string(experts) + " experts");
+        }
+    }
+
+    void run(const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes, Counts counts, Address x,
+             size_t rows, Address y) const {
+        const size_t slots = router_.packing.columns, width = gate_up.depth, pairs = rows * top_k_;
+        if (static_cast<size_t>(counts.size()) != slots) throw std::invalid_argument("a slot per expert, please");
+        int64_t* counted = counts.mutable_data();
+        py::gil_scoped_release unlocked;
+        const size_t row_bytes = width * bytes_of(type_);
+        const Arrays arrays({rows * slots * bytes_of(type_), pairs * sizeof(int32_t), pairs * sizeof(float),
+                             pairs * sizeof(int64_t), pairs * sizeof(int64_t), pairs * row_bytes, pairs * row_bytes});
+        router_.times(type_, x, width, rows, arrays[0]);
+        const RouteArgs route{type_,       slots,        top_k_,
+                              at<void>(arrays[0]), slots, selected_,
+                              renormalize_, at<int32_t>(arrays[1]), at<float>(arrays[2])};
+        over_rows(kernels()->route, route, rows, slots * (top_k_ / 2 + 4));
+        int64_t *order = at<int64_t>(arrays[3]), *place = at<int64_t>(arrays[4]);
+        group_pairs(route.ids, pairs, slots, counted, order, place);
+        over_rows(pairs, row_bytes, [&](size_t begin, size_t end) {
+            const auto top_k = static_cast<int64_t>(top_k_);
+            copy_rows(at<char>(x), order, top_k, row_bytes, begin, end, at<char>(arrays[5]));
+        });
+        experts(type_, gate_up, down, weights, slot_bytes, {counted, counted + slots}, arrays[5], width, arrays[6], width);
+        const Element element = type_ == Type::fp32 ? Element::fp32 : type_ == Type::bf16 ? Element::bf16 : Element::fp16;
+        sum_pairs(element, rows, top_k_, width, at<void>(arrays[6]), place, route.weights, at<void>(y));
+    }
+
+  private:
+    Type type_;
+    Matrix router_;
+    size_t top_k_;
+    bool selected_, renormalize_;
+};
+
+}  // namespace
+
+void bind_layer(py::module_& m) {
+    py::class_<Matrix>(m, "Matrix")
+        .def(py::init<Packing, Address, Address>(), py::arg("packing"), py::arg("weights"), py::arg("bias"))
+        .def_property_readonly("columns", [](const Matrix& self) { return self.packing.columns; });
+    py::class_<AttentionBlock>(m, "AttentionBlock")
+        .def(py::init<Type, const Matrix&, const std::optional<Matrix>&, size_t, size_t, size_t, Address, float, float, float>(),
+             py::arg("type"), py::arg("qkv"), py::arg("out"), py::arg("heads"), py::arg("kv_heads"), py::arg("dim"),
+             py::arg("norms"), py::arg("eps"), py::arg("clip"), py::arg("scale"))
+        .def("run", &AttentionBlock::run, Unlocked());
+    py::class_<ExpertsBlock>(m, "ExpertsBlock")
+        .def(py::init<Type, const Matrix&, size_t, bool, bool>(), py::arg("type"), py::arg("router"), py::arg("top_k"),
+             py::arg("selected"), py::arg("renormalize"))
+        .def("run", &ExpertsBlock::run);
+}
+
+}  // namespace moeserve

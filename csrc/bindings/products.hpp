@@ -1,0 +1,18 @@
+// The products as functions, for calls that do more than one (layer.cpp).
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "bindings/bindings.hpp"
+#include "kernels/product_args.hpp"
+
+namespace moeserve {
+
+void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
+            Address y);
+
+void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes,
+             const std::vector<size_t>& counts, Address x, size_t x_stride, Address y, size_t y_stride);
+
+}  // namespace moeserve

@@ -1,0 +1,87 @@
+"""A decoder layer's two halves in one native call each (csrc/bindings/layer.cpp): same bits as call after call.
+
+Between small calls the interpreter takes longer than they do, and its own code has left the caches while weights
+streamed through them. T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.ops.native import native
+from moeserve.ops.native_attention import NativePlan
+from moeserve.ops.native_linear import NativeLinear, native_type
+from moeserve.ops.prologue import HeadRule
+
+_native: Any = native()
+_empty = torch.empty
+
+
+class AttentionBlock:
+    """Projection, prologue, attention and, if given, the product behind it: x [T, D] -> [T, D], or [T, H * d]."""
+
+    __slots__ = ("_block", "_columns", "_dtype", "_keep", "_shape")
+
+    def __init__(
+        self, qkv: NativeLinear, out: NativeLinear | None, rule: HeadRule, dim: int, dtype: torch.dtype
+    ) -> None:
+        self._keep = qkv, out, rule  # whose memory the block reads
+        self._dtype = dtype
+        self._shape = rule.num_heads, rule.num_kv_heads, dim
+        self._columns = rule.num_heads * dim if out is None else out.matrix.columns
+        self._block = _native.AttentionBlock(
+            native_type(dtype), qkv.matrix, None if out is None else out.matrix, rule.num_heads, rule.num_kv_heads, dim,
+            0 if rule.norms is None else rule.norms.data_ptr(), rule.eps, rule.clip, rule.scale,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        cos_T1d: Tensor,
+        sin_T1d: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cells_T: Tensor,
+        plan: NativePlan,
+    ) -> Tensor:
+        """Arguments as `prologue` and `attention` take them, all contiguous; x and both caches of one dtype."""
+        assert x_TD.dtype is k_cache.dtype is self._dtype, (x_TD.dtype, k_cache.dtype, self._dtype)
+        assert plan.shape == (*self._shape, k_cache.shape[1]), (plan.shape, self._shape, k_cache.shape)
+        rows = x_TD.shape[0]
+        y = _empty((rows, self._columns), dtype=self._dtype)
+        self._block.run(
+            plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
+            cells_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), y.data_ptr(),
+        )  # fmt: skip
+        return y
+
+
+class ExpertsBlock:
+    """Router, experts and weighted sum of rows that stay on their rank: x [T, D] -> [T, D]."""
+
+    __slots__ = ("_block", "_keep", "_num_experts")
+
+    def __init__(self, router: NativeLinear, top_k: int, score: str, renormalize: bool, dtype: torch.dtype) -> None:
+        self._keep = router
+        self._num_experts = router.matrix.columns
+        self._block = _native.ExpertsBlock(
+            native_type(dtype), router.matrix, top_k, score == "softmax_selected", renormalize
+        )
+
+    def __call__(self, x_TD: Tensor, packed: Any) -> tuple[Tensor, NDArray[np.int64]]:
+        """(result, rows of each expert). packed: what `NativeExperts.pack` made, expert e in slot e."""
+        assert x_TD.dtype is packed.dtype, (x_TD.dtype, packed.dtype)
+        assert x_TD.is_contiguous(), x_TD.stride()
+        slots = packed.bytes_eS
+        out_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
+        counts_E = np.empty(self._num_experts, np.int64)
+        self._block.run(
+            packed.gate_up, packed.down, slots.data_ptr(), slots.shape[1], counts_E, x_TD.data_ptr(), x_TD.shape[0],
+            out_TD.data_ptr(),
+        )  # fmt: skip
+        return out_TD, counts_E

@@ -1,0 +1,108 @@
+"""Half a layer in one native call has the bits of the calls that it joins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.moe.all2all.base import Inbound, Layout
+from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
+from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.native import NativeExperts, Packed
+from moeserve.moe.lane import Scratch
+from moeserve.moe.routing import Routing
+from moeserve.ops import native_attention, native_layer, native_rows
+from moeserve.ops.native import native
+from moeserve.ops.native_linear import NativeLinear
+from moeserve.ops.prologue import HeadRule
+
+pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTH, HEADS, KV_HEADS, DIM, BLOCK = 72, 6, 2, 24, 16
+
+
+@pytest.fixture(params=[1, 3], autouse=True)
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every result also lands in memory that holds NaN."""
+    module: Any = native()
+    monkeypatch.setattr(native_layer, "_empty", lambda *size, **how: torch.empty(*size, **how).fill_(math.nan))
+    module.set_threads([-1] * request.param)
+    yield
+    module.set_threads([-1])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("counts", "starts"), [((1,), (0,)), ((1, 1, 1), (5, 40, 2)), ((70, 1), (3, 60))])
+@pytest.mark.parametrize("norms", [True, False])
+def test_attention(counts: tuple[int, ...], starts: tuple[int, ...], norms: bool, dtype: torch.dtype) -> None:
+    both, tokens = HEADS + KV_HEADS, sum(counts)
+    qkv = NativeLinear(random((both + KV_HEADS) * DIM, WIDTH, dtype=dtype), random((both + KV_HEADS) * DIM, seed=1))
+    out = NativeLinear(random(WIDTH, HEADS * DIM, dtype=dtype, seed=2))
+    rule = HeadRule(HEADS, KV_HEADS, 0.3, 1e-6, random(both, DIM, seed=3) if norms else None, 0.4)
+    x = random(tokens, WIDTH + 5, dtype=dtype, seed=4)[:, :WIDTH]
+    cos, sin = random(tokens, 1, DIM, seed=5), random(tokens, 1, DIM, seed=6)
+    caches = [random(40, BLOCK, KV_HEADS, DIM, dtype=dtype, seed=7 + i) for i in range(2)]
+    blocks = (1 + torch.randperm(39, generator=torch.Generator().manual_seed(9)))[: 8 * len(counts)]
+    blocks = blocks.view(len(counts), 8).contiguous()
+    offsets = np.cumsum([0, *counts]).astype(np.int32)
+    places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
+    cells = torch.tensor([int(blocks[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p in places])
+    shape = BLOCK, None, np.array(starts, np.int32), offsets, HEADS, KV_HEADS, DIM
+    plan = native_attention.plan_attention(blocks, *shape)
+
+    k, v = (cache.clone() for cache in caches)
+    q = native_rows.prologue(qkv(x).view(tokens, -1, DIM), rule, cos, sin, k, v, cells)
+    attended = native_attention.attention(q, k, v, plan)
+    for last, expected in ((None, attended), (out, out(attended))):
+        block_k, block_v = (cache.clone() for cache in caches)
+        block = native_layer.AttentionBlock(qkv, last, rule, DIM, dtype)
+        assert torch.equal(block(x, cos, sin, block_k, block_v, cells, plan), expected)
+        assert torch.equal(block_k, k)
+        assert torch.equal(block_v, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 130])
+@pytest.mark.parametrize(("score", "renormalize"), [("softmax", True), ("softmax", False), ("softmax_selected", False)])
+def test_experts(tokens: int, score: str, renormalize: bool, dtype: torch.dtype) -> None:
+    experts, hidden, top_k = 11, 40, 3
+    router = NativeLinear(random(experts, WIDTH, dtype=dtype))
+    kernel = NativeExperts()
+    weights = ExpertWeights(
+        random(experts, 2 * hidden, WIDTH, dtype=dtype, seed=1), random(experts, WIDTH, hidden, dtype=dtype, seed=2)
+    )
+    packed = kernel.pack(weights)
+    x = random(tokens, WIDTH, dtype=dtype, seed=3)
+    expected, counts = separately(x, router, kernel, packed, top_k, score, renormalize)
+    block = native_layer.ExpertsBlock(router, top_k, score, renormalize, dtype)
+    found, found_counts = block(x, packed)
+    assert torch.equal(found, expected)
+    assert np.array_equal(found_counts, counts)
+    assert found_counts.sum() == tokens * top_k
+
+
+def separately(
+    x: Tensor, router: NativeLinear, kernel: NativeExperts, packed: Packed, top_k: int, score: str, renormalize: bool
+) -> tuple[Tensor, Any]:
+    routing = Routing(*native_rows.route(router(x), top_k, score, renormalize))
+    rows = group_rows(routing.ids_TK, len(packed.bytes_eS))
+    inbound = Inbound(Layout.GROUPED, grouped_rows(x, rows, top_k), rows.counts_e, rows.counts_e.cumsum())
+    y = torch.empty_like(inbound.x)
+    kernel.run(inbound, packed, y, Scratch())
+    return weighted_sum(y, rows, routing, torch.empty_like(x)), rows.counts_e
+
+
+def test_wrong_sizes_are_refused() -> None:
+    router = NativeLinear(random(4, WIDTH))
+    with pytest.raises(ValueError, match="cannot choose 5 of 4 experts"):
+        native_layer.ExpertsBlock(router, 5, "softmax", True, torch.float32)
