@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from moeserve.loader.spec import ModelSpec
 
+BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5625}  # of a quantised weight, with a scale for every 64 of int4
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:

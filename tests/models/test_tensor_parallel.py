@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.loader import weights
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.heads import Heads, local_heads, possible_tp
 from moeserve.loader.hf_config import read_model_spec
@@ -24,6 +23,7 @@ from moeserve.moe.all2all.wire import wire_of
 from moeserve.moe.placement.placement import Placement
 from moeserve.parallel.tensor import GlooTensor, TensorParallel
 from moeserve.parallel.world import World
+from tests.loader.eager import load
 from tests.parallel.board import Board, BoardTensor
 from tests.parallel.ranks import members_of, together
 
@@ -199,7 +199,7 @@ def test_the_loader_reads_shares(name: str, make_checkpoint: Any) -> None:
     path = make_checkpoint(name, intermediate_size=90, vocab_size=301).path
     spec, checkpoint = read_model_spec(path), open_checkpoint(path)
     world = World(3, 4, 4)
-    loaded = weights.load(checkpoint, family(spec).weight_plan(spec, checkpoint.tensors.keys(), world), torch.bfloat16)
+    loaded = load(checkpoint, family(spec).weight_plan(spec, checkpoint.tensors.keys(), world), torch.bfloat16)
     expected = carry_out(path, spec, torch.bfloat16, world)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[param], expected[param]) for param in expected)

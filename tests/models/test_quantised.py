@@ -1,0 +1,41 @@
+"""Quantised weights: logits and greedy tokens are those of the model that has the rounded weights in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve.ops.native import native
+from tests.quantised_checkpoints import FORMS, write_quantised
+
+from .conftest import FAMILIES, Driver
+
+PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+module: Any = native()
+pytestmark = pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
+
+
+def cases() -> list[tuple[str, str]]:
+    """Every family with every kind of format, and every format."""
+    kinds = ["int8", "int4 with zero points", "fp8 in blocks"]
+    return [(name, form) for name in FAMILIES for form in kinds] + [
+        ("qwen3_moe", form) for form in FORMS if form not in kinds
+    ]
+
+
+def same(got: Driver, expected: Driver) -> None:
+    ours, theirs = (driver.prefill("a", PROMPT, 31) for driver in (got, expected))
+    for _ in range(8):
+        assert ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max() <= 2e-5
+        token = int(ours[-1].argmax())
+        assert token == int(theirs[-1].argmax())
+        ours, theirs = (driver.step([("a", [token])])[0] for driver in (got, expected))
+
+
+@pytest.mark.parametrize(("name", "form"), cases())
+def test_a_stored_format_means_what_it_says(name: str, form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    quantised, meaning = write_quantised(make_checkpoint(name).path, tmp_path, FORMS[form])
+    same(Driver(quantised), Driver(meaning))
