@@ -141,8 +141,10 @@ void advise_huge_pages([[maybe_unused]] Address address, [[maybe_unused]] size_t
 
 Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool zero_points) {
     if (!depth || !columns) throw std::invalid_argument("a packed matrix has inputs and outputs");
-    if (type == Type::fp8) throw std::invalid_argument("fp8 weights cannot be packed");
-    if ((type == Type::int4) != (group > 0) || group % 8) throw std::invalid_argument("groups of 8 n inputs are for int4");
+    if (type == Type::int4 && !group) throw std::invalid_argument("int4 weights come in groups of inputs");
+    if (group && (group % 8 || (type != Type::int4 && type != Type::fp8))) {
+        throw std::invalid_argument("groups of 8 n inputs are for int4 and fp8");
+    }
     return {type, depth, columns, group, zero_points};
 }
 

@@ -11,39 +11,75 @@ namespace {
 
 constexpr size_t kBlock = Packing::kBlock;
 
-/// One block, elements of T: inputs in steps of `inputs` that lie side by side.
-template <class T, size_t inputs>
+constexpr size_t kTile = 32;  // inputs: a line of each row after the other, and all of what is written stays in the L1 cache
+
+template <class T>
+T value_at(const T* rows, size_t index) {  // rows may lie at any address
+    T value;
+    std::memcpy(&value, rows + index, sizeof value);
+    return value;
+}
+
+/// One block, elements of T: [depth][16].
+template <class T>
 void pack_plain(const T* rows, size_t stride, size_t depth, size_t columns, T* to) {
-    for (size_t k = 0; k < depth; k += inputs, to += kBlock * inputs) {
-        const size_t have = std::min(inputs, depth - k);
+    for (size_t tile = 0; tile < depth; tile += kTile) {
+        const size_t end = std::min(tile + kTile, depth);
         for (size_t n = 0; n < columns; ++n) {
-            for (size_t i = 0; i < have; ++i) std::memcpy(to + n * inputs + i, rows + n * stride + k + i, sizeof(T));
+            for (size_t k = tile; k < end; ++k) to[k * kBlock + n] = value_at(rows, n * stride + k);
         }
     }
 }
 
-void pack_int8(const Packing& p, const Unpacked& from, size_t column, size_t columns, uint8_t* to) {
-    const uint8_t* rows = static_cast<const uint8_t*>(from.weights) + column * from.stride;
-    pack_plain<uint8_t, 1>(rows, from.stride, p.depth, columns, to);
-    std::memcpy(to + p.depth * kBlock, from.scales + column, columns * sizeof(float));
+/// Words of two inputs, the first in the upper half: [depth / 2][16].
+void pack_pairs(const uint16_t* rows, size_t stride, size_t depth, size_t columns, uint32_t* to) {
+    for (size_t tile = 0; tile < depth; tile += kTile) {
+        const size_t end = std::min(tile + kTile, depth);
+        for (size_t n = 0; n < columns; ++n) {
+            const uint16_t* row = rows + n * stride;
+            for (size_t k = tile; k < end; k += 2) {
+                const uint32_t second = k + 1 < depth ? value_at(row, k + 1) : 0;
+                to[k / 2 * kBlock + n] = static_cast<uint32_t>(value_at(row, k)) << 16 | second;
+            }
+        }
+    }
 }
 
-void pack_int4(const Packing& p, const Unpacked& from, size_t column, size_t columns, uint8_t* to) {
+/// The scales (or zero points) of group g of so many: [16].
+uint8_t* pack_head(const float* values, size_t column, size_t columns, size_t groups, size_t g, uint8_t* to) {
+    for (size_t n = 0; n < columns; ++n) {
+        std::memcpy(to + n * sizeof(float), values + (column + n) * groups + g, sizeof(float));
+    }
+    return to + kBlock * sizeof(float);
+}
+
+/// One byte per weight, scaled per column.
+void pack_bytes(const Packing& p, const Unpacked& from, size_t column, size_t columns, uint8_t* to) {
+    const uint8_t* rows = static_cast<const uint8_t*>(from.weights) + column * from.stride;
+    pack_plain(rows, from.stride, p.depth, columns, to);
+    pack_head(from.scales, column, columns, 1, 0, to + p.depth * kBlock);
+}
+
+/// In groups of inputs, each behind its scales.
+void pack_groups(const Packing& p, const Unpacked& from, size_t column, size_t columns, uint8_t* to) {
+    const uint8_t* rows = static_cast<const uint8_t*>(from.weights) + column * from.stride;
     const size_t groups = (p.depth + p.group - 1) / p.group;
     for (size_t g = 0; g < groups; ++g) {
-        for (const float* values : {from.scales, p.zero_points ? from.zero_points : nullptr}) {
-            if (!values) continue;
-            for (size_t n = 0; n < columns; ++n) {
-                std::memcpy(to + n * sizeof(float), values + (column + n) * groups + g, sizeof(float));
-            }
-            to += kBlock * sizeof(float);
+        const size_t first = g * p.group, end = std::min(first + p.group, p.depth);
+        to = pack_head(from.scales, column, columns, groups, g, to);
+        if (p.type == Type::fp8) {
+            pack_plain(rows + first, from.stride, end - first, columns, to);
+            to += (end - first) * kBlock;
+            continue;
         }
-        const size_t end = std::min((g + 1) * p.group, p.depth);
-        for (size_t k = g * p.group; k < end; k += 8, to += kBlock * 4) {
+        if (p.zero_points) to = pack_head(from.zero_points, column, columns, groups, g, to);
+        for (size_t k = first; k < end; k += 8, to += kBlock * 4) {
             for (size_t n = 0; n < columns; ++n) {
-                const uint8_t* row = static_cast<const uint8_t*>(from.weights) + (column + n) * from.stride;
+                const uint8_t* row = rows + n * from.stride;
                 uint32_t word = 0;
-                for (size_t i = 0; i < std::min<size_t>(8, end - k); ++i) word |= (row[k + i] & 15u) << (4 * i);
+                for (size_t i = 0; i < std::min<size_t>(8, end - k); ++i) {
+                    word |= (row[k + i] & 15u) << (i / 2 * 4 + (i % 2 == 0 ? 16 : 0));
+                }
                 std::memcpy(to + n * 4, &word, 4);
             }
         }
@@ -59,6 +95,7 @@ size_t Packing::block_bytes() const {
         case Type::fp16: bytes = depth * kBlock * 2; break;
         case Type::bf16: bytes = (depth + 1) / 2 * kBlock * 4; break;
         case Type::int8: bytes = depth * kBlock + kBlock * 4; break;
+        case Type::fp8: bytes = depth * kBlock + (group ? (depth + group - 1) / group : 1) * kBlock * 4; break;
         case Type::int4: {
             const size_t head = kBlock * (zero_points ? 8 : 4), full = depth / group, rest = depth % group;
             bytes = full * (head + group / 8 * kBlock * 4) + (rest ? head + (rest + 7) / 8 * kBlock * 4 : 0);
@@ -77,19 +114,20 @@ void pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step
         const size_t first = column * from.stride;
         switch (packing.type) {
             case Type::fp32:
-                pack_plain<float, 1>(static_cast<const float*>(from.weights) + first, from.stride, depth, columns,
-                                     reinterpret_cast<float*>(block));
+                pack_plain(static_cast<const uint32_t*>(from.weights) + first, from.stride, depth, columns,
+                           reinterpret_cast<uint32_t*>(block));
                 break;
             case Type::fp16:
-                pack_plain<uint16_t, 1>(static_cast<const uint16_t*>(from.weights) + first, from.stride, depth, columns,
-                                        reinterpret_cast<uint16_t*>(block));
+                pack_plain(static_cast<const uint16_t*>(from.weights) + first, from.stride, depth, columns,
+                           reinterpret_cast<uint16_t*>(block));
                 break;
             case Type::bf16:
-                pack_plain<uint16_t, 2>(static_cast<const uint16_t*>(from.weights) + first, from.stride, depth, columns,
-                                        reinterpret_cast<uint16_t*>(block));
+                pack_pairs(static_cast<const uint16_t*>(from.weights) + first, from.stride, depth, columns,
+                           reinterpret_cast<uint32_t*>(block));
                 break;
-            case Type::int8: pack_int8(packing, from, column, columns, block); break;
-            case Type::int4: pack_int4(packing, from, column, columns, block); break;
+            case Type::int8: pack_bytes(packing, from, column, columns, block); break;
+            case Type::int4: pack_groups(packing, from, column, columns, block); break;
+            case Type::fp8: (packing.group ? pack_groups : pack_bytes)(packing, from, column, columns, block); break;
             default: break;
         }
     }

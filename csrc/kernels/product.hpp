@@ -10,22 +10,32 @@ namespace moeserve::MOESERVE_ISA {
 
 constexpr size_t kChunk = 256;  // inputs that several tiles share while a block's weights for them are in the L1 cache
 
-/// A worker's scratch for one part: its rows as floats, the results of a task, a chunk of unpacked weights.
+constexpr size_t kBlocks = kWidth == 16 ? 2 : 1;  // that many rows meet at once
+
+/// Whether rows of E meet these weights as bf16 pairs.
+template <class E>
+constexpr bool in_pairs(Type weights) {
+    return kDots && std::is_same_v<E, BFloat16> && weights != Type::fp32 && weights != Type::fp16;
+}
+
+/// A worker's scratch for one part: its rows as elements for tiles, the results of a task, a chunk of unpacked weights.
 struct Workspace {
     size_t stride;
     float *a, *c, *unpacked;
 
-    explicit Workspace(const ProductArgs& args) {
+    Workspace(const ProductArgs& args, bool pairs) {
+        const size_t elements = pairs ? (args.depth + 1) / 2 : args.depth;
         // Rows are not a multiple of 4 KiB apart, where their elements would compete for the same lines of a cache.
-        stride = (args.depth + 15) / 16 * 16 + 16;
+        stride = (elements + 15) / 16 * 16 + 16;
         const size_t chunk = args.group > kChunk ? args.group : kChunk;
-        const size_t floats = args.most_rows * (stride + kSumsStride) + chunk * kColumns;
+        const size_t floats = args.most_rows * (stride + kSumsStride) + (chunk + 1) * kColumns * kBlocks;
         a = reinterpret_cast<float*>(scratch(Scratch::product, floats * sizeof(float)));
         c = a + args.most_rows * stride;
         unpacked = c + args.most_rows * kSumsStride;
     }
 };
 
+/// Rows as floats.
 template <class E>
 void widen_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
     for (size_t r = 0; r < part.count; ++r) {
@@ -35,13 +45,40 @@ void widen_rows(const ProductArgs& args, const Part& part, const Workspace& spac
     }
 }
 
-/// `depth` inputs of one block as floats [depth, 16], zero points subtracted, not scaled.
-template <class F>
+#ifdef __AVX512BF16__
+/// Rows as pairs of bf16, the first in the upper half of a word.
+inline void pair_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
+    for (size_t r = 0; r < part.count; ++r) {
+        const char* x = static_cast<const char*>(args.x) + (part.first + r) * args.x_stride * 2;
+        float* a = space.a + r * space.stride;
+        for (size_t i = 0; i < args.depth; i += 2 * kWidth) {
+            i32 pairs;
+            if (i + 2 * kWidth <= args.depth) {
+                pairs = load_words(x + i * 2);
+            } else {
+                char rest[4 * kWidth] = {};
+                memcpy(rest, x + i * 2, (args.depth - i) * 2);
+                pairs = load_words(rest);
+            }
+            store_words(a + i / 2, swap_halves(pairs));
+        }
+    }
+}
+#endif
+
+/// The scales of one block's group if there are groups, [16], and its `depth` elements, zero points subtracted,
+/// not scaled: [depth, 16].
+template <class A>
 void unpack(const uint8_t* w, const uint8_t* head, size_t depth, float* to) {
-    for (size_t k = 0; k < depth; k += F::kDepth, w += F::kStepBytes) {
-        MOESERVE_EACH(d, F::kDepth) {
+    if constexpr (A::Format::kGrouped) memcpy(to, head, kColumns * sizeof(float));
+    to += kColumns;
+    for (size_t k = 0; k < depth; k += A::kDepth, w += A::kStepBytes) {
+        MOESERVE_EACH(d, A::kDepth) {
             if (k + d < depth) {
-                for (int v = 0; v < kVectors; ++v) store(to + (k + d) * kColumns + v * kWidth, F::template get<d>(w, head, v));
+                for (int v = 0; v < kVectors; ++v) {
+                    const auto column = A::template column<d>(w, head, v);
+                    memcpy(to + (k + d) * kColumns + v * kWidth, &column, sizeof column);
+                }
             }
         });
     }
@@ -53,53 +90,66 @@ constexpr size_t bytes_of_inputs(size_t depth) {
     return depth / F::kDepth * F::kStepBytes;
 }
 
+/// Elements of A that hold so many inputs; only the last of a row may be half full.
+template <class A>
+constexpr size_t elements(size_t depth) {
+    return (depth + A::kInputs - 1) / A::kInputs;
+}
+
 /// c [rows, blocks * 16] for few rows: each weight is used once, so blocks are read from end to end, several at once.
-template <class F>
+template <class A>
 void few_rows(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
+    using F = typename A::Format;
     const size_t chunk = F::kGrouped ? args.group : args.depth;
     for (size_t k = 0; k < args.depth; k += chunk) {
         const size_t depth = args.depth - k < chunk ? args.depth - k : chunk;
         const uint8_t* head = w;
         if constexpr (F::kGrouped) w += F::kHeadBytes;
-        tiles_of<F>(rows, space.a + k, space.stride, w, head, args.block_bytes, blocks, depth, space.c, k > 0);
+        tiles_of<A>(rows, space.a + k / A::kInputs, space.stride, w, head, args.block_bytes, blocks, elements<A>(depth),
+                    space.c, k > 0);
         w += bytes_of_inputs<F>(depth + F::kDepth - 1);
     }
 }
 
-/// The same for many rows: block by block, in chunks that stay in the L1 cache while tile after tile passes over them.
-template <class F>
-void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, float* c) {
-    using Floats = std::conditional_t<F::kGrouped, WeightsUnpacked, WeightsFp32>;
-    using Tile = std::conditional_t<F::kCostly, Floats, F>;
+/// The same for many rows: in chunks of a few blocks that stay in the L1 cache while tile after tile passes over them.
+template <class A>
+void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks, float* c) {
+    using F = typename A::Format;
+    using Tile = typename A::template Unpacked<F>;
     const size_t chunk = F::kGrouped ? args.group : kChunk, num_tiles = (rows + kTileRows - 1) / kTileRows;
     for (size_t k = 0; k < args.depth; k += chunk) {
-        const size_t depth = args.depth - k < chunk ? args.depth - k : chunk;
-        const uint8_t* head = w;
-        if constexpr (F::kGrouped) w += F::kHeadBytes;
-        const uint8_t* weights = w;
+        const size_t depth = args.depth - k < chunk ? args.depth - k : chunk, num_elements = elements<A>(depth);
+        const uint8_t *head = w, *weights = w;
+        size_t block_bytes = args.block_bytes;
+        if constexpr (F::kGrouped) weights = w += F::kHeadBytes;
         if constexpr (F::kCostly) {
-            unpack<F>(w, head, depth, space.unpacked);
-            weights = reinterpret_cast<const uint8_t*>(space.unpacked);
+            for (size_t b = 0; b < blocks; ++b) {
+                const size_t from = b * args.block_bytes;
+                unpack<A>(w + from, head + from, num_elements, space.unpacked + b * (num_elements + 1) * kColumns);
+            }
+            block_bytes = (num_elements + 1) * kColumns * sizeof(float);
+            head = reinterpret_cast<const uint8_t*>(space.unpacked);
+            weights = head + kColumns * sizeof(float);
         }
         for (size_t t = 0; t < num_tiles; ++t) {
             const size_t first = rows * t / num_tiles, count = rows * (t + 1) / num_tiles - first;
-            tiles_of<Tile>(count, space.a + first * space.stride + k, space.stride, weights, head, 0, 1, depth,
-                           c + first * kSumsStride, k > 0);
+            tiles_of<Tile>(count, space.a + first * space.stride + k / A::kInputs, space.stride, weights, head,
+                           block_bytes, blocks, num_elements, c + first * kSumsStride, k > 0);
         }
         w += bytes_of_inputs<F>(depth + F::kDepth - 1);
     }
 }
 
-template <class F>
+template <class A>
 void sums_of(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
-    if (rows <= (F::kCostly ? 2 : kTileRows)) {
-        few_rows<F>(args, space, rows, w, blocks);
-    } else {
-        for (size_t b = 0; b < blocks; ++b) many_rows<F>(args, space, rows, w + b * args.block_bytes, space.c + b * kColumns);
+    if (rows <= (A::Format::kCostly ? 2 : kTileRows)) return few_rows<A>(args, space, rows, w, blocks);
+    for (size_t b = 0; b < blocks; b += kBlocks) {
+        const size_t count = blocks - b < kBlocks ? blocks - b : kBlocks;
+        many_rows<A>(args, space, rows, w + b * args.block_bytes, count, space.c + b * kColumns);
     }
 }
 
-/// int8: times the scale of each column, which lies behind its block's weights.
+/// Times the scale of each column, which lies behind its block's bytes.
 inline void scale_columns(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
     for (size_t b = 0; b < blocks; ++b) {
         const float* scales = reinterpret_cast<const float*>(w + b * args.block_bytes + args.depth * kColumns);
@@ -110,19 +160,44 @@ inline void scale_columns(const ProductArgs& args, const Workspace& space, size_
     }
 }
 
-inline void sums(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
+/// With weights that are exact in bf16.
+template <template <class> class A>
+void sums_in(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
     switch (args.weight_type) {
-        case Type::fp32: return sums_of<WeightsFp32>(args, space, rows, w, blocks);
-        case Type::bf16: return sums_of<WeightsBf16>(args, space, rows, w, blocks);
-        case Type::fp16: return sums_of<WeightsFp16>(args, space, rows, w, blocks);
+        case Type::bf16: return sums_of<A<WeightsBf16>>(args, space, rows, w, blocks);
         case Type::int8:
-            sums_of<WeightsInt8>(args, space, rows, w, blocks);
+            sums_of<A<WeightsInt8>>(args, space, rows, w, blocks);
             return scale_columns(args, space, rows, w, blocks);
         case Type::int4:
-            if (args.zero_points) return sums_of<WeightsInt4<true>>(args, space, rows, w, blocks);
-            return sums_of<WeightsInt4<false>>(args, space, rows, w, blocks);
+            if (args.zero_points) return sums_of<A<WeightsInt4<true>>>(args, space, rows, w, blocks);
+            return sums_of<A<WeightsInt4<false>>>(args, space, rows, w, blocks);
+        case Type::fp8:
+            if (args.group) return sums_of<A<WeightsFp8<true>>>(args, space, rows, w, blocks);
+            sums_of<A<WeightsFp8<false>>>(args, space, rows, w, blocks);
+            return scale_columns(args, space, rows, w, blocks);
         default: return;
     }
+}
+
+template <class E>
+void sums(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
+    switch (args.weight_type) {
+        case Type::fp32: return sums_of<Chains<WeightsFp32>>(args, space, rows, w, blocks);
+        case Type::fp16: return sums_of<Chains<WeightsFp16>>(args, space, rows, w, blocks);
+        default:
+#ifdef __AVX512BF16__
+            if constexpr (in_pairs<E>(Type::bf16)) return sums_in<Dots>(args, space, rows, w, blocks);
+#endif
+            return sums_in<Chains>(args, space, rows, w, blocks);
+    }
+}
+
+template <class E>
+void take_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
+#ifdef __AVX512BF16__
+    if (in_pairs<E>(args.weight_type)) return pair_rows(args, part, space);
+#endif
+    widen_rows<E>(args, part, space);
 }
 
 template <class E>
@@ -145,19 +220,19 @@ void finish(const ProductArgs& args, const Part& part, const Workspace& space, s
 
 template <class E>
 void product_of(const ProductArgs& args, size_t begin, size_t end, int worker) {
-    const Workspace space(args);
+    const Workspace space(args, in_pairs<E>(args.weight_type));
     const size_t units = args.units();
     size_t& held = args.held[worker * (64 / sizeof(size_t))];
     for (size_t task = begin; task < end; ++task) {
         const Part& part = args.parts[task / units];
         if (held != task / units) {
             held = task / units;
-            widen_rows<E>(args, part, space);
+            take_rows<E>(args, part, space);
         }
         const size_t first = task % units * ProductArgs::kUnit, left = args.num_blocks - first;
         const size_t blocks = left < ProductArgs::kUnit ? left : ProductArgs::kUnit;
         const uint8_t* w = args.weights + part.slot * args.slot_bytes + first * args.block_bytes;
-        sums(args, space, part.count, w, blocks);
+        sums<E>(args, space, part.count, w, blocks);
         finish<E>(args, part, space, first, blocks);
     }
 }

@@ -11,6 +11,11 @@ namespace moeserve::MOESERVE_ISA {
 
 constexpr int kWidth = 16;  // floats in a vector
 constexpr int kRegisters = 32;
+#ifdef __AVX512BF16__
+constexpr bool kDots = true;  // dot products of bf16 pairs
+#else
+constexpr bool kDots = false;
+#endif
 
 using f32 = __m512;
 using i32 = __m512i;
@@ -75,6 +80,12 @@ MOESERVE_INLINE f32 load_fp16(const void* p) {
 MOESERVE_INLINE f32 load_int8(const void* p) {
     return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }
+/// e4m3fn but for NaN. As fp16 their exponents are 8 too small.
+MOESERVE_INLINE f32 load_fp8(const void* p) {
+    const __m256i bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(bytes, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+    return mul(_mm512_cvtph_ps(halves), all(256.0f));
+}
 
 /// Rounded to nearest even; NaN stays NaN.
 MOESERVE_INLINE void store_bf16(void* p, f32 a) {
@@ -97,6 +108,20 @@ MOESERVE_INLINE float sum(f32 a) {
 }
 MOESERVE_INLINE float largest(f32 a) { return _mm512_reduce_max_ps(a); }
 MOESERVE_INLINE int32_t largest(i32 a) { return _mm512_reduce_max_epi32(a); }
+
+#ifdef __AVX512BF16__
+/// sum + a * b of the upper, then of the lower of two bf16 values in a word: two fused multiply-adds. Denormals are zeros.
+MOESERVE_INLINE f32 dot(f32 sum, i32 a, i32 b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+/// table[a % 32] for every half of a word.
+MOESERVE_INLINE i32 look_up(const uint16_t* table, i32 a) { return _mm512_permutexvar_epi16(a, load_words(table)); }
+/// The upper halves of the words of `a`, over the upper halves of those of `b`.
+MOESERVE_INLINE i32 upper_halves(i32 a, i32 b) {
+    return _mm512_ternarylogic_epi32(a, right<16>(b), all_words(0xffff0000), 0xe4);
+}
+MOESERVE_INLINE i32 swap_halves(i32 a) { return _mm512_rol_epi32(a, 16); }
+#endif
 
 /// The first lane.
 MOESERVE_INLINE float first(f32 a) { return _mm512_cvtss_f32(a); }

@@ -9,8 +9,8 @@ namespace moeserve::MOESERVE_ISA {
 constexpr size_t kColumns = Packing::kBlock;  // of a block
 constexpr int kVectors = static_cast<int>(kColumns) / kWidth;  // of one block
 
-/// A format yields input `d` of a step for vector `v` of a block. kDepth: inputs of a step. kGrouped: groups of inputs
-/// have a head with scales. kCostly: worth unpacking once for several tiles.
+/// A format yields input `d` of a step for vector `v` of a block, or the d-th pair of inputs. kDepth: inputs of a step.
+/// kGrouped: groups of inputs have a head with scales. kCostly: worth unpacking once for several tiles.
 struct WeightsFp32 {
     static constexpr int kDepth = 1;
     static constexpr size_t kStepBytes = kColumns * 4;
@@ -45,10 +45,14 @@ struct WeightsBf16 {
 
     template <int d>
     static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t*, int v) {
-        if constexpr (d == 0) return floats(left<16>(load_words(step + v * kWidth * 4)));
+        if constexpr (d == 1) return floats(left<16>(load_words(step + v * kWidth * 4)));
         const uint32_t* high = kHighHalves;
         if (kRegisters < 32) asm("" : "+r"(high));  // stays in memory: 16 registers are all taken
         return floats(both(load_words(step + v * kWidth * 4), load_words(high)));
+    }
+    template <int d>
+    static MOESERVE_INLINE i32 pair(const uint8_t* step, const uint8_t*, int v) {
+        return load_words(step + v * kWidth * 4);
     }
 };
 
@@ -63,7 +67,36 @@ struct WeightsInt8 {
     }
 };
 
-/// Unsigned nibbles less a zero point, which is 8 where there is none for the group.
+/// Scaled per column, or per column and group of inputs.
+template <bool grouped>
+struct WeightsFp8 {
+    static constexpr int kDepth = 1;
+    static constexpr size_t kStepBytes = kColumns, kHeadBytes = kColumns * 4;
+    static constexpr bool kGrouped = grouped, kCostly = true;
+
+    template <int d>
+    static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t*, int v) {
+        return load_fp8(step + v * kWidth);
+    }
+    static MOESERVE_INLINE f32 scale(const uint8_t* head, int v) {
+        return load(reinterpret_cast<const float*>(head) + v * kWidth);
+    }
+};
+
+/// bf16 of -15 to 15, and one that is never looked up.
+alignas(64) constexpr uint16_t kSmallInts[32] = {
+    0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
+    0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0,
+    0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000,
+};
+/// bf16 of -8 to 7, twice: of an index, only four bits matter.
+alignas(64) constexpr uint16_t kNibbles[32] = {
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+    0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+    0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+};
+
+/// Unsigned nibbles less a zero point from 0 to 15, which is 8 where there is none for the group.
 template <bool zero_points>
 struct WeightsInt4 {
     static constexpr int kDepth = 8;
@@ -73,17 +106,30 @@ struct WeightsInt4 {
 
     template <int d>
     static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t* head, int v) {
-        i32 nibbles = right<4 * d>(load_words(step + v * kWidth * 4));
-        if constexpr (d < 7) nibbles = both(nibbles, all_words(15));
+        constexpr int shift = d / 2 * 4 + (d % 2 == 0 ? 16 : 0);
+        i32 nibbles = right<shift>(load_words(step + v * kWidth * 4));
+        if constexpr (shift < 28) nibbles = both(nibbles, all_words(15));
         return sub(to_float(nibbles), zero_points ? scale(head + kColumns * 4, v) : all(8.0f));
     }
+#ifdef __AVX512BF16__
+    template <int d>
+    static MOESERVE_INLINE i32 pair(const uint8_t* step, const uint8_t* head, int v) {
+        const i32 nibbles = right<4 * d>(load_words(step + v * kWidth * 4));
+        if constexpr (!zero_points) return look_up(kNibbles, nibbles);
+        // 15 - zero point, in both halves of a word: below 16, so a product moves it to the upper one.
+        const i32 zero = to_int(sub(all(15.0f), scale(head + kColumns * 4, v)));
+        const i32 shift = mul(zero, all_words(0x00010001));
+        return look_up(kSmallInts, add(both(nibbles, all_words(0x000f000f)), shift));
+    }
+#endif
     static MOESERVE_INLINE f32 scale(const uint8_t* head, int v) {
         return load(reinterpret_cast<const float*>(head) + v * kWidth);
     }
 };
 
-/// Floats that were unpacked before; their group's scales are still in its head.
-struct WeightsUnpacked : WeightsFp32 {
+/// What was unpacked before, as floats or as pairs; its group's scales are still in its head.
+template <class F>
+struct WeightsUnpacked : F {
     static constexpr bool kGrouped = true;
 
     static MOESERVE_INLINE f32 scale(const uint8_t* head, int v) {

@@ -14,6 +14,19 @@ using namespace moeserve;
 
 namespace {
 
+/// e4m3fn from its bits: 1 sign, 4 of an exponent whose bias is 7, 3 of a mantissa.
+struct Fp8 {
+    uint8_t bits;
+
+    Fp8() = default;
+    explicit Fp8(float number) : bits(static_cast<uint8_t>(number)) {}
+    explicit operator float() const {
+        const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+        const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+        return bits & 128 ? -size : size;
+    }
+};
+
 /// A matrix [columns, depth]: packed, and as the floats that the products see, scales apart.
 struct Matrix {
     Packing packing;
@@ -33,6 +46,7 @@ struct Matrix {
             case Type::bf16: fill<Bf16>(offset, [] { return normal(); }); break;
             case Type::fp16: fill<Fp16>(offset, [] { return normal(); }); break;
             case Type::int8: fill<int8_t>(offset, [] { return static_cast<float>(below(256)) - 128; }); break;
+            case Type::fp8: fill<Fp8>(offset, [] { return static_cast<float>(below(127) + 128 * below(2)); }); break;
             case Type::int4: fill<uint8_t>(offset, [] { return static_cast<float>(below(16)); }); break;
             default: fill<float>(offset, [] { return normal(); }); break;
         }
@@ -44,7 +58,7 @@ struct Matrix {
         Exact<T> from((packing.columns - 1) * stride + packing.depth, offset);
         for (size_t n = 0; n < packing.columns; ++n) {
             for (size_t k = 0; k < packing.depth; ++k) {
-                const T weight = from[n * stride + k] = static_cast<T>(value());
+                const T weight = from[n * stride + k] = T(value());
                 float& x = plain[n * packing.depth + k] = static_cast<float>(weight);
                 if (packing.type != Type::int4) continue;
                 x -= packing.zero_points ? zero_points[n * groups() + k / packing.group] : 8.0f;
@@ -56,10 +70,10 @@ struct Matrix {
 
     float sum(const float* x, size_t column) const {
         const float* w = plain.data() + column * packing.depth;
-        if (packing.type != Type::int4) {
+        if (!packing.group) {
             float y;
             product_reference(x, 1, packing.depth, w, 1, &y);
-            return packing.type == Type::int8 ? y * scales[column] : y;
+            return packing.type == Type::int8 || packing.type == Type::fp8 ? y * scales[column] : y;
         }
         float total = 0;
         for (size_t g = 0; g < groups(); ++g) {
@@ -169,14 +183,17 @@ void every_format(size_t offset) {
     std::vector<Packing> formats;
     const size_t shapes[][2] = {{1, 1}, {2, 16}, {7, 17}, {9, 65}, {33, 100}, {300, 33}};  // inputs, outputs
     for (const auto& [depth, columns] : shapes) {
-        for (Type type : {Type::fp32, Type::bf16, Type::fp16, Type::int8}) formats.push_back({type, depth, columns});
+        for (Type type : {Type::fp32, Type::bf16, Type::fp16, Type::int8, Type::fp8}) {
+            formats.push_back({type, depth, columns});
+        }
         for (size_t group : {8, 32, 264}) {
             for (bool zero_points : {false, true}) formats.push_back({Type::int4, depth, columns, group, zero_points});
+            formats.push_back({Type::fp8, depth, columns, group});
         }
     }
     for (const Packing& packing : formats) {
         for (size_t rows : {1, 2, 3, 5, 6, 7, 25}) linear<float>(packing, rows, offset);
-        linear<Bf16>(packing, 13, offset);
+        for (size_t rows : {1, 2, 4, 13, 25}) linear<Bf16>(packing, rows, offset);
         linear<Fp16>(packing, 13, 1 - offset);
         gated<float>(packing, offset);
         gated<Bf16>(packing, offset);

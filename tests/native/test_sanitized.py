@@ -15,6 +15,7 @@ X86 = platform.machine() == "x86_64"
 COMMON = ["-std=c++20", "-O1", "-pthread", "-ffp-contract=off", "-Wno-psabi", "-Icsrc"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
 # Checks of every single pointer would take the compiler minutes, and find what AddressSanitizer finds.
 MEMORY = ["-fsanitize=address,undefined", "-fno-sanitize=null,alignment,pointer-overflow,object-size"]
 # The products are so long when unrolled that what lies on the stack is left out, and checks are calls.
@@ -36,7 +37,8 @@ class Program:
     isa: tuple[str, ...] = ()
 
     def run(self, folder: Path, flags: list[str], *arguments: str) -> None:
-        if missing := {flag.removeprefix("-m") for flag in self.isa} - cpu_flags():
+        names = {flag.removeprefix("-m").replace("512bf16", "512_bf16") for flag in self.isa}
+        if missing := names - cpu_flags():
             pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
         sources = [f"csrc/tests/{self.name}_test.cpp", *(f"csrc/{source}" for source in self.sources)]
         binary = folder / self.name
@@ -78,8 +80,9 @@ def test_attention_in_two_lanes(tmp_path: Path) -> None:
     ATTENTION.run(tmp_path, THREADS, "lanes")
 
 
-def test_products(tmp_path: Path) -> None:
-    Program("products", (*PRODUCTS, "tests/exact_scratch.cpp"), tuple(AVX2)).run(tmp_path, HEAP)
+@pytest.mark.parametrize("isa", [AVX2, AVX512_BF16], ids=["avx2", "avx512_bf16"])
+def test_products(isa: list[str], tmp_path: Path) -> None:
+    Program("products", (*PRODUCTS, "tests/exact_scratch.cpp"), tuple(isa)).run(tmp_path, HEAP)
 
 
 def test_products_in_two_lanes(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_products_in_two_lanes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not X86, reason="needs a compiler for x86-64")
-@pytest.mark.parametrize(("isa", "flags"), [("avx512", AVX512), ("avx512_bf16", [*AVX512, "-mavx512bf16"])])
+@pytest.mark.parametrize(("isa", "flags"), [("avx512", AVX512), ("avx512_bf16", AVX512_BF16)])
 def test_what_this_cpu_may_lack_compiles_without_warnings(isa: str, flags: list[str], tmp_path: Path) -> None:
     """GCC 12 takes the undefined operands of its own intrinsics for mistakes."""
     strict = ["-Wall", "-Wextra", "-Werror", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import NativeLinear
+from moeserve.ops.native_linear import NativeLinear, native_type
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-QUANTISED = [("int8", 8, 0, False), ("int4", 4, 32, False), ("int4", 4, 64, True), ("int4", 4, 128, True)]
+QUANTISED = [  # kind, inputs of a group, whether there are zero points
+    ("int8", 0, False),
+    ("int4", 32, False),
+    ("int4", 64, True),
+    ("int4", 128, True),
+    ("fp8", 0, False),
+    ("fp8", 128, False),
+]
 module: Any = native()
 pytestmark = pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
 
@@ -128,38 +135,49 @@ def test_refuses_other_dtypes() -> None:
         NativeLinear(torch.ones(2, 2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("kind", "bits", "group", "zeros"), QUANTISED)
-def test_quantised_weights(kind: str, bits: int, group: int, zeros: bool, threads: int, isa: str) -> None:
-    """int8: the chain times the column's scale. int4: a chain per group, scaled sums added in order."""
+def quantised(kind: str, n: int, k: int, group: int, zeros: bool) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """(packing, packed bytes, the weights [n, k] as the chains see them, scales [n, groups])."""
+    generator = torch.Generator().manual_seed(k)
+    low, high = (0, 16) if kind == "int4" else (-128, 128)
+    q = torch.randint(low, high, (n, k), generator=generator).to(torch.int8)
+    groups = -(-k // group) if group else 1
+    scales = torch.rand(n, groups, generator=generator)
+    zero = torch.randint(0, 16, (n, groups), generator=generator).float()
+    weights = q.float()
+    if kind == "fp8":
+        q[(q & 0x7F) == 0x7F] = 1  # not NaN
+        weights = q.view(torch.float8_e4m3fn).float()
+    elif kind == "int4":
+        weights = weights - (zero.repeat_interleave(group, 1)[:, :k] if zeros else 8)
+    packing = module.Packing(getattr(module.Type, kind), k, n, group, zeros)
+    packed = torch.full((packing.bytes,), 255, dtype=torch.uint8)
+    module.pack(packing, q.data_ptr(), k, scales.data_ptr(), zero.data_ptr() if zeros else 0, packed.data_ptr(),
+                packing.block_bytes, True)  # fmt: skip
+    return packing, packed, weights, scales
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "group", "zeros"), QUANTISED)
+def test_quantised_weights(kind: str, group: int, zeros: bool, dtype: torch.dtype, threads: int, isa: str) -> None:
+    """The chain times the column's scale, or a chain per group, scaled sums added in order."""
     for k, n in ((200, 40), (321, 17)):
-        generator = torch.Generator().manual_seed(k)
-        low, high = (-128, 128) if bits == 8 else (0, 16)
-        q = torch.randint(low, high, (n, k), generator=generator).to(torch.int8)
-        groups = -(-k // group) if group else 1
-        scales = torch.rand(n, groups, generator=generator)
-        zero = torch.randint(0, 16, (n, groups), generator=generator).float()
-        packing = module.Packing(getattr(module.Type, kind), k, n, group, zeros)
-        packed = torch.full((packing.bytes,), 255, dtype=torch.uint8)
-        module.pack(packing, q.data_ptr(), k, scales.data_ptr(), zero.data_ptr() if zeros else 0, packed.data_ptr(),
-                    packing.block_bytes, True)  # fmt: skip
-        x = values(50, k, seed=k)
+        packing, packed, weights, scales = quantised(kind, n, k, group, zeros)
+        x = values(50, k, seed=k, dtype=dtype)
         expected = torch.zeros(50, n, dtype=torch.float64)
-        for g in range(groups):
+        for g in range(scales.shape[1]):
             part = slice(g * (group or k), (g + 1) * (group or k))
-            shift = 0 if bits == 8 else zero[:, g : g + 1] if zeros else 8
-            chain = chains(x[:, part], q[:, part].float() - shift)
             # one fused multiply-add in fp32: exact in fp64 but for rare double rounding
-            expected = (chain.double() * scales[:, g].double() + expected).float().double()
+            chain = chains(x[:, part], weights[:, part]).double()
+            expected = (chain * scales[:, g].double() + expected).float().double()
         for rows in (1, 2, 3, 6, 7, 13, 50):
-            y = torch.full((rows, n), torch.nan)
-            module.linear(module.Type.float32, packing, packed.data_ptr(), 0, x.data_ptr(), k, rows, y.data_ptr())
-            error = (y.double() - expected[:rows]).abs()
-            assert error.max() <= 1e-6 * expected.abs().max()
+            y = torch.full((rows, n), torch.nan, dtype=dtype)
+            module.linear(native_type(dtype), packing, packed.data_ptr(), 0, x.data_ptr(), k, rows, y.data_ptr())
+            error = (y.double() - expected[:rows].to(dtype).double()).abs()
+            assert error.max() <= {torch.float32: 1e-6, torch.float16: 1e-3}.get(dtype, 8e-3) * expected.abs().max()
             assert (error == 0).float().mean() > 0.999
             if rows > 1:
-                alone = torch.empty(1, n)
-                last = x[rows - 1 :]
+                alone, last = torch.empty(1, n, dtype=dtype), x[rows - 1 :]
                 module.linear(
-                    module.Type.float32, packing, packed.data_ptr(), 0, last.data_ptr(), k, 1, alone.data_ptr()
+                    native_type(dtype), packing, packed.data_ptr(), 0, last.data_ptr(), k, 1, alone.data_ptr()
                 )
                 assert torch.equal(alone[0], y[-1])
