@@ -1,5 +1,5 @@
-"""Checkpoints with quantised weights, written as compressed-tensors and DeepSeek's fp8 lay them out, each beside one that
-says in fp32 what the quantised weights mean."""
+"""Checkpoints with quantised weights, laid out as by compressed-tensors and DeepSeek, each beside one that says in fp32
+what the quantised weights mean."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
+
+from moeserve.ops.quantised import Quantised
 
 LINEAR = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "put_linear.weight")
 
@@ -113,6 +115,19 @@ def stored(name: str, w_NK: Tensor, form: Form) -> tuple[dict[str, Tensor], Tens
     return parts, meaning
 
 
+def dequantised(weight: Quantised) -> Tensor:
+    """What it means, in fp32, number by number."""
+    values = weight.values.view(torch.float8_e4m3fn) if weight.kind == "fp8" else weight.values
+    inputs = values.shape[-1]
+    group = weight.group or inputs
+
+    def spread(parts: Tensor) -> Tensor:
+        return parts.repeat_interleave(group, -1)[..., :inputs]
+
+    zeros = spread(weight.zeros) if weight.zeros is not None else 8 if weight.kind == "int4" else 0
+    return (values.float() - zeros) * spread(weight.scales)
+
+
 def write_quantised(source: Path, folder: Path, form: Form, plain: str = "layers.1.self_attn") -> tuple[Path, Path]:
     """The quantised checkpoint and its meaning in fp32. plain: layers that keep their weights."""
     tensors = load_file(source / "model.safetensors")
@@ -124,10 +139,8 @@ def write_quantised(source: Path, folder: Path, form: Form, plain: str = "layers
         parts, meaning[name] = stored(name, tensor.float(), form)
         quantised |= parts
     config = json.loads((source / "config.json").read_text())
-    paths = folder / "quantised", folder / "meaning"
-    for path, content, extra in zip(
-        paths, (quantised, meaning), ({"quantization_config": form.config}, {}), strict=True
-    ):
+    paths, extras = (folder / "quantised", folder / "meaning"), ({"quantization_config": form.config}, {})
+    for path, content, extra in zip(paths, (quantised, meaning), extras, strict=True):
         shutil.copytree(source, path)
         save_file(content, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(config | extra))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class Driver:
         placement: Placement | None = None,
         backends: Sequence[All2All] | None = None,
         asked: Asked | None = None,
+        change: Callable[[dict[str, Any]], None] = lambda params: None,
     ) -> None:
         self.spec = spec or read_model_spec(path)
         threads = torch.get_num_threads()
@@ -90,6 +91,7 @@ class Driver:
             params = load(checkpoint, plan, dtype, asked=asked)
         else:
             params = carry_out(path, self.spec, dtype, world, placement)
+        change(params)
         self.model: Decoder = family(self.spec).build(
             self.spec, params, ops, dtype, world=world, tp=tp, placement=placement, backends=backends
         )

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from moeserve.loader.plan import LINEAR
 from moeserve.ops.native import native
-from tests.quantised_checkpoints import FORMS, write_quantised
+from moeserve.ops.quantised import quantisation_of
+from tests.quantised_checkpoints import FORMS, dequantised, write_quantised
 
 from .conftest import FAMILIES, Driver
 
@@ -21,9 +23,8 @@ pytestmark = pytest.mark.skipif(module is None or not module.serving_isa(), reas
 def cases() -> list[tuple[str, str]]:
     """Every family with every kind of format, and every format."""
     kinds = ["int8", "int4 with zero points", "fp8 in blocks"]
-    return [(name, form) for name in FAMILIES for form in kinds] + [
-        ("qwen3_moe", form) for form in FORMS if form not in kinds
-    ]
+    others = [("qwen3_moe", form) for form in FORMS if form not in kinds]
+    return [(name, form) for name in FAMILIES for form in kinds] + others
 
 
 def same(got: Driver, expected: Driver) -> None:
@@ -39,3 +40,22 @@ def same(got: Driver, expected: Driver) -> None:
 def test_a_stored_format_means_what_it_says(name: str, form: str, make_checkpoint: Any, tmp_path: Path) -> None:
     quantised, meaning = write_quantised(make_checkpoint(name).path, tmp_path, FORMS[form])
     same(Driver(quantised), Driver(meaning))
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "granite_moe", "llama"])
+def test_quantised_on_load(name: str, asked: Any, make_checkpoint: Any) -> None:
+    """The model whose linear layers were rounded before; and it is not the model that was not."""
+    path = make_checkpoint(name).path
+    got, plain, expected = Driver(path, asked=asked), Driver(path), Driver(path, change=lambda p: meaning_of(p, asked))
+    same(got, expected)
+    assert not torch.equal(got.prefill("b", PROMPT), plain.prefill("b", PROMPT))
+
+
+def meaning_of(params: dict[str, Any], asked: Any) -> None:
+    for name in params:
+        if name.rpartition(".")[2] in LINEAR:
+            quantised, jobs = quantisation_of(params[name], asked, name)
+            for job in jobs:
+                job()
+            params[name] = dequantised(quantised)
