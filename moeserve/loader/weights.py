@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ DTYPES = {
 READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to share out among threads
 
 
-class Params(MutableMapping[str, Weight]):
+class Params(UserDict[str, Any]):
     """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Used as a context.
 
     They are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or `Quantised`: those that the
@@ -61,8 +62,8 @@ class Params(MutableMapping[str, Weight]):
         threads: int | None = None,
     ) -> None:
         check_plan(checkpoint, plan)
+        super().__init__({param.name: param for param in plan.params})
         self._checkpoint, self._dtype, self._device, self._asked = checkpoint, dtype, torch.device(device), asked
-        self._params: dict[str, Param | Weight] = {param.name: param for param in plan.params}
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         for piece in sorted(plan.pieces, key=lambda piece: _place(checkpoint.parts(piece.source)[0])):
             self._pieces[piece.param].append(piece)
@@ -80,24 +81,9 @@ class Params(MutableMapping[str, Weight]):
         self._pool.shutdown(cancel_futures=True)
         self._reader.__exit__()
 
-    def __getitem__(self, name: str) -> Weight:
-        param = self._params[name]
+    def __getitem__(self, name: str) -> Any:
+        param = self.data[name]
         return self._read(param) if isinstance(param, Param) else param
-
-    def __setitem__(self, name: str, weight: Weight) -> None:
-        self._params[name] = weight
-
-    def __delitem__(self, name: str) -> None:
-        del self._params[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._params
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
-
-    def __len__(self) -> int:
-        return len(self._params)
 
     def _read(self, param: Param) -> Weight:
         pieces = self._pieces[param.name]

@@ -15,13 +15,13 @@ from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.plan import WeightPlan
-from moeserve.loader.size import BYTES
+from moeserve.loader.size import bytes_per_weight
 from moeserve.loader.spec import ModelSpec
 from moeserve.loader.weights import Params
 from moeserve.models.registry import family
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.quantised import Asked, Kind
+from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, pick_ops
 from moeserve.parallel.tensor import TensorParallel
 from moeserve.parallel.world import World
@@ -69,7 +69,7 @@ def load_model(
     of = family(spec)
     names = checkpoint.names
     plan = of.weight_plan(spec, names, shard.world, shard.placement)
-    check_weights_fit(weight_bytes(plan, dtype, asked or (spec.stored.kind if spec.stored else None)), memory)
+    check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
     ops = pick_ops(device, dtype, kernels, head_dim=spec.head_dim)
     if (asked or spec.stored) and not ops.native:
         raise ConfigError(
@@ -108,7 +108,7 @@ def load_model(
     return model, files
 
 
-def weight_bytes(plan: WeightPlan, dtype: torch.dtype, kind: Kind | None) -> int:
-    """Of the parameters that a rank loads. kind: of those that are quantised."""
-    sizes = [(math.prod(param.shape), kind and param.quantised_on_load) for param in plan.params]
-    return sum(int(size * (BYTES[kind] if kind and linear else dtype.itemsize)) for size, linear in sizes)
+def weight_bytes(plan: WeightPlan, dtype: torch.dtype, per_weight: float) -> int:
+    """Of the parameters that a rank loads. per_weight: bytes of one in a linear layer."""
+    sizes = [(math.prod(param.shape), param.quantised_on_load) for param in plan.params]
+    return sum(int(size * (per_weight if linear else dtype.itemsize)) for size, linear in sizes)
