@@ -235,7 +235,7 @@ def test_weights_that_are_quantised_on_load(name: str, asked: str, tp: int, make
 @native_only
 @pytest.mark.parametrize("form", ["int8", "int4 with zero points", "fp8 in blocks", "fp8 in small blocks"])
 def test_weights_that_are_stored_quantised(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
-    """Shares of outputs begin anywhere in blocks and in words of zero points."""
-    source = make_checkpoint("qwen3_moe", hidden_size=72, mlp_only_layers=[1]).path
+    """Shares of outputs begin anywhere in blocks and in words of zero points; the last one is filled up."""
+    source = make_checkpoint("qwen3_moe", hidden_size=70, intermediate_size=90, mlp_only_layers=[1]).path
     quantised, _ = write_quantised(source, tmp_path, FORMS[form])
     check(quantised, torch.bfloat16, 4)
