@@ -7,7 +7,6 @@ dtype tells the reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from moeserve.loader.fields import Fields
@@ -19,6 +18,11 @@ _WEIGHTS = {
     "num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
     "dynamic": False, "actorder": None,
 }  # fmt: skip
+_STRATEGIES = {
+    (4, "int"): ("tensor", "channel", "group"),
+    (8, "int"): ("tensor", "channel"),
+    (8, "float"): ("tensor", "channel", "group", "block"),
+}
 _MAX_SIZE = 2**20
 _WHOLE = "use the float16 or bfloat16 checkpoint"
 
@@ -57,7 +61,7 @@ def _compressed(config: Fields) -> StoredFormat:
         if config.values.get(key):
             raise config.error(key, f"this is not supported; {_WHOLE}")
     sparsity = config.values.get("sparsity_config")
-    if sparsity and sparsity != {"format": "dense"}:
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
         raise config.error("sparsity_config", f"sparse weights are not supported; {_WHOLE}")
     groups = config.section("config_groups")
     found = {
@@ -88,17 +92,13 @@ def _group(config: Fields, layout: str) -> StoredFormat:
     zeros = not weights.boolean("symmetric")
     if zeros and bits == 8:
         raise weights.error("symmetric", f"zero points are supported for 4 bits only; {_WHOLE}")
-    rows, group = _scales(weights, ("tensor", "channel", "group") if bits == 4 else _strategies(kind))
+    rows, group = _scales(weights, _STRATEGIES[bits, kind])
     activations = bool(config.values.get("input_activations") or config.values.get("output_activations"))
     name = "fp8" if kind == "float" else f"int{bits}"
     return StoredFormat(kind=name, packed=packed, rows=rows, group=group, zeros=zeros, activations=activations)  # type: ignore[arg-type]
 
 
-def _strategies(kind: str) -> Iterable[str]:
-    return ("tensor", "channel", "group", "block") if kind == "float" else ("tensor", "channel")
-
-
-def _scales(weights: Fields, supported: Iterable[str]) -> tuple[int, int]:
+def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
     """Outputs and inputs that share a scale; 0: all."""
     size = weights.raw("group_size")
     if weights.raw("strategy") is None:
@@ -106,7 +106,7 @@ def _scales(weights: Fields, supported: Iterable[str]) -> tuple[int, int]:
         if strategy not in supported:
             raise weights.error("group_size", f"supported strategies: {', '.join(supported)}; {_WHOLE}")
     else:
-        strategy = weights.choice("strategy", tuple(supported))
+        strategy = weights.choice("strategy", supported)
     if strategy == "block":
         return _block(weights, "block_structure")
     if strategy == "group" and weights.integer("group_size", 8, _MAX_SIZE) % 8:

@@ -35,6 +35,10 @@ def compressed(layout: str = "pack-quantized", top: dict[str, Any] | None = None
 
 GOOD = [
     (compressed(), StoredFormat(kind="int4", packed=True, group=128)),
+    (
+        compressed(top={"sparsity_config": {"format": "dense", "targets": []}, "transform_config": {}}),
+        StoredFormat(kind="int4", packed=True, group=128),
+    ),
     (compressed(symmetric=False, actorder="weight"), StoredFormat(kind="int4", packed=True, group=128, zeros=True)),
     (compressed(strategy=None, group_size=-1), StoredFormat(kind="int4", packed=True)),
     (compressed(num_bits=8, strategy="channel"), StoredFormat(kind="int8", packed=True)),
