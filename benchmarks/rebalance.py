@@ -30,7 +30,6 @@ from moeserve.loader.spec import ModelSpec, RouterSpec
 from moeserve.messages import Placed
 from moeserve.models.registry import family
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.lane import Lane
 from moeserve.moe.layer import MoELayer
@@ -170,14 +169,11 @@ def _rank(folder: Path, spec: ModelSpec, placement: Placement) -> tuple[list[MoE
     kernel = ReferenceExperts(ops)
     layers = []
     for layer in range(placement.num_layers):
-        ones = [files.read(layer, expert) for expert in placement.local(layer, 0)]
-        weights = ExpertWeights(torch.stack([w13 for w13, _ in ones]), torch.stack([w2 for _, w2 in ones]))
+        packed = kernel.stack([kernel.pack_slot(*files.read(layer, expert)) for expert in placement.local(layer, 0)])
         gate = ops.pack_linear(torch.randn(placement.slots_per_rank, spec.hidden_size), None)
         router = Router(gate, spec.experts_per_token, spec.router, ops)  # chooses among the slots that are here
         layers.append(
-            MoELayer(
-                router, LocalAll2All(placement.slots_per_rank), kernel, kernel.pack(weights), SlotMap(placement, layer)
-            )
+            MoELayer(router, LocalAll2All(placement.slots_per_rank), kernel, packed, SlotMap(placement, layer))
         )
     return layers, ExpertStore(layers, files.read, 0, placement)
 

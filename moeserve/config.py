@@ -18,6 +18,7 @@ from moeserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO = "demo"
+INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the first that divides those of a layer
 
 
 def _opt(default: Any, help: str, *, flag: str | None = "", low: float = 0, high: float = math.inf) -> Any:
@@ -31,6 +32,9 @@ class ModelConfig:
     model: str = _opt(DEMO, "Hugging Face model directory, or 'demo' for the built-in one", flag=None)
     served_model_name: str | None = _opt(None, "name in the API (default: the directory's name)")
     dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
+    quantization: Literal["none", "int8", "int4"] = _opt(
+        "none", "bits of the linear layers' weights, rounded while they are read (CPU; checkpoints with 16 or 32 bits)"
+    )
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     generation_config: Literal["auto", "none"] = _opt(
@@ -54,7 +58,9 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int = _opt(256, "requests that run at once", low=1)
     max_num_batched_tokens: int | None = _opt(None, "tokens per step (default: 2048)", low=1)
-    prefill_chunk: int | None = _opt(None, "most tokens of one request per step (default: the step's budget)", low=1)
+    prefill_chunk: int | None = _opt(
+        None, "most tokens of one request per step (default: the step's budget)", flag=None, low=1
+    )
     depth: int = _opt(2, "steps in flight; 1 is for debugging", flag=None, low=1, high=2)
     watermark: float = _opt(0.01, "share of KV blocks kept free when admitting", flag=None, high=0.5)
 

@@ -22,7 +22,7 @@ from moeserve.launch.rundir import RunDir
 from moeserve.loader.heads import local_heads
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.loader.size import ModelSize, model_size
+from moeserve.loader.size import ModelSize, bytes_per_weight, model_size
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Ready
 
@@ -49,7 +49,8 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
     make = _grouped if role.grouped else _alone
     threaded, limits, runner = make(config, spec, model_dir, role, progress)
     dtype = str(runner.dtype).removeprefix("torch.")
-    ready = _ready(spec, limits, dtype, runner.properties.name, began_s, runner.notes)
+    asked = config.model.quantization
+    ready = _ready(spec, limits, dtype, asked, runner.properties.name, began_s, runner.notes)
     ready = msgspec.structs.replace(ready, step_s=runner.step_s, checkpoint=runner.fingerprint)
     return threaded, limits, ready, runner.groups, spec.eos_token_ids
 
@@ -128,15 +129,23 @@ def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
     check(config, spec)
     groups: tuple[KVGroup, ...] = groups_of((None,), config.cache.block_size)
     limits, notes = resolve(config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False)
-    ready = _ready(spec, limits, spec.dtype, "null", began_s, notes)
+    ready = _ready(spec, limits, spec.dtype, "none", "null", began_s, notes)
     return NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3), limits, ready, groups, ()
 
 
 def _ready(
-    spec: ModelSpec, limits: Limits, dtype: str, device: str, began_s: float, notes: list[str] | tuple[str, ...]
+    spec: ModelSpec,
+    limits: Limits,
+    dtype: str,
+    asked: str,
+    device: str,
+    began_s: float,
+    notes: list[str] | tuple[str, ...],
 ) -> Ready:
     size: ModelSize = model_size(spec)
     itemsize = 4 if dtype == "float32" else 2
+    per_weight = bytes_per_weight(spec, asked, itemsize)
+    heads = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
     return Ready(
         pid=os.getpid(),
         architecture=spec.architecture,
@@ -150,10 +159,10 @@ def _ready(
         eos_token_ids=spec.eos_token_ids,
         num_params=size.total,
         num_active_params=size.active,
-        weight_bytes=size.total * itemsize,
+        weight_bytes=heads * itemsize + int((size.total - heads) * per_weight),
         startup_s=time.monotonic() - began_s,
         num_moe_layers=sum(spec.moe_layers),
         num_experts=spec.num_experts,
-        expert_bytes=3 * spec.hidden_size * spec.expert_size * itemsize,
+        expert_bytes=int(3 * spec.hidden_size * spec.expert_size * per_weight),
         notes=tuple(notes),
     )

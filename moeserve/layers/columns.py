@@ -6,11 +6,16 @@ M rows, K inputs, N outputs in all, n of this rank (zeros beyond N).
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from moeserve.ops.linear import Linear
+from moeserve.ops.quantised import Quantised
 from moeserve.parallel.tensor import TensorParallel
+
+W = TypeVar("W", Tensor, Quantised)
 
 
 def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
@@ -19,11 +24,13 @@ def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -
     return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
 
 
-def widened(part_nK: Tensor, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> Tensor:
+def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:
     """A rank's rows of a weight (or elements of a bias) of `num_columns`, and zeros: as many for every rank.
 
     parts: weights that lie one below the other, each shared out by itself.
     """
+    if isinstance(part_nK, Quantised):
+        return part_nK.each(lambda part: widened(part, num_columns, tp, parts=parts))
     missing = -(-num_columns // tp.size) - part_nK.shape[0] // parts
     if not missing:
         return part_nK

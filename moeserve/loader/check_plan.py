@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
@@ -19,14 +20,19 @@ def check_plan(checkpoint: Checkpoint, plan: WeightPlan) -> None:
     """Raises one CheckpointError with everything missing, surplus or of a wrong shape or dtype (the first 5 of it)."""
     _check_coverage(plan)
     wanted = {piece.source: piece.shape for piece in plan.pieces}
-    found = checkpoint.tensors
+    found, stored = checkpoint.names, checkpoint.stored
     problems = [f"tensor {name!r} {list(shape)} is missing" for name, shape in wanted.items() if name not in found]
     for name, shape in wanted.items():
-        if name in found and (problem := _mismatch(found[name], shape)):
-            problems.append(problem)
-    for name, tensor in found.items():
-        if name not in wanted and name not in plan.ignore:
+        if name in stored:
+            problem = stored[name].mismatch(shape)
+        else:
+            problem = _mismatch(checkpoint.tensors[name], shape) if name in found else ""
+        problems += [problem] if problem else []
+    owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
+    for name, tensor in checkpoint.tensors.items():
+        if (owner := owners.get(name, name)) not in wanted and owner not in plan.ignore:
             problems.append(f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model")
+    problems += _half_quantised(checkpoint, plan)
     if problems:
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_MAX_SHOWN])
@@ -43,6 +49,19 @@ def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
     if tensor.dtype not in SUPPORTED:
         return f"{where} is {tensor.dtype}; supported: {', '.join(SUPPORTED)}"
     return ""
+
+
+def _half_quantised(checkpoint: Checkpoint, plan: WeightPlan) -> Iterator[str]:
+    """Parts of a parameter are computed as one: all of them are quantised, or none."""
+    kinds: dict[str, dict[bool, str]] = defaultdict(dict)
+    for piece in plan.pieces:
+        kinds[piece.param][piece.source in checkpoint.stored] = piece.source
+    for param in plan.params:
+        sources = kinds[param.name]
+        if len(sources) > 1:
+            yield f"tensor {sources[True]!r} is quantised and {sources[False]!r} is not; they are computed as one"
+        elif True in sources and not param.may_be_stored_quantised:
+            yield f"tensor {sources[True]!r} is quantised; this is supported for linear layers only"
 
 
 def _check_coverage(plan: WeightPlan) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import model_file, read_json
 from moeserve.loader.safetensors_file import TensorInfo, read_header
+from moeserve.loader.spec import StoredFormat
+from moeserve.loader.stored import Stored, find_stored
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -21,18 +23,31 @@ _CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checked headers of a model directory; no weight was read yet."""
+    """The checked headers of a model directory; no weight was read yet.
+
+    stored: its quantised weights, by the names that they would have otherwise; their parts are in `tensors`, too.
+    """
 
     model_dir: Path
     tensors: dict[str, TensorInfo]
+    stored: dict[str, Stored] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all weights, quantised or not."""
+        return self.tensors.keys() | self.stored.keys()
+
+    def parts(self, name: str) -> list[TensorInfo]:
+        """What a weight is made of, the values first."""
+        return self.stored[name].parts if name in self.stored else [self.tensors[name]]
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def open_checkpoint(model_dir: Path) -> Checkpoint:
-    """Reads and checks every header. Raises CheckpointError naming file, tensor and remedy."""
+def open_checkpoint(model_dir: Path, form: StoredFormat | None = None) -> Checkpoint:
+    """Reads and checks every header. form: of quantised weights. Raises CheckpointError naming file, tensor, remedy."""
     index = _read_index(model_dir)
     tensors: dict[str, TensorInfo] = {}
     for path in weight_files(model_dir):
@@ -49,7 +64,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
                 f"{model_dir / INDEX} says that {file} has the tensor {name!r}, but it has not; "
                 "index and files are of different models: download all of them again"
             )
-    return Checkpoint(model_dir, tensors)
+    return Checkpoint(model_dir, tensors, find_stored(tensors, form) if form else {})
 
 
 def weight_files(model_dir: Path) -> list[Path]:

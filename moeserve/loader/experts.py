@@ -16,7 +16,7 @@ an expert that this rank never read before. Safetensors files carry no checksums
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +26,8 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.fingerprint import fingerprint
 from moeserve.loader.plan import WeightPlan
-from moeserve.loader.weights import Reader, reads_of
+from moeserve.loader.weights import Reader, empty_weight
+from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
 READ_BYTES = 2**20  # small: between two reads the background gives way to the model
 Work = Callable[[int], None]  # called after each little piece of work with the bytes it read; may sleep, or raise
@@ -45,11 +46,13 @@ class ExpertFiles:
         plan: Callable[[int, int], WeightPlan],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        asked: Asked | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._plan = plan
         self._dtype = dtype
         self._device = torch.device(device)
+        self._asked = asked
         self._reader = Reader(checkpoint).__enter__()
         self._paths = {tensor.path for tensor in checkpoint.tensors.values()}
         self._marks = {path: self._mark(path) for path in self._paths}
@@ -68,13 +71,13 @@ class ExpertFiles:
                 raise CheckpointError(f"{path} was replaced while the model was loaded: start again")
 
     @torch.inference_mode()
-    def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Tensor, Tensor]:
-        """(w13 [2I, D], w2 [D, I]) of an expert in the model's dtype, on its device, in memory of their own.
+    def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Weight, Weight]:
+        """(w13 [2I, D], w2 [D, I]) of an expert as the model has them, on its device, in memory of their own.
 
         Raises CheckpointError when a file cannot be read or is not what it was. One thread at a time.
         """
         plan = self._plan(layer, expert)
-        paths = {self._checkpoint.tensors[piece.source].path for piece in plan.pieces}
+        paths = {part.path for piece in plan.pieces for part in self._checkpoint.parts(piece.source)}
         self._check_marks(paths)
         once, twice = self._fill(plan, work), self._fill(plan, work)
         self._check_marks(paths)
@@ -88,7 +91,7 @@ class ExpertFiles:
         if self._crcs.setdefault((layer, expert), crc) != crc:
             known = self._crcs[layer, expert]
             raise CheckpointError(f"{_name(layer, expert)} has CRC-32 {crc:08x}, earlier {known:08x}; {_CHANGED}")
-        w13_1FD, w2_1DI = once
+        w13_1FD, w2_1DI = (self._quantised(weight, _name(layer, expert), work) for weight in once)
         return w13_1FD[0], w2_1DI[0]
 
     def fingerprint(self) -> str:
@@ -98,13 +101,24 @@ class ExpertFiles:
     def close(self) -> None:
         self._reader.__exit__()
 
-    def _fill(self, plan: WeightPlan, work: Work) -> list[Tensor]:
-        params = {p.name: torch.empty(p.shape, dtype=self._dtype, device=self._device) for p in plan.params}
-        for piece in plan.pieces:
-            tensor = self._checkpoint.tensors[piece.source]
-            for read in reads_of(piece, tensor, params[piece.param], READ_BYTES):
-                work(self._reader.carry_out(read))
-        return [params["w13"], params["w2"]]
+    def _fill(self, plan: WeightPlan, work: Work) -> list[Weight]:
+        weights = []
+        for param in plan.params:
+            pieces = [piece for piece in plan.pieces if piece.param == param.name]
+            weights.append(empty_weight(self._checkpoint, param, pieces, self._dtype, self._device))
+            for piece in pieces:
+                for job in self._reader.jobs(piece, weights[-1], READ_BYTES):
+                    work(job())
+        return weights
+
+    def _quantised(self, weight: Weight, name: str, work: Work) -> Weight:
+        if self._asked is None or isinstance(weight, Quantised):
+            return weight
+        quantised, jobs = quantisation_of(weight, self._asked, name)
+        for job in jobs:
+            job()
+            work(0)
+        return quantised
 
     def _mark(self, path: Path) -> tuple[int, int]:
         status = self._reader.stat(path)
@@ -119,10 +133,10 @@ class ExpertFiles:
 _CHANGED = "the checkpoint was written to while the model serves: restore the file, or start again"
 
 
-def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+def _parts(weight: Weight) -> Iterator[Tensor]:
     """Its bytes, a little at a time: as bytes, since NaN is not equal to itself."""
-    parts: tuple[Tensor, ...] = torch.split(weight.view(-1).view(torch.uint8), READ_BYTES)
-    return parts
+    for part in weight.parts if isinstance(weight, Quantised) else (weight,):
+        yield from torch.split(part.view(-1).view(torch.uint8), READ_BYTES)
 
 
 def _name(layer: int, expert: int) -> str:

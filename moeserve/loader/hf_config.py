@@ -16,6 +16,7 @@ from moeserve.loader.families import COMMON_DEFAULTS, FAMILIES, MAX_POSITION, MA
 from moeserve.loader.fields import Fields
 from moeserve.loader.files import read_json
 from moeserve.loader.generation_config import generation_defaults, read_eos_ids
+from moeserve.loader.quantisation import read_stored_format
 from moeserve.loader.rope_config import longest_context, read_rope
 from moeserve.loader.spec import ModelSpec
 
@@ -53,6 +54,7 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
         rope=rope,
         tie_embeddings=config.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos_ids(model_dir, config, vocab_size),
+        stored=read_stored_format(config),
         **family.special(config, num_layers),
     )
 
@@ -85,8 +87,6 @@ def _refuse_foreign(config: Fields) -> None:
         "auto_map", "it asks to run the checkpoint's own Python code, which moeserve never does; remove this key "
         "if the files are those of an ordinary model of this architecture",
     )  # fmt: skip
-    for key in ("quantization_config", "compression_config"):
-        config.unsupported(key, "quantized checkpoints are not supported yet; use the float16 or bfloat16 one")
     config.unsupported("per_layer_config", "models whose layers differ in size are not supported")
     config.choice("hidden_act", ("silu",))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Index = tuple[int | slice, ...]
+LINEAR = frozenset({"qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down", "w13", "w2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,20 @@ class Param:
 
     name: str
     shape: tuple[int, ...]
+
+    @property
+    def quantised_on_load(self) -> bool:
+        """Where that is asked for: the products that take nearly all of the weights' bytes. The router decides too much
+        with too little, and the LM head is the layer that llama.cpp and vLLM spare, too."""
+        return self._kind in LINEAR
+
+    @property
+    def may_be_stored_quantised(self) -> bool:
+        return self._kind in LINEAR | {"router", "lm_head"}
+
+    @property
+    def _kind(self) -> str:
+        return self.name.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from moeserve.loader.spec import ModelSpec
 
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5625}  # of a quantised weight, with a scale for every 64 of int4
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -35,3 +37,8 @@ def model_size(spec: ModelSpec) -> ModelSize:
             total += attention + 3 * width * spec.intermediate_size
             active += attention + 3 * width * spec.intermediate_size
     return ModelSize(total, active)
+
+
+def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
+    """Of linear layers in memory. asked: what they become on loading."""
+    return _BYTES.get(spec.stored.kind if spec.stored else asked or "", itemsize)

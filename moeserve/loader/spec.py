@@ -34,6 +34,24 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFormat:
+    """How a checkpoint's quantised weights are stored. packed: in words of 32 bits. rows, group: outputs and inputs
+    that share a scale, 0 for all. zeros: with zero points. activations: the config quantises them; we do not."""
+
+    kind: Literal["int8", "int4", "fp8"]
+    packed: bool = False
+    rows: int = 1
+    group: int = 0
+    zeros: bool = False
+    activations: bool = False
+
+    @property
+    def values_dtype(self) -> str:
+        """In safetensors' words."""
+        return "I32" if self.packed else "F8_E4M3" if self.kind == "fp8" else "I8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The numbers that shape a decoder. `windows[i]` is layer i's sliding window in tokens, None for full attention;
     `moe_layers[i]` says whether layer i routes to experts or is dense."""
@@ -68,6 +86,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+    stored: StoredFormat | None = None  # of quantised weights; None: there are none
 
     @property
     def kv_elements_per_token_layer(self) -> int:

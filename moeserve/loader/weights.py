@@ -1,8 +1,9 @@
 """Carries out a WeightPlan: bytes go from the files straight into the parameters, many ranges at a time.
 
 A range whose dtype and layout are already right is read by `preadv` into the parameter itself; anything else passes
-through a small buffer per thread. So memory stays at the weights plus a few buffers, and nothing is ever mapped: a file
-that shrinks meanwhile is an error, not a crash. Headers and plan are compared before the first byte is allocated.
+through a small buffer per thread. A parameter is read when it is asked for, so memory stays at what was made of those
+before, and a few buffers. Nothing is ever mapped: a file that shrinks meanwhile is an error, not a crash. Headers and
+plan are compared before the first byte is allocated.
 """
 
 from __future__ import annotations
@@ -10,60 +11,108 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.check_plan import check_plan
+from moeserve.loader import unpack
+from moeserve.loader.check_plan import check_plan, part_shape
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.plan import Index, Piece, WeightPlan
+from moeserve.loader.plan import Index, Param, Piece, WeightPlan
 from moeserve.loader.safetensors_file import TensorInfo
+from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I8": torch.int8, "F8_E4M3": torch.uint8, "I32": torch.int32,
+}  # fmt: skip
 READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to share out among threads
 
 
-def load(
-    checkpoint: Checkpoint,
-    plan: WeightPlan,
-    dtype: torch.dtype,
-    *,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-    threads: int | None = None,
-) -> dict[str, Tensor]:
-    """The plan's parameters by name, contiguous, of `dtype` (float32, bfloat16 or float16) on `device`.
+class Params(UserDict[str, Any]):
+    """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Used as a context.
 
-    progress is called in this thread. threads: concurrent reads (default: one per core, 2 to 16). Raises
-    CheckpointError if plan and checkpoint do not fit each other, a file cannot be read, or float16 cannot hold a value.
+    They are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or `Quantised`: those that the
+    files have so, and with `asked` the other linear layers. progress is called in the thread that asks. threads:
+    concurrent reads (default: one per core, 2 to 16).
+
+    Raises CheckpointError if plan and checkpoint do not fit each other, and when a parameter is asked for: if a file
+    cannot be read, float16 cannot hold a value, or a weight that is to be quantised is not finite.
     """
-    check_plan(checkpoint, plan)
-    device = torch.device(device)
-    params = {param.name: torch.empty(param.shape, dtype=dtype, device=device) for param in plan.params}
-    reads = [
-        read
-        for piece in sorted(plan.pieces, key=lambda piece: _place(checkpoint.tensors[piece.source]))
-        for read in reads_of(piece, checkpoint.tensors[piece.source], params[piece.param])
-    ]
-    threads = threads or max(2, min(16, os.cpu_count() or 1))
-    total, done = sum(read.num_bytes for read in reads), 0
-    with Reader(checkpoint) as reader, ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
-        try:
-            for num_bytes in pool.map(reader.carry_out, reads):
-                done += num_bytes
-                if progress is not None:
-                    progress(done, total)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return params
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: WeightPlan,
+        dtype: torch.dtype,
+        *,
+        device: torch.device | str = "cpu",
+        asked: Asked | None = None,
+        progress: Progress = lambda done, total: None,
+        threads: int | None = None,
+    ) -> None:
+        check_plan(checkpoint, plan)
+        super().__init__({param.name: param for param in plan.params})
+        self._checkpoint, self._dtype, self._device, self._asked = checkpoint, dtype, torch.device(device), asked
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in sorted(plan.pieces, key=lambda piece: _place(checkpoint.parts(piece.source)[0])):
+            self._pieces[piece.param].append(piece)
+        self._progress = progress
+        self._done, self._total = 0, sum(_num_bytes(piece, checkpoint) for piece in plan.pieces)
+        self._threads = threads or max(2, min(16, os.cpu_count() or 1))
+        self._reader = Reader(checkpoint)
+
+    def __enter__(self) -> Params:
+        self._reader.__enter__()
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="load")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._reader.__exit__()
+
+    def __getitem__(self, name: str) -> Any:
+        param = self.data[name]
+        return self._read(param) if isinstance(param, Param) else param
+
+    def _read(self, param: Param) -> Weight:
+        pieces = self._pieces[param.name]
+        weight = empty_weight(self._checkpoint, param, pieces, self._dtype, self._device)
+        jobs = [job for piece in pieces for job in self._reader.jobs(piece, weight)]
+        for num_bytes in self._pool.map(lambda job: job(), jobs):
+            self._done += num_bytes
+            self._progress(self._done, self._total)
+        if self._asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
+            return weight
+        quantised, rounding = quantisation_of(weight, self._asked, param.name)
+        for _ in self._pool.map(lambda job: job(), rounding):
+            pass
+        return quantised
+
+
+def empty_weight(
+    checkpoint: Checkpoint, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
+) -> Weight:
+    """Room for a parameter as it comes from the files."""
+    stored = checkpoint.stored.get(pieces[0].source) if pieces else None
+    if stored is None:
+        return torch.empty(param.shape, dtype=dtype, device=device)
+    return unpack.empty(stored, dtype, param.shape)
+
+
+def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
+    taken = math.prod(part_shape(piece.shape, piece.take))
+    return taken * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
 
 
 def _place(tensor: TensorInfo) -> tuple[str, int]:
@@ -125,6 +174,7 @@ class Reader:
     """Open files, and one buffer per thread for what has to be converted on its way."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
         self._files: dict[Path, int] = {}
         self._paths = {tensor.path for tensor in checkpoint.tensors.values()}
         self._local = threading.local()
@@ -141,6 +191,28 @@ class Reader:
     def __exit__(self, *exc: object) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+
+    def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
+        """What carries out a piece, for any threads in any order; each returns the bytes that it read.
+
+        limit: of bytes in one read (default: READ_BYTES). A quantised weight is one job.
+        """
+        if isinstance(param, Quantised):
+            yield partial(self._carry_out_stored, piece, param, limit)
+            return
+        for read in reads_of(piece, self._checkpoint.tensors[piece.source], param, limit):
+            yield partial(self.carry_out, read)
+
+    @torch.inference_mode()
+    def _carry_out_stored(self, piece: Piece, param: Quantised, limit: int | None) -> int:
+        def read(tensor: TensorInfo, take: Index) -> Tensor:
+            raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
+            for part in reads_of(Piece(tensor.name, tensor.shape, "", take=take), tensor, raw, limit):
+                self.carry_out(part)
+            return raw
+
+        unpack.unpack(self._checkpoint.stored[piece.source], piece, param, read)
+        return _num_bytes(piece, self._checkpoint)
 
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
     def carry_out(self, read: Read) -> int:

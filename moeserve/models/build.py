@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 def build_decoder(
     spec: ModelSpec,
-    params: dict[str, Tensor],
+    params: MutableMapping[str, Any],
     ops: Ops,
     dtype: torch.dtype,
     *,
@@ -51,7 +52,8 @@ def build_decoder(
     max_tokens: int = 1,
     max_position: int | None = None,
 ) -> Decoder:
-    """Build the decoder that `spec` describes. `params` (named as in models/checkpoint.py, of `dtype`) is emptied.
+    """Build the decoder that `spec` describes. `params` (named as in models/checkpoint.py, of `dtype` or Quantised)
+    is emptied.
 
     tp: the engine's ranks, as `world` has them. placement: as for `weight_plan`. lanes: that a step may have.
     max_tokens: rows of one step. max_position: length of the rotary table, the model's own by default. Raises
@@ -95,7 +97,7 @@ class _Build:
     def __init__(
         self,
         spec: ModelSpec,
-        params: dict[str, Tensor],
+        params: MutableMapping[str, Any],
         ops: Ops,
         world: World,
         tp: TensorParallel,
@@ -139,7 +141,8 @@ class _Build:
         return self.linear(name)
 
     def norm(self, name: str) -> Tensor:
-        return self.params.pop(name).float()
+        norm: Tensor = self.params.pop(name).float()
+        return norm
 
     def attention(self, name: str) -> Attention:
         spec, heads = self.spec, self.heads

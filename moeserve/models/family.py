@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moeserve.loader.plan import WeightPlan
 from moeserve.loader.spec import ModelSpec
@@ -43,7 +42,7 @@ class Family:
         return expert_plan(spec, self.names, names, moe_layer, experts)
 
     def build(
-        self, spec: ModelSpec, params: dict[str, Tensor], ops: Ops, dtype: torch.dtype, **options: Any
+        self, spec: ModelSpec, params: MutableMapping[str, Any], ops: Ops, dtype: torch.dtype, **options: Any
     ) -> Decoder:
         """The model; takes the tensors out of `params`. Options as in `build_decoder`."""
         return build_decoder(spec, params, ops, dtype, **options)

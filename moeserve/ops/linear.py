@@ -9,13 +9,14 @@ every call (2 to 3 times faster at decode sizes, and the same bits in bfloat16).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N], both of the weight's dtype
-PackLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [N, K], bias [N] or None
+PackLinear = Callable[[Any, Tensor | None], Linear]  # weight [N, K] (native: Quantised, too), bias [N] or None
 
 # torch computes bfloat16 products of fewer multiplications (rows * columns * inner) with another kernel.
 MKLDNN_MIN = 4096

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 from moeserve.ops.native import native
+from moeserve.ops.quantised import Quantised, Weight
 
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20
@@ -42,6 +43,24 @@ def packed_memory(num_bytes: int) -> Tensor:
     return memory
 
 
+def packing_of(weight: Weight, columns: int | None = None) -> Any:
+    """How a weight [..., N, K], or so many rows of it, is packed."""
+    module: Any = native()
+    rows, depth = columns or weight.shape[-2], weight.shape[-1]
+    if isinstance(weight, Quantised):
+        return module.Packing(getattr(module.Type, weight.kind), depth, rows, weight.group, weight.zeros is not None)
+    return module.Packing(native_type(weight.dtype), depth, rows)
+
+
+def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
+    """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool."""
+    module: Any = native()
+    weight_NK = weight_NK.contiguous() if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1 else weight_NK
+    parts = weight_NK.parts if isinstance(weight_NK, Quantised) else (weight_NK,)
+    values, scales, zeros = (*(part.data_ptr() for part in parts), 0, 0)[:3]
+    module.pack(packing, values, parts[0].stride(0), scales, zeros, to, step, all_threads)
+
+
 class NativeLinear:
     """y = x W^T + b for x [M, K] of the weight's dtype; rows of x may be strided. It keeps no reference to `weight`.
 
@@ -50,18 +69,14 @@ class NativeLinear:
 
     __slots__ = ("_bias", "_columns", "_depth", "_dtype", "_module", "_packing", "_type", "matrix", "packed")
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+    def __init__(self, weight_NK: Weight, bias_N: Tensor | None = None) -> None:
         module: Any = native()
         self._module = module
         self._dtype, self._type = weight_NK.dtype, native_type(weight_NK.dtype)
         self._columns, self._depth = weight_NK.shape
-        weight_NK = weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous()
-        self._packing = self._module.Packing(self._type, self._depth, self._columns)
+        self._packing = packing_of(weight_NK)
         self.packed = packed_memory(self._packing.bytes)
-        self._module.pack(
-            self._packing, weight_NK.data_ptr(), weight_NK.stride(0), 0, 0, self.packed.data_ptr(),
-            self._packing.block_bytes, True,
-        )  # fmt: skip
+        pack(self._packing, weight_NK, self.packed.data_ptr(), self._packing.block_bytes, all_threads=True)
         self._bias = None if bias_N is None else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
         # For calls that do more than one product; the memory stays this object's.
         self.matrix = module.Matrix(
@@ -81,6 +96,6 @@ class NativeLinear:
         return y_MN
 
 
-def native_pack(weight: Tensor, bias: Tensor | None) -> NativeLinear:
+def native_pack(weight: Weight, bias: Tensor | None) -> NativeLinear:
     """Linear layers by the native products."""
     return NativeLinear(weight, bias)

@@ -29,6 +29,7 @@ from moeserve.moe.all2all.registry import make_backends
 from moeserve.moe.all2all.rounds import most_rows
 from moeserve.moe.all2all.wire import wire_of
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.quantised import Asked
 from moeserve.parallel.members import Members
 from moeserve.parallel.world import World
 from moeserve.runner import limits as limits_of
@@ -97,6 +98,7 @@ class ModelRunnerBase(ABC):
         self.world = world
         self.placement = placement or first_placement(config, spec, world)
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
+        self.asked: Asked | None = None if config.model.quantization == "none" else config.model.quantization
         windows = spec.windows or (None,) * spec.num_layers
         self.groups = groups_of(windows, config.cache.block_size)
         self.graphs: Graphs = EagerGraphs()

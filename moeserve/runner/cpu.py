@@ -38,7 +38,7 @@ class CPUModelRunner(ModelRunnerBase):
         memory = self.properties.memory()
         shard, kernels = self.shard(), self.config.device.kernels
         self.model, files = load_model(
-            self.spec, self.model_dir, self.device, self.dtype, kernels, shard, memory, progress
+            self.spec, self.model_dir, self.device, self.dtype, kernels, self.asked, shard, memory, progress
         )
         self.read_expert, self.fingerprint = files.read, files.fingerprint()
 

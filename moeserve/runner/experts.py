@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.loader.experts import Work
@@ -30,13 +29,14 @@ from moeserve.messages import Placed, PlacementTable
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.slots import SlotMap
+from moeserve.ops.quantised import Weight
 from moeserve.runner.pace import Cancelled, Pace
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = "another rank gave it up"
 
 # (layer, expert, work) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
-Read = Callable[[int, int, Work], tuple[Tensor, Tensor]]
+Read = Callable[[int, int, Work], tuple[Weight, Weight]]
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeserve.config import Config, Limits
+from moeserve.config import INT4_GROUPS, Config, Limits
 from moeserve.engine.groups import KVGroup
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
@@ -23,6 +23,24 @@ def check(config: Config, spec: ModelSpec) -> None:
         raise ConfigError(
             f"max_model_len={asked_len} is more than the model's own limit of {spec.max_position} positions "
             f"(max_position_embeddings in config.json). Ask for at most {spec.max_position}."
+        )
+    _check_quantization(config.model.quantization, spec)
+
+
+def _check_quantization(asked: str, spec: ModelSpec) -> None:
+    if asked == "none":
+        return
+    if spec.stored is not None:
+        raise ConfigError(
+            f"quantization={asked}, but the checkpoint's weights are {spec.stored.kind} already; leave it at none"
+        )
+    widths = [spec.hidden_size, spec.num_heads * spec.head_dim, spec.expert_size, spec.shared_expert_size]
+    widths += [] if all(spec.moe_layers) else [spec.intermediate_size]
+    odd = sorted({width for width in widths if width % INT4_GROUPS[-1]})
+    if asked == "int4" and odd:
+        raise ConfigError(
+            f"quantization=int4 has a scale for every {INT4_GROUPS[-1]} inputs or more, and this model has layers with "
+            f"{', '.join(map(str, odd))} inputs, which no multiple of {INT4_GROUPS[-1]} is; use quantization=int8"
         )
 
 

@@ -3,6 +3,7 @@ table computes."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,20 +11,24 @@ from pathlib import Path
 
 import torch
 
-from moeserve.loader import weights
+from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.plan import WeightPlan
+from moeserve.loader.size import bytes_per_weight
 from moeserve.loader.spec import ModelSpec
+from moeserve.loader.weights import Params
 from moeserve.models.registry import family
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, pick_ops
 from moeserve.parallel.tensor import TensorParallel
 from moeserve.parallel.world import World
 from moeserve.runner.memory import MemoryFacts, check_weights_fit
 from moeserve.runner.model import Model
 
+log = logging.getLogger(__name__)
 Progress = Callable[[str, int], None]  # a human's word for the phase, percent of the whole
 READ_FROM, READ_TO = 5, 85  # percent of start-up that reading the weights takes
 
@@ -50,21 +55,33 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     kernels: Choice,
+    asked: Asked | None,
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
 ) -> tuple[Model, ExpertFiles]:
-    """The model, and where its experts can be read one by one. memory: what the device has.
+    """The model, and where its experts can be read one by one. asked: what its linear layers are to become. memory:
+    what the device has.
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
-    checkpoint = open_checkpoint(model_dir)
+    checkpoint = open_checkpoint(model_dir, spec.stored)
     of = family(spec)
-    names = checkpoint.tensors.keys()
+    names = checkpoint.names
     plan = of.weight_plan(spec, names, shard.world, shard.placement)
-    check_weights_fit(weight_bytes(plan, dtype), memory)
-    files = ExpertFiles(checkpoint, lambda layer, expert: of.expert_plan(spec, names, layer, [expert]), dtype, device)
+    check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
     ops = pick_ops(device, dtype, kernels, head_dim=spec.head_dim)
+    if (asked or spec.stored) and not ops.native:
+        raise ConfigError(
+            f"quantised weights need the native kernels for CPUs, and here {device.type} serves by {ops.describe()}; "
+            f"use {'--quantization none' if asked else 'the float16 or bfloat16 checkpoint'}, or --device cpu with "
+            "kernels: native"
+        )
+    if spec.stored and spec.stored.activations and not shard.world.rank:
+        log.info("config.json quantises activations, too: they stay %s here, weights alone are quantised", dtype)
+    files = ExpertFiles(
+        checkpoint, lambda layer, expert: of.expert_plan(spec, names, layer, [expert]), dtype, device, asked
+    )
     last = READ_FROM
 
     def read(done: int, total: int) -> None:
@@ -72,26 +89,26 @@ def load_model(
         percent = READ_FROM + (READ_TO - READ_FROM) * done // max(1, total)
         if percent > last:
             last = percent
-            progress("reading the weights", percent)
+            progress("reading and packing the weights", percent)
 
-    params = weights.load(checkpoint, plan, dtype, device=device, progress=read)
-    progress("packing the weights for their kernels", READ_TO)
-    model = of.build(
-        spec,
-        params,
-        ops,
-        dtype,
-        world=shard.world,
-        tp=shard.tp,
-        placement=shard.placement,
-        backends=shard.backends,
-        lanes=shard.lanes,
-        max_tokens=shard.max_tokens,
-    )
+    with Params(checkpoint, plan, dtype, device=device, asked=asked, progress=read) as params:
+        model = of.build(
+            spec,
+            params,
+            ops,
+            dtype,
+            world=shard.world,
+            tp=shard.tp,
+            placement=shard.placement,
+            backends=shard.backends,
+            lanes=shard.lanes,
+            max_tokens=shard.max_tokens,
+        )
     files.check()
     return model, files
 
 
-def weight_bytes(plan: WeightPlan, dtype: torch.dtype) -> int:
-    """Of the parameters that a rank loads."""
-    return sum(math.prod(param.shape) for param in plan.params) * dtype.itemsize
+def weight_bytes(plan: WeightPlan, dtype: torch.dtype, per_weight: float) -> int:
+    """Of the parameters that a rank loads. per_weight: bytes of one in a linear layer."""
+    sizes = [(math.prod(param.shape), param.quantised_on_load) for param in plan.params]
+    return sum(int(size * (per_weight if linear else dtype.itemsize)) for size, linear in sizes)

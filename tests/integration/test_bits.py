@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moeserve import LLM, SamplingParams
+from moeserve.ops.native import native
 from tests.checkpoints import FAMILIES
 
 PROMPT = np.random.default_rng(11).integers(3, 256, 150).tolist()
@@ -66,8 +67,8 @@ def bits(output: Any) -> list[Any]:
     return [answer.token_ids, [(row.ids, row.values, row.rank) for row in answer.logprobs]]
 
 
-def alone(path: Any, dtype: str) -> list[Any]:
-    settings = {"depth": 1, "enable_prefix_caching": False, "max_num_seqs": 1, "max_model_len": 256}
+def alone(path: Any, dtype: str, **more: Any) -> list[Any]:
+    settings = {**more, "depth": 1, "enable_prefix_caching": False, "max_num_seqs": 1, "max_model_len": 256}
     with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
         return [bits(llm.generate(prompt_of(PROMPT), params)[0]) for params in PARAMS]
 
@@ -76,11 +77,23 @@ def alone(path: Any, dtype: str) -> list[Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpoint: Any) -> None:
-    path = make_checkpoint(family).path
-    expected = alone(path, dtype)
+    check(make_checkpoint(family).path, dtype)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "int8"), ("float32", "int4"), ("bfloat16", "int4")])
+def test_nor_with_quantised_weights(dtype: str, quantization: str, make_checkpoint: Any) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    assert alone(path, dtype) != alone(path, dtype, quantization=quantization)
+    check(path, dtype, quantization=quantization)
+
+
+def check(path: Any, dtype: str, **more: Any) -> None:
+    expected = alone(path, dtype, **more)
     rng = np.random.default_rng(5)
     for name, crowd in CROWDS.items():
-        settings = crowd.settings()
+        settings = crowd.settings() | more
         if crowd.kv_blocks is not None:
             settings["kv_cache_bytes"] = crowd.kv_blocks * block_bytes(path, dtype)
         with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:

@@ -25,6 +25,7 @@ from moeserve.sampling import TokenSampling
 from tests.checkpoints import FAMILIES
 from tests.integration.parallel_engines import Answer, Engines
 from tests.integration.test_bits import PARAMS, PROMPT, alone, bits, block_bytes, prompt_of
+from tests.quantised_checkpoints import FORMS, write_quantised
 
 BACKENDS = ["torch", "allgather"] + ["shm"] * (native() is not None)
 DTYPES = ["float32", "bfloat16"]
@@ -53,17 +54,18 @@ class Shape:
     chunk: int = 64
     redundant: int = 0
     depth: int = 2
+    quantization: str = "none"
 
     def __str__(self) -> str:
         lanes = 2 if self.dbo == "on" else 1
         experts = f"{self.backend}-{lanes}_lanes-{self.redundant}_more" if self.ep == "on" else "all_experts"
-        return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}"
+        return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}-{self.quantization}"
 
 
 @functools.cache
-def expected(path: Path, dtype: str) -> list[Any]:
+def expected(path: Path, dtype: str, quantization: str = "none") -> list[Any]:
     """What one rank says to both, each alone."""
-    return [[part[:NUM_TOKENS] for part in answer] for answer in alone(path, dtype)]
+    return [[part[:NUM_TOKENS] for part in answer] for answer in alone(path, dtype, quantization=quantization)]
 
 
 def other_placement(engines: Engines, version: int) -> Placement:
@@ -100,6 +102,7 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
         "redundant_experts": shape.redundant,
         "prefill_chunk": shape.chunk,
         "depth": shape.depth,
+        "quantization": shape.quantization,
         "max_num_batched_tokens": 128,
         "kv_cache_bytes": NUM_BLOCKS * block_bytes(path, dtype) // shape.tp,
     }
@@ -120,7 +123,9 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
     assert lanes >= {2} if shape.dbo == "on" else lanes == {1}
     assert {answer.finish for answer in answers} == {"length"}
     for first in range(0, len(answers), 2):
-        assert [answer.bits for answer in answers[first : first + 2]] == expected(path, dtype), f"round {first // 2}"
+        assert [answer.bits for answer in answers[first : first + 2]] == expected(path, dtype, shape.quantization), (
+            f"round {first // 2}"
+        )
 
 
 def rotating() -> list[tuple[str, str, Shape]]:
@@ -139,6 +144,28 @@ def rotating() -> list[tuple[str, str, Shape]]:
 @pytest.mark.parametrize(("family", "dtype", "shape"), rotating(), ids=str)
 async def test_ranks_change_no_bit(family: str, dtype: str, shape: Shape, make_checkpoint: Any) -> None:
     await play(make_checkpoint(family).path, dtype, shape)
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+@pytest.mark.parametrize(
+    ("family", "dtype", "shape"),
+    [
+        ("qwen3_moe", "float32", Shape(2, 1, "shm", "on", quantization="int4", redundant=3)),
+        ("qwen2_moe", "bfloat16", Shape(2, 2, "torch", quantization="int8", chunk=31)),
+    ],
+    ids=str,
+)
+async def test_ranks_change_no_bit_of_quantised_weights(
+    family: str, dtype: str, shape: Shape, make_checkpoint: Any
+) -> None:
+    await play(make_checkpoint(family).path, dtype, shape)
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("form", ["int4 with zero points", "fp8 in blocks"])
+async def test_ranks_change_no_bit_of_a_quantised_checkpoint(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    quantised, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
+    await play(quantised, "bfloat16", Shape(2, 2, "shm", redundant=3))
 
 
 @pytest.mark.parametrize("dp", [3, 6])

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.plan import Param, Piece, WeightPlan
-from moeserve.loader.weights import load
+from moeserve.loader.weights import Params
 
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
@@ -30,7 +30,8 @@ def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 torch.empty(2**20).fill_(1)
 before = peak_bytes()
-params = load(checkpoint, plan, getattr(torch, sys.argv[2]), threads=2)
+with Params(checkpoint, plan, getattr(torch, sys.argv[2]), threads=2) as lazy:
+    params = dict(lazy)
 print(peak_bytes() - before, sum(param.nbytes for param in params.values()))
 """
 SPARE_BYTES = 40 * 2**20  # two buffers, the allocator, torch's own threads

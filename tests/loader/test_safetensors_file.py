@@ -17,7 +17,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.plan import Param, Piece, WeightPlan
 from moeserve.loader.safetensors_file import DTYPE_BITS, read_header
-from moeserve.loader.weights import load
+from tests.loader.eager import load
 
 
 def test_header_agrees_with_the_reference_reader(small_file: Path) -> None:

@@ -19,7 +19,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader import weights
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.plan import Param, Piece, WeightPlan
-from moeserve.loader.weights import load
+from tests.loader.eager import load
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moeserve.layers.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
@@ -22,10 +23,12 @@ from moeserve.moe.all2all.base import All2All
 from moeserve.moe.lane import Lane
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
+from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, Ops, pick_ops
 from moeserve.parallel.tensor import ALONE, TensorParallel
 from moeserve.parallel.world import World
 from tests.checkpoints import FAMILIES as FAMILIES
+from tests.loader.eager import load
 
 
 def carry_out(
@@ -73,6 +76,8 @@ class Driver:
         tp: TensorParallel = ALONE,
         placement: Placement | None = None,
         backends: Sequence[All2All] | None = None,
+        asked: Asked | None = None,
+        change: Callable[[dict[str, Any]], None] = lambda params: None,
     ) -> None:
         self.spec = spec or read_model_spec(path)
         threads = torch.get_num_threads()
@@ -80,7 +85,13 @@ class Driver:
         if ops.native:
             module: Any = native()
             module.set_threads([-1] * threads)
-        params = carry_out(path, self.spec, dtype, world, placement)
+        if asked or self.spec.stored:
+            checkpoint = open_checkpoint(path, self.spec.stored)
+            plan = family(self.spec).weight_plan(self.spec, checkpoint.names, world, placement)
+            params = load(checkpoint, plan, dtype, asked=asked)
+        else:
+            params = carry_out(path, self.spec, dtype, world, placement)
+        change(params)
         self.model: Decoder = family(self.spec).build(
             self.spec, params, ops, dtype, world=world, tp=tp, placement=placement, backends=backends
         )

@@ -10,13 +10,13 @@ import torch
 
 from moeserve.errors import CheckpointError
 from moeserve.layers.inputs import GroupInputs, StepInputs
-from moeserve.loader import weights
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.registry import FAMILIES, family
 from moeserve.moe.lane import peak_over_mean
 from moeserve.parallel.world import World
+from tests.loader.eager import load
 
 from .conftest import FAMILIES as CHECKPOINTS
 from .conftest import Driver, carry_out
@@ -88,7 +88,7 @@ def test_the_loader_carries_out_the_plan(name: str, make_checkpoint: Any) -> Non
     spec = read_model_spec(path)
     checkpoint = open_checkpoint(path)
     plan = family(spec).weight_plan(spec, checkpoint.tensors.keys())
-    loaded = weights.load(checkpoint, plan, torch.bfloat16)
+    loaded = load(checkpoint, plan, torch.bfloat16)
     expected = carry_out(path, spec, torch.bfloat16)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.loader import weights
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.heads import Heads, local_heads, possible_tp
 from moeserve.loader.hf_config import read_model_spec
@@ -22,14 +21,18 @@ from moeserve.models.registry import family
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire import wire_of
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.native import native
 from moeserve.parallel.tensor import GlooTensor, TensorParallel
 from moeserve.parallel.world import World
+from tests.loader.eager import load
 from tests.parallel.board import Board, BoardTensor
 from tests.parallel.ranks import members_of, together
+from tests.quantised_checkpoints import FORMS, write_quantised
 
 from .conftest import FAMILIES, Driver, carry_out
 
 PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+native_only = pytest.mark.skipif(native() is None, reason="needs the native kernels")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -199,7 +202,7 @@ def test_the_loader_reads_shares(name: str, make_checkpoint: Any) -> None:
     path = make_checkpoint(name, intermediate_size=90, vocab_size=301).path
     spec, checkpoint = read_model_spec(path), open_checkpoint(path)
     world = World(3, 4, 4)
-    loaded = weights.load(checkpoint, family(spec).weight_plan(spec, checkpoint.tensors.keys(), world), torch.bfloat16)
+    loaded = load(checkpoint, family(spec).weight_plan(spec, checkpoint.tensors.keys(), world), torch.bfloat16)
     expected = carry_out(path, spec, torch.bfloat16, world)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[param], expected[param]) for param in expected)
@@ -220,3 +223,19 @@ def test_impossible_sizes_are_refused_with_the_possible_ones(tp_size: int, make_
     spec = dataclasses.replace(read_model_spec(make_checkpoint("llama").path), num_heads=12, num_kv_heads=4)
     with pytest.raises(ConfigError, match=rf"tp={tp_size} .*12 query heads on 4 KV heads.*from 1, 2, 4, 12"):
         family(spec).weight_plan(spec, [], World(0, tp_size, tp_size))
+
+
+@native_only
+@pytest.mark.parametrize(("name", "asked"), [("qwen3_moe", "int4"), ("qwen2_moe", "int8"), ("llama", "int4")])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_weights_that_are_quantised_on_load(name: str, asked: str, tp: int, make_checkpoint: Any) -> None:
+    check(make_checkpoint(name).path, torch.bfloat16, tp, asked=asked)
+
+
+@native_only
+@pytest.mark.parametrize("form", ["int8", "int4 with zero points", "fp8 in blocks", "fp8 in small blocks"])
+def test_weights_that_are_stored_quantised(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    """Shares of outputs begin anywhere in blocks and in words of zero points; the last one is filled up."""
+    source = make_checkpoint("qwen3_moe", hidden_size=70, intermediate_size=90, mlp_only_layers=[1]).path
+    quantised, _ = write_quantised(source, tmp_path, FORMS[form])
+    check(quantised, torch.bfloat16, 4)

@@ -126,7 +126,7 @@ def test_moving_experts() -> None:
     taken = experts.take(packed, 1)
     experts.put(packed, 1, experts.pack_slot(other.w13_eFD[1], other.w2_eDI[1]))
     assert torch.equal(packed.bytes_eS[1], whole.bytes_eS[1])
-    assert torch.equal(taken.packed, experts.pack(weights).bytes_eS[1])
+    assert torch.equal(taken.bytes_eS[0], experts.pack(weights).bytes_eS[1])
     again = experts.stack([experts.take(packed, slot) for slot in (4, 1)])
     x = rows(6, 64, torch.bfloat16)
     assert torch.equal(run(again, x, [2, 4])[2:], run(whole, x[2:], [0, 4, 0, 0, 0]))

@@ -19,15 +19,15 @@ from moeserve.moe.lane import Scratch
 class ExpertWeights:
     """The weights of one layer's local experts; every tensor has the slot first, so moving an expert copies a slot.
 
-    w13_eFD: gate rows, then up rows, [e, 2I, D]. w2_eDI: [e, D, I].
+    w13_eFD: gate rows, then up rows, [e, 2I, D]. w2_eDI: [e, D, I]. Tensors, or Quantised with the native products.
     """
 
-    w13_eFD: Tensor
-    w2_eDI: Tensor
+    w13_eFD: Any
+    w2_eDI: Any
 
     @property
     def num_slots(self) -> int:
-        return self.w13_eFD.shape[0]
+        return int(self.w13_eFD.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Experts(Protocol):
         """The weights in this kernel's own layout, slot by slot; keeps none of the tensors that it replaces."""
         ...
 
-    def pack_slot(self, w13_FD: Tensor, w2_DI: Tensor) -> Any:
+    def pack_slot(self, w13_FD: Any, w2_DI: Any) -> Any:
         """One expert's weights in this kernel's layout, ready for `put`; may run in any thread while others compute."""
         ...
 

@@ -7,7 +7,7 @@ bytes. Rows cost what their experts' weights and their own products cost, whatev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,43 +17,43 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
 from moeserve.moe.lane import Scratch
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import native_type, packed_memory
+from moeserve.ops.native_linear import native_type, pack, packed_memory, packing_of
+from moeserve.ops.quantised import Weight
 
 
 @dataclass(frozen=True, slots=True)
-class One:
-    """One expert's packed bytes, and what they mean. width: D, hidden: I."""
-
-    packed: Tensor
-    width: int
-    hidden: int
-    dtype: torch.dtype
-
-
 class Packed:
-    """Slots of equal size: bytes_eS [e, bytes of a slot]."""
+    """Slots of equal size, and what their bytes mean.
 
-    __slots__ = ("bytes_eS", "down", "dtype", "gate_up", "hidden", "type", "width")
+    bytes_eS: [e, bytes of a slot]. width: D. gate_up: how each of the two is packed.
+    """
 
-    def __init__(self, num_slots: int, width: int, hidden: int, dtype: torch.dtype) -> None:
-        module: Any = native()
-        self.width, self.hidden, self.dtype, self.type = width, hidden, dtype, native_type(dtype)
-        self.gate_up = module.Packing(self.type, width, hidden)
-        self.down = module.Packing(self.type, hidden, width)
-        slot_bytes = 2 * self.gate_up.bytes + self.down.bytes
-        self.bytes_eS = packed_memory(num_slots * slot_bytes).view(num_slots, slot_bytes)
+    bytes_eS: Tensor
+    width: int
+    dtype: torch.dtype
+    type: Any
+    gate_up: Any
+    down: Any
 
-    def fill(self, slot: int, w13_FD: Tensor, w2_DI: Tensor, all_threads: bool) -> None:
+    @staticmethod
+    def room(num_slots: int, w13: Weight, w2: Weight) -> Packed:
+        """For weights such as these, [..., 2I, D] and [..., D, I]."""
+        width, hidden = w2.shape[-2:]
+        gate_up, down = packing_of(w13, hidden), packing_of(w2)
+        bytes_eS = _slots(num_slots, 2 * gate_up.bytes + down.bytes)
+        return Packed(bytes_eS, width, w2.dtype, native_type(w2.dtype), gate_up, down)
+
+    def fill(self, slot: int, w13_FD: Weight, w2_DI: Weight, all_threads: bool) -> None:
         """Packs one expert's weights into a slot."""
-        module: Any = native()
-        w13_FD, w2_DI = w13_FD.contiguous(), w2_DI.contiguous()
         to, block = self.bytes_eS[slot].data_ptr(), self.gate_up.block_bytes
-        for i, half in enumerate(w13_FD.chunk(2)):
-            module.pack(
-                self.gate_up, half.data_ptr(), self.width, 0, 0, to + i * block, 2 * block, all_threads,
-            )  # fmt: skip
-        down = to + 2 * self.gate_up.bytes
-        module.pack(self.down, w2_DI.data_ptr(), self.hidden, 0, 0, down, self.down.block_bytes, all_threads)
+        halves: Sequence[Weight] = w13_FD.chunk(2)
+        for i, half in enumerate(halves):
+            pack(self.gate_up, half, to + i * block, 2 * block, all_threads)
+        pack(self.down, w2_DI, to + 2 * self.gate_up.bytes, self.down.block_bytes, all_threads)
+
+
+def _slots(num_slots: int, slot_bytes: int) -> Tensor:
+    return packed_memory(num_slots * slot_bytes).view(num_slots, slot_bytes)
 
 
 class NativeExperts:
@@ -67,29 +67,25 @@ class NativeExperts:
     )
 
     def pack(self, weights: ExpertWeights) -> Packed:
-        slots, width, hidden = weights.w2_eDI.shape
-        packed = Packed(slots, width, hidden, weights.w2_eDI.dtype)
-        for slot in range(slots):
+        packed = Packed.room(weights.num_slots, weights.w13_eFD, weights.w2_eDI)
+        for slot in range(weights.num_slots):
             packed.fill(slot, weights.w13_eFD[slot], weights.w2_eDI[slot], all_threads=True)
         return packed
 
-    def pack_slot(self, w13_FD: Tensor, w2_DI: Tensor) -> One:
-        width, hidden = w2_DI.shape
-        one = Packed(1, width, hidden, w2_DI.dtype)
+    def pack_slot(self, w13_FD: Weight, w2_DI: Weight) -> Packed:
+        one = Packed.room(1, w13_FD, w2_DI)
         one.fill(0, w13_FD, w2_DI, all_threads=False)  # the pool is for those who compute
-        return One(one.bytes_eS[0], one.width, one.hidden, one.dtype)
+        return one
 
-    def put(self, packed: Packed, slot: int, one: One) -> None:
-        packed.bytes_eS[slot].copy_(one.packed)
+    def put(self, packed: Packed, slot: int, one: Packed) -> None:
+        packed.bytes_eS[slot].copy_(one.bytes_eS[0])
 
-    def take(self, packed: Packed, slot: int) -> One:
-        return One(packed.bytes_eS[slot].clone(), packed.width, packed.hidden, packed.dtype)
+    def take(self, packed: Packed, slot: int) -> Packed:
+        return replace(packed, bytes_eS=packed.bytes_eS[slot : slot + 1].clone())
 
-    def stack(self, ones: Sequence[One]) -> Packed:
-        packed = Packed(len(ones), ones[0].width, ones[0].hidden, ones[0].dtype)
-        for slot, one in enumerate(ones):
-            self.put(packed, slot, one)
-        return packed
+    def stack(self, ones: Sequence[Packed]) -> Packed:
+        bytes_eS = _slots(len(ones), ones[0].bytes_eS.shape[1])
+        return replace(ones[0], bytes_eS=torch.cat([one.bytes_eS for one in ones], out=bytes_eS))
 
     def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
         x_PD = inbound.x

@@ -7,6 +7,7 @@ experts without rows are skipped, and row counts are rounded up over the followi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class ReferenceExperts:
     def pack(self, weights: ExpertWeights) -> Packed:
         return [self.pack_slot(w13, w2) for w13, w2 in zip(weights.w13_eFD, weights.w2_eDI, strict=True)]
 
-    def pack_slot(self, w13_FD: Tensor, w2_DI: Tensor) -> tuple[Linear, Linear]:
+    def pack_slot(self, w13_FD: Any, w2_DI: Any) -> tuple[Linear, Linear]:
         return self._ops.pack_linear(w13_FD, None), self._ops.pack_linear(w2_DI, None)
 
     def put(self, packed: Packed, slot: int, one: tuple[Linear, Linear]) -> None:

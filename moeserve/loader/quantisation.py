@@ -1,0 +1,114 @@
+"""How a checkpoint's config.json says that its weights are quantised. No torch here.
+
+Known: compressed-tensors (its formats pack-, int-, float- and naive-quantized) and fp8, as DeepSeek-V3 and Qwen3-FP8
+have it. Which layers are quantised is not asked here: `ignore` and `targets` are for the writer, and each tensor's own
+dtype tells the reader.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeserve.loader.fields import Fields
+from moeserve.loader.spec import StoredFormat
+
+_KEYS = ("quantization_config", "compression_config")
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_WEIGHTS = {
+    "num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
+    "dynamic": False, "actorder": None,
+}  # fmt: skip
+_STRATEGIES = {
+    (4, "int"): ("tensor", "channel", "group"),
+    (8, "int"): ("tensor", "channel"),
+    (8, "float"): ("tensor", "channel", "group", "block"),
+}
+_MAX_SIZE = 2**20
+_WHOLE = "use the float16 or bfloat16 checkpoint"
+
+
+def read_stored_format(config: Fields) -> StoredFormat | None:
+    """None: nothing is quantised. Raises CheckpointError naming what is not supported."""
+    for key in _KEYS:
+        if config.values.get(key) is not None:
+            asked = _section(config, key, {"quant_method": "compressed-tensors"})
+            if asked.choice("quant_method", ("compressed-tensors", "fp8")) == "fp8":
+                return _fp8(_section(config, key, {"fmt": "e4m3", "weight_block_size": None}))
+            return _compressed(_section(config, key, {"config_groups": None, "format": None}))
+    return None
+
+
+def _section(config: Fields, key: str, defaults: dict[str, Any], prefix: str = "") -> Fields:
+    return Fields(config.path, config.section(key), defaults, f"{prefix}{key}.")
+
+
+def _fp8(config: Fields) -> StoredFormat:
+    config.choice("fmt", ("e4m3",))
+    rows, group = _block(config, "weight_block_size") if config.raw("weight_block_size") is not None else (0, 0)
+    return StoredFormat(kind="fp8", rows=rows, group=group, activations=True)
+
+
+def _block(config: Fields, key: str) -> tuple[int, int]:
+    block = config.integers(key, 1, _MAX_SIZE)
+    if len(block) != 2 or block[1] % 8:
+        raise config.error(key, "it must be two sizes, outputs and inputs, the second a multiple of 8, as [128, 128]")
+    return block[0], block[1]
+
+
+def _compressed(config: Fields) -> StoredFormat:
+    layout = config.choice("format", _FORMATS)
+    for key in ("kv_cache_scheme", "moe_sparsity_config", "transform_config"):
+        if config.values.get(key):
+            raise config.error(key, f"this is not supported; {_WHOLE}")
+    sparsity = config.values.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+        raise config.error("sparsity_config", f"sparse weights are not supported; {_WHOLE}")
+    groups = config.section("config_groups")
+    found = {
+        _group(Fields(config.path, group, {"weights": None}, f"quantization_config.config_groups.{name}."), layout)
+        for name, group in groups.items()
+        if isinstance(group, dict)
+    }
+    if len(found) != 1 or not all(isinstance(group, dict) for group in groups.values()):
+        raise config.error("config_groups", f"it must have one group, or several with equal weights; {_WHOLE}")
+    return found.pop()
+
+
+def _group(config: Fields, layout: str) -> StoredFormat:
+    if config.values.get("format") not in (None, layout):
+        raise config.error("format", f"supported: {layout}, as for all groups")
+    if not config.section("weights"):
+        raise config.error("weights", f"groups of activations alone are not supported; {_WHOLE}")
+    weights = _section(config, "weights", _WEIGHTS, "quantization_config.config_groups.")
+    packed = layout == "pack-quantized"
+    allowed = {"pack-quantized": ("int",), "int-quantized": ("int",), "float-quantized": ("float",)}
+    kind = weights.choice("type", allowed.get(layout, ("int", "float")))
+    bits = weights.integer("num_bits", 4, 8)
+    if bits != 8 and not (bits == 4 and packed):
+        raise weights.error("num_bits", f"supported: 8, and 4 where the format is pack-quantized; {_WHOLE}")
+    for key, values in (("dynamic", (False,)), ("actorder", (None, False, "weight", "static"))):
+        if weights.raw(key) not in values:
+            raise weights.error(key, f"this is not supported; {_WHOLE}")
+    zeros = not weights.boolean("symmetric")
+    if zeros and bits == 8:
+        raise weights.error("symmetric", f"zero points are supported for 4 bits only; {_WHOLE}")
+    rows, group = _scales(weights, _STRATEGIES[bits, kind])
+    activations = bool(config.values.get("input_activations") or config.values.get("output_activations"))
+    name = "fp8" if kind == "float" else f"int{bits}"
+    return StoredFormat(kind=name, packed=packed, rows=rows, group=group, zeros=zeros, activations=activations)  # type: ignore[arg-type]
+
+
+def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
+    """Outputs and inputs that share a scale; 0: all."""
+    size = weights.raw("group_size")
+    if weights.raw("strategy") is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        if strategy not in supported:
+            raise weights.error("group_size", f"supported strategies: {', '.join(supported)}; {_WHOLE}")
+    else:
+        strategy = weights.choice("strategy", supported)
+    if strategy == "block":
+        return _block(weights, "block_structure")
+    if strategy == "group" and weights.integer("group_size", 8, _MAX_SIZE) % 8:
+        raise weights.error("group_size", "it must be a multiple of 8")
+    return (0 if strategy == "tensor" else 1), size if strategy == "group" else 0

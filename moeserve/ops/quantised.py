@@ -1,0 +1,113 @@
+"""Weights in 4 or 8 bits with scales: what they mean, and how 16 or 32 bits become them.
+
+N outputs, K inputs, G groups of inputs with a scale each. Experts or slots may come first. Rows are rounded one by one,
+so a row's bits depend on nothing but the row: not on ranks' shares, threads, or what else is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moeserve.config import INT4_GROUPS
+from moeserve.errors import CheckpointError
+
+Kind = Literal["int8", "int4", "fp8"]
+Asked = Literal["int8", "int4"]  # what 16 and 32 bits may become here
+PART = 2**18  # elements that one thread rounds at a time: they stay in its cache
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group].
+
+    values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8). scales, zeros: fp32 [..., N, G]. zeros None: 8 for
+    int4, otherwise 0. group 0: one scale per output. dtype: of the rows that it is multiplied with.
+
+    int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]]
+    """
+
+    kind: Kind
+    group: int
+    dtype: torch.dtype
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @staticmethod
+    def empty(kind: Kind, group: int, zeros: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> Quantised:
+        groups = -(-shape[-1] // group) if group else 1
+        values = torch.empty(shape, dtype=torch.int8 if kind == "int8" else torch.uint8)
+        scales = torch.empty(*shape[:-1], groups)
+        return Quantised(kind, group, dtype, values, scales, torch.empty_like(scales) if zeros else None)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.values, self.scales) if self.zeros is None else (self.values, self.scales, self.zeros)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Quantised:
+        """With the same change of leading dimensions for every part."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        return replace(self, values=change(self.values), scales=change(self.scales), zeros=zeros)
+
+    def __getitem__(self, index: Any) -> Quantised:
+        return self.each(lambda part: part[index])
+
+    def chunk(self, count: int) -> tuple[Quantised, ...]:
+        """Of rows, as Tensor.chunk."""
+        step = -(-self.shape[0] // count)
+        return tuple(self[i : i + step] for i in range(0, self.shape[0], step))
+
+    def contiguous(self) -> Quantised:
+        return self.each(Tensor.contiguous)
+
+
+Weight = Tensor | Quantised
+
+
+def group_of(num_inputs: int) -> int:
+    """Inputs of a group of int4 weights; 0 where none divides K."""
+    return next((group for group in INT4_GROUPS if num_inputs % group == 0), 0)
+
+
+def quantisation_of(weight: Tensor, kind: Asked, name: str) -> tuple[Quantised, list[Callable[[], None]]]:
+    """Room for a weight's quantised form, and what fills it: calls of `quantise`, in any order on any thread."""
+    group = group_of(weight.shape[-1]) if kind == "int4" else 0
+    into = Quantised.empty(kind, group, False, weight.dtype, tuple(weight.shape))
+    rows_NK, into_NK = weight.flatten(0, -2), into.each(lambda part: part.flatten(0, -2))
+    step = max(1, PART // weight.shape[-1])
+    parts = [slice(i, i + step) for i in range(0, len(rows_NK), step)]
+    return into, [partial(quantise, rows_NK[part], into_NK[part], name) for part in parts]
+
+
+@torch.inference_mode()  # per thread: the caller's mode does not reach others
+def quantise(weight_NK: Tensor, into: Quantised, name: str) -> None:
+    """Rounds rows to whole multiples of their scales, without zero points.
+
+    int8: the largest magnitude is 127. int4: it is -8, of the 16 values the one without a counterpart, so that the one
+    weight that matters most is exact. Raises CheckpointError (with `name`) for NaN and infinity.
+    """
+    w_NGg = weight_NK.float().view(*into.scales.shape, -1)
+    high, low = w_NGg.amax(-1), w_NGg.amin(-1)
+    if into.kind == "int8":
+        scales, least, most, shift = torch.maximum(high, -low) / 127, -127, 127, 0
+    else:
+        scales, least, most, shift = torch.where(high > -low, high, low) / -8, -8, 7, 8
+    if not scales.isfinite().all():
+        raise CheckpointError(f"{name} has weights that are NaN or infinite: they cannot be quantised")
+    divisors = torch.where(scales == 0, 1, scales).unsqueeze(-1)
+    into.scales.copy_(scales)
+    into.values.copy_((w_NGg / divisors).round_().clamp_(least, most).add_(shift).flatten(-2))

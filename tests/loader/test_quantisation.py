@@ -1,0 +1,225 @@
+"""Quantised checkpoints: what config.json may say, and what the files must hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeserve.config import config_of
+from moeserve.errors import CheckpointError, ConfigError
+from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.experts import ExpertFiles
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.spec import StoredFormat
+from moeserve.models.registry import family
+from moeserve.runner.limits import check
+from tests.loader.eager import load
+from tests.quantised_checkpoints import FORMS, write_quantised
+
+from .conftest import LLAMA, WriteConfig
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+def compressed(layout: str = "pack-quantized", top: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    values = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, **weights}
+    group = {"targets": ["Linear"], "weights": values, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, **(top or {})}
+
+
+GOOD = [
+    (compressed(), StoredFormat(kind="int4", packed=True, group=128)),
+    (
+        compressed(top={"sparsity_config": {"format": "dense", "targets": []}, "transform_config": {}}),
+        StoredFormat(kind="int4", packed=True, group=128),
+    ),
+    (compressed(symmetric=False, actorder="weight"), StoredFormat(kind="int4", packed=True, group=128, zeros=True)),
+    (compressed(strategy=None, group_size=-1), StoredFormat(kind="int4", packed=True)),
+    (compressed(num_bits=8, strategy="channel"), StoredFormat(kind="int8", packed=True)),
+    (compressed("int-quantized", num_bits=8, strategy="channel"), StoredFormat(kind="int8")),
+    (compressed("naive-quantized", num_bits=8, strategy="tensor"), StoredFormat(kind="int8", rows=0)),
+    (compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), StoredFormat(kind="fp8", rows=0)),
+    (
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[64, 128]),
+        StoredFormat(kind="fp8", rows=64, group=128),
+    ),
+    (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        StoredFormat(kind="fp8", rows=128, group=128, activations=True),
+    ),
+    ({"quant_method": "fp8"}, StoredFormat(kind="fp8", rows=0, activations=True)),
+]
+BAD = [
+    ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'; supported: compressed-tensors, fp8"),
+    ({"quant_method": "awq"}, "quant_method is 'awq'; supported"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; supported: e4m3"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]; it must be two sizes"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "the second a multiple of 8"),
+    (compressed("marlin-24"), "format is 'marlin-24'; supported: pack-quantized"),
+    (compressed("nvfp4-pack-quantized"), "supported: pack-quantized, int-quantized"),
+    (compressed(num_bits=3), "num_bits is 3; it must be an integer from 4 to 8"),
+    (compressed(num_bits=6), "num_bits is 6; supported: 8, and 4 where"),
+    (compressed("int-quantized"), "num_bits is 4; supported: 8, and 4 where the format is pack-quantized"),
+    (compressed(type="float"), "type is 'float'; supported: int"),
+    (compressed(actorder="group"), "actorder is 'group'; this is not supported"),
+    (compressed(actorder=True), "actorder is True"),
+    (compressed(dynamic=True), "dynamic is True"),
+    (compressed(group_size=12), "group_size is 12; it must be a multiple of 8"),
+    (compressed(group_size="x"), "group_size is 'x'"),
+    (compressed(strategy="token"), "strategy is 'token'; supported: tensor, channel, group"),
+    (compressed("int-quantized", num_bits=8), "strategy is 'group'; supported: tensor, channel"),
+    (compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False), "zero points are supported for 4"),
+    (compressed(top={"kv_cache_scheme": {"num_bits": 8}}), "kv_cache_scheme is .*not supported"),
+    (compressed(top={"sparsity_config": {"format": "sparse-bitmask"}}), "sparsity_config is .*sparse weights"),
+    (compressed(top={"config_groups": {}}), "config_groups is {}; it must have one group"),
+    (compressed(top={"config_groups": {"W8A16": ["Linear"]}}), "config_groups"),
+    (compressed(top={"config_groups": {"a": {"weights": None}}}), "weights is None; groups of activations alone"),
+    ([], "quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), GOOD)
+def test_formats_that_are_read(config: Any, expected: StoredFormat, write_config: WriteConfig) -> None:
+    assert read_model_spec(write_config(LLAMA, quantization_config=config)).stored == expected
+
+
+@pytest.mark.parametrize(("config", "message"), BAD)
+def test_others_are_refused_by_their_field(config: Any, message: str, write_config: WriteConfig) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_model_spec(write_config(LLAMA, quantization_config=config))
+
+
+def test_groups_that_differ_are_refused(write_config: WriteConfig) -> None:
+    groups = [compressed(group_size=size)["config_groups"]["group_0"] for size in (64, 128)]
+    config = compressed(top={"config_groups": dict(zip("ab", groups, strict=True))})
+    with pytest.raises(CheckpointError, match="one group, or several with equal weights"):
+        read_model_spec(write_config(LLAMA, quantization_config=config))
+
+
+def test_quantised_activations_are_noted(write_config: WriteConfig) -> None:
+    config = compressed("int-quantized", num_bits=8, strategy="channel")
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
+    stored = read_model_spec(write_config(LLAMA, quantization_config=config)).stored
+    assert stored is not None
+    assert stored.activations
+
+
+@pytest.fixture
+def small(make_checkpoint: Any, tmp_path: Path) -> Any:
+    """small(form, change) -> the error of loading a checkpoint whose tensors were changed."""
+
+    def refuse(form: str, change: Any) -> str:
+        path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+        with pytest.raises(CheckpointError) as caught:
+            everything(path)
+        return str(caught.value)
+
+    return refuse
+
+
+def everything(path: Path) -> dict[str, Any]:
+    spec = read_model_spec(path)
+    checkpoint = open_checkpoint(path, spec.stored)
+    return load(checkpoint, family(spec).weight_plan(spec, checkpoint.names), torch.bfloat16)
+
+
+def put(name: str, index: Any, value: float) -> Any:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[name][index] = value
+
+    return change
+
+
+def replace(name: str, tensor: Any) -> Any:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+CHANGES: list[tuple[str, Any, str]] = [
+    ("fp8 in blocks", put(EXPERT, (5, 7), torch.nan), f"tensor {EXPERT!r} in model.safetensors has NaN"),
+    ("fp8 in blocks", put(EXPERT + "_scale_inv", (0, 0), torch.inf), f"tensor {EXPERT + '_scale_inv'!r} in"),
+    ("int8", put(Q + "_scale", (3, 0), torch.nan), f"tensor {Q + '_scale'!r} in model.safetensors has NaN or infinity"),
+    ("int8", lambda t: t.pop(Q + "_scale"), f"{Q!r} in model.safetensors is I8, and there is no {Q}_scale"),
+    ("int8", lambda t: t.pop(EXPERT) is t.pop(EXPERT + "_scale"), f"{EXPERT!r} [32, 64] is missing"),
+    ("int8", replace(Q + "_scale", torch.ones(127, 1)), f"{Q + '_scale'!r} in model.safetensors is F32 [127, 1]"),
+    ("int8", replace(Q, torch.ones(128, 32, dtype=torch.int8)), "has shape [128, 32], config.json implies [128, 64]"),
+    ("int8", replace(Q, torch.ones(128, 64)), f"{Q + '_scale'!r} in model.safetensors has no place"),
+    ("int8", replace(Q + "_g_idx", torch.ones(64, dtype=torch.int32)), "_g_idx' in model.safetensors has no place"),
+    ("int4", replace(Q + "_packed", torch.ones(128, 9, dtype=torch.int32)), "implies [128, 8]"),
+    ("int4 with zero points", lambda t: t.pop(Q + "_zero_point"), "needs zero points, I32 [16, 2], beside it"),
+    (
+        "int8",
+        lambda t: t.update({Q: t.pop(Q).float()}) is t.pop(Q + "_scale"),
+        f"v_proj.weight' is quantised and {Q!r} is not; they are computed as one",
+    ),
+    (
+        "int8",
+        lambda t: t.update({
+            "model.embed_tokens.weight": torch.ones(256, 64, dtype=torch.int8),
+            "model.embed_tokens.weight_scale": torch.ones(256, 1),
+        }),
+        "'model.embed_tokens.weight' is quantised; this is supported for linear layers only",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "change", "message"), CHANGES)
+def test_what_does_not_fit_is_named(form: str, change: Any, message: str, small: Any) -> None:
+    assert message in small(form, change)
+
+
+@pytest.mark.parametrize("kind", [*FORMS, "asked int8", "asked int4"])
+def test_experts_read_one_by_one_are_the_same(kind: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    path, asked = make_checkpoint("qwen3_moe").path, None
+    if kind in FORMS:
+        path, _ = write_quantised(path, tmp_path, FORMS[kind])
+    else:
+        asked = kind.removeprefix("asked ")
+    spec = read_model_spec(path)
+    checkpoint, of = open_checkpoint(path, spec.stored), family(spec)
+    plan = of.weight_plan(spec, checkpoint.names)
+    params = load(checkpoint, plan, torch.bfloat16, asked=asked)
+    files = ExpertFiles(
+        checkpoint, lambda layer, e: of.expert_plan(spec, checkpoint.names, layer, [e]), torch.bfloat16, asked=asked
+    )
+    for expert in (5, 0, 5):
+        for got, name in zip(files.read(1, expert), ("w13", "w2"), strict=True):
+            expected = params[f"layers.1.{name}"][expert]
+            assert got.kind == expected.kind == (kind.split()[0] if kind in FORMS else asked)
+            assert all(torch.equal(a, b) for a, b in zip(got.parts, expected.parts, strict=True))
+    files.close()
+
+
+def test_a_written_form_lacks_nothing(make_checkpoint: Any, tmp_path: Path) -> None:
+    """The writer of these tests marks layers that stay plain, and the reader must see both kinds."""
+    path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS["int4"])
+    params = everything(path)
+    assert params["layers.0.qkv"].kind == "int4"
+    assert params["layers.1.qkv"].dtype == torch.bfloat16
+    assert json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
+
+
+def test_a_checkpoint_that_is_quantised_already(make_checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = write_quantised(make_checkpoint("llama").path, tmp_path, FORMS["fp8"])
+    with pytest.raises(ConfigError, match="quantization=int8, but the checkpoint's weights are fp8 already"):
+        check(config_of(path, quantization="int8"), read_model_spec(path))
+
+
+def test_widths_that_groups_do_not_divide(make_checkpoint: Any) -> None:
+    path = make_checkpoint("qwen3_moe", moe_intermediate_size=40, intermediate_size=24).path
+    with pytest.raises(ConfigError, match=r"layers with 40 inputs.*use quantization=int8"):
+        check(config_of(path, quantization="int4"), read_model_spec(path))
+    check(config_of(path, quantization="int8"), read_model_spec(path))
+
+
+def test_unknown_kinds(make_checkpoint: Any) -> None:
+    with pytest.raises(ConfigError, match="int3"):
+        config_of("demo", quantization="int3")

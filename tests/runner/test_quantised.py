@@ -1,0 +1,52 @@
+"""Quantised weights in a runner: where they are refused, what the log says, and what they take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.config import config_of
+from moeserve.errors import ConfigError
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.size import bytes_per_weight, model_size
+from moeserve.ops.native import native
+from moeserve.runner.cpu import CPUModelRunner
+from tests.quantised_checkpoints import FORMS, write_quantised
+
+
+def load(path: Path, **settings: Any) -> None:
+    CPUModelRunner(config_of(path, **settings), read_model_spec(path), path).load(lambda phase, percent: None)
+
+
+def test_other_kernels_refuse(make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3_moe").path
+    with pytest.raises(ConfigError, match=r"need the native kernels.*linear: torch.*use --quantization none, or"):
+        load(path, kernels="torch", quantization="int8")
+    stored, _ = write_quantised(path, tmp_path, FORMS["int8"])
+    with pytest.raises(ConfigError, match="use the float16 or bfloat16 checkpoint, or"):
+        load(stored, kernels="torch")
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native kernels")
+def test_quantised_activations_are_named_once(
+    make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _ = write_quantised(make_checkpoint("llama").path, tmp_path, FORMS["int8"])
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
+    (path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level("INFO"):
+        load(path)
+    assert caplog.text.count("config.json quantises activations, too: they stay torch.float32 here") == 1
+
+
+def test_bytes_of_a_weight(make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint("mixtral").path
+    spec = read_model_spec(path)
+    assert [bytes_per_weight(spec, asked, 2) for asked in ("none", "int8", "int4")] == [2, 1.0, 0.5625]
+    stored, _ = write_quantised(path, tmp_path, FORMS["fp8"])
+    assert bytes_per_weight(read_model_spec(stored), "none", 4) == 1.0
+    assert model_size(read_model_spec(stored)) == model_size(spec)
