@@ -11,6 +11,7 @@ namespace moeserve::MOESERVE_ISA {
 
 constexpr int kWidth = 8;  // floats in a vector
 constexpr int kRegisters = 16;
+constexpr bool kDots = false;
 
 using f32 = __m256;
 using i32 = __m256i;

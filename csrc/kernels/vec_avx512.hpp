@@ -11,6 +11,11 @@ namespace moeserve::MOESERVE_ISA {
 
 constexpr int kWidth = 16;  // floats in a vector
 constexpr int kRegisters = 32;
+#ifdef __AVX512BF16__
+constexpr bool kDots = true;  // dot products of bf16 pairs
+#else
+constexpr bool kDots = false;
+#endif
 
 using f32 = __m512;
 using i32 = __m512i;
@@ -97,6 +102,14 @@ MOESERVE_INLINE float sum(f32 a) {
 }
 MOESERVE_INLINE float largest(f32 a) { return _mm512_reduce_max_ps(a); }
 MOESERVE_INLINE int32_t largest(i32 a) { return _mm512_reduce_max_epi32(a); }
+
+#ifdef __AVX512BF16__
+/// sum + a * b of the upper, then of the lower of two bf16 values in a word: two fused multiply-adds. Denormals are zeros.
+MOESERVE_INLINE f32 dot(f32 sum, i32 a, i32 b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+MOESERVE_INLINE i32 swap_halves(i32 a) { return _mm512_rol_epi32(a, 16); }
+#endif
 
 /// The first lane.
 MOESERVE_INLINE float first(f32 a) { return _mm512_cvtss_f32(a); }
