@@ -152,16 +152,16 @@ constexpr int strip_vectors(int rows) {
 
 /// `product` over the columns from `column` to `columns`, multiples of kWidth. Only the last vector is ever alone.
 template <class Step, int R, int V, class B>
-inline void strip_of(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t columns, int64_t begin, int64_t end,
-                     float* c, int64_t c_stride, bool fresh) {
+inline void strip_of(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t columns, int64_t begin,
+                     int64_t end, float* c, int64_t c_stride, bool fresh) {
     for (; column + V * kWidth <= columns; column += V * kWidth)
         product<Step, R, V>(a, a_stride, b, column, begin, end, c, c_stride, fresh);
     if constexpr (V > 1) strip_of<Step, R, V / 2>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
 }
 
 template <class Step, class B>
-inline void strip(int64_t rows, const float* a, int64_t a_stride, const B& b, int64_t column, int64_t columns, int64_t begin,
-                  int64_t end, float* c, int64_t c_stride, bool fresh) {
+inline void strip(int64_t rows, const float* a, int64_t a_stride, const B& b, int64_t column, int64_t columns,
+                  int64_t begin, int64_t end, float* c, int64_t c_stride, bool fresh) {
     const auto of = [&]<int R>(std::integral_constant<int, R>) {
         strip_of<Step, R, strip_vectors(R)>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
     };
