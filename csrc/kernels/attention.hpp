@@ -46,7 +46,8 @@ struct TileView {
     }
 };
 
-template <class E>
+/// Widened, or as pairs of a chain that goes two by two.
+template <class Step, class E>
 inline void copy_queries(const AttentionCall& call, const QueryBlock& block, float* q) {
     const int64_t dim = call.shape.dim, group = call.shape.group(), padded = call.shape.padded(), bytes = E::bytes;
     for (int64_t head = block.head; head < block.head + block.heads; ++head) {
@@ -54,7 +55,13 @@ inline void copy_queries(const AttentionCall& call, const QueryBlock& block, flo
             const int64_t start = (block.token + i) * call.q_stride + head * group * dim;
             const char* from = static_cast<const char*>(call.q) + start * bytes;
             for (int64_t h = 0; h < group; ++h, q += padded, from += dim * bytes) {
-                for (int64_t d = 0; d < padded; d += kWidth) {
+                for (int64_t d = 0; d < padded; d += kWidth * Step::kDims) {
+#ifdef __AVX512BF16__
+                    if constexpr (Step::kDims == 2) {
+                        store(q + d / 2, floats(swap_halves(load_pairs<E>(from, d, dim))));
+                        continue;
+                    }
+#endif
                     store(q + d, load_at<E>(from, d, dim));
                 }
             }
@@ -76,36 +83,39 @@ inline void add_values(const AttentionShape& shape, const TileView& view, int64_
         int64_t next = view.last((row + low) / group);
         if (high < count) next = at_most(next, view.first((row + high) / group));
         if (low < high) {
-            strip(high - low, p + (row + low) * kTile, kTile, values, 0, columns, j, next, sums + (row + low) * stride,
-                  stride, false);
+            strip<OneByOne>(high - low, p + (row + low) * kTile, kTile, values, 0, columns, j, next,
+                            sums + (row + low) * stride, stride, false);
         }
         j = next;
     }
 }
 
 /// Rows of one KV head against one tile. q and sums begin at the head's first row.
-template <class E>
+template <class Step, class E>
 inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t count, const Paged<E>& keys,
                         const Paged<E>& values, const AttentionRows& s, const float* q, float* sums) {
     const AttentionShape& shape = call.shape;
-    const int64_t group = shape.group(), padded = shape.padded();
+    const int64_t group = shape.group(), padded = shape.padded(), chain = (shape.dim + Step::kDims - 1) / Step::kDims;
     const int64_t from = view.from(), to = view.to(count);
     const int64_t first = view.first(from), last = view.last(to - 1);
+    const int64_t begin = first / 16 * 16, end = (last + 15) / 16 * 16, end_row = to * group;
     // Few rows go through the keys in parts that stay in the nearest cache, and read the values where they lie.
-    const bool many = (to - from) * group > kStrip, copy = many || shape.dim % kWidth != 0;
-    if (many) pack_keys(keys, shape.dim, first / 16 * 16, (last + 15) / 16 * 16, s.keys, kTile);
-    if (copy) pack_values<E>(values.rows, shape.dim, padded, first, last, s.values);
-    const int64_t end = to * group;
-    for (int64_t row = from * group; row < end; row += kStrip) {
-        const int64_t rows = at_most(kStrip, end - row);
+    const bool many = (to - from) * group > kMany, copy = many || shape.dim % kWidth != 0;
+    const bool whole = many || Step::kDims == 2;
+    if (whole) pack_keys<Step>(keys, shape.dim, begin, end, s.keys, kTile);
+    if (copy) pack_values<E>(values, shape.dim, padded, first, last, s.values);
+    const int64_t rows_left = end_row - from * group, strips = (rows_left + kStrip - 1) / kStrip;
+    const int64_t most = (rows_left + strips - 1) / strips;
+    for (int64_t row = from * group; row < end_row; row += most) {
+        const int64_t rows = at_most(most, end_row - row);
         const int64_t left = view.first(row / group) / 16 * 16;
         const int64_t right = (view.last((row + rows - 1) / group) + 15) / 16 * 16;
         for (int64_t column = left, part; column < right; column += part) {
-            part = many ? right - left : at_most(32, right - column);
-            const Even columns{many ? s.keys : s.keys - column, many ? kTile : 32};
-            if (!many) pack_keys(keys, shape.dim, column, column + part, s.keys - column, 32);
-            strip(rows, q + row * padded, padded, columns, column, column + part, 0, shape.dim, s.p + row * kTile, kTile,
-                  true);
+            part = whole ? right - left : at_most(32, right - column);
+            const Even columns{whole ? s.keys : s.keys - column, whole ? kTile : 32};
+            if (!whole) pack_keys<Step>(keys, shape.dim, column, column + part, s.keys - column, 32);
+            strip<Step>(rows, q + row * padded, padded, columns, column, column + part, 0, chain, s.p + row * kTile,
+                        kTile, true);
         }
         for (int64_t r = row; r < row + rows; ++r) {
             softmax_tile(s.p + r * kTile, view.first(r / group), view.last(r / group), call.soft_cap,
@@ -122,9 +132,10 @@ struct TileRows {
 };
 
 /// Those of the piece's first head. Columns that nobody sees repeat one that somebody does.
-inline void find_rows(const AttentionCall& call, const QueryBlock& block, const TileView& view, int64_t head_bytes,
+inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_t tile, int64_t head_bytes,
                       TileRows& rows) {
     const AttentionShape& shape = call.shape;
+    const TileView view{tile, block.position, shape.window};
     const int64_t* table = call.tables + block.request * call.table_width;
     const int64_t first = view.first(view.from()), last = view.last(view.to(block.count) - 1);
     int64_t index = (view.start + first) / shape.block_size, offset = (view.start + first) % shape.block_size;
@@ -141,39 +152,46 @@ inline void find_rows(const AttentionCall& call, const QueryBlock& block, const 
     }
 }
 
-/// Rows of head h, and the h-th part of what the next tile's heads will read, in the order in which it lies in memory.
-inline void step_rows(const TileRows& tile, const TileRows& next, int64_t h, int64_t heads, int64_t head_bytes,
-                      TileRows& rows, TileRows& ahead) {
-    int64_t row = h * kTile / heads, head = h * kTile % heads;
-    for (int64_t j = 0; j < kTile; ++j) {
-        rows.keys[j] = tile.keys[j] + h * head_bytes;
-        rows.values[j] = tile.values[j] + h * head_bytes;
-        ahead.keys[j] = next.keys[row] + head * head_bytes;
-        ahead.values[j] = next.values[row] + head * head_bytes;
-        if (++head == heads) ++row, head = 0;
-    }
+MOESERVE_INLINE int64_t first_tile(const AttentionShape& shape, const QueryBlock& block, int64_t chunk) {
+    return at_least(block.position - shape.window + 1, chunk * kChunk) / kTile * kTile;
 }
 
-/// Adds one chunk up in s.chunk.
-template <class E>
-inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, int64_t chunk, const AttentionRows& s) {
+/// Adds one chunk up in s.chunk. next: what this thread will probably do after this piece, or nullptr.
+template <class Step, class E>
+inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, const QueryBlock* next, int64_t chunk,
+                         const AttentionRows& s) {
     const AttentionShape& shape = call.shape;
     const int64_t rows = shape.rows(block), head_rows = rows / block.heads, head_bytes = shape.dim * E::bytes;
     for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.chunk + r * shape.sums(), shape.padded()), shape.padded());
-    const int64_t last = block.position + block.count, end = at_most(last, (chunk + 1) * kChunk);
-    const int64_t start = at_least(block.position - shape.window + 1, chunk * kChunk) / kTile * kTile;
-    TileRows tiles[2], now, ahead;
-    find_rows(call, block, {start, block.position, shape.window}, head_bytes, tiles[0]);
+    const int64_t last = at_most(block.position + block.count, block.end_chunk * kChunk);
+    const int64_t end = at_most(last, (chunk + 1) * kChunk), start = first_tile(shape, block, chunk);
+    TileRows tiles[2];
+    find_rows(call, block, start, head_bytes, tiles[0]);
     int turn = 0;
     for (int64_t tile = start; tile < end; tile += kTile, turn ^= 1) {
-        const TileView view{tile, block.position, shape.window}, next{tile + kTile, block.position, shape.window};
-        if (next.start < last) find_rows(call, block, next, head_bytes, tiles[turn ^ 1]);
-        const TileRows& then = next.start < last ? tiles[turn ^ 1] : tiles[turn];
+        const TileView view{tile, block.position, shape.window};
+        TileRows& then = tiles[turn ^ 1];
+        const bool more = tile + kTile < last;
+        if (more) find_rows(call, block, tile + kTile, head_bytes, then);
+        else if (next) find_rows(call, *next, first_tile(shape, *next, next->first_chunk), head_bytes, then);
+        Ahead keys{then.keys, (more || !next ? block : *next).heads * head_bytes};
+        if (!more && !next) keys.row = kTile;  // nothing
+        Ahead values = keys;
+        values.rows = then.values;
         for (int64_t h = 0; h < block.heads; ++h) {
-            step_rows(tiles[turn], then, h, block.heads, head_bytes, now, ahead);
-            attend_tile<E>(call, view, block.count, {now.keys, ahead.keys}, {now.values, ahead.values}, s,
-                           s.q + h * head_rows * shape.padded(), s.chunk + h * head_rows * shape.sums());
+            attend_tile<Step, E>(call, view, block.count, {tiles[turn].keys, h * head_bytes, &keys},
+                                 {tiles[turn].values, h * head_bytes, &values}, s,
+                                 s.q + h * head_rows * shape.padded(), s.chunk + h * head_rows * shape.sums());
         }
+    }
+}
+
+/// From (even ones, odd ones) back to the order of the head.
+inline void join_columns(float* values, int64_t columns) {
+    for (int64_t i = 0; i < columns; i += 2 * kWidth) {
+        float joined[2 * kWidth];
+        for (int64_t d = 0; d < 2 * kWidth; ++d) joined[d] = values[i + d / 2 + d % 2 * kWidth];
+        memcpy(values + i, joined, sizeof joined);
     }
 }
 
@@ -198,6 +216,7 @@ inline void write_rows(const AttentionCall& call, const QueryBlock& block, float
             *s.weight = *s.weight * old + exp_one(sink - largest);
             for (int64_t d = 0; d < shape.padded(); d += kWidth) store(s.values + d, mul(load(s.values + d), all(old)));
         }
+        if (call.kv_type == Type::bf16) join_columns(s.values, split_columns<BFloat16>(shape.dim));
         const int64_t at = ((block.token + i) * shape.heads + head) * shape.dim * static_cast<int64_t>(E::bytes);
         write_row<E>(s.values, *s.weight, shape.dim, static_cast<char*>(call.out) + at);
     }
@@ -211,24 +230,18 @@ inline void write_block(const AttentionCall& call, const QueryBlock& block, floa
     }
 }
 
-template <class E>
-inline void attend_piece(const AttentionCall& call, const QueryBlock& piece, float* scratch) {
+template <class Step, class E>
+inline void attend_piece(const AttentionCall& call, const QueryBlock& piece, const QueryBlock* next, AttentionRows s) {
     const AttentionShape& shape = call.shape;
     const int64_t rows = shape.rows(piece), padded = shape.padded();
-    AttentionRows s = attention_rows(shape, rows, scratch);
-    switch (call.q_type) {
-        case Type::bf16: copy_queries<BFloat16>(call, piece, s.q); break;
-        case Type::fp16: copy_queries<Float16>(call, piece, s.q); break;
-        default: copy_queries<Float32>(call, piece, s.q);
-    }
     if (piece.partial >= 0) {
         s.chunk = call.partials + piece.partial;
-        attend_chunk<E>(call, piece, piece.first_chunk, s);
+        attend_chunk<Step, E>(call, piece, next, piece.first_chunk, s);
         return;
     }
     for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.total + r * shape.sums(), padded), padded);
     for (int64_t chunk = piece.first_chunk; chunk < piece.end_chunk; ++chunk) {
-        attend_chunk<E>(call, piece, chunk, s);
+        attend_chunk<Step, E>(call, piece, next, chunk, s);
         for (int64_t r = 0; r < rows; ++r) {
             add_chunk(row_sums(s.total + r * shape.sums(), padded), row_sums(s.chunk + r * shape.sums(), padded), padded);
         }
@@ -236,15 +249,37 @@ inline void attend_piece(const AttentionCall& call, const QueryBlock& piece, flo
     write_block(call, piece, s.total);
 }
 
+/// In the queries' own type if the processor multiplies pairs of it, else in fp32.
+template <class E>
+inline void attend_in(const AttentionCall& call, int64_t i, float* scratch) {
+    const QueryBlock& piece = call.pieces[i];
+    const QueryBlock* next = i + call.threads < call.num_pieces ? &call.pieces[i + call.threads] : nullptr;
+    const AttentionRows s = attention_rows(call.shape, call.shape.rows(piece), scratch);
+#ifdef __AVX512BF16__
+    if constexpr (kPairs<E>) {
+        if (call.q_type == Type::bf16) {
+            copy_queries<InPairs, BFloat16>(call, piece, s.q);
+            return attend_piece<InPairs, E>(call, piece, next, s);
+        }
+    }
+#endif
+    switch (call.q_type) {
+        case Type::bf16: copy_queries<OneByOne, BFloat16>(call, piece, s.q); break;
+        case Type::fp16: copy_queries<OneByOne, Float16>(call, piece, s.q); break;
+        default: copy_queries<OneByOne, Float32>(call, piece, s.q);
+    }
+    attend_piece<OneByOne, E>(call, piece, next, s);
+}
+
 /// Work over pieces.
 inline void attend(void* context, size_t begin, size_t end, int worker) {
     const AttentionCall& call = *static_cast<const AttentionCall*>(context);
     float* scratch = call.scratch + worker * call.scratch_size;
-    for (size_t i = begin; i < end; ++i) {
+    for (int64_t i = static_cast<int64_t>(begin); i < static_cast<int64_t>(end); ++i) {
         switch (call.kv_type) {
-            case Type::bf16: attend_piece<BFloat16>(call, call.pieces[i], scratch); break;
-            case Type::fp16: attend_piece<Float16>(call, call.pieces[i], scratch); break;
-            default: attend_piece<Float32>(call, call.pieces[i], scratch);
+            case Type::bf16: attend_in<BFloat16>(call, i, scratch); break;
+            case Type::fp16: attend_in<Float16>(call, i, scratch); break;
+            default: attend_in<Float32>(call, i, scratch);
         }
     }
 }

@@ -109,6 +109,8 @@ void AttentionPlan::run(AttentionCall call, int64_t num_rows) const {
     describe(call);
     const std::shared_ptr<Pool> threads = pool();
     call.pieces = pieces_.data();
+    call.num_pieces = num_pieces();
+    call.threads = threads->size();
     call.merges = merges_.data();
     call.scratch_size = scratch_floats();
     call.scratch = kept_memory(static_cast<size_t>(call.scratch_size * threads->size() + partials_));

@@ -50,6 +50,7 @@ struct AttentionCall {
     float soft_cap;      // scores become soft_cap * tanh(score / soft_cap); 0: they stay
     const float* sinks;  // [heads]: a score that takes weight and gives no value; or nullptr
     const QueryBlock* pieces;
+    int64_t num_pieces, threads;  // to guess what a thread will do next
     const QueryBlock* merges;
     float* partials;  // sums [chunk][row] of each block that was cut
     float* scratch;   // scratch_size floats per worker

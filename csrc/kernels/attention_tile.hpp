@@ -4,37 +4,116 @@
 // whatever the number of rows or columns computed at once.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/attention_plan.hpp"
 #include "kernels/elements.hpp"
 #include "kernels/math.hpp"
 
 namespace moeserve::MOESERVE_ISA::attention {
 
+template <class E>
+constexpr bool kPairs = false;  // whether two elements are the halves of a word, each the upper half of a float
+template <>
+constexpr bool kPairs<BFloat16> = true;
+
+/// Elements that lie in whole words of a vector: there, sums of values are in the order (even ones, odd ones).
+template <class E>
+constexpr int64_t split_columns(int64_t dim) {
+    return kPairs<E> ? dim / (2 * kWidth) * (2 * kWidth) : 0;
+}
+
+MOESERVE_INLINE f32 lower_halves(i32 pairs) { return floats(left<16>(pairs)); }
+MOESERVE_INLINE f32 upper_halves(i32 pairs) { return floats(both(pairs, all_words(0xffff0000))); }
+
+/// A chain of sums that goes on by one fused multiply-add.
+struct OneByOne {
+    static constexpr int64_t kDims = 1;
+    static MOESERVE_INLINE f32 add(f32 sum, f32 a, f32 b) { return fma(a, b, sum); }
+};
+
+#ifdef __AVX512BF16__
+/// By two at once, of words that hold the earlier element in their upper half.
+struct InPairs {
+    static constexpr int64_t kDims = 2;
+    static MOESERVE_INLINE f32 add(f32 sum, f32 a, f32 b) { return dot(sum, words(a), words(b)); }
+};
+#endif
+
 /// Rows of floats at a fixed distance.
 struct Even {
     const float* start;
     int64_t stride;
-    MOESERVE_INLINE f32 operator()(int64_t row, int64_t column) const { return load(start + row * stride + column); }
-    MOESERVE_INLINE void fetch_ahead(int64_t, int64_t) const {}
+
+    template <int V>
+    MOESERVE_INLINE void get(int64_t row, int64_t column, f32 (&to)[V]) const {
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) to[v] = load(start + row * stride + column + v * kWidth);
+    }
+    MOESERVE_INLINE int take_ahead() const { return 0; }
+    template <int V>
+    MOESERVE_INLINE void fetch(int) const {}
+    MOESERVE_INLINE void give_back(int) const {}
 };
 
-/// Rows of a paged cache. While they are read, what the next tile will need is fetched, one head's row per row: no
-/// hardware guesses where that lies.
+/// Fetches the rows of the next tile, line by line in the order in which they lie in memory: no hardware guesses where
+/// that is. As many lines as are read meanwhile, and at the same pace: more at once would wait for each other.
+struct Ahead {
+    const char* const* rows;  // of all heads
+    int64_t row_bytes;
+    int64_t row = 0;                            // the next one
+    const char *at = nullptr, *end = nullptr;  // lines left of the one before
+    MOESERVE_INLINE void fetch() {
+        if (at >= end) {
+            if (row == kTile) return;
+            at = rows[row++];
+            end = at + row_bytes;
+        }
+        __builtin_prefetch(at, 0, 2);
+        at += 64;
+    }
+    /// As many lines as V vectors of E take.
+    template <class E, int V>
+    MOESERVE_INLINE void fetch() {
+        for (size_t i = 0; i < V * kWidth * E::bytes; i += 64) fetch();
+    }
+};
+
+/// One head's rows of a paged cache.
 template <class E>
 struct Paged {
     const char* const* rows;
-    const char* const* ahead;
-    MOESERVE_INLINE f32 operator()(int64_t row, int64_t column) const {
-        return E::load(rows[row] + column * E::bytes);
+    int64_t offset;  // of the head
+    Ahead* ahead;    // what to fetch while reading
+
+    MOESERVE_INLINE const char* operator[](int64_t row) const { return rows[row] + offset; }
+    template <int V>
+    MOESERVE_INLINE void get(int64_t row, int64_t column, f32 (&to)[V]) const {
+        const char* from = rows[row] + offset + column * E::bytes;
+        if constexpr (kPairs<E> && V > 1) {
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v += 2) {
+                const i32 pairs = load_words(from + v * kWidth * E::bytes);
+                to[v] = lower_halves(pairs);
+                to[v + 1] = upper_halves(pairs);
+            }
+        } else {
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) to[v] = E::load(from + v * kWidth * E::bytes);
+        }
     }
-    MOESERVE_INLINE void fetch_ahead(int64_t row, int64_t column) const {
-        __builtin_prefetch(ahead[row] + column * E::bytes, 0, 2);
+    /// In registers while a loop runs.
+    MOESERVE_INLINE Ahead take_ahead() const { return *ahead; }
+    template <int V>
+    MOESERVE_INLINE void fetch(Ahead& lines) const {
+        lines.fetch<E, V>();
     }
+    MOESERVE_INLINE void give_back(const Ahead& lines) const { *ahead = lines; }
 };
 
 /// c [R, V vectors] = (fresh ? 0 : c) + a [R, begin..end) times b [begin..end, V vectors from `column`].
-template <int R, int V, class B>
-MOESERVE_INLINE void product(const float* a, int64_t a_stride, B b, int64_t column, int64_t begin, int64_t end,
+template <class Step, int R, int V, class B>
+MOESERVE_INLINE void product(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t begin, int64_t end,
                              float* c, int64_t c_stride, bool fresh) {
     f32 acc[R][V];
 #pragma GCC unroll 8
@@ -42,18 +121,19 @@ MOESERVE_INLINE void product(const float* a, int64_t a_stride, B b, int64_t colu
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) acc[r][v] = fresh ? zero() : load(c + r * c_stride + column + v * kWidth);
     }
+    auto ahead = b.take_ahead();
     for (int64_t k = begin; k < end; ++k) {
         f32 right[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) right[v] = b(k, column + v * kWidth);
-        for (int v = 0; v < V; v += 32 / kWidth) b.fetch_ahead(k, column + v * kWidth);
+        b.get(k, column, right);
+        b.template fetch<V>(ahead);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const f32 left = all(a + r * a_stride + k);
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) acc[r][v] = fma(left, right[v], acc[r][v]);
+            for (int v = 0; v < V; ++v) acc[r][v] = Step::add(acc[r][v], left, right[v]);
         }
     }
+    b.give_back(ahead);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -62,6 +142,7 @@ MOESERVE_INLINE void product(const float* a, int64_t a_stride, B b, int64_t colu
 }
 
 constexpr int kStrip = 6;  // rows of a product
+constexpr int64_t kMany = kRegisters == 32 ? 16 : kStrip;  // rows beyond which a copy of the values is worth it
 
 /// Vectors per row: enough independent chains, and no more than there are registers for.
 constexpr int strip_vectors(int rows) {
@@ -69,72 +150,96 @@ constexpr int strip_vectors(int rows) {
     return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
 }
 
-/// `product` over the columns from `column` to `columns`, multiples of kWidth.
-template <int R, class B>
-inline void strip_of(const float* a, int64_t a_stride, B b, int64_t column, int64_t columns, int64_t begin, int64_t end,
-                     float* c, int64_t c_stride, bool fresh) {
-    constexpr int V = strip_vectors(R);
+/// `product` over the columns from `column` to `columns`, multiples of kWidth. Only the last vector is ever alone.
+template <class Step, int R, int V, class B>
+inline void strip_of(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t columns, int64_t begin,
+                     int64_t end, float* c, int64_t c_stride, bool fresh) {
     for (; column + V * kWidth <= columns; column += V * kWidth)
-        product<R, V>(a, a_stride, b, column, begin, end, c, c_stride, fresh);
-    for (; column < columns; column += kWidth) product<R, 1>(a, a_stride, b, column, begin, end, c, c_stride, fresh);
+        product<Step, R, V>(a, a_stride, b, column, begin, end, c, c_stride, fresh);
+    if constexpr (V > 1) strip_of<Step, R, V / 2>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
 }
 
-template <class B>
-inline void strip(int64_t rows, const float* a, int64_t a_stride, B b, int64_t column, int64_t columns, int64_t begin,
-                  int64_t end, float* c, int64_t c_stride, bool fresh) {
+template <class Step, class B>
+inline void strip(int64_t rows, const float* a, int64_t a_stride, const B& b, int64_t column, int64_t columns,
+                  int64_t begin, int64_t end, float* c, int64_t c_stride, bool fresh) {
+    const auto of = [&]<int R>(std::integral_constant<int, R>) {
+        strip_of<Step, R, strip_vectors(R)>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
+    };
     switch (rows) {
-        case 1: return strip_of<1>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
-        case 2: return strip_of<2>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
-        case 3: return strip_of<3>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
-        case 4: return strip_of<4>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
-        case 5: return strip_of<5>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
-        default: return strip_of<6>(a, a_stride, b, column, columns, begin, end, c, c_stride, fresh);
+        case 1: return of(std::integral_constant<int, 1>());
+        case 2: return of(std::integral_constant<int, 2>());
+        case 3: return of(std::integral_constant<int, 3>());
+        case 4: return of(std::integral_constant<int, 4>());
+        case 5: return of(std::integral_constant<int, 5>());
+        default: return of(std::integral_constant<int, 6>());
     }
 }
 
+/// Elements i, i + 1, ... of a row as words of two; zeros beyond its end.
 template <class E>
-constexpr bool kPairs = false;  // whether two elements are the halves of a word, each the upper half of a float
-template <>
-constexpr bool kPairs<BFloat16> = true;
+MOESERVE_INLINE i32 load_pairs(const char* row, int64_t i, int64_t dim) {
+    if (i + 2 * kWidth <= dim) return load_words(row + i * E::bytes);
+    char part[4 * kWidth] = {};
+    if (i < dim) memcpy(part, row + i * E::bytes, (dim - i) * E::bytes);
+    return load_words(part);
+}
 
-/// Keys of positions begin .. end - 1, multiples of kWidth, to out [dim, columns begin .. end - 1].
-template <class E>
+/// Keys of positions begin .. end - 1, multiples of kWidth, to out [dim / kDims, columns begin .. end - 1].
+template <class Step, class E>
 inline void pack_keys(const Paged<E>& keys, int64_t dim, int64_t begin, int64_t end, float* out, int64_t stride) {
-    const char* const* rows = keys.rows;
+    Ahead ahead = keys.take_ahead();
     for (int64_t j = begin; j < end; j += kWidth) {
-        for (int64_t i = 0; i < dim; i += 32)
-            for (int r = 0; r < kWidth; ++r) keys.fetch_ahead(j + r, i);
         int64_t i = 0;
         if constexpr (kPairs<E>) {  // two elements travel as one word
-            for (; i + 2 * kWidth <= dim; i += 2 * kWidth) {
+            for (; i + (Step::kDims == 2 ? 1 : 2 * kWidth) <= dim; i += 2 * kWidth) {
                 f32 square[kWidth];
 #pragma GCC unroll 16
-                for (int r = 0; r < kWidth; ++r) square[r] = floats(load_words(rows[j + r] + i * 2));
+                for (int r = 0; r < kWidth; ++r) {
+                    square[r] = floats(load_pairs<E>(keys[j + r], i, dim));
+                    ahead.fetch<E, 2>();
+                }
                 transpose(square);
 #pragma GCC unroll 16
                 for (int r = 0; r < kWidth; ++r) {
-                    store(out + (i + 2 * r) * stride + j, floats(left<16>(words(square[r]))));
-                    store(out + (i + 2 * r + 1) * stride + j, floats(both(words(square[r]), all_words(0xffff0000))));
+#ifdef __AVX512BF16__
+                    if constexpr (Step::kDims == 2) {
+                        store(out + (i / 2 + r) * stride + j, floats(swap_halves(words(square[r]))));
+                        continue;
+                    }
+#endif
+                    store(out + (i + 2 * r) * stride + j, lower_halves(words(square[r])));
+                    store(out + (i + 2 * r + 1) * stride + j, upper_halves(words(square[r])));
                 }
             }
         }
         for (; i < dim; i += kWidth) {
             f32 square[kWidth];
 #pragma GCC unroll 16
-            for (int r = 0; r < kWidth; ++r) square[r] = load_at<E>(rows[j + r], i, dim);
+            for (int r = 0; r < kWidth; ++r) {
+                square[r] = load_at<E>(keys[j + r], i, dim);
+                ahead.fetch<E, 1>();
+            }
             transpose(square);
 #pragma GCC unroll 16
             for (int r = 0; r < kWidth; ++r) store(out + (i + r) * stride + j, square[r]);
         }
     }
+    keys.give_back(ahead);
 }
 
 /// Values of positions begin .. end - 1 to out [kTile][padded].
 template <class E>
-inline void pack_values(const char* const* rows, int64_t dim, int64_t padded, int64_t begin, int64_t end, float* out) {
+inline void pack_values(const Paged<E>& values, int64_t dim, int64_t padded, int64_t begin, int64_t end, float* out) {
     for (int64_t j = begin; j < end; ++j) {
-        for (int64_t i = 0; i < dim; i += kWidth)
-            store(out + j * padded + i, load_at<E>(rows[j], i, dim));
+        float* to = out + j * padded;
+        int64_t i = 0;
+        for (; i < split_columns<E>(dim); i += 2 * kWidth) {
+            f32 pair[2];
+            values.get(j, i, pair);
+            store(to + i, pair[0]);
+            store(to + i + kWidth, pair[1]);
+        }
+        for (; i < dim; i += kWidth) store(to + i, load_at<E>(values[j], i, dim));
     }
 }
 

@@ -37,7 +37,7 @@ struct Step {
     int64_t width = 1;
     Exact<int64_t> tables;
     Exact<float> q, k, v;
-    Exact<T> k_cache, v_cache;
+    Exact<T> narrow_q, k_cache, v_cache;
     Exact<float> sinks;
 
     static int64_t blocks_of(const AttentionShape& shape, const Request& request) {
@@ -66,9 +66,11 @@ struct Step {
           q(random<float>(static_cast<size_t>(tokens(requests) * shape.heads * shape.dim), offset)),
           k(elements(shape, requests), offset),
           v(elements(shape, requests), 1 - offset),
+          narrow_q(q.size(), 1 - offset),
           k_cache(k.size(), offset),
           v_cache(v.size(), 1 - offset),
           sinks(random<float>(static_cast<size_t>(shape.heads), offset)) {
+        for (size_t i = 0; i < q.size(); ++i) q[i] = static_cast<float>(narrow_q[i] = T(q[i]));
         const int64_t row = shape.kv_heads * shape.dim, blocks = static_cast<int64_t>(k.size()) / row / shape.block_size;
         std::vector<int64_t> free(static_cast<size_t>(blocks));
         for (size_t i = 0; i < free.size(); ++i) free[i] = static_cast<int64_t>(i);
@@ -131,6 +133,17 @@ struct Step {
         return real;
     }
 
+    /// With queries and results of the cache's type.
+    Exact<T> run_narrow(bool extras) const {
+        Exact<T> out(q.size(), 1);
+        const AttentionPlan plan(shape, tables.data(), width, static_cast<int64_t>(starts.size()), starts.data(), offsets.data(),
+                                 pool()->size());
+        AttentionCall call = this->call(nullptr, extras);
+        call.q = narrow_q.data(), call.q_type = kType<T>, call.out = out.data();
+        plan.run(call, offsets.back());
+        return out;
+    }
+
     /// All queries of the last request as one piece, in scratch memory as small as it may be.
     void one_piece(const Exact<float>& expected) const {
         const int64_t count = offsets.back() - offsets.end()[-2], position = starts.back(), row = shape.heads * shape.dim;
@@ -159,6 +172,9 @@ void check(const AttentionShape& shape, const std::vector<Request>& requests, si
         const Exact<float> expected = step.reference(extras);
         for (size_t i = 0; i < expected.size(); ++i) CHECK(std::isfinite(expected[i]));
         CHECK(step.run(extras) == expected);
+        Exact<T> narrow(expected.size());
+        for (size_t i = 0; i < narrow.size(); ++i) narrow[i] = T(expected[i]);
+        CHECK(step.run_narrow(extras) == narrow);
         if (!extras) step.one_piece(expected);
     }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -57,10 +57,10 @@ PRODUCTS = ("kernels/pack.cpp", "pool/pool.cpp")
 
 
 def cpu_flags() -> set[str]:
-    """Names of this CPU's extensions, as Linux spells them; none elsewhere."""
+    """Names of this CPU's extensions, as Linux spells them but for underscores; none elsewhere."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if X86 and info.exists() else []
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+    return set(next((line for line in lines if line.startswith("flags")), "").replace("_", "").split())
 
 
 @pytest.mark.parametrize("flags", [MEMORY, THREADS], ids=["memory", "threads"])
@@ -74,6 +74,10 @@ def test_rows(tmp_path: Path) -> None:
 
 def test_attention(tmp_path: Path) -> None:
     ATTENTION.run(tmp_path, MEMORY)
+
+
+def test_attention_with_dot_products(tmp_path: Path) -> None:
+    replace(ATTENTION, isa=(*AVX512, "-mavx512bf16")).run(tmp_path, MEMORY)
 
 
 def test_attention_in_two_lanes(tmp_path: Path) -> None:

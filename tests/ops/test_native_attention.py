@@ -84,6 +84,7 @@ def cut(length: int, start: int, count: int) -> tuple[int, int]:
 CASES = [  # heads, KV heads, head width, block size, window
     (4, 2, 64, 16, None),
     (8, 1, 8, 16, None),
+    (17, 1, 64, 16, None),
     (3, 3, 24, 5, None),
     (7, 1, 80, 48, None),
     (8, 2, 128, 128, None),
@@ -100,17 +101,17 @@ CASES = [  # heads, KV heads, head width, block size, window
 def test_bits_are_the_references_in_any_company(
     h: int, g: int, d: int, size: int, window: int | None, isa: str
 ) -> None:
-    """fp32 and converted bf16 caches; whole contexts, then parts in random company with 1 to 3 threads."""
+    """Queries and caches of both types; whole contexts, then parts in random company with 1 to 3 threads."""
     module.use_isa(isa)
     lengths = [200, 1, 63, 64, 65, 131]
     rng = np.random.default_rng(4)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, q_dtype in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2):
         cache = make_cache(lengths, g, d, size, dtype)
-        q = make_queries(lengths, h, d, torch.float32)
+        q = make_queries(lengths, h, d, q_dtype)
         whole = run(cache, [(c, 0, n) for c, n in enumerate(lengths)], q, window)
         for context, length in enumerate(lengths):
             for position in {0, length // 2, length - 1}:
-                expected = reference(cache, (context, position, 1), q, window)
+                expected = reference(cache, (context, position, 1), q, window).to(q_dtype)
                 assert torch.equal(whole[context][position], expected), (context, position)
         for turn in range(12):
             module.set_threads([-1] * (turn % 3 + 1))
@@ -123,13 +124,16 @@ def test_bits_are_the_references_in_any_company(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("length", "window"), [(1023, None), (1024, None), (1025, 100), (4097, None), (40_000, None)])
-def test_long_contexts_have_the_bits_of_the_reference(length: int, window: int | None, isa: str) -> None:
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
+def test_long_contexts_have_the_bits_of_the_reference(
+    length: int, window: int | None, isa: str, q_dtype: torch.dtype
+) -> None:
     """Alone, where threads share the chunks, beside others, and as the end of a prompt."""
     module.use_isa(isa)
     lengths = [length, 40]
     cache = make_cache(lengths, 2, 16, 16, torch.bfloat16)
-    q = make_queries(lengths, 4, 16, torch.float32)
-    expected = reference(cache, (0, length - 1, 1), q, window)
+    q = make_queries(lengths, 4, 16, q_dtype)
+    expected = reference(cache, (0, length - 1, 1), q, window).to(q_dtype)
     pieces = []
     for threads in (1, 2, 3):
         module.set_threads([-1] * threads)
