@@ -32,7 +32,7 @@ def check_plan(checkpoint: Checkpoint, plan: WeightPlan) -> None:
     for name, tensor in checkpoint.tensors.items():
         if (owner := owners.get(name, name)) not in wanted and owner not in plan.ignore:
             problems.append(f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model")
-    problems += _half_quantised(checkpoint, plan)
+    problems += _half_quantised(checkpoint, plan) if stored else ()
     if problems:
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_MAX_SHOWN])
