@@ -38,10 +38,7 @@ def moeserve(model: str, threads: int, **options: Any) -> Run:
     return run
 
 
-def vllm(model: str, threads: int) -> Run:
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"  # left alone it keeps a core for itself
-    os.environ["HF_HUB_OFFLINE"] = "1"
+def vllm(model: str, threads: int) -> Run:  # its environment says how many threads
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(model, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, enable_prefix_caching=False)
