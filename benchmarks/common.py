@@ -61,6 +61,11 @@ def save(what: str, args: argparse.Namespace, results: Any, shown: str | None = 
         print(f"saved in {path.relative_to(ROOT)}", file=sys.stderr)
 
 
+def end_as_asked() -> None:
+    """Lets SIGTERM end this process as Ctrl-C does, so that nothing it started and stopped stays behind."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def environment() -> dict[str, Any]:
     """Versions and hardware, without names and paths of this machine."""
     found = collect_env.collect()

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, ROOT, parser, save
+from benchmarks.common import RESULTS, ROOT, end_as_asked, parser, save
 from benchmarks.peers_engine import ENGINES
 from benchmarks.peers_floor import Case, Machine, compiled_machine, floor_tokens_per_s
 
@@ -119,6 +119,7 @@ def started(name: str, python: str, model: Path, threads: int, log: Path) -> Ite
 
 def main() -> None:
     args = arguments()
+    end_as_asked()
     names = [pair.partition("=")[0] for pair in args.engine]
     samples_file = args.samples or RESULTS / f"{args.what}.jsonl"
     samples = [json.loads(line) for line in samples_file.read_text().splitlines()] if samples_file.exists() else []

@@ -27,7 +27,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, ROOT, START_TIMEOUT_S, free_port, parser, save
+from benchmarks.common import RESULTS, ROOT, START_TIMEOUT_S, end_as_asked, free_port, parser, save
 from benchmarks.peers import environment_of
 
 NAMES = ("moeserve", "vllm")
@@ -65,6 +65,7 @@ class Server:
 
 def main() -> None:
     args = arguments()
+    end_as_asked()
     samples_file = args.samples or RESULTS / "serve-peers.jsonl"
     samples = [json.loads(line) for line in samples_file.read_text().splitlines()] if samples_file.exists() else []
     known = {(x["streams"], x["round"]) for x in samples}
@@ -106,7 +107,8 @@ def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
     common = ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "256", "--no-enable-prefix-caching"]
     if name == "vllm":
         python = args.vllm
-        command = [Path(python).with_name("vllm"), "serve", args.model, "--dtype", "bfloat16", *common]
+        module = "vllm.entrypoints.openai.api_server"  # `vllm serve`, which its package for CPUs cannot start
+        command = [python, "-m", module, "--model", args.model, "--dtype", "bfloat16", *common]
     else:
         python = sys.executable
         flags = ["--threads", str(args.threads)]
