@@ -3,8 +3,8 @@
     python -m benchmarks.long_context MODEL                       # decode at 16,384; 8,192 tokens beside 16 streams
 
 decode: tokens per second of one request after a short and after a long prompt, with the floor of the machine for each.
-beside: 16 requests decode; a long prompt joins. Times from token to token of the 16: alone, from the prompt's arrival to
-its first token, and both together. Target: p99 of all of it within 2.5 times its median.
+beside: 16 requests decode; a long prompt joins. Times from token to token of the 16: alone, from the prompt's arrival
+to its first token, and both together. Target: p99 of all of it within 2.5 times its median.
 A model whose positions end sooner is served with more of them: what it says is then worthless, its speed is not.
 """
 
@@ -49,15 +49,15 @@ def main() -> None:
 
 @contextmanager
 def long_enough(model: Path, positions: int) -> Iterator[Path]:
-    """The model's folder, or one of links to its files whose configuration has so many positions."""
+    """The model's folder, or one beside it of hard links to its files whose configuration has so many positions."""
     config = json.loads((model / "config.json").read_text())
     if config["max_position_embeddings"] >= positions:
         yield model
         return
-    with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="moeserve-bench-", dir=model.parent) as folder:
         for file in model.iterdir():
-            Path(folder, file.name).symlink_to(file.resolve())
-        Path(folder, "config.json").unlink()
+            if file.name != "config.json":
+                Path(folder, file.name).hardlink_to(file.resolve())
         Path(folder, "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
         yield Path(folder)
 
@@ -88,47 +88,48 @@ def random_prompt(rng: random.Random, config: dict[str, Any], length: int) -> li
     return [rng.randrange(3, config["vocab_size"]) for _ in range(length)]
 
 
-async def arrivals(engine: AsyncEngine, prompt: list[int], max_tokens: int, times_s: list[float]) -> None:
-    """Appends the time of each token's arrival."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    seen = 0
-    async for out in engine.generate({"prompt_token_ids": prompt}, params):
-        count = len(out.outputs[0].token_ids)
-        times_s.extend([time.perf_counter()] * (count - seen))
-        seen = count
+class Stream:
+    """A request's tokens as they arrive. under_way: set once there are ALONE_TOKENS."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self.under_way = asyncio.Event()
+
+    async def run(self, engine: AsyncEngine, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        async for piece in engine.generate({"prompt_token_ids": prompt}, params):
+            self.times_s += [time.perf_counter()] * len(piece.outputs[0].token_ids)
+            if len(self.times_s) >= ALONE_TOKENS:
+                self.under_way.set()
 
 
 async def decode(engine: AsyncEngine, prompt: list[int]) -> float:
     """Tokens per second after the first token."""
-    times_s: list[float] = []
-    await arrivals(engine, prompt, NEW_TOKENS, times_s)
-    return (len(times_s) - 1) / (times_s[-1] - times_s[0])
+    stream = Stream()
+    await stream.run(engine, prompt, NEW_TOKENS)
+    return (NEW_TOKENS - 1) / (stream.times_s[-1] - stream.times_s[0])
 
 
 async def beside(
     engine: AsyncEngine, args: argparse.Namespace, config: dict[str, Any], rng: random.Random
 ) -> dict[str, float]:
     """Milliseconds from token to token of the streams, and how long the long prompt took to its first token."""
-    streams: list[list[float]] = [[] for _ in range(args.streams)]
-    tasks = [
-        asyncio.create_task(arrivals(engine, random_prompt(rng, config, SHORT), args.prefill, times_s))
-        for times_s in streams
-    ]
-    while min(map(len, streams)) < ALONE_TOKENS:
-        await asyncio.sleep(0.01)
-    joined_s, first_s = time.perf_counter(), list[float]()
-    await arrivals(engine, random_prompt(rng, config, args.prefill), 1, first_s)
+    others, joining = [Stream() for _ in range(args.streams)], Stream()
+    tasks = [asyncio.create_task(s.run(engine, random_prompt(rng, config, SHORT), args.prefill)) for s in others]
+    await asyncio.gather(*[stream.under_way.wait() for stream in others])
+    joined_s = time.perf_counter()
+    await joining.run(engine, random_prompt(rng, config, args.prefill), 1)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    begun_s = max(times_s[0] for times_s in streams)  # their own prefills are no part of it
-    streams = [[t for t in times_s if begun_s <= t <= first_s[0]] for times_s in streams]
+    begun_s, ended_s = max(stream.times_s[0] for stream in others), joining.times_s[0]
+    streams = [[t for t in stream.times_s if begun_s <= t <= ended_s] for stream in others]  # without their prefills
     gaps = {
         "alone": gaps_ms(streams, begun_s, joined_s),
-        "during": gaps_ms(streams, joined_s, first_s[0]),
-        "all": gaps_ms(streams, begun_s, first_s[0]),
+        "during": gaps_ms(streams, joined_s, ended_s),
+        "all": gaps_ms(streams, begun_s, ended_s),
     }
-    found = {"first_token_s": first_s[0] - joined_s}
+    found = {"first_token_s": ended_s - joined_s}
     for name, values in gaps.items():
         median, p99 = (float(np.percentile(values, q)) for q in (50, 99))
         found |= {f"{name}_median_ms": median, f"{name}_p99_ms": p99, f"{name}_p99_over_median": p99 / median}
