@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import parser, save, summary
+from benchmarks.common import end_as_asked, parser, save, summary
 from benchmarks.peers_floor import Case, compiled_machine, floor_tokens_per_s
 from moeserve import AsyncEngine, SamplingParams
 
@@ -43,6 +43,7 @@ def main() -> None:
     flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
     flags.add_argument("--quantization", help="as of `moeserve serve`")
     args = flags.parse_args()
+    end_as_asked()
     with long_enough(args.model, max(args.context, args.prefill) + NEW_TOKENS) as model:
         save("long-context", args, asyncio.run(measure(model, args)))
 
