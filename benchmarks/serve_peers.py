@@ -122,9 +122,7 @@ def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
     server = Server(name, process, port, log)
     try:
         server.wait_ready()
-        bench(
-            server, args, streams=4, requests=8, seed=1_000_000
-        )  # touches every weight, compiles what is compiled late
+        bench(server, args, streams=4, requests=4, seed=1_000_000)  # touches every weight
         server.signal(signal.SIGSTOP)
         yield server
     finally:
