@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.common import RESULTS, ROOT, end_as_asked, parser, save
 from benchmarks.peers_engine import ENGINES
 from benchmarks.peers_floor import Case, Machine, compiled_machine, floor_tokens_per_s
@@ -46,6 +48,7 @@ CASES = {
 USUAL = list(CASES)[:5]
 START = "start"  # the case of the seconds from a new process to its first answer
 WARM_UP = Case("warm-up", 4, 512, 8)  # touches every weight: mapped files, buffers that grow
+BUSY_S, BUSY_PERCENT = 0.3, 10.0  # how long to look for others' work before a case, and how much of it matters
 Sample = dict[str, Any]
 
 
@@ -194,7 +197,9 @@ def one_case(
 ) -> list[Sample]:
     """A sample of each engine, all with the same prompts. Nothing is kept if one of them fails."""
     prompts, rates = prompts_of(case, config["vocab_size"], number), machine.rates()
-    floor = floor_tokens_per_s(config, case, rates)
+    floor, busy = floor_tokens_per_s(config, case, rates), psutil.cpu_percent(BUSY_S)
+    if busy > BUSY_PERCENT:
+        print(f"others use {busy:.0f} % of the CPUs: this round says little", file=sys.stderr)
     samples = []
     for engine in engines:
         first_s, _ = engine.ask(prompts, 1)
@@ -205,7 +210,7 @@ def one_case(
             speed = case.batch * (case.new_tokens - 1) / (seconds - first_s)
         print(f"{case.name} round {number}: {engine.name} {speed:.1f} tokens/s, floor {floor:.0f}", file=sys.stderr)
         sample = {"case": case.name, "round": number, "engine": engine.name, "tokens_per_s": speed, "floor": floor}
-        samples.append(sample | asdict(rates))
+        samples.append(sample | asdict(rates) | {"others_percent": busy})
     return samples
 
 
