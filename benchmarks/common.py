@@ -39,8 +39,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def save(what: str, args: argparse.Namespace, results: Any) -> None:
-    """Prints the record; writes it as results/<what>_<hardware>_<yyyymm>.json unless --no-save."""
+def save(what: str, args: argparse.Namespace, results: Any, shown: str | None = None) -> None:
+    """Prints the results, or `shown`; writes them to results/<what>_<hardware>_<yyyymm>.json unless --no-save."""
     now = datetime.now(UTC)
     record = {
         "what": what,
@@ -53,12 +53,17 @@ def save(what: str, args: argparse.Namespace, results: Any) -> None:
         "results": results,
     }
     text = json.dumps(record, indent=1)
-    print(json.dumps(results, indent=1))
+    print(json.dumps(results, indent=1) if shown is None else shown)
     if not args.no_save:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{what}_{args.hardware}_{now:%Y%m}.json"
         path.write_text(text + "\n", "utf-8")
         print(f"saved in {path.relative_to(ROOT)}", file=sys.stderr)
+
+
+def end_as_asked() -> None:
+    """Lets SIGTERM end this process as Ctrl-C does, so that nothing it started and stopped stays behind."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def environment() -> dict[str, Any]:

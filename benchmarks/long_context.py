@@ -1,0 +1,147 @@
+"""Long prompts: decoding with a long context, and what a long prefill costs the streams beside it.
+
+    python -m benchmarks.long_context MODEL                       # decode at 16,384; 8,192 tokens beside 16 streams
+
+decode: tokens per second of one request after a short and after a long prompt, with the floor of the machine for each.
+beside: 16 requests decode; a long prompt joins. Times from token to token of the 16: alone, from the prompt's arrival
+to its first token, and both together. Target: p99 of all of it within 2.5 times its median.
+A model whose positions end sooner is served with more of them: what it says is then worthless, its speed is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import end_as_asked, parser, save, summary
+from benchmarks.peers_floor import Case, compiled_machine, floor_tokens_per_s
+from moeserve import AsyncEngine, SamplingParams
+
+SHORT, NEW_TOKENS = 32, 33
+ALONE_TOKENS = 32  # that each stream gives before the long prompt comes
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("model", type=Path, help="Hugging Face directory")
+    flags.add_argument("--context", type=int, default=16_384, help="prompt tokens before the decode [16384]")
+    flags.add_argument("--prefill", type=int, default=8_192, help="prompt tokens beside the streams [8192]")
+    flags.add_argument("--streams", type=int, default=16, help="[16]")
+    flags.add_argument("--rounds", type=int, default=3, help="[3]")
+    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
+    flags.add_argument("--quantization", help="as of `moeserve serve`")
+    args = flags.parse_args()
+    end_as_asked()
+    with long_enough(args.model, max(args.context, args.prefill) + NEW_TOKENS) as model:
+        save("long-context", args, asyncio.run(measure(model, args)))
+
+
+@contextmanager
+def long_enough(model: Path, positions: int) -> Iterator[Path]:
+    """The model's folder, or one beside it of hard links to its files whose configuration has so many positions."""
+    config = json.loads((model / "config.json").read_text())
+    if config["max_position_embeddings"] >= positions:
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="moeserve-bench-", dir=model.parent) as folder:
+        for file in model.iterdir():
+            if file.name != "config.json":
+                Path(folder, file.name).hardlink_to(file.resolve())
+        Path(folder, "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+        yield Path(folder)
+
+
+async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    settings: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
+    longest = max(args.context, args.prefill) + NEW_TOKENS
+    config, rng = json.loads((model / "config.json").read_text()), random.Random(0)
+    rounds: dict[str, list[float]] = {}
+    with compiled_machine(args.threads) as machine:
+        async with AsyncEngine(model, threads=args.threads, max_model_len=longest, **settings) as engine:
+            prompts = {n: random_prompt(rng, config, n) for n in (SHORT, args.context)}
+            for prompt in prompts.values():
+                await decode(engine, prompt)  # the rounds find it in the prefix cache
+            for _ in range(args.rounds):
+                rates = machine.rates()
+                for length, prompt in prompts.items():
+                    floor = floor_tokens_per_s(config, Case("decode", 1, length, NEW_TOKENS), rates)
+                    speed = await decode(engine, prompt)
+                    rounds.setdefault(f"decode_{length}_tokens_per_s", []).append(speed)
+                    rounds.setdefault(f"decode_{length}_share_of_floor", []).append(speed / floor)
+                for name, figure in (await beside(engine, args, config, rng)).items():
+                    rounds.setdefault(f"beside_{name}", []).append(figure)
+    return {"model": args.model.name, **{name: summary(figures) for name, figures in rounds.items()}}
+
+
+def random_prompt(rng: random.Random, config: dict[str, Any], length: int) -> list[int]:
+    return [rng.randrange(3, config["vocab_size"]) for _ in range(length)]
+
+
+class Stream:
+    """A request's tokens as they arrive. under_way: set once there are ALONE_TOKENS."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self.under_way = asyncio.Event()
+
+    async def run(self, engine: AsyncEngine, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        async for piece in engine.generate({"prompt_token_ids": prompt}, params):
+            self.times_s += [time.perf_counter()] * len(piece.outputs[0].token_ids)
+            if len(self.times_s) >= ALONE_TOKENS:
+                self.under_way.set()
+
+
+async def decode(engine: AsyncEngine, prompt: list[int]) -> float:
+    """Tokens per second after the first token."""
+    stream = Stream()
+    await stream.run(engine, prompt, NEW_TOKENS)
+    return (NEW_TOKENS - 1) / (stream.times_s[-1] - stream.times_s[0])
+
+
+async def beside(
+    engine: AsyncEngine, args: argparse.Namespace, config: dict[str, Any], rng: random.Random
+) -> dict[str, float]:
+    """Milliseconds from token to token of the streams, and how long the long prompt took to its first token."""
+    others, joining = [Stream() for _ in range(args.streams)], Stream()
+    tasks = [asyncio.create_task(s.run(engine, random_prompt(rng, config, SHORT), args.prefill)) for s in others]
+    await asyncio.gather(*[stream.under_way.wait() for stream in others])
+    joined_s = time.perf_counter()
+    await joining.run(engine, random_prompt(rng, config, args.prefill), 1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    begun_s, ended_s = max(stream.times_s[0] for stream in others), joining.times_s[0]
+    streams = [[t for t in stream.times_s if begun_s <= t <= ended_s] for stream in others]  # without their prefills
+    gaps = {
+        "alone": gaps_ms(streams, begun_s, joined_s),
+        "during": gaps_ms(streams, joined_s, ended_s),
+        "all": gaps_ms(streams, begun_s, ended_s),
+    }
+    found = {"first_token_s": ended_s - joined_s}
+    for name, values in gaps.items():
+        median, p99 = (float(np.percentile(values, q)) for q in (50, 99))
+        found |= {f"{name}_median_ms": median, f"{name}_p99_ms": p99, f"{name}_p99_over_median": p99 / median}
+    return found
+
+
+def gaps_ms(streams: list[list[float]], after_s: float, until_s: float) -> list[float]:
+    """Times from token to token, of those tokens that came in between."""
+    pairs = [pair for times_s in streams for pair in itertools.pairwise(times_s)]
+    return [1e3 * (b - a) for a, b in pairs if after_s < b <= until_s]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Tokens per second beside other engines: same checkpoint, same prompts, same cores, in turns.
+
+    python -m benchmarks.peers MODEL --engine moeserve --engine vllm=PYTHON --engine llamacpp=PYTHON --gguf FILE
+    python -m benchmarks.peers MODEL --engine moeserve --engine moeserve-int8 --case decode-1 --what quantized
+
+PYTHON is the interpreter of an environment that has the engine (peers.md says how to make one); without it, this one.
+Each engine loads once and is stopped (SIGSTOP) while another one runs. Every case and round begins with the machine's
+read and dot rates, which give the floor. A decode rate is that of the tokens after the first: the time of the same
+prompts with one token is subtracted. Samples go to a file as they come; the same command again goes on where the last
+one ended (--minutes ends it early). Nothing else may run: engines whose threads spin collapse beside other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.common import RESULTS, ROOT, end_as_asked, parser, save
+from benchmarks.peers_engine import ENGINES
+from benchmarks.peers_floor import Case, Machine, compiled_machine, floor_tokens_per_s
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("decode-1", 1, 32, 65),
+        Case("decode-8", 8, 32, 65),
+        Case("decode-32", 32, 32, 33),
+        Case("prefill-1x1024", 1, 1024, 1),
+        Case("prefill-8x512", 8, 512, 1),
+        Case("decode-64", 64, 32, 33),
+        Case("decode-128", 128, 32, 33),
+    )
+}
+USUAL = list(CASES)[:5]
+START = "start"  # the case of the seconds from a new process to its first answer
+WARM_UP = Case("warm-up", 4, 512, 8)  # touches every weight: mapped files, buffers that grow
+BUSY_S, BUSY_PERCENT = 0.3, 10.0  # how long to look for others' work before a case, and how much of it matters
+Sample = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Engine:
+    """A running engine, stopped except while it answers."""
+
+    name: str
+    process: subprocess.Popen[str]
+    version: str = ""
+
+    def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
+        """Seconds, and the tokens of each prompt."""
+        self.signal(signal.SIGCONT)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+        self.process.stdin.flush()
+        answer = self.hear()
+        self.signal(signal.SIGSTOP)
+        return answer["seconds"], answer["tokens"]
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with {self.process.wait()}: its errors are above")
+        return json.loads(line)
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+
+def environment_of(name: str, python: str, threads: int) -> dict[str, str]:
+    """The environment in which an engine is fastest on so many CPUs."""
+    if name != "vllm":
+        return os.environ | {"OMP_NUM_THREADS": str(threads)}
+    preload = [*Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"), *Path(python).parents[1].rglob("libiomp5.so")]
+    own = {
+        "LD_PRELOAD": ":".join(map(str, preload)),  # its own advice for CPUs
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",  # left alone it keeps a core for itself
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONPATH")} | own
+
+
+@contextmanager
+def started(name: str, python: str, model: Path, threads: int, log: Path) -> Iterator[tuple[Engine, float]]:
+    """An engine that has given a first answer, and the seconds that this took from the start of its process."""
+    command = [python, str(ROOT / "benchmarks/peers_engine.py"), name, str(model), "--threads", str(threads)]
+    begun_s = time.perf_counter()
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, env=environment_of(name, python, threads), text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+        )  # fmt: skip
+    engine = Engine(name, process)
+    try:
+        try:
+            engine.version = engine.hear()["version"]
+        except SystemExit:
+            raise SystemExit(f"{name} did not start:\n{log.read_text()[-3000:]}") from None
+        seconds = time.perf_counter() - begun_s
+        engine.signal(signal.SIGSTOP)
+        yield engine, seconds
+    finally:
+        with suppress(ProcessLookupError):
+            engine.signal(signal.SIGKILL)
+        process.wait()
+
+
+def main() -> None:
+    args = arguments()
+    end_as_asked()
+    names = [pair.partition("=")[0] for pair in args.engine]
+    samples_file = args.samples or RESULTS / f"{args.what}.jsonl"
+    samples = [json.loads(line) for line in samples_file.read_text().splitlines()] if samples_file.exists() else []
+    if (others := {x["engine"] for x in samples}) - set(names):
+        raise SystemExit(f"{samples_file} has samples of {sorted(others)}: delete it, or name another with --samples")
+    until_s = time.perf_counter() + 60 * args.minutes
+    with ExitStack() as stack, samples_file.open("a") as out:
+        for sample in measure(args, stack, samples, until_s):
+            samples.append(sample)
+            print(json.dumps(sample), file=out, flush=True)
+    rows = [row_of(case, names, samples) for case in args.case if len(of(samples, case, names[0])) > 0]
+    starts = {name: statistics.median(x["seconds"] for x in of(samples, START, name)) for name in names}
+    shown = table(rows, starts, names)
+    if len(of(samples, args.case[-1], names[-1])) < args.rounds:
+        print(shown)
+        raise SystemExit(f"not finished: the same command goes on ({samples_file})")
+    versions = {x["engine"]: x["version"] for x in samples if x["case"] == START}
+    found = {"model": args.model.name, "engines": versions, "cases": rows, "start_s": starts, "samples": samples}
+    save(args.what, args, found, shown)
+    if not args.no_save:
+        samples_file.unlink()
+
+
+def arguments() -> argparse.Namespace:
+    flags = parser(__doc__)
+    flags.add_argument("model", type=Path, help="Hugging Face directory")
+    flags.add_argument("--engine", action="append", required=True, metavar="NAME[=PYTHON]", help=", ".join(ENGINES))
+    flags.add_argument("--gguf", type=Path, help="the same weights for llamacpp")
+    flags.add_argument("--case", action="append", choices=CASES, help=f"{', '.join(CASES)} [the first five]")
+    flags.add_argument("--rounds", type=int, default=3, help="of each case [3]")
+    flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
+    flags.add_argument("--what", default="peers", help="first part of the result's name [peers]")
+    flags.add_argument("--samples", type=Path, help="samples so far, a line each [results/WHAT.jsonl]")
+    flags.add_argument("--minutes", type=float, default=1e9, help="begin no case after that")
+    args = flags.parse_args()
+    args.case = args.case or USUAL
+    for pair in args.engine:
+        if pair.partition("=")[0] not in ENGINES:
+            flags.error(f"no engine {pair.partition('=')[0]!r}: there are {', '.join(ENGINES)}")
+        if pair.startswith("llamacpp") and args.gguf is None:
+            flags.error("llamacpp needs --gguf FILE")
+    return args
+
+
+def measure(args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample], until_s: float) -> Iterator[Sample]:
+    """The samples that are not there yet. Engines are started once there is something to do, and stopped by `stack`."""
+    known = {(x["case"], x["round"]) for x in samples}
+    todo = [(CASES[name], i) for i in range(args.rounds) for name in args.case if (name, i) not in known]
+    if not todo:
+        return
+    config = json.loads((args.model / "config.json").read_text())
+    machine = stack.enter_context(compiled_machine(args.threads))
+    engines = []
+    for pair in args.engine:
+        name, _, python = pair.partition("=")
+        target, log = args.gguf if name == "llamacpp" else args.model, RESULTS / f"{name}.log"
+        engine, seconds = stack.enter_context(started(name, python or sys.executable, target, args.threads, log))
+        engines.append(engine)
+        yield {"case": START, "round": -1, "engine": name, "version": engine.version, "seconds": seconds}
+        print(f"{name} {engine.version}: first answer after {seconds:.1f} s", file=sys.stderr)
+    for engine in engines:
+        engine.ask(prompts_of(WARM_UP, config["vocab_size"], -1), WARM_UP.new_tokens)
+    for case, number in todo:
+        if time.perf_counter() > until_s:
+            return
+        first = number % len(engines)
+        yield from one_case(case, number, engines[first:] + engines[:first], machine, config)
+
+
+def one_case(
+    case: Case, number: int, engines: Sequence[Engine], machine: Machine, config: dict[str, Any]
+) -> list[Sample]:
+    """A sample of each engine, all with the same prompts. Nothing is kept if one of them fails."""
+    prompts, rates = prompts_of(case, config["vocab_size"], number), machine.rates()
+    floor, busy = floor_tokens_per_s(config, case, rates), psutil.cpu_percent(BUSY_S)
+    if busy > BUSY_PERCENT:
+        print(f"others use {busy:.0f} % of the CPUs: this round says little", file=sys.stderr)
+    samples = []
+    for engine in engines:
+        first_s, _ = engine.ask(prompts, 1)
+        if case.is_prefill:
+            speed = case.batch * case.prompt_tokens / first_s
+        else:
+            seconds, _ = engine.ask(prompts, case.new_tokens)
+            speed = case.batch * (case.new_tokens - 1) / (seconds - first_s)
+        print(f"{case.name} round {number}: {engine.name} {speed:.1f} tokens/s, floor {floor:.0f}", file=sys.stderr)
+        sample = {"case": case.name, "round": number, "engine": engine.name, "tokens_per_s": speed, "floor": floor}
+        samples.append(sample | asdict(rates) | {"others_percent": busy})
+    return samples
+
+
+def prompts_of(case: Case, vocab_size: int, number: int) -> list[list[int]]:
+    """Random ids, others in every round."""
+    rng = random.Random(f"{case.name} {number}")
+    return [[rng.randrange(3, vocab_size) for _ in range(case.prompt_tokens)] for _ in range(case.batch)]
+
+
+def of(samples: Sequence[Sample], case: str, engine: str) -> list[Sample]:
+    """In the order of rounds."""
+    return sorted((x for x in samples if (x["case"], x["engine"]) == (case, engine)), key=lambda x: x["round"])
+
+
+def row_of(case: str, names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Medians over the rounds. ratio: of the first engine to each, round by round."""
+    each = {name: of(samples, case, name) for name in names}
+    ours = each[names[0]]
+    return {
+        "case": case,
+        "tokens_per_s": {name: statistics.median(x["tokens_per_s"] for x in each[name]) for name in names},
+        "ratio": {
+            name: statistics.median(
+                a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, each[name], strict=True)
+            )
+            for name in names
+        },
+        "floor": statistics.median(x["floor"] for x in ours),
+        "share_of_floor": {
+            name: statistics.median(x["tokens_per_s"] / x["floor"] for x in each[name]) for name in names
+        },
+    }
+
+
+def table(rows: Sequence[dict[str, Any]], starts: dict[str, float], names: Sequence[str]) -> str:
+    """Markdown: tokens per second, what the first engine is times each other one, and its share of the floor."""
+    heads = ["tokens per second", *names, *[f"{names[0]} / {name}" for name in names[1:]], "floor", "share of floor"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        speeds = [f"{row['tokens_per_s'][name]:.1f}" for name in names]
+        ratios = [f"{row['ratio'][name]:.2f}" for name in names[1:]]
+        lines.append([row["case"], *speeds, *ratios, f"{row['floor']:.0f}", f"{row['share_of_floor'][names[0]]:.2f}"])
+    lines.append(["seconds to first answer", *[f"{starts[name]:.1f}" for name in names], *[""] * (len(names) + 1)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    main()

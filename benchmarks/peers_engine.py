@@ -1,0 +1,150 @@
+"""One engine in a process of its own: cases come as JSON lines on stdin, each is answered by a line on stdout.
+
+    PYTHON benchmarks/peers_engine.py ENGINE MODEL --threads 2      run by the interpreter that has the engine
+
+{"prompts": [[5, 6], [7, 8]], "max_tokens": 2} -> {"seconds": 0.07, "tokens": [[9, 9], [4, 1]]}
+
+Greedy, no end of sequence, no prefix cache. The first line, {"version": ...}, comes after a first answer. Nothing of
+moeserve's own is imported here except by its adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Prompts = list[list[int]]
+Run = Callable[[Prompts, int], Prompts]
+MAX_LEN, MAX_SEQS = 2048, 256
+
+
+def moeserve(model: str, threads: int, **options: Any) -> Run:
+    from moeserve import LLM, SamplingParams
+
+    llm = LLM(
+        model, threads=threads, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, enable_prefix_caching=False, **options
+    )
+
+    def run(prompts: Prompts, max_tokens: int) -> Prompts:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in done]
+
+    return run
+
+
+def vllm(model: str, threads: int) -> Run:  # its environment says how many threads
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    llm = LLM(model, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, enable_prefix_caching=False)
+
+    def run(prompts: Prompts, max_tokens: int) -> Prompts:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in done]
+
+    return run
+
+
+def transformers(model: str, threads: int) -> Run:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    lm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+
+    def run(prompts: Prompts, max_tokens: int) -> Prompts:
+        ids = torch.tensor(prompts)  # the prompts of a case are of one length
+        with torch.inference_mode():
+            out = lm.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=max_tokens,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
+            )
+        answers: Prompts = out[:, ids.shape[1] :].tolist()
+        return answers
+
+    return run
+
+
+def llamacpp(model: str, threads: int) -> Run:
+    import llama_cpp as cpp  # type: ignore[import-not-found]
+    import numpy as np
+
+    cpp.llama_backend_init()
+    lm = cpp.llama_model_load_from_file(model.encode(), cpp.llama_model_default_params())
+    options = cpp.llama_context_default_params()
+    options.n_ctx, options.n_batch, options.n_seq_max, options.kv_unified = 8 * MAX_LEN, MAX_LEN, 64, True
+    options.n_threads = options.n_threads_batch = threads
+    context = cpp.llama_init_from_model(lm, options)
+    vocab_size = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(lm))
+
+    def forward(rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Rows (token, position, sequence, wanted); the likeliest next token of those that are wanted."""
+        batch = cpp.llama_batch_init(len(rows), 0, 1)
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+            batch.seq_id[i][0] = sequence
+        if cpp.llama_decode(context, batch) != 0:
+            raise RuntimeError(f"llama_decode failed for {len(rows)} tokens")
+        logits = [cpp.llama_get_logits_ith(context, i) for i, row in enumerate(rows) if row[3]]
+        cpp.llama_batch_free(batch)
+        return [int(np.ctypeslib.as_array(row, shape=(vocab_size,)).argmax()) for row in logits]
+
+    def run(prompts: Prompts, max_tokens: int) -> Prompts:
+        cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
+        last = len(prompts[0]) - 1
+        answers = [
+            forward([(token, i, sequence, i == last) for i, token in enumerate(prompt)])
+            for sequence, prompt in enumerate(prompts)
+        ]
+        for position in range(last + 1, last + max_tokens):
+            step = forward([(answer[-1], position, sequence, True) for sequence, answer in enumerate(answers)])
+            for answer, token in zip(answers, step, strict=True):
+                answer.append(token)
+        return answers
+
+    return run
+
+
+ENGINES: dict[str, tuple[str, Callable[[str, int], Run]]] = {  # by name: the module, and what starts it
+    "moeserve": ("moeserve", moeserve),
+    "moeserve-int8": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int8")),
+    "moeserve-int4": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int4")),
+    "vllm": ("vllm", vllm),
+    "llamacpp": ("llama_cpp", llamacpp),
+    "transformers": ("transformers", transformers),
+}
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("engine", choices=ENGINES)
+    flags.add_argument("model")
+    flags.add_argument("--threads", type=int, required=True)
+    args = flags.parse_args()
+    del sys.path[0]  # this folder: its kernels.py is not the package of that name
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an engine prints goes with its errors
+    module, start = ENGINES[args.engine]
+    run = start(args.model, args.threads)
+    run([[5] * 16], 4)
+    print(json.dumps({"version": sys.modules[module].__version__}), file=answers, flush=True)
+    for line in sys.stdin:
+        case = json.loads(line)
+        begun_s = time.perf_counter()
+        tokens = run(case["prompts"], case["max_tokens"])
+        print(json.dumps({"seconds": time.perf_counter() - begun_s, "tokens": tokens}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The comparison with other engines: its floor, its ratios, and that an interrupted run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import peers
+from benchmarks.peers import CASES, START, Engine, environment_of, measure, prompts_of, row_of, table
+from benchmarks.peers_floor import Case, Rates, compiled_machine, floor_tokens_per_s
+
+CONFIG = {
+    "hidden_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 3,
+    "vocab_size": 100,
+}
+# per layer: attention 10 * (8 + 4) * 5 = 600, router 40, an expert 90; lm_head 1,000
+
+
+def test_a_decode_step_reads_what_one_token_touches() -> None:
+    case, read = Case("x", 1, 7, 3), Rates(read_gb_s=1.0, gflop_s=1e9)
+    weights, cache = 2 * (2 * (640 + 90) + 1000), 8.5 * 2 * 2 * 2 * 5 * 2
+    assert floor_tokens_per_s(CONFIG, case, read) == pytest.approx(1e9 / (weights + cache))
+    assert floor_tokens_per_s(CONFIG, case, read, weight_bytes=1) == pytest.approx(1e9 / (weights / 2 + cache))
+
+
+def test_a_large_batch_reads_all_experts_and_is_bound_by_arithmetic_in_the_end() -> None:
+    case = Case("x", 1000, 7, 3)
+    by_memory = floor_tokens_per_s(CONFIG, case, Rates(1.0, 1e9))
+    assert by_memory == pytest.approx(1000 * 1e9 / (2 * (2 * (640 + 4 * 90) + 1000) + 1000 * 8.5 * 80))
+    by_units = floor_tokens_per_s(CONFIG, case, Rates(1e9, 1.0))
+    assert by_units == pytest.approx(1e9 / (2 * (2 * 730 + 1000) + 4 * 8.5 * 4 * 5 * 2))
+
+
+def test_a_prefill_is_bound_by_arithmetic_without_the_head() -> None:
+    floor = floor_tokens_per_s(CONFIG, Case("x", 3, 20, 1), Rates(1e-9, 1.0))
+    assert floor == pytest.approx(1e9 / (2 * 2 * 730 + 4 * 10 * 4 * 5 * 2))
+
+
+def test_the_machine_is_measured() -> None:
+    with compiled_machine(threads=1) as machine:
+        rates = machine.rates()
+    assert 0.1 < rates.read_gb_s < 10_000
+    assert 0.1 < rates.gflop_s < 1_000_000
+
+
+def samples_of(case: str, ours: list[float], theirs: list[float]) -> list[dict[str, Any]]:
+    return [
+        {"case": case, "round": i, "engine": name, "tokens_per_s": speed, "floor": 100.0}
+        for name, speeds in (("moeserve", ours), ("vllm", theirs))
+        for i, speed in enumerate(speeds)
+    ]
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """The machine slows down by ten between rounds: medians say nothing about the ratio, pairs do."""
+    row = row_of("decode-1", ["moeserve", "vllm"], samples_of("decode-1", [20.0, 2.0, 3.0], [10.0, 1.0, 30.0]))
+    assert row["tokens_per_s"] == {"moeserve": 3.0, "vllm": 10.0}
+    assert row["ratio"] == {"moeserve": 1.0, "vllm": 2.0}
+    assert row["share_of_floor"] == {"moeserve": 0.03, "vllm": 0.1}
+    shown = table([row], {"moeserve": 2.0, "vllm": 120.0}, ["moeserve", "vllm"])
+    assert "| decode-1 | 3.0 | 10.0 | 2.00 | 100 | 0.03 |" in shown
+    assert len({line.count("|") for line in shown.splitlines()}) == 1
+
+
+def test_prompts_are_the_same_for_all_engines_and_others_in_each_round() -> None:
+    case = CASES["decode-8"]
+    assert prompts_of(case, 100, 1) == prompts_of(case, 100, 1) != prompts_of(case, 100, 2)
+    assert {len(prompt) for prompt in prompts_of(case, 100, 1)} == {32}
+
+
+def test_vllm_gets_its_best_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    env = environment_of("vllm", "/nowhere/bin/python", 2)
+    assert "OMP_NUM_THREADS" not in env
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert environment_of("llamacpp", "/nowhere/bin/python", 2)["OMP_NUM_THREADS"] == "2"
+
+
+class FakeEngine(Engine):
+    """Answers at once: 1 ms per token."""
+
+    def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
+        return 1e-3 * max_tokens, [[1] * max_tokens for _ in prompts]
+
+    def signal(self, number: int) -> None:
+        raise AssertionError(signal.Signals(number))
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def started(name: str, *words: object) -> Iterator[tuple[Engine, float]]:
+        yield FakeEngine(name, None, "7"), 1.5  # type: ignore[arg-type]
+
+    monkeypatch.setattr(peers, "started", started)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    args = argparse.Namespace(
+        model=tmp_path,
+        engine=["moeserve", "vllm=python"],
+        case=["decode-1", "decode-8"],
+        rounds=2,
+        threads=1,
+        gguf=None,
+    )
+
+    def run(known: list[dict[str, Any]], until_s: float = float("inf")) -> list[dict[str, Any]]:
+        with ExitStack() as stack:
+            return list(measure(args, stack, known, until_s))
+
+    whole = run([])
+    assert [(x["case"], x["round"], x["engine"]) for x in whole] == [
+        (START, -1, "moeserve"),
+        (START, -1, "vllm"),
+        ("decode-1", 0, "moeserve"),
+        ("decode-1", 0, "vllm"),
+        ("decode-8", 0, "moeserve"),
+        ("decode-8", 0, "vllm"),
+        ("decode-1", 1, "vllm"),  # the order turns
+        ("decode-1", 1, "moeserve"),
+        ("decode-8", 1, "vllm"),
+        ("decode-8", 1, "moeserve"),
+    ]
+    assert whole[4]["tokens_per_s"] == pytest.approx(8 * 64 / 0.064)
+    rest = run(whole[:6])
+    assert [(x["case"], x["round"]) for x in rest if x["case"] != START] == [
+        ("decode-1", 1), ("decode-1", 1), ("decode-8", 1), ("decode-8", 1),
+    ]  # fmt: skip
+    assert run(whole) == []
+    assert [x["case"] for x in run([], until_s=0.0)] == [START, START]
