@@ -28,11 +28,6 @@ class CPUModelRunner(ModelRunnerBase):
         threads = torch.get_num_threads()
         name = f"cpu ({threads} thread{'s' * (threads != 1)})"
         self.properties = DeviceProperties(name, host_memory, own=False, sharers=self.world.ranks_on_host)
-        if not sampler_is_invariant():
-            logger.warning(
-                "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
-                "else is in the batch (greedy requests are safe)"
-            )
 
     def load_model(self, progress: Progress) -> None:
         memory = self.properties.memory()
@@ -41,6 +36,11 @@ class CPUModelRunner(ModelRunnerBase):
             self.spec, self.model_dir, self.device, self.dtype, kernels, self.asked, shard, memory, progress
         )
         self.read_expert, self.fingerprint = files.read, files.fingerprint()
+        if not sampler_is_invariant():  # asked here, with as many threads as the kernels have left to torch
+            logger.warning(
+                "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
+                "else is in the batch (greedy requests are safe)"
+            )
 
     def profile_run(self) -> int:
         return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
