@@ -96,7 +96,7 @@ def test_a_death_at_start_is_told_at_once_with_exit_code_and_last_lines(run: Run
     async def main() -> None:
         lines = "print(time.monotonic(), flush=True)\nsys.exit('no such model: x')"
         death = await Child.start("engine", script(lines), b"{}", forward=Lines()).death()
-        assert time.monotonic() - float(death.log_tail[0]) < 1
+        assert time.monotonic() - float(death.log_tail[0]) < 5
         assert (death.name, death.exit_code, death.log_tail[1:]) == ("engine", 1, ("no such model: x",))
         assert str(death).startswith(f"engine (pid {death.pid}) exited with code 1 after ")
         assert str(death).endswith("\n    no such model: x")

@@ -159,7 +159,7 @@ def test_last_words_reach_a_peer_that_is_busy_when_they_come(run: Run, kind: str
             assert isinstance(notice, PeerGone)
             closing_s = time.monotonic()
             stays.close(linger_s=5)
-            assert time.monotonic() - closing_s < 1  # nobody is left to wait for
+            assert time.monotonic() - closing_s < 3  # nobody is left to wait for
 
     run(main())
 
@@ -231,7 +231,7 @@ def test_a_killed_process_is_noticed_at_once(run: Run, address: str) -> None:
             killed_s = time.monotonic()
             process.kill()
             assert isinstance((await take(inbox, 1))[0], PeerGone)
-            assert time.monotonic() - killed_s < 1
+            assert time.monotonic() - killed_s < 3
 
     run(main())
 

@@ -140,7 +140,7 @@ async def test_a_killed_agent_costs_no_token_and_may_come_back(cluster: Callable
         node.process.kill()
         killed_s = time.monotonic()
         await until(lambda: not any(member.up for member in lost))
-        assert time.monotonic() - killed_s < 0.5
+        assert time.monotonic() - killed_s < 2
         assert [member.up for member in front.fleet.members] == [True, True, False, False]
         await until(lambda: not any(engine.is_running() for engine in engines), 2)
         await until(lambda: front.phase.name == "waiting for machine 1 of 2")

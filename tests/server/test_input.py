@@ -228,7 +228,7 @@ async def test_absurd_numbers_are_refused_at_once(live):
     started = time.perf_counter()
     for _ in range(10):
         await live.post(CHAT, chat(n=10**9))
-    assert time.perf_counter() - started < 0.5
+    assert time.perf_counter() - started < 2
 
 
 async def test_unknown_fields_warn_or_are_refused(live, launch):
