@@ -70,7 +70,7 @@ def _compressed(config: Fields) -> StoredFormat:
         if isinstance(group, dict)
     }
     if len(found) != 1 or not all(isinstance(group, dict) for group in groups.values()):
-        raise config.error("config_groups", f"it must have one group, or several with equal weights; {_WHOLE}")
+        raise config.error("config_groups", f"it must have one group, or several that say the same; {_WHOLE}")
     return found.pop()
 
 

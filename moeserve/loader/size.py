@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, StoredFormat
 
-_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5625}  # of a quantised weight, with a scale for every 64 of int4
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # of a quantised weight without scales
+_USUAL_GROUP = 64  # of int4 weights that are quantised on loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +41,10 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
-    """Of linear layers in memory. asked: what they become on loading."""
-    return _BYTES.get(spec.stored.kind if spec.stored else asked or "", itemsize)
+    """Of linear layers in memory, scales and zero points of groups included. asked: what they become on loading."""
+    form = spec.stored
+    if form is None and asked == "int4":
+        form = StoredFormat(kind="int4", group=_USUAL_GROUP)
+    if form is None:
+        return _BYTES.get(asked or "", itemsize)
+    return _BYTES[form.kind] + ((8 if form.zeros else 4) / form.group if form.group else 0.0)

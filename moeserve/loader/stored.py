@@ -11,8 +11,7 @@ and what says nothing new: x.weight_shape, which config.json implies, and x.inpu
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moeserve.errors import CheckpointError
@@ -43,12 +42,12 @@ class Stored:
         per_word = (8 if self.form.kind == "int4" else 4) if self.form.packed else 1
         scale_rows, scale_columns = self.scale_shape(shape)
         zeros = (*shape[:-2], -(-rows // 8), scale_columns)
-        num_scales = math.prod(shape[:-2]) * scale_rows * scale_columns
+        scales = [*shape[:-2], scale_rows, scale_columns]
         if self.values.shape != (found := (*shape[:-1], -(-depth // per_word))):
             return f"{place(self.values)} has shape {list(self.values.shape)}, config.json implies {list(found)}"
-        if math.prod(self.scales.shape) != num_scales or self.scales.dtype not in _SCALE_DTYPES:
+        if _wide(self.scales.shape) != _wide(scales) or self.scales.dtype not in _SCALE_DTYPES:
             what = f"{self.scales.dtype} {list(self.scales.shape)}"
-            return f"{place(self.scales)} is {what}; supported: {num_scales} scales in {', '.join(_SCALE_DTYPES)}"
+            return f"{place(self.scales)} is {what}; supported: {scales} scales in {', '.join(_SCALE_DTYPES)}"
         if self.form.zeros and (self.zeros is None or (self.zeros.dtype, self.zeros.shape) != ("I32", zeros)):
             return f"{place(self.values)} needs zero points, I32 {list(zeros)}, beside it"
         return ""
@@ -62,7 +61,7 @@ class Stored:
 def find_stored(tensors: Mapping[str, TensorInfo], form: StoredFormat) -> dict[str, Stored]:
     """The quantised weights among `tensors`, by the names that they would have otherwise.
 
-    Raises CheckpointError where one has no scales.
+    Raises CheckpointError where one has no scales, or is there unquantised as well.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -71,6 +70,8 @@ def find_stored(tensors: Mapping[str, TensorInfo], form: StoredFormat) -> dict[s
         if name.endswith(("_zero_point", "_shape")):
             continue
         base = name.removesuffix("_packed") if form.packed else name
+        if form.packed and base in tensors:
+            raise CheckpointError(f"{place(tensor)} is there as {base!r}, too; only one of them can be meant")
         scales = next((tensors[base + end] for end in _SCALES if base + end in tensors), None)
         if scales is None:
             raise CheckpointError(f"{place(tensor)} is {tensor.dtype}, and there is no {base}_scale; download it again")
@@ -79,6 +80,11 @@ def find_stored(tensors: Mapping[str, TensorInfo], form: StoredFormat) -> dict[s
         zeros = tensors.get(base + "_zero_point") if form.zeros else None
         found[base] = Stored(form, tensor, scales, zeros, tuple(tensors[n] for n in others if n in tensors))
     return found
+
+
+def _wide(shape: Sequence[int]) -> list[int]:
+    """Without dimensions of size 1, which writers leave out or add."""
+    return [size for size in shape if size != 1]
 
 
 def place(tensor: TensorInfo) -> str:

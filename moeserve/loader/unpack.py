@@ -43,8 +43,8 @@ def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:
     into.scales[piece.at] = scales[piece.take]
     if into.zeros is not None:
         assert stored.zeros is not None
-        zeros = _nibbles(read(stored.zeros, ()).transpose(-1, -2).contiguous()).transpose(-1, -2)
-        into.zeros[piece.at] = zeros[..., :num_rows, :][piece.take].float()
+        zeros = _nibbles(read(stored.zeros, ()).transpose(-1, -2).clone(memory_format=torch.contiguous_format))
+        into.zeros[piece.at] = zeros.transpose(-1, -2)[..., :num_rows, :][piece.take].float()
 
 
 def _nibbles(words: Tensor) -> Tensor:

@@ -12,10 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from moeserve.config import config_of
 from moeserve.errors import CheckpointError, ConfigError
+from moeserve.loader import unpack
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.plan import Piece
+from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.spec import StoredFormat
+from moeserve.loader.stored import Stored
 from moeserve.models.registry import family
 from moeserve.runner.limits import check
 from tests.loader.eager import load
@@ -98,7 +102,7 @@ def test_others_are_refused_by_their_field(config: Any, message: str, write_conf
 def test_groups_that_differ_are_refused(write_config: WriteConfig) -> None:
     groups = [compressed(group_size=size)["config_groups"]["group_0"] for size in (64, 128)]
     config = compressed(top={"config_groups": dict(zip("ab", groups, strict=True))})
-    with pytest.raises(CheckpointError, match="one group, or several with equal weights"):
+    with pytest.raises(CheckpointError, match="one group, or several that say the same"):
         read_model_spec(write_config(LLAMA, quantization_config=config))
 
 
@@ -150,6 +154,8 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("int8", lambda t: t.pop(Q + "_scale"), f"{Q!r} in model.safetensors is I8, and there is no {Q}_scale"),
     ("int8", lambda t: t.pop(EXPERT) is t.pop(EXPERT + "_scale"), f"{EXPERT!r} [32, 64] is missing"),
     ("int8", replace(Q + "_scale", torch.ones(127, 1)), f"{Q + '_scale'!r} in model.safetensors is F32 [127, 1]"),
+    ("int4", lambda t: t.update({Q + "_scale": t[Q + "_scale"].T.contiguous()}), "supported: [128, 2] scales in F32"),
+    ("int4", replace(Q, torch.ones(128, 64)), f"{Q + '_packed'!r} in model.safetensors is there as {Q!r}, too"),
     ("int8", replace(Q, torch.ones(128, 32, dtype=torch.int8)), "has shape [128, 32], config.json implies [128, 64]"),
     ("int8", replace(Q, torch.ones(128, 64)), f"{Q + '_scale'!r} in model.safetensors has no place"),
     ("int8", replace(Q + "_g_idx", torch.ones(64, dtype=torch.int32)), "_g_idx' in model.safetensors has no place"),
@@ -223,3 +229,31 @@ def test_widths_that_groups_do_not_divide(make_checkpoint: Any) -> None:
 def test_unknown_kinds(make_checkpoint: Any) -> None:
     with pytest.raises(ConfigError, match="int3"):
         config_of("demo", quantization="int3")
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+def test_zero_points_of_few_outputs(rows: int) -> None:
+    """Eight of them share a word, also where one word per group is all."""
+    form, shape = StoredFormat(kind="int4", packed=True, group=32, zeros=True), (rows, 128)
+    zeros_NC = torch.arange(rows * 4).view(rows, 4) % 16
+    padded = torch.nn.functional.pad(zeros_NC, (0, 0, 0, -rows % 8)).view(-1, 8, 4)
+    tensors = {
+        "w_packed": torch.zeros(rows, 16, dtype=torch.int32),
+        "w_scale": torch.ones(rows, 4),
+        "w_zero_point": (padded << 4 * torch.arange(8)[:, None]).sum(1).to(torch.int32),
+    }
+    infos = {
+        name: TensorInfo(name, Path("f"), "F32" if tensor.is_floating_point() else "I32", tuple(tensor.shape), 0, 0)
+        for name, tensor in tensors.items()
+    }
+    stored = Stored(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"], ())
+    assert stored.mismatch(shape) == ""
+    into = unpack.empty(stored, torch.float32, shape)
+
+    def read(info: TensorInfo, take: Any) -> torch.Tensor:
+        found = tensors[info.name][take]
+        return found if found.is_floating_point() else found.view(torch.int32)
+
+    unpack.unpack(stored, Piece("w", shape, "w"), into, read)
+    assert into.zeros is not None
+    assert torch.equal(into.zeros, zeros_NC.float())
