@@ -69,9 +69,14 @@ def test_memory_at_the_peak_is_within_the_plan(
 ) -> None:
     monkeypatch.setattr(rounds, "ROUND_BYTES", ROUND_BYTES)
     meeting = name, wire, str(tmp_path), f"127.0.0.1:{free_port()}"
-    process = subprocess.Popen([sys.executable, "-m", "tests.moe.inflow_rank", *meeting], stdout=subprocess.PIPE)
-    Rank(1, *meeting).serve()
-    peak, tokens = map(int, process.communicate(timeout=30)[0].split())
+    command = [sys.executable, "-m", "tests.moe.inflow_rank", *meeting]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        rank = Rank(1, *meeting)
+        rank.serve()
+        assert process.stdout is not None
+        peak, tokens = map(int, process.stdout.readline().split())  # it has all that we sent
+        rank.backend.leave()
+        process.communicate(timeout=30)
     row_bytes = WIDTH * DTYPE.itemsize
     rows = ROUND_BYTES // row_bytes
     assert tokens == rows // (RANKS * TOP_K) < TOKENS
