@@ -1,4 +1,4 @@
-// The one thread pool of a process: pinned workers that spin briefly, then wait asleep.
+// The one thread pool of a process: workers that spin briefly, then wait asleep.
 #pragma once
 
 #include <atomic>
