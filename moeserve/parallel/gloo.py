@@ -30,7 +30,7 @@ from moeserve.parallel.members import Members
 dist: Any = torch.distributed  # its type hints lack most of what is used here
 
 CONNECT_S = 10.0  # limit on connecting once all ranks have answered the roll call
-LOOK_S = 0.2  # how often who waits for a collective looks whether the group is still there
+LOOK_S = 0.2  # how often who waits looks whether the group is still there
 POLL_S = 0.01
 NUM_TAGS = 1 << 16  # far more than are ever in flight
 BREAK_TAG = (1 << 31) - 1  # nobody sends with it
@@ -44,12 +44,12 @@ class Mesh:
 
     def __init__(self, members: Members, num_channels: int, name: str, terms: str = "") -> None:
         self.members = members
-        self.last: Channel | None = None  # that posted last
         self.missing: tuple[int, ...] = ()  # known once a wait failed
         self._prefix = f"{members.token}/{members.epoch}/{name}"
         self.num_channels = num_channels
         self._terms = terms
         self._store: Any | None = None
+        self._server: Any | None = None  # of the store; apart from it, since a receive that hangs keeps what it used
         self._closed = threading.Event()
         self.lock = threading.Lock()  # of what `close` takes away
         self._channels: list[Channel] = []
@@ -115,7 +115,7 @@ class Mesh:
         self._closed.set()
         with self.lock:
             channels, self._channels = self._channels, []
-            self._store = self._line = None
+            self._store = self._server = self._line = None
         for channel in channels:
             channel.sever()
 
@@ -132,8 +132,8 @@ class Mesh:
                 listener = socket.create_server((host if self.members.one_host else "", port))
             except OSError as error:
                 raise self.lost(f"cannot open the store at {host}:{port}: {error}") from None
-            fd = listener.detach()
-            return dist.TCPStore(host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=fd)
+            master = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+            self._server = dist.TCPStore(host, port, timeout=limit, **master)
         while True:
             try:
                 socket.create_connection((host, port), timeout=1.0).close()
@@ -159,6 +159,8 @@ class Mesh:
                 time.sleep(POLL_S)
             terms = {rank: store.get(key).decode() for rank, key in keys.items()}
         except RuntimeError as error:
+            if self.closed:
+                raise self.lost() from None
             raise self.lost(f"the store of rank 0 is gone: {error}", (0,)) from None
         odd = next((rank for rank, other in terms.items() if other != terms[members.rank]), None)
         if odd is not None:
@@ -275,20 +277,14 @@ class Channel:
         self._sends = []  # they keep the group alive, and with it the store's port
 
     def watch(self, mail: Mail) -> None:
-        """While two lanes take turns, rows arrive when nobody waits: a thread watches, so that the time of arrival is
-        true. A lane on its own waits at once and spares the hop."""
-        if self.mesh.last not in (None, self):
-            with self.mesh.lock:  # a mail that `sever` does not find would never be received
-                if not self.mesh.closed:
-                    self._receive_beside(mail)
-        self.mesh.last = self
-
-    def _receive_beside(self, mail: Mail) -> None:
-        if self._watch is None:
-            self._watch = SimpleQueue()
-            threading.Thread(target=_receive_all, args=(self._watch,), name="gloo-watch", daemon=True).start()
-        mail.watched = threading.Event()
-        self._watch.put(mail)
+        """A thread receives it: the time of arrival is true when nobody waits yet, and who waits can leave. Gloo wakes
+        no receive whose message had begun to arrive when its sender died; the thread then stands until the deadline."""
+        with self.mesh.lock:  # a mail that `sever` does not find would never be received
+            if not self.mesh.closed:
+                if self._watch is None:
+                    self._watch = SimpleQueue()
+                    threading.Thread(target=_receive_all, args=(self._watch,), name="gloo-watch", daemon=True).start()
+                self._watch.put(mail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +302,9 @@ class Mail:
 
     def __init__(self, channel: Channel, tag: int, receives: list[tuple[int, dist.Work]]) -> None:
         self.arrived_ns = 0
-        self.watched: threading.Event | None = None
+        self._watched = False
+        self._underway = threading.Lock()  # held until all is here; an Event takes 15 us more
+        self._underway.acquire()
         self._channel = channel
         self._tag = tag
         self._receives = receives
@@ -319,18 +317,24 @@ class Mail:
 
     def watch(self) -> None:
         """All is sent: from now on this is the exchange under way."""
+        self._watched = True
         self._channel.watch(self)
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Until every message is here. Raises PeerLost naming the first rank whose message did not come."""
         mesh = self._channel.mesh
         limit = mesh.members.deadline_s if deadline_s is None else deadline_s
-        if self.watched is None:
-            self.receive(limit)
-        elif not self.watched.wait(limit):
-            error = mesh.lost(f"rank {self._awaited} was silent for {limit:g} s", (self._awaited,))
-            mesh.close()
-            raise error
+        until = time.monotonic() + limit
+        if not self._watched:
+            self.watch()
+        while not self._underway.acquire(timeout=min(LOOK_S, limit)):
+            if mesh.closed:
+                raise mesh.lost()
+            if time.monotonic() > until:
+                error = mesh.lost(f"rank {self._awaited} was silent for {limit:g} s", (self._awaited,))
+                mesh.close()
+                raise error
+        self._underway.release()  # for whoever asks again
         if self._error is not None:
             raise self._error
         try:
@@ -338,9 +342,11 @@ class Mail:
         except RuntimeError as error:
             raise mesh.lost(_brief(error)) from None
 
-    def receive(self, limit_s: float) -> None:
+    def receive(self) -> None:
         """Take all messages; keeps the error for `wait`."""
-        mesh, until = self._channel.mesh, time.monotonic() + limit_s
+        mesh = self._channel.mesh
+        limit_s = mesh.members.deadline_s
+        until = time.monotonic() + limit_s
         try:
             for peer, work in self._receives:
                 self._awaited = peer
@@ -352,6 +358,7 @@ class Mail:
             mesh.close()
         if self._receives:
             self.arrived_ns = time.monotonic_ns()
+        self._underway.release()
 
 
 class Collective:
@@ -386,9 +393,7 @@ class Collective:
 
 def _receive_all(queue: SimpleQueue[Mail | None]) -> None:
     while (mail := queue.get()) is not None:
-        mail.receive(mail._channel.mesh.members.deadline_s)
-        assert mail.watched is not None
-        mail.watched.set()
+        mail.receive()
 
 
 def _address(store: str) -> tuple[str, int]:

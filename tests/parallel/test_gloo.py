@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -238,28 +241,44 @@ CHILD = """
 import sys, msgspec, torch, time
 from moeserve.parallel.gloo import Mesh
 from moeserve.parallel.members import Members
-mesh = Mesh(msgspec.json.decode(sys.argv[1], type=Members), 1, "test")
+members, sends, receives = msgspec.json.decode(sys.argv[1], type=tuple[Members, int, int])
+mesh = Mesh(members, 1, "test")
 mesh.connect()
-taken = torch.zeros(1, dtype=torch.uint8)
-mesh.channel(0).post({0: taken}, {0: torch.ones(1, dtype=torch.uint8)}).wait()
+taken = torch.zeros(receives, dtype=torch.uint8)
+mail = mesh.channel(0).post({0: taken}, {0: torch.ones(sends, dtype=torch.uint8)})
 print("here", flush=True)
+mail.wait()
 time.sleep(60)
 """
+LARGE = 1 << 30  # takes a second to arrive
+
+
+@contextlib.contextmanager
+def other_rank(members: Members, sends: int = 1, receives: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """A process that posts one exchange with rank 0."""
+    setup = msgspec.json.encode((members, sends, receives)).decode()
+    child = subprocess.Popen([sys.executable, "-c", CHILD, setup], stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def said_here(child: subprocess.Popen[str]) -> bool:
+    assert child.stdout is not None
+    return child.stdout.readline() == "here\n"
 
 
 def test_a_killed_process_is_named_at_once() -> None:
-    import msgspec
-
     members = members_of(2)
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, msgspec.json.encode(members[1]).decode()], stdout=subprocess.PIPE, text=True
-    )
-    try:
+    with other_rank(members[1]) as child:
         mesh = Mesh(members[0], 1, "test")
         mesh.connect()
         exchange(mesh)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "here\n"
+        assert said_here(child)
         threading.Timer(0.2, os.kill, (child.pid, signal.SIGKILL)).start()
         start = time.monotonic()
         with pytest.raises(PeerLost, match="rank 1 is gone") as caught:
@@ -267,8 +286,27 @@ def test_a_killed_process_is_named_at_once() -> None:
         assert caught.value.missing == (1,)
         assert time.monotonic() - start < 2
         mesh.close()
-    finally:
+
+
+@pytest.mark.parametrize("way", ["receives", "sends"])
+def test_a_process_killed_in_the_middle_of_a_message(way: str) -> None:
+    """Gloo wakes nobody then: the vote finds out, leaves, and begins the next epoch at the same store."""
+    members = members_of(2, deadline_s=20.0)
+    large, small = torch.zeros(LARGE, dtype=torch.uint8), numbers(0)
+    taken, sent = (large, small) if way == "receives" else (small, large)
+    with other_rank(members[1], sends=len(taken), receives=len(sent)) as child:
+        mesh = Mesh(members[0], 1, "test")
+        mesh.connect()
+        assert said_here(child)
+        mail = mesh.channel(0).post({1: taken}, {1: sent})
+        time.sleep(0.1)
         child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
+        threading.Timer(0.3, mesh.close).start()
+        start = time.monotonic()
+        with pytest.raises(PeerLost):
+            mail.wait() if way == "receives" else exchange(mesh)
+        assert time.monotonic() - start < 2
+    again = connected([dataclasses.replace(each, epoch=2) for each in members])
+    together([lambda mesh=mesh: exchange(mesh) for mesh in again])  # type: ignore[misc]
+    for mesh in again:
+        mesh.close()
