@@ -56,7 +56,7 @@ def main() -> None:
     made.add_argument("--prompt", type=int, default=256, help="tokens of each request in it [%(default)s]")
     made.add_argument("--batch", type=int, default=16, help="requests of each rank's decode step [%(default)s]")
     made.add_argument("--ratio", type=float, default=0.6, help="communication time / compute time [%(default)s]")
-    made.add_argument("--rounds", type=int, default=6, help="prefill steps of each mode [%(default)s]")
+    made.add_argument("--rounds", type=int, default=12, help="prefill steps of each mode [%(default)s]")
     made.add_argument("--auto-rounds", type=int, default=24, help=f"times {CHUNK} decode steps [%(default)s]")
     args = made.parse_args()
     cores = sorted(os.sched_getaffinity(0))

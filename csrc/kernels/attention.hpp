@@ -117,8 +117,9 @@ inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t
             strip<Step>(rows, q + row * padded, padded, columns, column, column + part, 0, chain, s.p + row * kTile,
                         kTile, true);
         }
-        for (int64_t r = row; r < row + rows; ++r) {
-            softmax_tile(s.p + r * kTile, view.first(r / group), view.last(r / group), call.soft_cap,
+        for (int64_t r = row, i = row / group, next = (i + 1) * group; r < row + rows; ++r) {
+            if (r == next) ++i, next += group;
+            softmax_tile(s.p + r * kTile, view.first(i), view.last(i), call.soft_cap,
                          row_sums(sums + r * shape.sums(), padded), padded);
         }
         if (copy) add_values(shape, view, row, rows, s.p, Even{s.values, padded}, sums);
@@ -189,9 +190,10 @@ inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, con
 /// From (even ones, odd ones) back to the order of the head.
 inline void join_columns(float* values, int64_t columns) {
     for (int64_t i = 0; i < columns; i += 2 * kWidth) {
-        float joined[2 * kWidth];
-        for (int64_t d = 0; d < 2 * kWidth; ++d) joined[d] = values[i + d / 2 + d % 2 * kWidth];
-        memcpy(values + i, joined, sizeof joined);
+        f32 even = load(values + i), odd = load(values + i + kWidth);
+        interleave(even, odd);
+        store(values + i, even);
+        store(values + i + kWidth, odd);
     }
 }
 

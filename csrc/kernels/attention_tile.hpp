@@ -266,14 +266,10 @@ MOESERVE_INLINE void clear(RowSums s, int64_t padded) {
     *s.weight = 0.0f;
 }
 
-/// Makes exp(score - largest) of the scores x[begin..end), 0 of others in the same 16, and brings the sums in line.
-inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, RowSums s, int64_t padded) {
-    const int64_t from = begin / 16 * 16, to = (end + 15) / 16 * 16;
-    if (soft_cap != 0.0f)
-        for (int64_t j = from; j < to; j += kWidth) store(x + j, capped(load(x + j), all(soft_cap)));
-    for (int64_t j = from; j < begin; ++j) x[j] = -__builtin_inff();
-    for (int64_t j = end; j < to; ++j) x[j] = -__builtin_inff();
+/// `softmax_tile` of the columns from .. to - 1, multiples of 16, which are known to the compiler where many are the same.
+MOESERVE_INLINE void softmax_columns(float* x, int64_t from, int64_t to, RowSums s, int64_t padded) {
     f32 highest = load(x + from);
+#pragma GCC unroll 8
     for (int64_t j = from + kWidth; j < to; j += kWidth) highest = max(highest, load(x + j));
     const float before = *s.largest, in_tile = first(max(all(largest(highest)), all(before)));
     *s.largest = in_tile;
@@ -282,6 +278,7 @@ inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, R
     constexpr int kParts = 16 / kWidth;
     f32 part[kParts];
     for (int i = 0; i < kParts; ++i) part[i] = zero();
+#pragma GCC unroll 4
     for (int64_t j = from; j < to; j += 16) {
 #pragma GCC unroll 2
         for (int i = 0; i < kParts; ++i) {
@@ -298,6 +295,17 @@ inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, R
     const float factor = exp_one(before - in_tile);
     *s.weight = *s.weight * factor + weight;
     for (int64_t i = 0; i < padded; i += kWidth) store(s.values + i, mul(load(s.values + i), all(factor)));
+}
+
+/// Makes exp(score - largest) of the scores x[begin..end), 0 of others in the same 16, and brings the sums in line.
+inline void softmax_tile(float* x, int64_t begin, int64_t end, float soft_cap, RowSums s, int64_t padded) {
+    const int64_t from = begin / 16 * 16, to = (end + 15) / 16 * 16;
+    if (soft_cap != 0.0f)
+        for (int64_t j = from; j < to; j += kWidth) store(x + j, capped(load(x + j), all(soft_cap)));
+    if (begin == 0 && end == kTile) return softmax_columns(x, 0, kTile, s, padded);
+    for (int64_t j = from; j < begin; ++j) x[j] = -__builtin_inff();
+    for (int64_t j = end; j < to; ++j) x[j] = -__builtin_inff();
+    softmax_columns(x, from, to, s, padded);
 }
 
 /// Adds the sums of a later chunk to those of earlier ones. A chunk in which the row has seen nothing is left out.

@@ -3,9 +3,6 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-/// 2^n for whole numbers n in [-126, 127].
-MOESERVE_INLINE f32 power_of_two(f32 n) { return floats(left<23>(add(to_int(n), all_words(127)))); }
-
 /// e^x, within 2 units in the last place; exactly 0 from -104 down (-infinity included), infinity above 88.7, NaN for NaN.
 /// Range reduction by ln 2 in two parts, then a polynomial of degree 6 (Cephes' expf, Moshier 1992).
 MOESERVE_INLINE f32 exp(f32 x) {
@@ -20,8 +17,7 @@ MOESERVE_INLINE f32 exp(f32 x) {
     p = fma(p, r, all(1.6666665459e-1f));
     p = fma(p, r, all(5.0000001201e-1f));
     p = add(fma(mul(r, r), p, r), all(1.0f));
-    const f32 half = nearest(mul(n, all(0.5f)));  // 2^n in two factors: it need not be a float itself
-    return mul(mul(p, power_of_two(half)), power_of_two(sub(n, half)));
+    return times_power_of_two(p, n);
 }
 
 /// x / (1 + e^-x).

@@ -1,6 +1,8 @@
 // Matrix products over parts of the rows: linear layers, and both products of gated experts.
 #pragma once
 
+#include <unistd.h>
+
 #include "kernels/elements.hpp"
 #include "kernels/gemm.hpp"
 #include "kernels/math.hpp"
@@ -8,8 +10,9 @@
 
 namespace moeserve::MOESERVE_ISA {
 
-constexpr size_t kChunk = 256;  // inputs that several tiles share while a block's weights for them are in the L1 cache
 constexpr size_t kBlocks = kWidth == 16 ? 2 : 1;  // that many rows meet at once
+/// Inputs that several tiles share while the blocks' weights for them are in the L1 cache, beside a few rows.
+inline const size_t kChunk = kBlocks == 1 || sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 ? 512 : 256;
 
 /// Whether rows of E meet these weights as bf16 pairs.
 template <class E>
@@ -26,7 +29,7 @@ struct Workspace {
         const size_t elements = pairs ? (args.depth + 1) / 2 : args.depth;
         // Rows are not a multiple of 4 KiB apart, where their elements would compete for the same lines of a cache.
         stride = (elements + 15) / 16 * 16 + 16;
-        const size_t chunk = args.group > kChunk ? args.group : kChunk;
+        const size_t group = args.group < args.depth ? args.group : args.depth, chunk = group > kChunk ? group : kChunk;
         const size_t floats = args.most_rows * (stride + kSumsStride) + (chunk + 1) * kColumns * kBlocks;
         a = reinterpret_cast<float*>(scratch(Scratch::product, floats * sizeof(float)));
         c = a + args.most_rows * stride;
@@ -205,12 +208,11 @@ void take_rows(const ProductArgs& args, const Part& part, const Workspace& space
 
 template <class E>
 void finish(const ProductArgs& args, const Part& part, const Workspace& space, size_t first_block, size_t blocks) {
-    const size_t step = args.gated ? 2 : 1;
+    const size_t step = args.gated ? 2 : 1, first = first_block / step * kColumns;
     for (size_t r = 0; r < part.count; ++r) {
         const float* c = space.c + r * kSumsStride;
         char* y = static_cast<char*>(args.y) + (part.first + r) * args.y_stride * E::bytes;
-        for (size_t b = 0; b < blocks; b += step, c += step * kColumns) {
-            const size_t column = (first_block + b) / step * kColumns;
+        for (size_t b = 0, column = first; b < blocks; b += step, column += kColumns, c += step * kColumns) {
             for (int v = 0; v < kVectors; ++v) {
                 f32 value = load(c + v * kWidth);
                 if (args.gated) value = mul(silu(value), load(c + kColumns + v * kWidth));

@@ -56,6 +56,14 @@ MOESERVE_INLINE i32 right_signed(i32 a) {
     return _mm256_srai_epi32(a, bits);
 }
 
+/// 2^n for whole numbers n in [-126, 127].
+MOESERVE_INLINE f32 power_of_two(f32 n) { return floats(left<23>(add(to_int(n), all_words(127)))); }
+/// a * 2^n for whole numbers n in [-252, 254], rounded once, if a is in [0.5, 2) or NaN.
+MOESERVE_INLINE f32 times_power_of_two(f32 a, f32 n) {
+    const f32 half = nearest(mul(n, all(0.5f)));  // in two factors: 2^n need not be a float itself
+    return mul(mul(a, power_of_two(half)), power_of_two(sub(n, half)));
+}
+
 MOESERVE_INLINE f32 load(const float* p) { return _mm256_loadu_ps(p); }
 MOESERVE_INLINE void store(float* p, f32 a) { _mm256_storeu_ps(p, a); }
 MOESERVE_INLINE i32 load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -115,6 +123,12 @@ MOESERVE_INLINE int32_t largest(i32 a) {
     return _mm_cvtsi128_si32(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 
+/// (a[0], b[0], a[1], ...) in place of a and b.
+MOESERVE_INLINE void interleave(f32& a, f32& b) {
+    const f32 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    a = _mm256_permute2f128_ps(low, high, 0x20);
+    b = _mm256_permute2f128_ps(low, high, 0x31);
+}
 /// The first lane.
 MOESERVE_INLINE float first(f32 a) { return _mm256_cvtss_f32(a); }
 

@@ -62,6 +62,9 @@ MOESERVE_INLINE i32 right_signed(i32 a) {
     return _mm512_srai_epi32(a, bits);
 }
 
+/// a * 2^n for whole numbers n in [-252, 254], rounded once, if a is in [0.5, 2) or NaN.
+MOESERVE_INLINE f32 times_power_of_two(f32 a, f32 n) { return _mm512_scalef_ps(a, n); }
+
 MOESERVE_INLINE f32 load(const float* p) { return _mm512_loadu_ps(p); }
 MOESERVE_INLINE void store(float* p, f32 a) { _mm512_storeu_ps(p, a); }
 MOESERVE_INLINE i32 load_words(const void* p) { return _mm512_loadu_si512(p); }
@@ -123,6 +126,13 @@ MOESERVE_INLINE i32 upper_halves(i32 a, i32 b) {
 MOESERVE_INLINE i32 swap_halves(i32 a) { return _mm512_rol_epi32(a, 16); }
 #endif
 
+/// (a[0], b[0], a[1], ...) in place of a and b.
+MOESERVE_INLINE void interleave(f32& a, f32& b) {
+    const i32 low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const f32 front = _mm512_permutex2var_ps(a, low, b);
+    b = _mm512_permutex2var_ps(a, add(low, all_words(8)), b);
+    a = front;
+}
 /// The first lane.
 MOESERVE_INLINE float first(f32 a) { return _mm512_cvtss_f32(a); }
 
