@@ -83,7 +83,6 @@ def route(
     weights: int,
     /,
 ) -> None: ...
-def count_ids(ids: int, num_ids: int, counts: NDArray[np.int64], /) -> None: ...
 def group_pairs(ids: int, num_pairs: int, counts: NDArray[np.int64], order: int, place: int, /) -> int: ...
 def copy_rows(
     from_: int, from_rows: int, index: int, divisor: int, count: int, row_bytes: int, out: int, /
@@ -91,21 +90,9 @@ def copy_rows(
 def sum_pairs(
     element: Element, tokens: int, top_k: int, dim: int, y: int, place: int, weights: int, out: int, /
 ) -> None: ...
-def argmax(rows: int, width: int, x: int, stride: int, index: int, peak: int, column: int, /) -> None: ...
+def argmax(rows: int, width: int, x: int, stride: int, peak: int, column: int, /) -> None: ...
 def race(
-    rows: int,
-    width: int,
-    x: int,
-    stride: int,
-    index: int,
-    temperature: int,
-    low: int,
-    high: int,
-    token_hash: int,
-    blocks: int,
-    peak: int,
-    column: int,
-    /,
+    rows: int, width: int, x: int, stride: int, low: int, high: int, token_hash: int, blocks: int, column: int, /
 ) -> None: ...
 
 class Region(Buffer):

@@ -55,9 +55,6 @@ void bind_routing(py::module_& m) {
                              at<int32_t>(ids), at<float>(weights)};
         over_rows(kernels()->route, args, rows, experts * (top_k / 2 + 4));
     });
-    m.def("count_ids", [](Address ids, size_t num_ids, Counts counts) {
-        count_ids(at<int32_t>(ids), num_ids, static_cast<size_t>(counts.size()), counts.mutable_data());
-    }, py::arg(), py::arg(), py::arg().noconvert());
     m.def("group_pairs", [](Address ids, size_t num_pairs, Counts counts, Address order, Address place) {
         return group_pairs(at<int32_t>(ids), num_pairs, static_cast<size_t>(counts.size()), counts.mutable_data(),
                            at<int64_t>(order), at<int64_t>(place));
@@ -80,15 +77,14 @@ void bind_routing(py::module_& m) {
 }
 
 void bind_sampling(py::module_& m) {
-    m.def("argmax", [](size_t rows, size_t width, Address x, size_t stride, Address index, Address peak, Address column) {
-        const ArgmaxArgs args{width, at<float>(x), stride, at<int64_t>(index), at<float>(peak), at<int64_t>(column)};
+    m.def("argmax", [](size_t rows, size_t width, Address x, size_t stride, Address peak, Address column) {
+        const ArgmaxArgs args{width, at<float>(x), stride, at<float>(peak), at<int64_t>(column)};
         over_rows(kernels()->argmax, args, rows, width);
     });
-    m.def("race", [](size_t rows, size_t width, Address x, size_t stride, Address index, Address temperature, Address low,
-                     Address high, Address token_hash, Address blocks, Address peak, Address column) {
-        const RaceArgs args{width, at<float>(x), stride, at<int64_t>(index), at<float>(temperature), at<int32_t>(low),
-                            at<int32_t>(high), at<int32_t>(token_hash), at<int64_t>(blocks), at<float>(peak),
-                            at<int64_t>(column)};
+    m.def("race", [](size_t rows, size_t width, Address x, size_t stride, Address low, Address high, Address token_hash,
+                     Address blocks, Address column) {
+        const RaceArgs args{width, at<float>(x), stride, at<int32_t>(low), at<int32_t>(high), at<int32_t>(token_hash),
+                            at<int64_t>(blocks), at<int64_t>(column)};
         over_rows(kernels()->race, args, rows, width);
     });
 }

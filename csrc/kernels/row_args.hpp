@@ -81,23 +81,19 @@ struct ArgmaxArgs {
     size_t width;
     const float* x;
     size_t stride;
-    const int64_t* index;  // row i is x's row index[i]; null: row i
     float* peak;
     int64_t* column;
 };
 
-/// The column of the largest (x - peak) / temperature - noise of each row; -1 where rounding could decide between two.
+/// The column of the largest x - noise of each row; -1 where rounding could decide between two.
 struct RaceArgs {
     size_t width;
     const float* x;
     size_t stride;
-    const int64_t* index;      // as for ArgmaxArgs
-    const float* temperature;  // null: x itself less the noise
-    const int32_t* low;        // the two halves of each row's key
+    const int32_t* low;  // the two halves of each row's key
     const int32_t* high;
     const int32_t* token_hash;
     const int64_t* blocks;  // [rows, width / 64]: column c is token blocks[c / 64] * 64 + c % 64; null: token c
-    float* peak;            // of each row, before the temperature
     int64_t* column;
 };
 

@@ -48,13 +48,9 @@ inline Peak row_peak(const float* x, size_t width) {
     return {x[column], column};
 }
 
-inline const float* row_of(const float* x, size_t stride, const int64_t* index, size_t r) {
-    return x + (index ? static_cast<size_t>(index[r]) : r) * stride;
-}
-
 inline void argmax(const ArgmaxArgs& args, size_t begin, size_t end) {
     for (size_t r = begin; r < end; ++r) {
-        const Peak peak = row_peak(row_of(args.x, args.stride, args.index, r), args.width);
+        const Peak peak = row_peak(args.x + r * args.stride, args.width);
         args.peak[r] = peak.value;
         args.column[r] = static_cast<int64_t>(peak.column);
     }
@@ -70,21 +66,20 @@ MOESERVE_INLINE f32 uniform(const int32_t* token_hash, uint32_t low, uint32_t hi
 
 constexpr size_t kBlock = 64;  // columns; noise.LANES
 
-/// One row's race so far: column c's score is (x[c] - shift) / divisor - log(-log(1 - u)), u the token's uniform number.
+/// One row's race so far: column c's score is x[c] - log(-log(1 - u)), u the token's uniform number.
 struct Race {
-    float shift, divisor;
     uint32_t low, high;
     double best = -__builtin_inf(), second = -__builtin_inf();
     size_t column = 0;
 
     /// How much the reference, which takes its logarithms in fp32, may differ from scores in double precision, between
-    /// two of them: six roundings of numbers below 32, or of larger ones where x is not shifted, doubled.
+    /// two of them: six roundings of numbers below 32, or of larger ones, doubled.
     double doubt() const { return 3e-5 + __builtin_fabs(best) * 0x1p-21; }
 
     /// The lanes of these columns, which may beat the best.
     void enter(f32 x, f32 uniform, size_t first, unsigned lanes) {
         float at[kWidth], u[kWidth];
-        store(at, div(sub(x, all(shift)), all(divisor)));
+        store(at, x);
         store(u, uniform);
         for (; lanes; lanes &= lanes - 1) {
             const int lane = __builtin_ctz(lanes);
@@ -100,7 +95,7 @@ struct Race {
     /// What u must not exceed for x to come near the best: -log(1 - u) is at least u.
     MOESERVE_INLINE f32 limit(f32 x) const {
         const float to_beat = static_cast<float>(best - 4 * doubt());
-        return exp(sub(div(sub(x, all(shift)), all(divisor)), all(to_beat)));
+        return exp(sub(x, all(to_beat)));
     }
 
     /// A block of columns. One limit for its largest tells that hardly any comes near, whatever their noise.
@@ -118,8 +113,8 @@ struct Race {
 
     /// No column with a smaller x can win: noise adds 22.2 at most.
     float hopeless() const {
-        const float bound = shift + divisor * static_cast<float>(best - 22.3);
-        return bound - __builtin_fabsf(bound) * 0x1p-20f - __builtin_fabsf(shift) * 0x1p-20f;
+        const float bound = static_cast<float>(best - 22.3);
+        return bound - __builtin_fabsf(bound) * 0x1p-20f;
     }
 };
 
@@ -130,12 +125,11 @@ MOESERVE_INLINE bool reaches(const float* x, float bound) {
     return not_below(most, all(bound)) != 0;
 }
 
-/// The winner's column among `width`, or -1. peak: the row's maximum, a number.
-inline int64_t race_row(const RaceArgs& args, size_t r, const float* x, Peak peak) {
+/// The winner's column among `width`, or -1. likeliest: the column of the row's maximum, a number.
+inline int64_t race_row(const RaceArgs& args, size_t r, const float* x, size_t likeliest) {
     const size_t width = args.width, num_blocks = (width + kBlock - 1) / kBlock;
     const int64_t* blocks = args.blocks ? args.blocks + r * num_blocks : nullptr;
-    Race race{args.temperature ? peak.value : 0.0f, args.temperature ? args.temperature[r] : 1.0f,
-              static_cast<uint32_t>(args.low[r]), static_cast<uint32_t>(args.high[r])};
+    Race race{static_cast<uint32_t>(args.low[r]), static_cast<uint32_t>(args.high[r])};
     const auto enter = [&](size_t block, float bound) {
         alignas(64) float part[kBlock];
         const float* here = x + block * kBlock;
@@ -151,7 +145,7 @@ inline int64_t race_row(const RaceArgs& args, size_t r, const float* x, Peak pea
     };
     // The likeliest goes first: then the number of columns that must be looked at closely is about the logarithm of
     // the number of likely ones, wherever they are.
-    const size_t first = peak.column / kBlock;
+    const size_t first = likeliest / kBlock;
     enter(first, -__builtin_inff());
     float bound = race.hopeless();
     for (size_t block = 0; block < num_blocks; ++block) {
@@ -162,11 +156,10 @@ inline int64_t race_row(const RaceArgs& args, size_t r, const float* x, Peak pea
 
 inline void race(const RaceArgs& args, size_t begin, size_t end) {
     for (size_t r = begin; r < end; ++r) {
-        const float* x = row_of(args.x, args.stride, args.index, r);
+        const float* x = args.x + r * args.stride;
         const Peak peak = row_peak(x, args.width);
-        args.peak[r] = peak.value;
         const bool finite = __builtin_fabsf(peak.value) < __builtin_inff();
-        args.column[r] = finite ? race_row(args, r, x, peak) : -1;
+        args.column[r] = finite ? race_row(args, r, x, peak.column) : -1;
     }
 }
 

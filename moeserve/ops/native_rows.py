@@ -136,14 +136,6 @@ def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple
     return ids_TK, weights_TK
 
 
-def count_ids(ids_TK: Tensor, num_experts: int) -> NDArray[np.int64]:
-    """How many of the int32 ids are each expert's; -1 counts nowhere."""
-    _check_ids(ids_TK)
-    counts_E = np.empty(num_experts, np.int64)
-    _native.count_ids(ids_TK.data_ptr(), ids_TK.numel(), counts_E)
-    return counts_E
-
-
 def group_pairs(ids_TK: Tensor, num_slots: int) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """(order_P, place_N, counts_e) of a `Grouping` (moe/all2all/layout.py)."""
     _check_ids(ids_TK)
@@ -194,45 +186,29 @@ def _rows(from_XD: Tensor, index_P: Tensor, divisor: int) -> Tensor:
     return out_PD
 
 
-def argmax(x_SV: Tensor, index_r: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(maximum, its lowest column) of each fp32 row, or of the rows in `index_r`; NaN counts as largest."""
-    rows = x_SV.shape[0] if index_r is None else index_r.shape[0]
-    peak_r, column_r = _empty(rows), _empty(rows, dtype=torch.int64)
-    index = 0 if index_r is None else index_r.data_ptr()
-    _native.argmax(rows, x_SV.shape[1], x_SV.data_ptr(), _stride(x_SV), index, peak_r.data_ptr(), column_r.data_ptr())
-    return peak_r, column_r
+def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum, its lowest column) of each fp32 row; NaN counts as largest."""
+    rows = x_SV.shape[0]
+    peak_S, column_S = _empty(rows), _empty(rows, dtype=torch.int64)
+    _native.argmax(rows, x_SV.shape[1], x_SV.data_ptr(), _stride(x_SV), peak_S.data_ptr(), column_S.data_ptr())
+    return peak_S, column_S
 
 
-def race(
-    x_SV: Tensor,
-    low_r: Tensor,
-    high_r: Tensor,
-    token_hash_V: Tensor,
-    *,
-    index_r: Tensor | None = None,
-    temperature_r: Tensor | None = None,
-    blocks_rB: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(maximum of each row, column of the largest (x - maximum) / temperature + Gumbel noise): runner/noise.py's noise
-    for keys low and high and the tokens that blocks_rB names. The column is -1 where fp32 logarithms could decide
-    between two, or where a row's maximum is not finite: ask the reference then.
-
-    index_r: which rows of x. Without temperatures the rows are taken as they are, not shifted.
-    """
+def race(x_rV: Tensor, low_r: Tensor, high_r: Tensor, token_hash_V: Tensor, blocks_rB: Tensor | None = None) -> Tensor:
+    """The column of the largest x + Gumbel noise of each row: runner/noise.py's noise for keys low and high and the
+    tokens that blocks_rB names. -1 where fp32 logarithms could decide between two, or where a row's maximum is not
+    finite: ask the reference then."""
     rows = low_r.shape[0]
-    peak_r, column_r = _empty(rows), _empty(rows, dtype=torch.int64)
-    optional = [0 if x is None else x.data_ptr() for x in (index_r, temperature_r)]
+    column_r = _empty(rows, dtype=torch.int64)
     _native.race(
         rows,
-        x_SV.shape[1],
-        x_SV.data_ptr(),
-        _stride(x_SV),
-        *optional,
+        x_rV.shape[1],
+        x_rV.data_ptr(),
+        _stride(x_rV),
         low_r.data_ptr(),
         high_r.data_ptr(),
         token_hash_V.data_ptr(),
         0 if blocks_rB is None else blocks_rB.data_ptr(),
-        peak_r.data_ptr(),
         column_r.data_ptr(),
     )
-    return peak_r, column_r
+    return column_r

@@ -17,7 +17,7 @@ def winners(gumbel: Gumbel, x_rV: Tensor, low_r: Tensor, high_r: Tensor, blocks_
     """Each row's column with the largest x + noise, int64. Uses up x_rV; the other arguments as for `log_race`."""
     if not x_rV.is_cpu or not native_rows.AVAILABLE:
         return slow_winners(gumbel, x_rV, low_r, high_r, blocks_rB)
-    column_r = native_rows.race(x_rV, low_r, high_r, gumbel.token_hash, blocks_rB=blocks_rB)[1]
+    column_r = native_rows.race(x_rV, low_r, high_r, gumbel.token_hash, blocks_rB)
     for i in (column_r < 0).nonzero().flatten().tolist():
         row = slice(i, i + 1)
         blocks_1B = None if blocks_rB is None else blocks_rB[row]

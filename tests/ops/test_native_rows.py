@@ -205,7 +205,6 @@ def test_grouping_and_sums_of_pairs(tokens: int, dtype: torch.dtype, threads: No
     assert torch.equal(found.order_P, expected.order_P)
     assert torch.equal(found.place_N, expected.place_N)
     assert np.array_equal(found.counts_e, expected.counts_e)
-    assert np.array_equal(native_rows.count_ids(ids, 13), expected.counts_e)
     rows = native_rows.rows_of_pairs(x, found.order_P, 4)
     assert torch.equal(rows, x.index_select(0, expected.order_P // 4))
     out = native_rows.sum_pairs(rows, found.place_N, weights, torch.full_like(x.contiguous(), torch.nan))
@@ -257,8 +256,6 @@ def test_argmax(width: int) -> None:
     expected = x.max(dim=-1)
     assert torch.equal(column, expected.indices)
     assert torch.equal(peak.nan_to_num(9e9), expected.values.nan_to_num(9e9))
-    index = torch.tensor([5, 2, 30])
-    assert torch.equal(native_rows.argmax(x, index)[1], expected.indices[index])
 
 
 @pytest.mark.parametrize("vocab", [64, 100, 4096, 50_000])
@@ -266,23 +263,16 @@ def test_argmax(width: int) -> None:
 def test_races_have_the_reference_winner(vocab: int, spread: float) -> None:
     rows = 200 if vocab < 10_000 else 12
     gumbel = noise.Gumbel(vocab, torch.device("cpu"))
-    x = random(rows + 2, vocab) * spread + 5
-    x[0].sort()
+    x = random(rows, vocab) * spread + 5
     x[1] = x[1].sort().values
-    index = torch.arange(2, rows + 2)
-    temperature = torch.rand(rows, generator=torch.Generator().manual_seed(5)) + 0.2
     low, high = torch.from_numpy(noise.row_keys(np.arange(rows, dtype=np.uint64) * 77, np.arange(rows)))
-    peak, winner = native_rows.race(x, low, high, gumbel.token_hash, index_r=index, temperature_r=temperature)
-    shifted = x[2:] - x[2:].amax(dim=-1, keepdim=True)
-    padded = torch.nn.functional.pad(shifted / temperature[:, None], (0, -vocab % 64), value=-math.inf)
+    winner = native_rows.race(x, low, high, gumbel.token_hash)
+    padded = torch.nn.functional.pad(x, (0, -vocab % 64), value=-math.inf)
     expected = first_max(padded - gumbel.log_race(low, high))[1]
     decided = winner >= 0
-    assert torch.equal(peak, x[2:].amax(dim=-1))
     assert int(decided.sum()) > 0.99 * rows
     assert torch.equal(winner[decided], expected[decided])
-    again, at = native_rows.race(padded, low, high, gumbel.token_hash)
-    assert torch.equal(at, winner)
-    assert (again == 0).all()
+    assert torch.equal(native_rows.race(padded, low, high, gumbel.token_hash), winner)
 
 
 def test_race_over_some_blocks() -> None:
@@ -291,7 +281,7 @@ def test_race_over_some_blocks() -> None:
     x = random(30, 320)
     x[:, ::3] = -math.inf
     low, high = torch.from_numpy(noise.row_keys(np.arange(30, dtype=np.uint64), np.arange(30)))
-    winner = native_rows.race(x, low, high, gumbel.token_hash, blocks_rB=blocks)[1]
+    winner = native_rows.race(x, low, high, gumbel.token_hash, blocks)
     assert torch.equal(winner, first_max(x - gumbel.log_race(low, high, blocks))[1])
 
 
@@ -300,12 +290,12 @@ def test_race_leaves_hard_cases_to_the_reference() -> None:
     x = torch.zeros(4, 128)
     x[0, 5], x[1, 5], x[2] = math.nan, math.inf, -math.inf
     zeros = torch.zeros(4, dtype=torch.int32)
-    assert native_rows.race(x, zeros, zeros, gumbel.token_hash)[1].tolist()[:3] == [-1, -1, -1]
+    assert native_rows.race(x, zeros, zeros, gumbel.token_hash).tolist()[:3] == [-1, -1, -1]
     x = torch.full((1, 128), -math.inf)
     x[0, [3, 90]] = gumbel.log_race(zeros[:1], zeros[:1])[0, [3, 90]]  # both scores are 0
-    assert native_rows.race(x, zeros[:1], zeros[:1], gumbel.token_hash)[1].item() == -1
+    assert native_rows.race(x, zeros[:1], zeros[:1], gumbel.token_hash).item() == -1
     x[0, 90] = x[0, 90] + 0.01
-    assert native_rows.race(x, zeros[:1], zeros[:1], gumbel.token_hash)[1].item() == 90
+    assert native_rows.race(x, zeros[:1], zeros[:1], gumbel.token_hash).item() == 90
 
 
 def exp(x: Tensor) -> Tensor:
