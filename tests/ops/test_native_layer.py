@@ -106,3 +106,50 @@ def test_wrong_sizes_are_refused() -> None:
     router = NativeLinear(random(4, WIDTH))
     with pytest.raises(ValueError, match="cannot choose 5 of 4 experts"):
         native_layer.ExpertsBlock(router, 5, "softmax", True, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_stack(tokens: int, dtype: torch.dtype) -> None:
+    """Three layers of two KV groups in one call, against block after block and norm after norm."""
+    experts, hidden, top_k, eps, kernel = 6, 40, 2, 1e-5, NativeExperts()
+    offsets, starts = np.array([0, tokens], np.int32), np.array([3], np.int32)
+    cos, sin = random(tokens, 1, DIM, seed=5), random(tokens, 1, DIM, seed=6)
+    steps = []
+    for window, first in ((None, 1), (20, 20)):
+        blocks = torch.arange(first, first + 8).view(1, 8)
+        plan = native_attention.plan_attention(blocks, BLOCK, window, starts, offsets, HEADS, KV_HEADS, DIM)
+        steps.append((plan, first * BLOCK + 3 + torch.arange(tokens)))
+    layers, packed, norms = [], [], [random(WIDTH, seed=90 + i) for i in range(3)]
+    for i in range(3):
+        qkv = NativeLinear(random((HEADS + 2 * KV_HEADS) * DIM, WIDTH, dtype=dtype, seed=10 * i))
+        out = NativeLinear(random(WIDTH, HEADS * DIM, dtype=dtype, seed=10 * i + 1))
+        rule = HeadRule(HEADS, KV_HEADS, 0.3, eps, random(HEADS + KV_HEADS, DIM, seed=10 * i + 2), math.inf)
+        router = NativeLinear(random(experts, WIDTH, dtype=dtype, seed=10 * i + 3))
+        w13 = random(experts, 2 * hidden, WIDTH, dtype=dtype, seed=10 * i + 4)
+        packed.append(kernel.pack(ExpertWeights(w13, random(experts, WIDTH, hidden, dtype=dtype, seed=10 * i + 5))))
+        attention = native_layer.AttentionBlock(qkv, out, rule, DIM, dtype)
+        block = native_layer.ExpertsBlock(router, top_k, "softmax", True, dtype)
+        layers.append(native_layer.StackLayer(attention, random(WIDTH, seed=10 * i + 6), block, i % 2))
+    caches = [tuple(random(40, BLOCK, KV_HEADS, DIM, dtype=dtype, seed=80 + i).clone() for _ in "kv") for i in range(3)]
+    x, residual = random(tokens, WIDTH, dtype=dtype, seed=7), random(tokens, WIDTH, dtype=dtype, seed=8)
+
+    y, total, counts = x.clone(), residual.clone(), []
+    own = [tuple(part.clone() for part in cache) for cache in caches]
+    for layer, cache, slots, norm in zip(layers, own, packed, norms, strict=True):
+        plan, cells = steps[layer.group]
+        y = layer.attention(y, cos, sin, *cache, cells, plan)
+        y, total = native_rows.add_rms_norm(y, total, layer.norm_D, eps)
+        y, counted = layer.experts(y, slots)
+        counts.append(counted)
+        y, total = native_rows.add_rms_norm(y, total, norm, eps)
+    stack = native_layer.LayerStack(layers, norms, eps, dtype)
+    found = stack(x, residual, cos, sin, steps, caches, packed)
+    assert torch.isfinite(y).all()
+    assert torch.equal(x, y)
+    assert torch.equal(residual, total)
+    assert np.array_equal(found, counts)
+    for cache, expected in zip(caches, own, strict=True):
+        assert all(torch.equal(part, other) for part, other in zip(cache, expected, strict=True))
+    with pytest.raises(ValueError, match="per layer"):
+        stack(x, residual, cos, sin, steps, caches[:2], packed)
