@@ -98,11 +98,8 @@ constexpr size_t elements(size_t depth) {
     return (depth + A::kInputs - 1) / A::kInputs;
 }
 
-/// Rows that meet weights as they are packed; more of them meet costly ones unpacked.
-template <class F>
-constexpr int kFewRows = F::kCostly ? 2 : kTileRows;
-
-/// c [rows, blocks * 16] for few rows: each weight is used once, so blocks are read from end to end, several at once.
+/// c [rows, blocks * 16] for the rows of one tile: each weight is used once, so blocks are read from end to end, several
+/// at once.
 template <class A>
 void few_rows(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
     using F = typename A::Format;
@@ -111,7 +108,7 @@ void few_rows(const ProductArgs& args, const Workspace& space, size_t rows, cons
         const size_t depth = args.depth - k < chunk ? args.depth - k : chunk;
         const uint8_t* head = w;
         if constexpr (F::kGrouped) w += F::kHeadBytes;
-        tiles_of<A, kFewRows<F>>(rows, space.a + k / A::kInputs, space.stride, w, head, args.block_bytes, blocks,
+        tiles_of<A, kTileRows>(rows, space.a + k / A::kInputs, space.stride, w, head, args.block_bytes, blocks,
                                  elements<A>(depth), space.c, k > 0);
         w += bytes_of_inputs<F>(depth + F::kDepth - 1);
     }
@@ -148,7 +145,7 @@ void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, con
 
 template <class A>
 void sums_of(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
-    if (rows <= kFewRows<typename A::Format>) return few_rows<A>(args, space, rows, w, blocks);
+    if (rows <= kTileRows) return few_rows<A>(args, space, rows, w, blocks);
     for (size_t b = 0; b < blocks; b += kBlocks) {
         const size_t count = blocks - b < kBlocks ? blocks - b : kBlocks;
         many_rows<A>(args, space, rows, w + b * args.block_bytes, count, space.c + b * kColumns);
