@@ -57,7 +57,9 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     max_num_seqs: int = _opt(256, "requests that run at once", low=1)
-    max_num_batched_tokens: int | None = _opt(None, "tokens per step (default: 2048)", low=1)
+    max_num_batched_tokens: int | None = _opt(
+        None, "tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)", low=1
+    )
     prefill_chunk: int | None = _opt(
         None, "most tokens of one request per step (default: the step's budget)", flag=None, low=1
     )

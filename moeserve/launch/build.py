@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from moeserve.runner.base import ModelRunnerBase
     from moeserve.runner.remote import Team
 
+NULL_STEP_TOKENS = 2048
 NULL_RUNNER_BYTES = 1 << 40  # no KV is ever allocated: only max_num_seqs and max_model_len count
 
 
@@ -124,10 +125,11 @@ def _team(config: Config, size: int) -> Iterator[Team | None]:
 
 
 def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
-    from moeserve.runner.limits import check, resolve
+    from moeserve.runner.limits import check, resolve, with_step_tokens
 
     check(config, spec)
     groups: tuple[KVGroup, ...] = groups_of((None,), config.cache.block_size)
+    config = with_step_tokens(config, NULL_STEP_TOKENS)
     limits, notes = resolve(config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False)
     ready = _ready(spec, limits, spec.dtype, "none", "null", began_s, notes)
     return NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3), limits, ready, groups, ()

@@ -74,6 +74,7 @@ class ModelRunnerBase(ABC):
     """
 
     device: torch.device
+    busy_tokens: int  # of a step that keeps the device busy
     device_is_async = False  # whether a launched step runs on while the host goes on
     properties: DeviceProperties
     model: Model
@@ -92,7 +93,7 @@ class ModelRunnerBase(ABC):
         grouped: bool = False,
     ) -> None:
         limits_of.check(config, spec)
-        self.config = config
+        self.config = limits_of.with_step_tokens(config, self.busy_tokens)
         self.spec = spec
         self.model_dir = model_dir
         self.world = world

@@ -21,6 +21,7 @@ UPLOADS_PER_STEP = 16  # roomy: an entry that is still being copied is waited fo
 
 
 class GPUModelRunner(ModelRunnerBase):
+    busy_tokens = 2048
     device_is_async = True
 
     def _cache_device_properties(self) -> None:

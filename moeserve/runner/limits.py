@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moeserve.config import INT4_GROUPS, Config, Limits
 from moeserve.engine.groups import KVGroup
@@ -10,7 +11,7 @@ from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
 from moeserve.runner.memory import KVAsked, KVPlan, plan_kv
 
-DEFAULT_STEP_TOKENS = 2048
+ROOM = 256  # tokens of prompts in a step in which all requests that may run decode, at least
 TILE = 64  # tokens: attention works on tiles of this many, so that blocks must divide them or be made of them
 
 
@@ -44,9 +45,20 @@ def _check_quantization(asked: str, spec: ModelSpec) -> None:
         )
 
 
+def with_step_tokens(config: Config, least: int) -> Config:
+    """The number of tokens per step filled in, if it was left open. least: that the device needs to be busy; more of
+    them only make those wait longer who decode meanwhile."""
+    if config.scheduler.max_num_batched_tokens is not None:
+        return config
+    tokens = max(least, config.scheduler.max_num_seqs + ROOM)
+    return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
+
+
 def step_tokens(config: Config) -> int:
     """Tokens per step."""
-    return config.scheduler.max_num_batched_tokens or DEFAULT_STEP_TOKENS
+    tokens = config.scheduler.max_num_batched_tokens
+    assert tokens is not None, "with_step_tokens first"
+    return tokens
 
 
 def chunk_tokens(config: Config) -> int:
