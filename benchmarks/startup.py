@@ -2,12 +2,14 @@
 
     python -m benchmarks.startup                      # the demo model
     python -m benchmarks.startup --model DIR          # any model; run twice, the second time its files are warm
+    python -m benchmarks.startup --packed-cache DIR   # without and with packed weights in that folder, in turns
 
 Targets: listening <= 0.5 s, demo ready <= 3 s, --version <= 0.15 s, peak <= 1.15 x weights + 0.6 GB.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -22,25 +24,34 @@ def main() -> None:
     flags.add_argument("--model", default="demo", help="model directory [demo]")
     flags.add_argument("--repeat", type=int, default=5, help="starts [5]")
     flags.add_argument("--max-model-len", help="as of `moeserve serve`")
+    flags.add_argument("--packed-cache", help="folder for packed weights: measure starts that map them, too")
     args = flags.parse_args()
     limit = ["--max-model-len", args.max_model_len] if args.max_model_len else []
-    runs = [one_start(args.model, limit) for _ in range(args.repeat)]
+    configs = {"": ""}
+    if args.packed_cache:
+        configs["packed_cache_"] = f"model:\n  packed_cache: {json.dumps(args.packed_cache)}"
+        one_start(args.model, limit, configs["packed_cache_"])  # writes the file
+    rounds = [[one_start(args.model, limit, config) for config in configs.values()] for _ in range(args.repeat)]
     weights = weight_bytes(args.model)
-    peak = max(run["engine_peak_bytes"] for run in runs)
+    peak = max(run["engine_peak_bytes"] for run, *_ in rounds)
     result = {
         "model": Path(args.model).name,
         "weight_bytes": weights,
         "version_s": summary([version_s() for _ in range(2 * args.repeat)]),
-        **{name: summary([run[name] for run in runs]) for name in runs[0]},
+        **{
+            how + name: summary([runs[i][name] for runs in rounds])
+            for i, how in enumerate(configs)
+            for name in rounds[0][i]
+        },
         "engine_peak_limit_bytes": int(1.15 * weights + 0.6e9),
         "engine_peak_within_limit": peak <= 1.15 * weights + 0.6e9,
     }
     save(f"startup-{Path(args.model).name}", args, result)
 
 
-def one_start(model: str, limit: list[str]) -> dict[str, Any]:
+def one_start(model: str, limit: list[str], config: str) -> dict[str, Any]:
     """Seconds since the process was started, and the engine's peak resident memory until ready and after an answer."""
-    with running_server(model, *limit) as server:
+    with running_server(model, *limit, config=config) as server:
         listening_s = server.wait("/livez")
         ready_s = server.wait("/readyz")
         peak = peak_rss_bytes(server.tree()["engine"])

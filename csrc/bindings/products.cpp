@@ -1,4 +1,5 @@
-// Matrix products with packed weights. moeserve/ops/native_linear.py and moe/experts/native.py are the only callers.
+// Matrix products with packed weights. moeserve/ops/native_linear.py, moe/experts/native.py and loader/packed_cache.py are
+// the only callers.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -11,6 +12,7 @@
 #endif
 
 #include "bindings/products.hpp"
+#include "core/checksum.hpp"
 #include "kernels/pack.hpp"
 #include "kernels/table.hpp"
 #include "pool/scratch.hpp"
@@ -25,6 +27,7 @@ using Counts = py::array_t<int64_t, py::array::c_style>;
 constexpr size_t kMostRows = 192;               // of a part: a whole number of tiles for every instruction set
 constexpr size_t kPartBytes = 384 << 10;        // of a part's rows: they are to stay in a core's L2 cache
 constexpr size_t kTilesStep = 6;                // parts are a multiple of this, where there are several
+constexpr size_t kSummed = 2 << 20;              // bytes of a part that has a checksum of its own: a large page
 constexpr size_t kTakes = 64;                   // times that a worker asks for tasks, about: few enough to keep it busy
 
 size_t most_rows(Type type, size_t depth) {
@@ -137,6 +140,23 @@ void pack_all(const Packing& packing, const Unpacked& from, uint8_t* to, size_t 
     pool()->share(packing.num_blocks(), 4, Work{run, &job});
 }
 
+/// The checksum of the checksums of parts, which the pool shares: the same for any number of threads.
+uint64_t checksum_all(Address address, size_t bytes) {
+    struct Job {
+        const uint8_t* bytes;
+        size_t size;
+        std::vector<uint64_t> sums;
+    } job{at<uint8_t>(address), bytes, std::vector<uint64_t>((bytes + kSummed - 1) / kSummed)};
+    const auto run = [](void* context, size_t begin, size_t end, int) {
+        Job& job = *static_cast<Job*>(context);
+        for (size_t i = begin; i < end; ++i) {
+            job.sums[i] = checksum(job.bytes + i * kSummed, std::min(kSummed, job.size - i * kSummed));
+        }
+    };
+    pool()->share(job.sums.size(), 1, Work{run, &job});
+    return checksum(reinterpret_cast<const uint8_t*>(job.sums.data()), job.sums.size() * sizeof(uint64_t));
+}
+
 /// Asks for large pages where the kernel gives them only on demand: decoding reads weights faster with fewer of them.
 void advise_huge_pages([[maybe_unused]] Address address, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
@@ -185,6 +205,7 @@ void bind_products(py::module_& m) {
         py::arg("type"), py::arg("gate_up"), py::arg("down"), py::arg("weights"), py::arg("slot_bytes"),
         py::arg("counts"), py::arg("x"), py::arg("x_stride"), py::arg("y"), py::arg("y_stride"));
     m.def("advise_huge_pages", &advise_huge_pages, py::arg("address"), py::arg("bytes"));
+    m.def("checksum", &checksum_all, Unlocked(), py::arg("address"), py::arg("bytes"));
     m.def(
         "product_reference",
         [](Address x, size_t rows, size_t depth, Address w, size_t columns, Address y) {

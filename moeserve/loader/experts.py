@@ -98,6 +98,10 @@ class ExpertFiles:
         """Of the files; call `check` before. Raises CheckpointError when one cannot be read."""
         return fingerprint(self._checkpoint)
 
+    def identity(self) -> str:
+        """The fingerprint, and size and time of change of each file as it was opened."""
+        return repr((self.fingerprint(), sorted((path.name, *mark) for path, mark in self._marks.items())))
+
     def close(self) -> None:
         self._reader.__exit__()
 

@@ -8,6 +8,11 @@ Index = tuple[int | slice, ...]
 LINEAR = frozenset({"qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down", "w13", "w2"})
 
 
+def is_packed(name: str) -> bool:
+    """Whether a parameter is the weight of a matrix product, which kernels pack."""
+    return name.rpartition(".")[2] in LINEAR | {"router", "lm_head", "shared_gate"}
+
+
 @dataclass(frozen=True, slots=True)
 class Param:
     """One parameter of the model as its kernels want it. Expert parameters have the local expert slot first."""

@@ -43,8 +43,8 @@ class Params(UserDict[str, Any]):
     """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Used as a context.
 
     They are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or `Quantised`: those that the
-    files have so, and with `asked` the other linear layers. progress is called in the thread that asks. threads:
-    concurrent reads (default: one per core, 2 to 16).
+    files have so, and with `asked` the other linear layers. On "meta" they have no values, and none are read. progress
+    is called in the thread that asks. threads: concurrent reads (default: one per core, 2 to 16).
 
     Raises CheckpointError if plan and checkpoint do not fit each other, and when a parameter is asked for: if a file
     cannot be read, float16 cannot hold a value, or a weight that is to be quantised is not finite.
@@ -88,14 +88,15 @@ class Params(UserDict[str, Any]):
     def _read(self, param: Param) -> Weight:
         pieces = self._pieces[param.name]
         weight = empty_weight(self._checkpoint, param, pieces, self._dtype, self._device)
-        jobs = [job for piece in pieces for job in self._reader.jobs(piece, weight)]
+        is_read = self._device.type != "meta"
+        jobs = [job for piece in pieces for job in self._reader.jobs(piece, weight)] if is_read else []
         for num_bytes in self._pool.map(lambda job: job(), jobs):
             self._done += num_bytes
             self._progress(self._done, self._total)
         if self._asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
             return weight
         quantised, rounding = quantisation_of(weight, self._asked, param.name)
-        for _ in self._pool.map(lambda job: job(), rounding):
+        for _ in self._pool.map(lambda job: job(), rounding if is_read else []):
             pass
         return quantised
 

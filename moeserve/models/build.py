@@ -79,7 +79,7 @@ def build_decoder(
         )
         kernels: list[Experts] = [GroupedMM(ops), ReferenceExperts(ops)]
         if ops.native:
-            kernels.insert(0, NativeExperts())
+            kernels.insert(0, NativeExperts(ops.room))
         build.moe = plan_moe(needs, backends or [LocalAll2All(placement.slots_per_rank)], kernels)
         for line in build.moe.table().splitlines():
             log.log(logging.DEBUG if world.rank else logging.INFO, "MoE kernels: %s", line)  # alike on all ranks

@@ -6,6 +6,7 @@ but its row and its column's weights: not on other rows, columns, threads, or th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from moeserve.ops.quantised import Quantised, Weight
 
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20
+LAYOUT = 1  # of packed bytes: a new number for any other, so that none are taken for these (loader/packed_cache.py)
+# Memory for so many packed bytes, aligned to 64, and whether they are there already.
+Room = Callable[[int], tuple[Tensor, bool]]
 
 
 def native_type(dtype: torch.dtype) -> Any:
@@ -34,13 +38,13 @@ def native_type(dtype: torch.dtype) -> Any:
     return types[dtype]
 
 
-def packed_memory(num_bytes: int) -> Tensor:
-    """Bytes for packed weights, aligned to 64, on large pages where there are enough of them."""
+def new_room(num_bytes: int) -> tuple[Tensor, bool]:
+    """A `Room` on large pages, where there are enough bytes for them."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes >= HUGE:
         module: Any = native()
         module.advise_huge_pages(memory.data_ptr(), num_bytes)
-    return memory
+    return memory, False
 
 
 def packing_of(weight: Weight, columns: int | None = None) -> Any:
@@ -69,14 +73,15 @@ class NativeLinear:
 
     __slots__ = ("_bias", "_columns", "_depth", "_dtype", "_module", "_packing", "_type", "matrix", "packed")
 
-    def __init__(self, weight_NK: Weight, bias_N: Tensor | None = None) -> None:
+    def __init__(self, weight_NK: Weight, bias_N: Tensor | None = None, room: Room = new_room) -> None:
         module: Any = native()
         self._module = module
         self._dtype, self._type = weight_NK.dtype, native_type(weight_NK.dtype)
         self._columns, self._depth = weight_NK.shape
         self._packing = packing_of(weight_NK)
-        self.packed = packed_memory(self._packing.bytes)
-        pack(self._packing, weight_NK, self.packed.data_ptr(), self._packing.block_bytes, all_threads=True)
+        self.packed, is_there = room(self._packing.bytes)
+        if not is_there:
+            pack(self._packing, weight_NK, self.packed.data_ptr(), self._packing.block_bytes, all_threads=True)
         self._bias = None if bias_N is None else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
         # For calls that do more than one product; the memory stays this object's.
         self.matrix = module.Matrix(
@@ -96,6 +101,6 @@ class NativeLinear:
         return y_MN
 
 
-def native_pack(weight: Weight, bias: Tensor | None) -> NativeLinear:
+def native_pack(weight: Weight, bias: Tensor | None, room: Room = new_room) -> NativeLinear:
     """Linear layers by the native products."""
-    return NativeLinear(weight, bias)
+    return NativeLinear(weight, bias, room)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,8 +27,8 @@ class Ops:
 
     pad_rows(n): how many rows a step or an expert with n rows is computed with; what the rest holds is irrelevant.
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native: whether these
-    are the kernels of csrc/, which have a kernel for experts, too. attention_block: what joins the steps of attention
-    to one call, where there is such a call.
+    are the kernels of csrc/, which have a kernel for experts, too; room: where these pack. attention_block: what joins
+    the steps of attention to one call, where there is such a call.
     """
 
     device: torch.device
@@ -38,6 +39,7 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_gate: Callable[[Tensor], Tensor]
     native: bool = False
+    room: native_linear.Room = native_linear.new_room
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
@@ -46,6 +48,11 @@ class Ops:
     plan_attention: Callable[..., Any] = attention.plan_attention
     attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attention.attention  # takes this table's own plans
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
+
+    def packing_into(self, room: native_linear.Room) -> Ops:
+        """The native kernels, with packed weights in memory from `room`."""
+        assert self.native
+        return replace(self, room=room, pack_linear=partial(native_linear.native_pack, room=room))
 
     def describe(self) -> str:
         return ", ".join(f"{kernel}: {how}" for kernel, how in self.chosen)

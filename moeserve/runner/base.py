@@ -1,7 +1,7 @@
 """Makes one plan happen on one device: everything that does not depend on which device it is.
 
-A device is a subclass that overrides four methods: `_cache_device_properties`, `load_model`, `profile_run` and
-`capture_model`, plus three small seams (`upload`, `_fetch`, `_mark`). Life: `prepare` once, then `launch` per plan.
+A device is a subclass that overrides two methods: `_cache_device_properties` and `capture_model`, plus three small
+seams (`upload`, `_fetch`, `_mark`). Life: `prepare` once, then `launch` per plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moeserve.runner.graphs import EagerGraphs, Graphs
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.lanes import LaneRunner
-from moeserve.runner.load import READ_FROM, Progress, Shard
+from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.memory import MemoryFacts, kv_budget
 from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
@@ -46,6 +46,7 @@ from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.sampler import Sampler
 from moeserve.runner.tables import Tables
 from moeserve.runner.upload import Upload
+from moeserve.runner.workspace import workspace_bytes
 from moeserve.sampling import TokenSampling
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class ModelRunnerBase(ABC):
     upload: Upload
     limits: Limits
     step_s = 0.0
+    mapped_bytes = 0  # of weights that lie in a file
 
     def __init__(
         self,
@@ -120,13 +122,18 @@ class ModelRunnerBase(ABC):
     def _cache_device_properties(self) -> None:
         """Sets `device`, `properties`, `upload`."""
 
-    @abstractmethod
     def load_model(self, progress: Progress) -> None:
         """Sets `model`, `fingerprint`, and `read_expert` if experts can move."""
+        where = self.spec, self.model_dir, self.device, self.dtype
+        kernels, memory, folder = self.config.device.kernels, self.properties.memory(), self.config.model.packed_cache
+        self.model, files, self.mapped_bytes = load_model(
+            *where, kernels, self.asked, self.shard(), memory, progress, folder
+        )
+        self.read_expert, self.fingerprint = files.read, files.fingerprint()
 
-    @abstractmethod
     def profile_run(self) -> int:
         """Bytes of work space that one step needs beside weights and KV blocks."""
+        return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
 
     @abstractmethod
     def capture_model(self) -> None:
@@ -174,7 +181,7 @@ class ModelRunnerBase(ABC):
             self._hear_placed,
         )
         memory = self.properties.memory().shared(self.properties.sharers)
-        return kv_budget(memory, self.config.cache.memory_utilization, self.profile_run())
+        return kv_budget(memory, self.config.cache.memory_utilization, self.profile_run(), self.mapped_bytes)
 
     def resolve(self, budget: int) -> Limits:
         """The limits that a budget for KV blocks leads to; with more ranks in an engine, the smallest of theirs."""

@@ -10,11 +10,10 @@ import torch
 from moeserve.loader.size import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
-from moeserve.runner.load import Progress, load_model
+from moeserve.runner.load import Progress
 from moeserve.runner.memory import host_memory
 from moeserve.runner.probe import sampler_is_invariant
 from moeserve.runner.upload import HostUpload
-from moeserve.runner.workspace import workspace_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +31,12 @@ class CPUModelRunner(ModelRunnerBase):
         self.properties = DeviceProperties(name, host_memory, own=False, sharers=self.world.ranks_on_host)
 
     def load_model(self, progress: Progress) -> None:
-        memory = self.properties.memory()
-        shard, kernels = self.shard(), self.config.device.kernels
-        self.model, files = load_model(
-            self.spec, self.model_dir, self.device, self.dtype, kernels, self.asked, shard, memory, progress
-        )
-        self.read_expert, self.fingerprint = files.read, files.fingerprint()
+        super().load_model(progress)
         if not sampler_is_invariant():  # asked here, with as many threads as the kernels have left to torch
             logger.warning(
                 "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
                 "else is in the batch (greedy requests are safe)"
             )
-
-    def profile_run(self) -> int:
-        return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
 
     def capture_model(self) -> None:
         """Nothing to capture: there are no graphs on a CPU."""

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.load import Progress, load_model
 from moeserve.runner.memory import MemoryFacts
 from moeserve.runner.upload import RingUpload
-from moeserve.runner.workspace import workspace_bytes
 
 UPLOADS_PER_STEP = 16  # roomy: an entry that is still being copied is waited for, never overwritten
 
@@ -37,17 +35,6 @@ class GPUModelRunner(ModelRunnerBase):
         # What torch holds in reserve can be had as well.
         reserve = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return MemoryFacts(limit=total, used=total - free - reserve, free=free + reserve)
-
-    def load_model(self, progress: Progress) -> None:
-        memory = self.properties.memory()
-        shard, kernels = self.shard(), self.config.device.kernels
-        self.model, files = load_model(
-            self.spec, self.model_dir, self.device, self.dtype, kernels, self.asked, shard, memory, progress
-        )
-        self.read_expert, self.fingerprint = files.read, files.fingerprint()
-
-    def profile_run(self) -> int:
-        return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
 
     def capture_model(self) -> None:
         """Eager: `graphs` stays as it is."""

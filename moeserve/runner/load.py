@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
+from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
 from moeserve.loader.plan import WeightPlan
 from moeserve.loader.size import bytes_per_weight
 from moeserve.loader.spec import ModelSpec
@@ -59,9 +61,12 @@ def load_model(
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
-) -> tuple[Model, ExpertFiles]:
-    """The model, and where its experts can be read one by one. asked: what its linear layers are to become. memory:
-    what the device has.
+    packed_cache: str | None = None,
+) -> tuple[Model, ExpertFiles, int]:
+    """The model, where its experts can be read one by one, and how many of its bytes are a file's that is mapped.
+
+    asked: what its linear layers are to become. memory: what the device has. packed_cache: a folder for packed weights,
+    of experts where they begin: of placements to come, each would leave a file that no start looks for again.
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
@@ -71,10 +76,11 @@ def load_model(
     plan = of.weight_plan(spec, names, shard.world, shard.placement)
     check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
     ops = pick_ops(device, dtype, kernels, head_dim=spec.head_dim)
-    if (asked or spec.stored) and not ops.native:
+    if (asked or spec.stored or packed_cache) and not ops.native:
+        without = "--quantization none" if asked else "the float16 or bfloat16 checkpoint" if spec.stored else "none"
         raise ConfigError(
-            f"quantised weights need the native kernels for CPUs, and here {device.type} serves by {ops.describe()}; "
-            f"use {'--quantization none' if asked else 'the float16 or bfloat16 checkpoint'}, or --device cpu with "
+            f"{'quantised weights need' if asked or spec.stored else 'packed_cache needs'} the native kernels for "
+            f"CPUs, and here {device.type} serves by {ops.describe()}; use {without}, or --device cpu with "
             "kernels: native"
         )
     if spec.stored and spec.stored.activations and not shard.world.rank:
@@ -82,7 +88,11 @@ def load_model(
     files = ExpertFiles(
         checkpoint, lambda layer, expert: of.expert_plan(spec, names, layer, [expert]), dtype, device, asked
     )
-    last = READ_FROM
+    params_of: Callable[..., Params] = Params
+    cache, last = None, READ_FROM
+    if packed_cache and not (shard.placement and shard.placement.version):
+        cache = PackedCache(packed_cache, key_of(files.identity(), plan, shard.world, dtype, asked))
+        ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
 
     def read(done: int, total: int) -> None:
         nonlocal last
@@ -91,7 +101,7 @@ def load_model(
             last = percent
             progress("reading and packing the weights", percent)
 
-    with Params(checkpoint, plan, dtype, device=device, asked=asked, progress=read) as params:
+    with params_of(checkpoint, plan, dtype, device=device, asked=asked, progress=read) as params:
         model = of.build(
             spec,
             params,
@@ -105,7 +115,9 @@ def load_model(
             max_tokens=shard.max_tokens,
         )
     files.check()
-    return model, files
+    if cache:
+        cache.finish()
+    return model, files, cache.mapped_bytes if cache else 0
 
 
 def weight_bytes(plan: WeightPlan, dtype: torch.dtype, per_weight: float) -> int:

@@ -84,10 +84,12 @@ def _stat(path: Path, key: str) -> int:
     return 0
 
 
-def kv_budget(memory: MemoryFacts, utilization: float, workspace: int) -> int:
+def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
     """Bytes for KV blocks, measured with the weights in place: the share of the limit that is left beside
-    everything used and the work space of a step, and never more than that share of what is free now."""
-    return max(0, min(int(utilization * memory.limit) - memory.used, int(utilization * memory.free)) - workspace)
+    everything used and the work space of a step, and never more than that share of what is free now. mapped: bytes of
+    files that the weights are in, which the system counts as free."""
+    free = int(utilization * (memory.free - mapped))
+    return max(0, min(int(utilization * memory.limit) - memory.used, free) - workspace)
 
 
 def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:

@@ -53,6 +53,12 @@ def test_the_budget_is_what_is_left(limit: int, used: int, free: int, workspace:
     assert kv_budget(MemoryFacts(limit, used, free), 0.9, workspace) == expected
 
 
+def test_weights_in_a_file_are_not_free_memory() -> None:
+    """Of 60 that the system calls free, 20 are pages of a file that every step reads."""
+    assert kv_budget(MemoryFacts(100, 30, 60), 0.9, 5, mapped=20) == 31  # 0.9 * 40 - 5
+    assert kv_budget(MemoryFacts(100, 30, 10), 0.9, 5, mapped=20) == 0
+
+
 def test_ranks_of_one_host_share_its_memory() -> None:
     """Each of four counts what it uses itself against a quarter of the limit."""
     host = MemoryFacts(limit=400, used=30, free=300)

@@ -17,7 +17,7 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
 from moeserve.moe.lane import Scratch
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import native_type, pack, packed_memory, packing_of
+from moeserve.ops.native_linear import Room, native_type, new_room, pack, packing_of
 from moeserve.ops.quantised import Weight
 
 
@@ -36,12 +36,14 @@ class Packed:
     down: Any
 
     @staticmethod
-    def room(num_slots: int, w13: Weight, w2: Weight) -> Packed:
-        """For weights such as these, [..., 2I, D] and [..., D, I]."""
+    def of(num_slots: int, w13: Weight, w2: Weight, room: Room = new_room) -> tuple[Packed, bool]:
+        """For weights such as these, [..., 2I, D] and [..., D, I], and whether they are there already."""
         width, hidden = w2.shape[-2:]
         gate_up, down = packing_of(w13, hidden), packing_of(w2)
-        bytes_eS = _slots(num_slots, 2 * gate_up.bytes + down.bytes)
-        return Packed(bytes_eS, width, w2.dtype, native_type(w2.dtype), gate_up, down)
+        slot_bytes = 2 * gate_up.bytes + down.bytes
+        memory, is_there = room(num_slots * slot_bytes)
+        bytes_eS = memory.view(num_slots, slot_bytes)
+        return Packed(bytes_eS, width, w2.dtype, native_type(w2.dtype), gate_up, down), is_there
 
     @property
     def slots(self) -> Any:
@@ -57,10 +59,6 @@ class Packed:
         pack(self.down, w2_DI, to + 2 * self.gate_up.bytes, self.down.block_bytes, all_threads)
 
 
-def _slots(num_slots: int, slot_bytes: int) -> Tensor:
-    return packed_memory(num_slots * slot_bytes).view(num_slots, slot_bytes)
-
-
 class NativeExperts:
     """SwiGLU experts over grouped rows."""
 
@@ -71,14 +69,17 @@ class NativeExperts:
         devices=frozenset({"cpu"}),
     )
 
+    def __init__(self, room: Room = new_room) -> None:
+        self._room = room
+
     def pack(self, weights: ExpertWeights) -> Packed:
-        packed = Packed.room(weights.num_slots, weights.w13_eFD, weights.w2_eDI)
-        for slot in range(weights.num_slots):
+        packed, is_there = Packed.of(weights.num_slots, weights.w13_eFD, weights.w2_eDI, self._room)
+        for slot in range(0 if is_there else weights.num_slots):
             packed.fill(slot, weights.w13_eFD[slot], weights.w2_eDI[slot], all_threads=True)
         return packed
 
     def pack_slot(self, w13_FD: Weight, w2_DI: Weight) -> Packed:
-        one = Packed.room(1, w13_FD, w2_DI)
+        one, _ = Packed.of(1, w13_FD, w2_DI)
         one.fill(0, w13_FD, w2_DI, all_threads=False)  # the pool is for those who compute
         return one
 
@@ -89,7 +90,7 @@ class NativeExperts:
         return replace(packed, bytes_eS=packed.bytes_eS[slot : slot + 1].clone())
 
     def stack(self, ones: Sequence[Packed]) -> Packed:
-        bytes_eS = _slots(len(ones), ones[0].bytes_eS.shape[1])
+        bytes_eS = new_room(sum(one.bytes_eS.nbytes for one in ones))[0].view(len(ones), -1)
         return replace(ones[0], bytes_eS=torch.cat([one.bytes_eS for one in ones], out=bytes_eS))
 
     def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:

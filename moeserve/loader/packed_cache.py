@@ -1,0 +1,158 @@
+"""Packed weights on disk. A start that finds its file maps it: nothing is read, packed or held a second time.
+
+One file has what one rank holds; its name is its key, which is whatever decides the bytes (`key_of`). It is a
+safetensors file of what was packed, of the parameters that no kernel packs, and of checksums, in a tensor that is named
+by the key; a start verifies every byte. Files are written aside, private to their user, and renamed when whole, so any
+number of processes may write and map them at once. They are mapped privately: pages that an expert moves into become
+the process's own. They may be deleted at any time; only cutting one short in place while it is mapped does harm
+(SIGBUS), and only its owner can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moeserve.errors import CheckpointError
+from moeserve.loader.plan import Param, WeightPlan, is_packed
+from moeserve.loader.safetensors_file import read_header
+from moeserve.loader.weights import Params
+from moeserve.ops.native import native
+from moeserve.ops.native_linear import HUGE, LAYOUT, new_room
+from moeserve.parallel.world import World
+from moeserve.version import __version__
+
+log = logging.getLogger(__name__)
+
+_NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def key_of(identity: str, plan: WeightPlan, world: World, dtype: torch.dtype, asked: str | None) -> str:
+    """Of what a rank packs. identity: of the checkpoint (`ExpertFiles.identity`)."""
+    what = identity, plan.params, plan.pieces, world.tp_rank, world.tp_size, dtype, asked, LAYOUT, __version__
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+
+
+class PackedCache:
+    """One start's `tensors` by name, from their file or for it. Create it when the native kernels have their threads.
+
+    found: the file is there and whole. product: the one that was taken from `CachedParams` last; what is packed goes by
+    its name.
+    """
+
+    def __init__(self, folder: str, key: str) -> None:
+        self._path, self._key, self.product = Path(folder, f"{key}.packed"), key, ""
+        self.tensors: dict[str, Tensor] = {}
+        try:
+            if os.path.lexists(self._path):
+                self.tensors = _mapped(self._path, key)
+        except (OSError, CheckpointError) as error:
+            why = str(error).partition(";")[0]
+            log.warning("packed weights are not used, but packed anew and replaced: %s: %s", self._path, why)
+        self.found = bool(self.tensors)
+        self.mapped_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def room(self, num_bytes: int) -> tuple[Tensor, bool]:
+        """A `Room`."""
+        assert self.found == (self.product in self.tensors), self.product
+        if not self.found:
+            self.tensors[self.product], _ = new_room(num_bytes)
+        memory = self.tensors[self.product]
+        assert memory.nbytes == num_bytes, (self.product, memory.nbytes, num_bytes)
+        return memory, self.found
+
+    def finish(self) -> None:
+        """Writes the file if none was found, and lets go of the tensors; only warns if it cannot be written."""
+        try:
+            if not self.found:
+                _write(self._path, _contents(self.tensors, self._key))
+            log.info("packed weights %s %s", "mapped from" if self.found else "written to", self._path)
+        except OSError as error:
+            log.warning("packed weights cannot be kept: %s; make room, or let packed_cache name another folder", error)
+        self.tensors = {}
+
+
+class CachedParams(Params):
+    """Parameters that a cache may have: then nothing is read, and those that it has packed are on "meta"."""
+
+    def __init__(self, cache: PackedCache, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._cache = cache
+        self._device = torch.device("meta") if cache.found else self._device
+
+    def __getitem__(self, name: str) -> Any:
+        if is_packed(name):
+            self._cache.product = name
+        return super().__getitem__(name)
+
+    def _read(self, param: Param) -> Any:
+        have = self._cache.tensors
+        if param.name in have and not is_packed(param.name):
+            return have[param.name]
+        with self._device:
+            value: Any = super()._read(param)
+        if not is_packed(param.name):
+            have[param.name] = value
+        return value
+
+
+def _mapped(path: Path, key: str) -> dict[str, Tensor]:
+    """The tensors of a file, verified. Raises CheckpointError, or OSError."""
+    entries = read_header(path)
+    if key not in entries:
+        raise CheckpointError("it was made for something else")
+    with path.open("rb") as file:
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    module: Any = native()
+    module.advise_huge_pages(memory.data_ptr(), len(memory))
+    head = memory[: min(entry.offset for entry in entries.values())]
+    parts = {name: memory[entry.offset : entry.offset + entry.num_bytes] for name, entry in entries.items()}
+    if not torch.equal(parts.pop(key), _checksums([head, *parts.values()])):
+        raise CheckpointError("its checksums are of something else, so it is damaged")
+    return {name: part.view(_DTYPES[entries[name].dtype]).view(entries[name].shape) for name, part in parts.items()}
+
+
+def _checksums(parts: list[Tensor]) -> Tensor:
+    module: Any = native()
+    sums = b"".join(module.checksum(part.data_ptr(), len(part)).to_bytes(8, "little") for part in parts)
+    return torch.frombuffer(bytearray(sums), dtype=torch.uint8)
+
+
+def _contents(tensors: dict[str, Tensor], key: str) -> list[Tensor]:
+    """All bytes of a file."""
+    sums, end, header, parts = torch.empty(8 + 8 * len(tensors), dtype=torch.uint8), 0, {}, []
+    # Those first whose sizes keep all behind them aligned to 64.
+    for name, tensor in sorted({**tensors, key: sums}.items(), key=lambda item: not is_packed(item[0])):
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name]["data_offsets"] = end, end + tensor.nbytes
+        end += tensor.nbytes
+        parts.append(tensor.view(-1).view(torch.uint8))
+    text = msgspec.json.encode(header)
+    text += b" " * (-(8 + len(text)) % 4096)
+    parts.insert(0, torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
+    sums.copy_(_checksums(parts[:-1]))
+    return parts
+
+
+def _write(path: Path, parts: list[Tensor]) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="new-", dir=path.parent) as folder:
+        new = Path(folder, "file")
+        new.touch(0o600)
+        with new.open("wb", buffering=0) as file:
+            for part in parts:
+                left = part.numpy().data
+                while left:  # up to the next large page: systems that keep files in such pages do it then
+                    left = left[file.write(left[: HUGE - file.tell() % HUGE]) :]
+            os.fsync(file)
+        new.replace(path)

@@ -1,0 +1,414 @@
+"""Packed weights on disk: what comes back is what was packed, and of a file that is not whole nothing comes back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.experts import ExpertFiles
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
+from moeserve.loader.weights import Params, Reader
+from moeserve.models.registry import family
+from moeserve.moe.all2all.torch_a2a import TorchAll2All
+from moeserve.moe.all2all.wire import wire_of
+from moeserve.ops.native import native
+from moeserve.ops.native_linear import LAYOUT, Room, new_room, pack, packing_of
+from moeserve.ops.quantised import Quantised
+from moeserve.ops.table import pick_ops
+from moeserve.parallel.world import World
+from tests.parallel.board import Board, BoardTensor
+from tests.quantised_checkpoints import FORMS, write_quantised
+
+module: Any = native()
+pytestmark = pytest.mark.skipif(module is None or not module.supported_isas(), reason="needs the native kernels")
+ONE = World()
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def start(folder: Path, key: str = KEY, seed: int = 0) -> tuple[PackedCache, dict[str, Tensor]]:
+    """A start of a model with two products and parameters of odd sizes; what it has, in the order of its build."""
+    make = torch.Generator().manual_seed(seed)
+    cache, have = PackedCache(str(folder), key), {}
+    for name, size in (("layers.0.qkv", 4096), ("norm", 7), ("layers.0.w2", 64 * 50), ("empty_bias", 0), ("embed", 33)):
+        values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=make)
+        if "layers" not in name:
+            have[name] = cache.tensors.setdefault(name, values.repeat(3, 1).bfloat16())
+            continue
+        cache.product = name
+        have[name], is_there = cache.room(size)
+        assert is_there == cache.found
+        if not is_there:
+            have[name].copy_(values)
+    return cache, have
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With one file."""
+    start(tmp_path)[0].finish()
+    return tmp_path
+
+
+def file_in(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(ours.values(), theirs.values(), strict=True)
+    )
+
+
+def test_the_next_start_finds_what_the_first_one_had(tmp_path: Path) -> None:
+    first, made = start(tmp_path / "a" / "new folder")
+    assert not first.found
+    assert first.mapped_bytes == 0
+    first.finish()
+    file = file_in(tmp_path / "a" / "new folder")
+    assert file.stat().st_mode & 0o777 == 0o600
+    second, found = start(tmp_path / "a" / "new folder")
+    assert second.found
+    assert second.mapped_bytes == sum(tensor.nbytes for tensor in made.values())
+    assert same(found, made)
+    assert all(found[name].data_ptr() % 64 == 0 for name in found if "layers" in name)
+    written = file.stat().st_mtime_ns
+    second.finish()
+    assert file.stat().st_mtime_ns == written
+
+
+def test_it_is_a_file_that_others_can_read(folder: Path) -> None:
+    from safetensors import safe_open
+
+    _, have = start(folder)
+    with safe_open(file_in(folder), "pt") as file:
+        assert set(file.keys()) == {*have, KEY}
+        assert all(torch.equal(file.get_tensor(name), have[name]) for name in have)
+
+
+def test_what_is_written_to_the_mapping_stays_in_the_process(folder: Path) -> None:
+    before = file_in(folder).read_bytes()
+    _, have = start(folder)
+    have["layers.0.w2"].fill_(1)
+    assert file_in(folder).read_bytes() == before
+    assert start(folder)[1]["layers.0.w2"].ne(1).any()
+
+
+def test_a_mapping_outlives_the_files_name(folder: Path) -> None:
+    _, have = start(folder)
+    kept = {name: tensor.clone() for name, tensor in have.items()}
+    file_in(folder).unlink()
+    again, _ = start(folder, seed=1)
+    assert not again.found
+    again.finish()
+    assert same(have, kept)
+    assert not same(start(folder)[1], kept)
+
+
+def damages(size: int, first: int) -> Iterator[tuple[str, Callable[[bytearray], bytes]]]:
+    """first: where the tensors begin."""
+    for length in (0, 1, 7, 8, 9, first // 2, first - 1, first, first + 1, size // 2, size - 9, size - 8, size - 1):
+        yield f"cut to {length} bytes", lambda data, length=length: bytes(data[:length])
+    yield "longer", lambda data: bytes(data) + b"\0"
+    yield "foreign", lambda data: b"GGUF" + bytes(data[4:])
+    yield "zeros", lambda data: bytes(len(data))
+    yield "two bytes swapped", lambda data: bytes(data[:-10] + data[-9:-8] + data[-10:-9] + data[-8:])
+    for bit in [*range(72), *range(0, size * 8, 997)]:
+        yield f"bit {bit} flipped", lambda data, bit=bit: flipped(data, bit)
+
+
+def flipped(data: bytearray, bit: int) -> bytes:
+    data[bit // 8] ^= 1 << bit % 8
+    return bytes(data)
+
+
+def test_a_damaged_file_is_named_once_and_replaced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, (_, expected) = file_in(folder), start(folder)
+    whole = file.read_bytes()
+    for what, change in damages(len(whole), 8 + int.from_bytes(whole[:8], "little")):
+        damaged = change(bytearray(whole))
+        if damaged == whole:
+            continue
+        file.unlink()
+        file.write_bytes(damaged)
+        caplog.clear()
+        cache, have = start(folder)
+        assert not cache.found, what
+        assert same(have, expected)
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert "packed anew and replaced" in record.getMessage()
+        assert file.name in record.getMessage()
+        cache.finish()
+        assert file_in(folder).read_bytes() == whole
+
+
+def test_a_file_of_another_key_is_not_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not start(folder, "other")[0].found
+    assert not caplog.records
+    file_in(folder).rename(folder / "other.packed")
+    assert not start(folder, "other")[0].found
+    assert "made for something else" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["folder in its place", "folder is a file", "no such place", "a dead link"])
+def test_where_nothing_can_be_kept_the_start_goes_on(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path
+    if what == "folder in its place":
+        (tmp_path / f"{KEY}.packed" / "full").mkdir(parents=True)
+    elif what == "folder is a file":
+        folder = tmp_path / "file"
+        folder.touch()
+    elif what == "no such place":
+        folder = Path("/proc/here")
+    else:
+        folder = tmp_path / "link"
+        folder.symlink_to("nowhere/at/all")
+    cache, have = start(folder)
+    assert not cache.found
+    cache.finish()
+    assert same(have, start(tmp_path / "other")[1])
+    assert "packed weights cannot be kept: " in caplog.text
+    assert not list(tmp_path.rglob("new-*"))
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache, _ = start(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        cache.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "packed weights cannot be kept: " in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_may_write_at_once_and_map_meanwhile(tmp_path: Path) -> None:
+    _, expected = start(tmp_path)
+    wrong: list[str] = []
+
+    def live() -> None:
+        for _ in range(20):
+            cache, have = start(tmp_path)
+            if not same(have, expected):
+                wrong.append("other values")
+            cache.found = False  # writes again
+            cache.finish()
+
+    threads = [threading.Thread(target=live) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert start(tmp_path)[0].found
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def built(
+    path: Path, folder: Path | None, dtype: torch.dtype, world: World, asked: Any = None
+) -> tuple[list[Tensor], bool]:
+    """What one rank's products are packed to, in order, and whether that was found. folder None: without a cache."""
+    spec = read_model_spec(path)
+    checkpoint, of = open_checkpoint(path, spec.stored), family(spec)
+    plan = of.weight_plan(spec, checkpoint.names, world)
+    files = ExpertFiles(
+        checkpoint, lambda layer, expert: of.expert_plan(spec, checkpoint.names, layer, [expert]), dtype
+    )
+    ops, room, cache, make = pick_ops("cpu", dtype, "native"), new_room, None, Params
+    if folder:
+        cache = PackedCache(str(folder), key_of(files.identity(), plan, world, dtype, asked))
+        room, make = cache.room, lambda *args, **options: CachedParams(cache, *args, **options)
+    packed: list[Tensor] = []
+
+    def recording(num_bytes: int, room: Room = room) -> tuple[Tensor, bool]:
+        memory, is_there = room(num_bytes)
+        packed.append(memory)
+        return memory, is_there
+
+    tp = BoardTensor(world.tp_rank, Board(world.tp_size))
+    backends = [TorchAll2All(wire_of("auto", dtype), spec.hidden_size, dtype, spec.experts_per_token, 16)]
+    with make(checkpoint, plan, dtype, asked=asked) as params, torch.inference_mode():
+        of.build(spec, params, ops.packing_into(recording), dtype, world=world, tp=tp, backends=backends)
+    files.close()
+    if cache:
+        cache.finish()
+    return packed, bool(cache and cache.found)
+
+
+def check(path: Path, folder: Path, dtype: torch.dtype, size: int, tp: int, asked: Any = None) -> None:
+    for rank in range(size):
+        world = World(rank, size, tp)
+        expected, _ = built(path, None, dtype, world, asked)
+        for attempt in range(2):
+            ours, found = built(path, folder, dtype, world, asked)
+            assert found == (attempt == 1)
+            assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert len(list(folder.iterdir())) == size
+
+
+@pytest.fixture
+def no_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def refuse(self: Reader, *args: Any) -> int:
+        raise AssertionError("a weight was read")
+
+    return lambda: monkeypatch.setattr(Reader, "carry_out", refuse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "granite_moe", "llama"])
+def test_each_rank_finds_its_share(name: str, dtype: torch.dtype, make_checkpoint: Any, tmp_path: Path) -> None:
+    path = make_checkpoint(name, intermediate_size=90, vocab_size=301).path
+    check(path, tmp_path / "tp", dtype, 4, 4)
+    check(path, tmp_path / "dp", dtype, 1 if name == "llama" else 2, 1)  # two ranks with the same share a file
+
+
+@pytest.mark.parametrize(("name", "asked"), [("qwen2_moe", "int8"), ("qwen3_moe", "int4")])
+def test_weights_that_are_quantised_on_load(name: str, asked: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    check(make_checkpoint(name).path, tmp_path / "cache", torch.bfloat16, 4, 2, asked)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_that_are_stored_quantised(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = write_quantised(make_checkpoint("qwen3_moe").path, tmp_path, FORMS[form])
+    check(path, tmp_path / "cache", torch.bfloat16, 2, 2)
+
+
+def test_nothing_is_read_when_all_is_there(make_checkpoint: Any, tmp_path: Path, no_reads: Callable[[], None]) -> None:
+    path = make_checkpoint("granite_moe", tie_word_embeddings=True).path
+    built(path, tmp_path, torch.bfloat16, World())
+    no_reads()
+    assert built(path, tmp_path, torch.bfloat16, World())[1]
+
+
+def test_whatever_decides_the_bytes_is_in_the_key(make_checkpoint: Any, tmp_path: Path) -> None:
+    source = make_checkpoint("qwen3_moe").path
+    path = tmp_path / "model"
+    path.mkdir()
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    spec = read_model_spec(path)
+
+    def key(world: World = ONE, dtype: torch.dtype = torch.bfloat16, asked: str | None = None) -> str:
+        checkpoint = open_checkpoint(path, spec.stored)
+        plan = family(spec).weight_plan(spec, checkpoint.names, world)
+        files = ExpertFiles(checkpoint, lambda layer, expert: plan, dtype)
+        files.close()
+        return key_of(files.identity(), plan, world, dtype, asked)
+
+    keys = [key(), key(dtype=torch.float16), key(asked="int8"), key(asked="int4")]
+    keys += [key(World(rank, 4, tp)) for tp in (1, 2, 4) for rank in range(4)]
+    assert key() == keys[0]
+    weights = path / "model.safetensors"
+    status = weights.stat()
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    keys.append(key())
+    with weights.open("r+b") as file:  # another training with the same time
+        file.seek(-(status.st_size // 2), os.SEEK_END)
+        file.write(b"\1" * (status.st_size // 2))
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    keys.append(key())
+    config = (path / "config.json").read_text()
+    (path / "config.json").write_text(config.replace("1e-06", "1e-05"))
+    keys.append(key())
+    plan = family(spec).weight_plan(spec, open_checkpoint(path, spec.stored).names)
+    keys += [key_of("", plan, World(rank, tp, tp), torch.half, None) for tp in (3, 5) for rank in (0, 2)]
+    assert len(set(keys)) == len(keys)
+
+
+def checksum(data: Tensor) -> int:
+    return int(module.checksum(data.data_ptr(), len(data)))
+
+
+def reference_checksum(data: bytes, part: int = 2 << 20) -> int:
+    """As csrc/core/checksum.cpp says it, in whole numbers."""
+    odd, most = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def mix(total: int, word: int) -> int:
+        total ^= word
+        return (total << 29 | total >> 35) * odd & most
+
+    def of(data: bytes) -> int:
+        lanes = [odd * (i + 1) & most for i in range(8)]
+        padded = data + bytes(-len(data) % 64)
+        for i in range(0, len(padded), 8):
+            lanes[i // 8 % 8] = mix(lanes[i // 8 % 8], int.from_bytes(padded[i : i + 8], "little"))
+        total = mix(odd, len(data))
+        for lane in lanes:
+            total = mix(total, lane)
+        return total
+
+    parts = [of(data[i : i + part]) for i in range(0, len(data), part)]
+    return of(b"".join(one.to_bytes(8, "little") for one in parts))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, 5 << 20])
+def test_the_checksum_is_its_definition_on_any_threads(size: int) -> None:
+    data = torch.randint(0, 256, (size + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))[3:]
+    found = set()
+    for threads in (1, 2, 5):
+        module.set_threads([-1] * threads)
+        found.add(checksum(data))
+    assert found == {reference_checksum(data.numpy().tobytes())}
+
+
+def test_no_bit_changes_without_the_checksum() -> None:
+    module.set_threads([-1])
+    data = torch.randint(0, 256, (200,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    seen = {checksum(data)}
+    for bit in range(8 * len(data)):
+        data[bit // 8] ^= 1 << bit % 8
+        seen.add(checksum(data))
+        for other in range(bit % 64 + 64, 8 * len(data), 64):  # the same bit of another word, where sums may cancel
+            data[other // 8] ^= 1 << other % 8
+            seen.add(checksum(data))
+            data[other // 8] ^= 1 << other % 8
+        data[bit // 8] ^= 1 << bit % 8
+    assert len(seen) > 8 * len(data) + 1
+    zeros = {checksum(torch.zeros(size, dtype=torch.uint8)) for size in range(300)}
+    assert len(zeros) == 300
+
+
+def test_another_layout_needs_another_number() -> None:
+    """If this fails and packed bytes are meant to be others now, LAYOUT must be, too: see ops/native_linear.py."""
+    w_NK = (torch.arange(19 * 40).view(19, 40) % 251).to(torch.uint8)
+    scales = torch.arange(19.0).unsqueeze(1)
+    weights = [w_NK.float(), w_NK.bfloat16(), w_NK.half()]
+    weights += [Quantised(kind, 0, torch.bfloat16, w_NK, scales) for kind in ("int8", "fp8")]
+    weights += [
+        Quantised("int4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2), zeros)
+        for zeros in (None, scales.repeat(1, 2))
+    ]
+    sums = []
+    for weight in weights:
+        packing = packing_of(weight)
+        memory, _ = new_room(packing.bytes)
+        pack(packing, weight, memory.data_ptr(), packing.block_bytes, all_threads=False)
+        sums.append(checksum(memory))
+    assert (LAYOUT, [hex(one) for one in sums]) == (1, [
+    "0x91ef194d212d1563", "0x3df84d60e223bafb", "0xcac3ed5a8880f866", "0x56b70e6b80bf2c6f", "0x56b70e6b80bf2c6f",
+    "0xdf75a6725ed0b241", "0x4622d4f5ba3012ee",
+    ])  # fmt: skip
