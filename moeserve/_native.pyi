@@ -180,26 +180,17 @@ class AttentionBlock:
 
 class ExpertsBlock:
     def __init__(self, type: Type, router: Matrix, top_k: int, selected: bool, renormalize: bool) -> None: ...
-    def run(self, packed: Slots, counts: NDArray[np.int64], x: int, rows: int, y: int, /) -> None: ...
-
-class Slots:
-    def __init__(self, gate_up: Packing, down: Packing, weights: int, slot_bytes: int) -> None: ...
-
-class LayerStack:
-    def __init__(self, type: Type, eps: float) -> None: ...
-    def add(self, attention: AttentionBlock, group: int, norm: int, experts: ExpertsBlock, next_norm: int) -> None: ...
     def run(
         self,
-        steps: Sequence[tuple[AttentionPlan, int]],
-        cos: int,
-        sin: int,
-        caches: Sequence[tuple[int, int]],
-        packed: Sequence[Slots],
+        gate_up: Packing,
+        down: Packing,
+        weights: int,
+        slot_bytes: int,
         counts: NDArray[np.int64],
         x: int,
-        residual: int,
-        y: int,
         rows: int,
+        y: int,
+        /,
     ) -> None: ...
 
 class Channel:

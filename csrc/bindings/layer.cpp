@@ -1,5 +1,4 @@
-// A decoder layer's two halves in one call each, or all layers in one: between small calls, the interpreter takes longer
-// than they do.
+// A decoder layer's two halves in one call each: between small calls, the interpreter takes longer than they do.
 // moeserve/ops/native_layer.py is the only caller.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -103,14 +102,7 @@ class AttentionBlock {
     PrologueArgs rule_{};  // what is the same in every step
 };
 
-/// The experts of a layer in slots of equal size.
-struct Slots {
-    Packing gate_up, down;
-    Address weights;
-    size_t slot_bytes;
-};
-
-/// Router, experts and the weighted sum of a layer whose rows stay here.
+/// Router, experts and the weighted sum of a layer whose rows stay here. counts: rows of each slot.
 class ExpertsBlock {
   public:
     ExpertsBlock(Type type, const Matrix& router, size_t top_k, bool selected, bool renormalize)
@@ -121,11 +113,12 @@ class ExpertsBlock {
         }
     }
 
-    size_t num_experts() const { return router_.packing.columns; }
-
-    /// counted: becomes the rows of each slot.
-    void run(const Slots& packed, int64_t* counted, Address x, size_t rows, Address y) const {
-        const size_t slots = num_experts(), width = packed.gate_up.depth, pairs = rows * top_k_;
+    void run(const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes, Counts counts, Address x,
+             size_t rows, Address y) const {
+        const size_t slots = router_.packing.columns, width = gate_up.depth, pairs = rows * top_k_;
+        if (static_cast<size_t>(counts.size()) != slots) throw std::invalid_argument("a slot per expert, please");
+        int64_t* counted = counts.mutable_data();
+        py::gil_scoped_release unlocked;
         const size_t row_bytes = width * bytes_of(type_);
         const Arrays arrays({rows * slots * bytes_of(type_), pairs * sizeof(int32_t), pairs * sizeof(float),
                              pairs * sizeof(int64_t), pairs * sizeof(int64_t), pairs * row_bytes, pairs * row_bytes});
@@ -140,8 +133,7 @@ class ExpertsBlock {
             const auto top_k = static_cast<int64_t>(top_k_);
             copy_rows(at<char>(x), order, top_k, row_bytes, begin, end, at<char>(arrays[5]));
         });
-        experts(type_, packed.gate_up, packed.down, packed.weights, packed.slot_bytes, {counted, counted + slots}, arrays[5],
-                width, arrays[6], width);
+        experts(type_, gate_up, down, weights, slot_bytes, {counted, counted + slots}, arrays[5], width, arrays[6], width);
         const Element element = type_ == Type::fp32 ? Element::fp32 : type_ == Type::bf16 ? Element::bf16 : Element::fp16;
         sum_pairs(element, rows, top_k_, width, at<void>(arrays[6]), place, route.weights, at<void>(y));
     }
@@ -151,65 +143,6 @@ class ExpertsBlock {
     Matrix router_;
     size_t top_k_;
     bool selected_, renormalize_;
-};
-
-int64_t* places(Counts& counts, size_t count) {
-    if (static_cast<size_t>(counts.size()) == count) return counts.mutable_data();
-    throw std::invalid_argument("a count per expert, please: " + std::to_string(count));
-}
-
-/// Layers whose rows stay here, from the first norm's result to the last one's.
-class LayerStack {
-  public:
-    explicit LayerStack(Type type, float eps) : type_(type), eps_(eps) {}
-
-    /// group: its place among the steps of `run`. next_norm: of the layer behind it, or the model's last.
-    void add(const AttentionBlock& attention, size_t group, Address norm, const ExpertsBlock& experts, Address next_norm) {
-        layers_.push_back({attention, group, at<float>(norm), experts, at<float>(next_norm)});
-    }
-
-    using Step = std::tuple<const AttentionPlan*, Address>;  // plan and cells of the layers of a KV group
-    using Cache = std::tuple<Address, Address>;
-
-    /// x, y [rows, width]: the result lies in x. residual is used up. counts: [layers, experts].
-    void run(const std::vector<Step>& steps, Address cos, Address sin, const std::vector<Cache>& caches,
-             const std::vector<Slots>& packed, Counts counts, Address x, Address residual, Address y, size_t rows) const {
-        const size_t experts = layers_.empty() ? 0 : layers_[0].experts.num_experts();
-        int64_t* counted = places(counts, layers_.size() * experts);
-        if (caches.size() != layers_.size() || packed.size() != layers_.size()) {
-            throw std::invalid_argument("a cache and experts per layer, please: " + std::to_string(layers_.size()));
-        }
-        py::gil_scoped_release unlocked;
-        for (size_t i = 0; i < layers_.size(); ++i, counted += experts) {
-            const Layer& layer = layers_[i];
-            const auto& [plan, cells] = steps.at(layer.group);
-            const auto& [k, v] = caches[i];
-            const size_t width = packed[i].gate_up.depth;
-            layer.attention.run(*plan, x, width, rows, cos, sin, cells, k, v, y);
-            add_norm(y, residual, layer.norm, rows, width);
-            layer.experts.run(packed[i], counted, y, rows, x);
-            add_norm(x, residual, layer.next_norm, rows, width);
-        }
-    }
-
-  private:
-    struct Layer {
-        AttentionBlock attention;
-        size_t group;
-        const float* norm;
-        ExpertsBlock experts;
-        const float* next_norm;
-    };
-
-    void add_norm(Address x, Address residual, const float* weight, size_t rows, size_t width) const {
-        const NormArgs args{type_, width, at<void>(x), width, at<void>(residual), width, weight, eps_, at<void>(x),
-                            at<void>(residual)};
-        over_rows(kernels()->rms_norm, args, rows, width);
-    }
-
-    Type type_;
-    float eps_;
-    std::vector<Layer> layers_;
 };
 
 }  // namespace
@@ -226,20 +159,7 @@ void bind_layer(py::module_& m) {
     py::class_<ExpertsBlock>(m, "ExpertsBlock")
         .def(py::init<Type, const Matrix&, size_t, bool, bool>(), py::arg("type"), py::arg("router"), py::arg("top_k"),
              py::arg("selected"), py::arg("renormalize"))
-        .def("run", [](const ExpertsBlock& self, const Slots& packed, Counts counts, Address x, size_t rows, Address y) {
-            int64_t* counted = places(counts, self.num_experts());
-            py::gil_scoped_release unlocked;
-            self.run(packed, counted, x, rows, y);
-        }, py::arg(), py::arg().noconvert(), py::arg(), py::arg(), py::arg());
-    py::class_<Slots>(m, "Slots")
-        .def(py::init<Packing, Packing, Address, size_t>(), py::arg("gate_up"), py::arg("down"), py::arg("weights"),
-             py::arg("slot_bytes"));
-    py::class_<LayerStack>(m, "LayerStack")
-        .def(py::init<Type, float>(), py::arg("type"), py::arg("eps"))
-        .def("add", &LayerStack::add, py::arg("attention"), py::arg("group"), py::arg("norm"), py::arg("experts"),
-             py::arg("next_norm"))
-        .def("run", &LayerStack::run, py::arg("steps"), py::arg("cos"), py::arg("sin"), py::arg("caches"), py::arg("packed"),
-             py::arg("counts").noconvert(), py::arg("x"), py::arg("residual"), py::arg("y"), py::arg("rows"));
+        .def("run", &ExpertsBlock::run);
 }
 
 }  // namespace moeserve

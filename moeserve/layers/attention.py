@@ -64,11 +64,6 @@ class Attention:
             last = out.part if tp.size == 1 else None
             self._block = ops.attention_block(qkv, last, self._rule, self._dim, ops.dtype)
 
-    @property
-    def block(self) -> Any:
-        """What does all of it in one call, if anything does."""
-        return self._block if self._tp.size == 1 else None
-
     def __call__(self, x_TD: Tensor, step: AttentionStep, kv: LayerKV, channel: int) -> Tensor:
         if self._block is not None:
             y = self._block(x_TD, step.cos_Td, step.sin_Td, kv.k, kv.v, step.cells_T, step.plan)

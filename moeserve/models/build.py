@@ -15,8 +15,7 @@ from moeserve.layers.mlp import GatedMLP, SigmoidGatedMLP
 from moeserve.layers.rotary import RotaryTable
 from moeserve.loader.heads import local_heads
 from moeserve.loader.spec import ModelSpec
-from moeserve.models.decoder import Decoder
-from moeserve.models.layer import FeedForward, Layer
+from moeserve.models.decoder import Decoder, FeedForward, Layer
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import Experts, ExpertWeights

@@ -5,22 +5,34 @@ T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moeserve.layers.attention import AttentionStep
+from moeserve.layers.attention import Attention, AttentionStep
 from moeserve.layers.columns import ColumnLinear
 from moeserve.layers.inputs import LayerKV, StepInputs
 from moeserve.layers.rotary import RotaryTable
 from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec
-from moeserve.models.layer import Layer
-from moeserve.models.stack import Stack
 from moeserve.moe.lane import Lane
 from moeserve.moe.layer import MoELayer
 from moeserve.ops.table import Ops
+
+FeedForward = Callable[[Tensor, int, Lane], Tensor]  # x_T'D, number of real rows, lane -> T'D
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. `group` is the KV group whose block table its cache follows."""
+
+    attn_norm: Tensor
+    attention: Attention
+    mlp_norm: Tensor
+    feed_forward: FeedForward
+    group: int
 
 
 class Decoder:
@@ -46,7 +58,6 @@ class Decoder:
         self._head = head
         self._rotary = rotary
         self._heads = heads
-        self._stack = Stack.of(self._layers, norm_D, spec, ops.dtype) if ops.native else None
 
     def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
         """Hidden states after the final norm, [T, D]; writes the tokens' keys and values to kv, one per layer."""
@@ -61,8 +72,6 @@ class Decoder:
         if spec.embedding_scale != 1.0:
             residual = residual * spec.embedding_scale
         x = ops.rms_norm(residual, self._layers[0].attn_norm, spec.norm_eps)
-        if self._stack is not None and 0 < num_tokens == len(x) and self._stack.serves(lane):
-            return self._stack(x, residual, groups, kv, lane)
         next_norms = [layer.attn_norm for layer in self._layers[1:]] + [self._norm_D]
         for layer, cache, next_norm in zip(self._layers, kv, next_norms, strict=True):
             x = self._scaled(layer.attention(x, groups[layer.group], cache, lane.index))

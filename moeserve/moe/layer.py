@@ -53,19 +53,9 @@ class MoELayer:
         self._tp = tp
         self._block, self._home = block, all2all
 
-    @property
-    def block(self) -> Block | None:
-        """What does all of it in one call while it is `at_home`, if anything does."""
-        return self._block if self._shared is None else None
-
-    @property
-    def at_home(self) -> bool:
-        """Whether the experts are where `block` knows them: on this rank alone."""
-        return self.all2all is self._home
-
     def __call__(self, x_TD: Tensor, num_tokens: int, lane: Lane) -> Tensor:
         """Rows from `num_tokens` on are padding: they reach no expert."""
-        if self._block is not None and self.at_home and 0 < num_tokens == x_TD.shape[0]:
+        if self._block is not None and self.all2all is self._home and 0 < num_tokens == x_TD.shape[0]:
             block, packed = self._block, self.packed
             out_TD = lane.stay(lambda: block(x_TD, packed))
             return out_TD if self._shared is None else out_TD + self._shared(x_TD)

@@ -1,5 +1,4 @@
-"""A decoder layer's two halves in one native call each, or all layers in one (csrc/bindings/layer.cpp): same bits as
-call after call.
+"""A decoder layer's two halves in one native call each (csrc/bindings/layer.cpp): same bits as call after call.
 
 Between small calls the interpreter takes longer than they do, and its own code has left the caches while weights
 streamed through them. T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
@@ -7,8 +6,6 @@ streamed through them. T tokens, D model width, H heads and G KV heads of this r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -80,62 +77,11 @@ class ExpertsBlock:
         """(result, rows of each expert). packed: what `NativeExperts.pack` made, expert e in slot e."""
         assert x_TD.dtype is packed.dtype, (x_TD.dtype, packed.dtype)
         assert x_TD.is_contiguous(), x_TD.stride()
+        slots = packed.bytes_eS
         out_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
         counts_E = np.empty(self._num_experts, np.int64)
-        self._block.run(packed.slots, counts_E, x_TD.data_ptr(), x_TD.shape[0], out_TD.data_ptr())
+        self._block.run(
+            packed.gate_up, packed.down, slots.data_ptr(), slots.shape[1], counts_E, x_TD.data_ptr(), x_TD.shape[0],
+            out_TD.data_ptr(),
+        )  # fmt: skip
         return out_TD, counts_E
-
-
-@dataclass(frozen=True, slots=True)
-class StackLayer:
-    """Both halves of a layer, the norm between them, and the KV group whose plan and cells it takes."""
-
-    attention: AttentionBlock  # with the product behind it
-    norm_D: Tensor
-    experts: ExpertsBlock
-    group: int
-
-
-class LayerStack:
-    """Layers of experts whose rows all stay on their rank, in one call: for small steps the interpreter's share of the
-    time, and its lock is free meanwhile. last_norm_D: what follows the last layer."""
-
-    def __init__(self, layers: Sequence[StackLayer], norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> None:
-        self._keep = layers, norms  # whose memory the stack reads
-        self._shape = len(layers), layers[0].experts._num_experts
-        self._stack = _native.LayerStack(native_type(dtype), eps)
-        for layer, next_norm in zip(layers, norms, strict=True):
-            self._stack.add(
-                layer.attention._block, layer.group, layer.norm_D.data_ptr(), layer.experts._block, next_norm.data_ptr()
-            )
-
-    def __call__(
-        self,
-        x_TD: Tensor,
-        residual_TD: Tensor,
-        cos_T1d: Tensor,
-        sin_T1d: Tensor,
-        steps: Sequence[tuple[NativePlan, Tensor]],
-        caches: Sequence[tuple[Tensor, Tensor]],
-        packed: Sequence[Any],
-    ) -> NDArray[np.int64]:
-        """Turns x, the first norm's result, into the last one's, and returns the rows of each expert [layers, E].
-
-        residual_TD is used up. steps: plan and cells of each KV group. caches: keys and values of each layer. All
-        contiguous, as for both blocks.
-        """
-        y_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
-        counts_LE = np.empty(self._shape, np.int64)
-        self._stack.run(
-            [(plan.pieces, cells_T.data_ptr()) for plan, cells_T in steps],
-            cos_T1d.data_ptr(),
-            sin_T1d.data_ptr(),
-            [(k.data_ptr(), v.data_ptr()) for k, v in caches],
-            [each.slots for each in packed],
-            counts_LE,
-            x_TD.data_ptr(),
-            residual_TD.data_ptr(),
-            y_TD.data_ptr(),
-            x_TD.shape[0],
-        )
-        return counts_LE

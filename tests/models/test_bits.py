@@ -121,19 +121,3 @@ def test_sums_as_long_as_in_real_models(dtype: torch.dtype, make_checkpoint: Any
 def test_block_size_does_not_matter(block_size: int, make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen3_moe").path
     assert torch.equal(alone(Driver(path)), alone(Driver(path, block_size=block_size)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_layer_by_layer_while_traced(name: str, dtype: torch.dtype, make_checkpoint: Any) -> None:
-    """A trace wants to know when each layer began; all layers in one call have the same bits and loads."""
-    path = make_checkpoint(name).path
-    drivers = Driver(path, dtype), Driver(path, dtype)
-    drivers[1].lane.meter.reset(trace=True)
-    whole, traced = (alone(driver) for driver in drivers)
-    loads = [driver.lane.take_load() for driver in drivers]
-    assert torch.equal(whole, traced)
-    assert (loads[0] == loads[1]).all()
-    assert loads[0].sum() > 0
-    assert drivers[0].model._stack is not None or not drivers[0].model._ops.native
-    assert drivers[1].lane.meter.events

@@ -45,11 +45,6 @@ class Packed:
         bytes_eS = memory.view(num_slots, slot_bytes)
         return Packed(bytes_eS, width, w2.dtype, native_type(w2.dtype), gate_up, down), is_there
 
-    @property
-    def slots(self) -> Any:
-        module: Any = native()
-        return module.Slots(self.gate_up, self.down, self.bytes_eS.data_ptr(), self.bytes_eS.shape[1])
-
     def fill(self, slot: int, w13_FD: Weight, w2_DI: Weight, all_threads: bool) -> None:
         """Packs one expert's weights into a slot."""
         to, block = self.bytes_eS[slot].data_ptr(), self.gate_up.block_bytes
