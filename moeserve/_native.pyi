@@ -67,6 +67,7 @@ def prologue(
     cells: int,
     k: int,
     v: int,
+    kv_type: Type,
     q: int,
     /,
 ) -> None: ...
@@ -152,6 +153,7 @@ class AttentionPlan:
         q_stride: int,
         k: int,
         v: int,
+        kv_type: Type,
         out: int,
         soft_cap: float,
         sinks: int,
@@ -187,6 +189,7 @@ class AttentionBlock:
         cells: int,
         k: int,
         v: int,
+        kv_type: Type,
         y: int,
         /,
     ) -> None: ...

@@ -17,6 +17,9 @@ constexpr bool kPairs = false;  // whether two elements are the halves of a word
 template <>
 constexpr bool kPairs<BFloat16> = true;
 
+template <class E>
+constexpr bool kDotted = kPairs<E> || kScaled<E>;  // whether its elements are bf16 numbers
+
 /// Elements that lie in whole words of a vector: there, sums of values are in the order (even ones, odd ones).
 template <class E>
 constexpr int64_t split_columns(int64_t dim) {
@@ -184,13 +187,20 @@ MOESERVE_INLINE i32 load_pairs(const char* row, int64_t i, int64_t dim) {
     return load_words(part);
 }
 
+#ifdef __AVX512BF16__
+template <>
+MOESERVE_INLINE i32 load_pairs<Int8>(const char* row, int64_t i, int64_t dim) {
+    return to_pairs(load_at<Int8>(row, i, dim), load_at<Int8>(row, i + kWidth, dim));
+}
+#endif
+
 /// Keys of positions begin .. end - 1, multiples of kWidth, to out [dim / kDims, columns begin .. end - 1].
 template <class Step, class E>
 inline void pack_keys(const Paged<E>& keys, int64_t dim, int64_t begin, int64_t end, float* out, int64_t stride) {
     Ahead ahead = keys.take_ahead();
     for (int64_t j = begin; j < end; j += kWidth) {
         int64_t i = 0;
-        if constexpr (kPairs<E>) {  // two elements travel as one word
+        if constexpr (kPairs<E> || Step::kDims == 2) {  // two elements travel as one word
             for (; i + (Step::kDims == 2 ? 1 : 2 * kWidth) <= dim; i += 2 * kWidth) {
                 f32 square[kWidth];
 #pragma GCC unroll 16
@@ -242,6 +252,25 @@ inline void pack_values(const Paged<E>& values, int64_t dim, int64_t padded, int
         for (; i < dim; i += kWidth) store(to + i, load_at<E>(values[j], i, dim));
     }
 }
+
+/// What the scores or weights of a tile's positions are multiplied by, if the keys or values have scales.
+template <class E>
+struct Scales {
+    Scales(const Paged<E>&, int64_t) {}
+    MOESERVE_INLINE void apply(float*, int64_t, int64_t) const {}
+};
+template <>
+struct Scales<Int8> {
+    alignas(64) float of[kTile];
+
+    Scales(const Paged<Int8>& heads, int64_t dim) {
+        for (int64_t j = 0; j < kTile; ++j) memcpy(of + j, heads[j] + dim, sizeof(float));
+    }
+    /// To x[begin..end), and to others in the same 16.
+    MOESERVE_INLINE void apply(float* x, int64_t begin, int64_t end) const {
+        for (int64_t j = begin / 16 * 16; j < end; j += kWidth) store(x + j, mul(load(x + j), load(of + j)));
+    }
+};
 
 /// cap * tanh(x / cap).
 MOESERVE_INLINE f32 capped(f32 x, f32 cap) {
