@@ -108,7 +108,7 @@ void prologues(size_t dim, size_t offset) {
     auto qkv = random<T>((kRows - 1) * stride + all * dim, offset);
     for (size_t i = 0; i < dim; ++i) {  // values of the first row: nothing, and next to it
         qkv[(heads + groups) * dim + i] = T(0.0f);
-        qkv[(heads + groups + 1) * dim + i] = T(1e-44f * static_cast<float>(i % 20));
+        qkv[(heads + groups + 1) * dim + i] = T(-1e-44f * static_cast<float>(i % 20));
     }
     qkv[stride + (all - 1) * dim + below(dim)] = T(offset ? kNan : -kInfinity);
     const auto normed = random<float>(kRows * (heads + groups) * dim, offset), norms = random<float>((heads + groups) * dim, offset);
