@@ -1,6 +1,6 @@
 """The native attention kernel: bytes of KV per second at decode, arithmetic at prefill, microseconds of a plan.
 
-    python -m benchmarks.attention [--cores 0 1]
+    python -m benchmarks.attention [--cores 0 1] [--int8]
 
 Targets: decode at 16k tokens of context within 1.3 times its byte floor, prefill of 1 x 1,024 tokens at half of what
 sgemm reaches or more, a plan for 32 rows within 30 us. The floor is the rate at which torch sums a large tensor with
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parser, save
+from moeserve.ops.cells import cell_width, to_cells
 from moeserve.ops.native import native
 from moeserve.ops.native_attention import attention, plan_attention
 
@@ -43,7 +44,9 @@ Size = tuple[int, int, int, int, int]
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--cores", nargs="+", type=int, default=sorted(os.sched_getaffinity(0)), help="one thread each")
+    flags.add_argument("--int8", action="store_true", help="keys and values in int8")
     args = flags.parse_args()
+    dtype = torch.int8 if args.int8 else torch.bfloat16
     module = native()
     if module is None or not module.supported_isas():
         raise SystemExit("no native kernels for this CPU")
@@ -54,18 +57,18 @@ def main() -> None:
         module.set_threads(cores)
         read = probe_read()  # torch starts its threads before this one is pinned
         os.sched_setaffinity(0, {cores[0]})
-        results += [{"threads": count, **decode(size)} for size in DECODES]
-        results += [{"threads": count, **prefill(size)} for size in PREFILLS]
+        results += [{"threads": count, **decode(size, dtype)} for size in DECODES]
+        results += [{"threads": count, **prefill(size, dtype)} for size in PREFILLS]
         os.sched_setaffinity(0, set(args.cores))
         results.append({"threads": count, "case": "read", "before_gb_s": read, "after_gb_s": probe_read()})
     save("attention", args, {"isa": module.serving_isa(), "cases": results})
 
 
-def decode(size: Size) -> dict[str, Any]:
+def decode(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     requests, context, heads, kv_heads, dim = size
-    layer_bytes = requests * context * kv_heads * dim * 4
+    layer_bytes = 2 * requests * context * kv_heads * cell_width(dim, dtype) * dtype.itemsize
     layers = max(2, min(64, CACHE_BYTES // layer_bytes))
-    caches = [make_cache(requests, context, kv_heads, dim) for _ in range(layers)]
+    caches = [make_cache(requests, context, kv_heads, dim, dtype) for _ in range(layers)]
     q = torch.randn(requests, heads, dim).bfloat16() * dim**-0.5
     step = make_step(size, 1)
     planning = best(lambda: plan_attention(*step), 50)
@@ -77,9 +80,9 @@ def decode(size: Size) -> dict[str, Any]:
             "times_floor": read / rate, "plan_us": 1e6 * planning}  # fmt: skip
 
 
-def prefill(size: Size) -> dict[str, Any]:
+def prefill(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     requests, tokens, heads, kv_heads, dim = size
-    k, v = make_cache(requests, tokens, kv_heads, dim)
+    k, v = make_cache(requests, tokens, kv_heads, dim, dtype)
     q = torch.randn(requests * tokens, heads, dim).bfloat16() * dim**-0.5
     plan = plan_attention(*make_step(size, tokens))
     seconds = best(lambda: attention(q, k, v, plan))
@@ -89,9 +92,9 @@ def prefill(size: Size) -> dict[str, Any]:
             "share": rate / peak}  # fmt: skip
 
 
-def make_cache(requests: int, context: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor]:
+def make_cache(requests: int, context: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (requests * -(-context // BLOCK) + 1, BLOCK, kv_heads, dim)
-    one = torch.randn(shape).bfloat16()
+    one = to_cells(torch.randn(shape), dtype)
     return one, one.clone()
 
 

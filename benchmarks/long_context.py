@@ -42,6 +42,8 @@ def main() -> None:
     flags.add_argument("--rounds", type=int, default=3, help="[3]")
     flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
     flags.add_argument("--quantization", help="as of `moeserve serve`")
+    flags.add_argument("--kv-cache-dtype", default="auto", help="auto or int8 [auto]")
+    flags.add_argument("--decode-only", action="store_true", help="no long prompt beside the streams")
     args = flags.parse_args()
     end_as_asked()
     with long_enough(args.model, max(args.context, args.prefill) + NEW_TOKENS) as model:
@@ -65,8 +67,10 @@ def long_enough(model: Path, positions: int) -> Iterator[Path]:
 
 async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
+    settings["kv_cache_dtype"] = args.kv_cache_dtype
     longest = max(args.context, args.prefill) + NEW_TOKENS
     config, rng = json.loads((model / "config.json").read_text()), random.Random(0)
+    kv_bytes = 1 + 4 / config["head_dim"] if args.kv_cache_dtype == "int8" else 2
     rounds: dict[str, list[float]] = {}
     with compiled_machine(args.threads) as machine:
         async with AsyncEngine(model, threads=args.threads, max_model_len=longest, **settings) as engine:
@@ -76,10 +80,12 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             for _ in range(args.rounds):
                 rates = machine.rates()
                 for length, prompt in prompts.items():
-                    floor = floor_tokens_per_s(config, Case("decode", 1, length, NEW_TOKENS), rates)
+                    floor = floor_tokens_per_s(config, Case("decode", 1, length, NEW_TOKENS), rates, kv_bytes=kv_bytes)
                     speed = await decode(engine, prompt)
                     rounds.setdefault(f"decode_{length}_tokens_per_s", []).append(speed)
                     rounds.setdefault(f"decode_{length}_share_of_floor", []).append(speed / floor)
+                if args.decode_only:
+                    continue
                 for name, figure in (await beside(engine, args, config, rng)).items():
                     rounds.setdefault(f"beside_{name}", []).append(figure)
     return {"model": args.model.name, **{name: summary(figures) for name, figures in rounds.items()}}

@@ -58,11 +58,13 @@ def compiled_machine(threads: int) -> Iterator[Machine]:
         yield Machine(program, threads)
 
 
-def floor_tokens_per_s(config: Mapping[str, Any], case: Case, rates: Rates, weight_bytes: float = 2) -> float:
+def floor_tokens_per_s(
+    config: Mapping[str, Any], case: Case, rates: Rates, weight_bytes: float = 2, kv_bytes: float = 2
+) -> float:
     """Tokens per second that `rates` allow, for a Hugging Face config of a model whose layers are all MoE layers.
 
     Experts are taken as chosen evenly: a step of `batch` tokens reads E (1 - (1 - k/E)^batch) of a layer's E experts.
-    weight_bytes: of one parameter; keys and values are bf16.
+    weight_bytes: of one parameter; kv_bytes: of one element of keys and values.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     width, layers, head_dim = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
@@ -78,6 +80,6 @@ def floor_tokens_per_s(config: Mapping[str, Any], case: Case, rates: Rates, weig
     context = case.prompt_tokens + case.new_tokens / 2
     touched = experts * (1 - (1 - top_k / experts) ** case.batch)
     step_bytes: float = weight_bytes * (layers * (attention + touched * expert) + lm_head)
-    step_bytes += case.batch * context * 2 * 2 * kv_heads * head_dim * layers
+    step_bytes += case.batch * context * 2 * kv_bytes * kv_heads * head_dim * layers
     step_flops: float = case.batch * (2 * (multiplied + lm_head) + attended * context)
     return case.batch / max(step_bytes / (1e9 * rates.read_gb_s), step_flops / (1e9 * rates.gflop_s))

@@ -67,6 +67,7 @@ def prologue(
     cells: int,
     k: int,
     v: int,
+    kv_type: Type,
     q: int,
     /,
 ) -> None: ...
@@ -139,6 +140,7 @@ class AttentionPlan:
         q_stride: int,
         k: int,
         v: int,
+        kv_type: Type,
         out: int,
         soft_cap: float,
         sinks: int,
@@ -174,6 +176,7 @@ class AttentionBlock:
         cells: int,
         k: int,
         v: int,
+        kv_type: Type,
         y: int,
         /,
     ) -> None: ...

@@ -47,6 +47,9 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64", low=1)
+    kv_cache_dtype: Literal["auto", "int8"] = _opt(
+        "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded (CPU)", flag=None
+    )
     kv_cache_bytes: int | None = _opt(None, "bytes for KV blocks (default: from free memory), e.g. 2GiB", low=1)
     memory_utilization: float = _opt(
         0.9, "share of the memory limit that weights, work space and KV may use", low=0.01, high=1

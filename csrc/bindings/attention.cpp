@@ -47,8 +47,9 @@ void bind_attention(py::module_& m) {
         self.run(make_call(q, q_stride, q_type, k, v, kv_type, out, soft_cap, sinks), num_rows);
     };
     const auto reference = [](const Plan& self, int64_t request, int64_t token, int64_t position, Address q,
-                              int64_t q_stride, Address k, Address v, Address out, float soft_cap, Address sinks) {
-        AttentionCall call = make_call(q, q_stride, Type::fp32, k, v, Type::fp32, out, soft_cap, sinks);
+                              int64_t q_stride, Address k, Address v, Type kv_type, Address out, float soft_cap,
+                              Address sinks) {
+        AttentionCall call = make_call(q, q_stride, Type::fp32, k, v, kv_type, out, soft_cap, sinks);
         self.describe(call);
         reference_attention(call, request, token, position, at<float>(out));
     };
@@ -60,8 +61,8 @@ void bind_attention(py::module_& m) {
         .def("run", run, Unlocked(), py::arg("q"), py::arg("q_stride"), py::arg("q_type"), py::arg("k"), py::arg("v"),
              py::arg("kv_type"), py::arg("out"), py::arg("num_rows"), py::arg("soft_cap"), py::arg("sinks"))
         .def("reference", reference, Unlocked(), py::arg("request"), py::arg("token"), py::arg("position"),
-             py::arg("q"), py::arg("q_stride"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("soft_cap"),
-             py::arg("sinks"));
+             py::arg("q"), py::arg("q_stride"), py::arg("k"), py::arg("v"), py::arg("kv_type"), py::arg("out"),
+             py::arg("soft_cap"), py::arg("sinks"));
 }
 
 }  // namespace moeserve

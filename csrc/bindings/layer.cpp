@@ -68,13 +68,14 @@ class AttentionBlock {
     }
 
     void run(const AttentionPlan& plan, Address x, size_t stride, size_t rows, Address cos, Address sin, Address cells,
-             Address k, Address v, Address y) const {
+             Address k, Address v, Type kv_type, Address y) const {
         const Type type = rule_.type;
         const size_t width = rule_.heads * rule_.dim, all = width + 2 * rule_.kv_heads * rule_.dim;
         const size_t element = bytes_of(type);
         const Arrays arrays({rows * all * element, rows * width * element, rows * width * element});
         qkv_.times(type, x, stride, rows, arrays[0]);
         PrologueArgs prologue = rule_;
+        prologue.kv_type = kv_type;
         prologue.real = static_cast<size_t>(plan.num_tokens());
         prologue.qkv = at<void>(arrays[0]);
         prologue.stride = all;
@@ -88,7 +89,8 @@ class AttentionBlock {
         AttentionCall call{};
         call.q = prologue.q;
         call.q_stride = static_cast<int64_t>(width);
-        call.q_type = call.kv_type = type;
+        call.q_type = type;
+        call.kv_type = kv_type;
         call.k = prologue.k;
         call.v = prologue.v;
         call.out = at<void>(out_ ? arrays[2] : y);

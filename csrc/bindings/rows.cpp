@@ -36,11 +36,11 @@ void bind_dense(py::module_& m) {
     });
     m.def("prologue", [](Type type, size_t rows, size_t real, size_t heads, size_t kv_heads, size_t dim, Address qkv,
                          size_t stride, Address normed, Address norms, float eps, float clip, Address cos, Address sin,
-                         float scale, Address cells, Address k, Address v, Address q) {
+                         float scale, Address cells, Address k, Address v, Type kv_type, Address q) {
         if (dim > PrologueArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
-        const PrologueArgs args{type,  heads, kv_heads,       dim,           real,           at<void>(qkv), stride,
-                                at<float>(normed), at<float>(norms), eps, clip, at<float>(cos), at<float>(sin),
-                                scale, at<int64_t>(cells), at<void>(k), at<void>(v), at<void>(q)};
+        const PrologueArgs args{type,   kv_type,           heads,            kv_heads, dim,  real, at<void>(qkv),
+                                stride, at<float>(normed), at<float>(norms), eps, clip, at<float>(cos), at<float>(sin),
+                                scale,  at<int64_t>(cells), at<void>(k), at<void>(v), at<void>(q)};
         over_rows(kernels()->prologue, args, rows, (heads + 2 * kv_heads) * dim);
     });
 }

@@ -102,6 +102,7 @@ inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t
     // Few rows go through the keys in parts that stay in the nearest cache, and read the values where they lie.
     const bool many = (to - from) * group > kMany, copy = many || shape.dim % kWidth != 0;
     const bool whole = many || Step::kDims == 2;
+    const Scales<E> key_scales(keys, shape.dim), value_scales(values, shape.dim);
     if (whole) pack_keys<Step>(keys, shape.dim, begin, end, s.keys, kTile);
     if (copy) pack_values<E>(values, shape.dim, padded, first, last, s.values);
     const int64_t rows_left = end_row - from * group, strips = (rows_left + kStrip - 1) / kStrip;
@@ -119,8 +120,11 @@ inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t
         }
         for (int64_t r = row, i = row / group, next = (i + 1) * group; r < row + rows; ++r) {
             if (r == next) ++i, next += group;
-            softmax_tile(s.p + r * kTile, view.first(i), view.last(i), call.soft_cap,
-                         row_sums(sums + r * shape.sums(), padded), padded);
+            float* p = s.p + r * kTile;
+            const int64_t low = view.first(i), high = view.last(i);
+            key_scales.apply(p, low, high);
+            softmax_tile(p, low, high, call.soft_cap, row_sums(sums + r * shape.sums(), padded), padded);
+            value_scales.apply(p, low, high);
         }
         if (copy) add_values(shape, view, row, rows, s.p, Even{s.values, padded}, sums);
         else add_values(shape, view, row, rows, s.p, values, sums);
@@ -162,7 +166,7 @@ template <class Step, class E>
 inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, const QueryBlock* next, int64_t chunk,
                          const AttentionRows& s) {
     const AttentionShape& shape = call.shape;
-    const int64_t rows = shape.rows(block), head_rows = rows / block.heads, head_bytes = shape.dim * E::bytes;
+    const int64_t rows = shape.rows(block), head_rows = rows / block.heads, head_bytes = stored_bytes<E>(shape.dim);
     for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.chunk + r * shape.sums(), shape.padded()), shape.padded());
     const int64_t last = at_most(block.position + block.count, block.end_chunk * kChunk);
     const int64_t end = at_most(last, (chunk + 1) * kChunk), start = first_tile(shape, block, chunk);
@@ -258,7 +262,7 @@ inline void attend_in(const AttentionCall& call, int64_t i, float* scratch) {
     const QueryBlock* next = i + call.threads < call.num_pieces ? &call.pieces[i + call.threads] : nullptr;
     const AttentionRows s = attention_rows(call.shape, call.shape.rows(piece), scratch);
 #ifdef __AVX512BF16__
-    if constexpr (kPairs<E>) {
+    if constexpr (kDotted<E>) {
         if (call.q_type == Type::bf16) {
             copy_queries<InPairs, BFloat16>(call, piece, s.q);
             return attend_piece<InPairs, E>(call, piece, next, s);
@@ -281,6 +285,7 @@ inline void attend(void* context, size_t begin, size_t end, int worker) {
         switch (call.kv_type) {
             case Type::bf16: attend_in<BFloat16>(call, i, scratch); break;
             case Type::fp16: attend_in<Float16>(call, i, scratch); break;
+            case Type::int8: attend_in<Int8>(call, i, scratch); break;
             default: attend_in<Float32>(call, i, scratch);
         }
     }

@@ -44,7 +44,7 @@ struct AttentionCall {
     const void* q;  // [tokens, heads, dim]; tokens are q_stride elements apart
     int64_t q_stride;
     Type q_type;  // of the output as well
-    const void *k, *v;  // [blocks, block_size, kv_heads, dim]
+    const void *k, *v;  // [blocks, block_size, kv_heads, dim]; in int8 a float follows each head, its scale
     Type kv_type;
     void* out;           // [tokens, heads * dim]
     float soft_cap;      // scores become soft_cap * tanh(score / soft_cap); 0: they stay
@@ -86,7 +86,8 @@ class AttentionPlan {
     std::vector<QueryBlock> blocks_, pieces_, merges_;
 };
 
-/// The fp32 result [heads, dim] of one token of a described call in which everything is fp32. Slow: for tests.
+/// The fp32 result [heads, dim] of one token of a described call, all of it fp32 but for a cache that may
+/// be int8. Slow: for tests.
 void reference_attention(const AttentionCall& call, int64_t request, int64_t token, int64_t position, float* out);
 
 }  // namespace moeserve

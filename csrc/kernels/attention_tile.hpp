@@ -17,6 +17,9 @@ constexpr bool kPairs = false;  // whether two elements are the halves of a word
 template <>
 constexpr bool kPairs<BFloat16> = true;
 
+template <class E>
+constexpr bool kDotted = kPairs<E> || kScaled<E>;  // whether its elements are bf16 numbers
+
 /// Elements that lie in whole words of a vector: there, sums of values are in the order (even ones, odd ones).
 template <class E>
 constexpr int64_t split_columns(int64_t dim) {
@@ -64,10 +67,11 @@ struct Ahead {
     int64_t row = 0;                            // the next one
     const char *at = nullptr, *end = nullptr;  // lines left of the one before
     MOESERVE_INLINE void fetch() {
-        if (at >= end) {
+        while (at >= end) {
             if (row == kTile) return;
-            at = rows[row++];
-            end = at + row_bytes;
+            const char* start = rows[row++];
+            if (start > at || start + 64 <= at) at = start;  // else its first bytes were in the last line
+            end = start + row_bytes;
         }
         __builtin_prefetch(at, 0, 2);
         at += 64;
@@ -175,13 +179,46 @@ inline void strip(int64_t rows, const float* a, int64_t a_stride, const B& b, in
     }
 }
 
+/// Two vectors of elements as words of two.
+template <class E>
+MOESERVE_INLINE i32 pairs_at(const char* row) {
+#ifdef __AVX512BF16__
+    if constexpr (kScaled<E>) return to_pairs(E::load(row), E::load(row + kWidth * E::bytes));
+#endif
+    return load_words(row);
+}
+
 /// Elements i, i + 1, ... of a row as words of two; zeros beyond its end.
 template <class E>
 MOESERVE_INLINE i32 load_pairs(const char* row, int64_t i, int64_t dim) {
-    if (i + 2 * kWidth <= dim) return load_words(row + i * E::bytes);
-    char part[4 * kWidth] = {};
+    if (i + 2 * kWidth <= dim) return pairs_at<E>(row + i * E::bytes);
+    char part[2 * kWidth * E::bytes] = {};
     if (i < dim) memcpy(part, row + i * E::bytes, (dim - i) * E::bytes);
-    return load_words(part);
+    return pairs_at<E>(part);
+}
+
+/// Elements i to i + 2 * kWidth - 1 of kWidth keys, which load(key) gives as words of two, to the columns of `out` from j.
+template <class Step, class E, class Load>
+MOESERVE_INLINE void pack_pairs(const Paged<E>& keys, int64_t j, int64_t i, const Load& load, float* out, int64_t stride,
+                                Ahead& ahead) {
+    f32 square[kWidth];
+#pragma GCC unroll 16
+    for (int r = 0; r < kWidth; ++r) {
+        square[r] = floats(load(keys[j + r]));
+        if (r * 2 * kWidth * E::bytes % 64 == 0) ahead.fetch();
+    }
+    transpose(square);
+#pragma GCC unroll 16
+    for (int r = 0; r < kWidth; ++r) {
+#ifdef __AVX512BF16__
+        if constexpr (Step::kDims == 2) {
+            store(out + (i / 2 + r) * stride + j, floats(swap_halves(words(square[r]))));
+            continue;
+        }
+#endif
+        store(out + (i + 2 * r) * stride + j, lower_halves(words(square[r])));
+        store(out + (i + 2 * r + 1) * stride + j, upper_halves(words(square[r])));
+    }
 }
 
 /// Keys of positions begin .. end - 1, multiples of kWidth, to out [dim / kDims, columns begin .. end - 1].
@@ -190,26 +227,13 @@ inline void pack_keys(const Paged<E>& keys, int64_t dim, int64_t begin, int64_t 
     Ahead ahead = keys.take_ahead();
     for (int64_t j = begin; j < end; j += kWidth) {
         int64_t i = 0;
-        if constexpr (kPairs<E>) {  // two elements travel as one word
-            for (; i + (Step::kDims == 2 ? 1 : 2 * kWidth) <= dim; i += 2 * kWidth) {
-                f32 square[kWidth];
-#pragma GCC unroll 16
-                for (int r = 0; r < kWidth; ++r) {
-                    square[r] = floats(load_pairs<E>(keys[j + r], i, dim));
-                    ahead.fetch<E, 2>();
-                }
-                transpose(square);
-#pragma GCC unroll 16
-                for (int r = 0; r < kWidth; ++r) {
-#ifdef __AVX512BF16__
-                    if constexpr (Step::kDims == 2) {
-                        store(out + (i / 2 + r) * stride + j, floats(swap_halves(words(square[r]))));
-                        continue;
-                    }
-#endif
-                    store(out + (i + 2 * r) * stride + j, lower_halves(words(square[r])));
-                    store(out + (i + 2 * r + 1) * stride + j, upper_halves(words(square[r])));
-                }
+        if constexpr (kPairs<E> || Step::kDims == 2) {  // two elements travel as one word
+            const auto whole = [&](const char* key) { return pairs_at<E>(key + i * E::bytes); };
+            const auto rest = [&](const char* key) { return load_pairs<E>(key, i, dim); };
+            for (; i + 2 * kWidth <= dim; i += 2 * kWidth) pack_pairs<Step>(keys, j, i, whole, out, stride, ahead);
+            if (Step::kDims == 2 && i < dim) {
+                pack_pairs<Step>(keys, j, i, rest, out, stride, ahead);
+                continue;
             }
         }
         for (; i < dim; i += kWidth) {
@@ -242,6 +266,31 @@ inline void pack_values(const Paged<E>& values, int64_t dim, int64_t padded, int
         for (; i < dim; i += kWidth) store(to + i, load_at<E>(values[j], i, dim));
     }
 }
+
+/// What the scores or weights of a tile's positions are multiplied by, if the keys or values have scales.
+template <class E>
+struct Scales {
+    Scales(const Paged<E>&, int64_t) {}
+    MOESERVE_INLINE void apply(float*, int64_t, int64_t) const {}
+};
+template <>
+struct Scales<Int8> {
+    alignas(64) float of[kTile];
+
+    Scales(const Paged<Int8>& heads, int64_t dim) {
+        Ahead ahead = heads.take_ahead();
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < kTile; ++j) {
+            memcpy(of + j, heads[j] + dim, sizeof(float));
+            if (j % 16 == 0) ahead.fetch();
+        }
+        heads.give_back(ahead);
+    }
+    /// To x[begin..end), and to others in the same 16.
+    MOESERVE_INLINE void apply(float* x, int64_t begin, int64_t end) const {
+        for (int64_t j = begin / 16 * 16; j < end; j += kWidth) store(x + j, mul(load(x + j), load(of + j)));
+    }
+};
 
 /// cap * tanh(x / cap).
 MOESERVE_INLINE f32 capped(f32 x, f32 cap) {

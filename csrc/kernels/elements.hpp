@@ -23,6 +23,24 @@ struct Float16 {
     static MOESERVE_INLINE void store(char* p, f32 a) { store_fp16(p, a); }
 };
 
+/// Whole multiples of a scale that each head of a cache has for itself: a float behind its elements.
+struct Int8 {
+    static constexpr size_t bytes = 1;
+    static MOESERVE_INLINE f32 load(const char* p) { return load_int8(p); }
+    static MOESERVE_INLINE void store(char* p, f32 a) { store_int8(p, a); }
+};
+
+template <class E>
+constexpr bool kScaled = false;
+template <>
+constexpr bool kScaled<Int8> = true;
+
+/// Of one head in a cache.
+template <class E>
+constexpr size_t stored_bytes(size_t dim) {
+    return dim * E::bytes + (kScaled<E> ? sizeof(float) : 0);
+}
+
 /// Elements [i, i + kWidth) of a row of `width`; zeros beyond its end, which is not touched.
 template <class E>
 MOESERVE_INLINE f32 load_at(const char* row, size_t i, size_t width) {

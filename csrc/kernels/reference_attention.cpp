@@ -1,7 +1,8 @@
-// Paged attention of fp32 tensors, one number at a time: the specification of the bits. Kernels of every instruction
+// Paged attention of fp32 tensors, or of int8 ones with scales, one number at a time: the specification of the bits. Kernels of every instruction
 // set must agree exactly.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "kernels/attention_plan.hpp"
@@ -35,8 +36,6 @@ class Row {
         : call_(call),
           table_(call.tables + request * call.table_width),
           q_(static_cast<const float*>(call.q) + token * call.q_stride + head * call.shape.dim),
-          k_(static_cast<const float*>(call.k)),
-          v_(static_cast<const float*>(call.v)),
           position_(position),
           head_(head) {}
 
@@ -68,16 +67,29 @@ class Row {
     }
 
   private:
-    int64_t cache_row(int64_t position) const {
+    /// Where the head's key or value of a position lies.
+    const char* stored(const void* cache, int64_t position) const {
         const int64_t size = call_.shape.block_size, cell = table_[position / size] * size + position % size;
-        return (cell * call_.shape.kv_heads + head_ / call_.shape.group()) * call_.shape.dim;
+        const int64_t bytes = call_.kv_type == Type::int8 ? call_.shape.dim + 4 : 4 * call_.shape.dim;
+        return static_cast<const char*>(cache) + (cell * call_.shape.kv_heads + head_ / call_.shape.group()) * bytes;
+    }
+    float element(const char* head, int64_t d) const {
+        return call_.kv_type == Type::int8 ? static_cast<int8_t>(head[d]) : float_at(head + 4 * d);
+    }
+    float scale(const char* head) const {
+        return call_.kv_type == Type::int8 ? float_at(head + call_.shape.dim) : 1.0f;
+    }
+    static float float_at(const char* p) {
+        float x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
     }
 
     float score(int64_t position) const {
+        const char* key = stored(call_.k, position);
         float sum = 0;
-        for (int64_t d = 0; d < call_.shape.dim; ++d) {
-            sum = std::fma(q_[d], k_[cache_row(position) + d], sum);
-        }
+        for (int64_t d = 0; d < call_.shape.dim; ++d) sum = std::fma(q_[d], element(key, d), sum);
+        sum *= scale(key);
         if (call_.soft_cap == 0) return sum;
         return call_.soft_cap * (1.0f - 2.0f / (exp_one(2.0f * (sum / call_.soft_cap)) + 1.0f));
     }
@@ -93,17 +105,17 @@ class Row {
         for (float& x : p) x = exp_one(x - base);
         const float factor = before == sums.largest ? 1.0f : exp_one(before - sums.largest);
         sums.weight = sums.weight * factor + sum_of_tile(p);
-        for (int64_t d = 0; d < call_.shape.dim; ++d) {
-            float value = sums.values[d] * factor;
-            for (int64_t j = from; j < to; ++j)
-                value = std::fma(p[j], v_[cache_row(tile + j) + d], value);
-            sums.values[d] = value;
+        for (float& value : sums.values) value *= factor;
+        for (int64_t j = from; j < to; ++j) {
+            const char* value = stored(call_.v, tile + j);
+            const float weight = p[j] * scale(value);
+            for (int64_t d = 0; d < call_.shape.dim; ++d) sums.values[d] = std::fma(weight, element(value, d), sums.values[d]);
         }
     }
 
     const AttentionCall& call_;
     const int64_t* table_;
-    const float *q_, *k_, *v_;
+    const float* q_;
     const int64_t position_, head_;
 };
 

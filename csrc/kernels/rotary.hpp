@@ -52,10 +52,29 @@ MOESERVE_INLINE void store_head(const float* y, size_t dim, char* to) {
     for (size_t i = 0; i < dim; i += kWidth) store_at<E>(to, i, dim, load(y + i));
 }
 
-template <class E>
-void prologue_of(const PrologueArgs& args, size_t begin, size_t end) {
+/// In multiples of the largest magnitude / 127. What is not finite makes that NaN, and so whatever is attended to with it.
+template <>
+MOESERVE_INLINE void store_head<Int8>(const float* y, size_t dim, char* to) {
+    i32 peak = all_words(0);  // as whole numbers, magnitudes have the same order, and NaN lies above infinity
+    for (size_t i = 0; i < dim; i += kWidth) {
+        peak = max(peak, both(words(load_at<Float32>(bytes_of(y), i, dim)), all_words(0x7fffffff)));
+    }
+    const int32_t bits = largest(peak);
+    float most;
+    memcpy(&most, &bits, sizeof most);
+    const float scale = most < __builtin_inff() ? most / 127.0f : __builtin_nanf("");
+    for (size_t i = 0; i < dim; i += kWidth) {
+        const f32 x = scale > 0.0f ? div(load(y + i), all(scale)) : zero();
+        store_at<Int8>(to, i, dim, max(all(-127.0f), min(all(127.0f), x)));  // a denormal scale is no exact share
+    }
+    memcpy(to + dim, &scale, sizeof scale);
+}
+
+/// Cache: the elements of k and v.
+template <class E, class Cache>
+void prologue_into(const PrologueArgs& args, size_t begin, size_t end) {
     alignas(64) float x[PrologueArgs::kMaxDim + 2 * kWidth] = {}, y[PrologueArgs::kMaxDim + 2 * kWidth];
-    const size_t dim = args.dim, head_bytes = dim * E::bytes;
+    const size_t dim = args.dim, head_bytes = dim * E::bytes, cache_bytes = stored_bytes<Cache>(dim);
     for (size_t row = begin; row < end; ++row) {
         char* q = static_cast<char*>(args.q) + row * args.heads * head_bytes;
         for (size_t head = 0; head < args.heads; ++head) {
@@ -68,13 +87,19 @@ void prologue_of(const PrologueArgs& args, size_t begin, size_t end) {
                              (row * args.stride + (args.heads + args.kv_heads) * dim) * E::bytes;
         for (size_t group = 0; group < args.kv_heads; ++group) {
             query_or_key<E>(args, row, args.heads + group, x, y);
-            store_head<E>(y, dim, static_cast<char*>(args.k) + (cell + group) * head_bytes);
-            char* to = static_cast<char*>(args.v) + (cell + group) * head_bytes;
+            store_head<Cache>(y, dim, static_cast<char*>(args.k) + (cell + group) * cache_bytes);
             for (size_t i = 0; i < dim; i += kWidth) {
-                store_at<E>(to, i, dim, clipped(load_at<E>(values + group * head_bytes, i, dim), all(args.clip)));
+                store(y + i, clipped(load_at<E>(values + group * head_bytes, i, dim), all(args.clip)));
             }
+            store_head<Cache>(y, dim, static_cast<char*>(args.v) + (cell + group) * cache_bytes);
         }
     }
+}
+
+template <class E>
+void prologue_of(const PrologueArgs& args, size_t begin, size_t end) {
+    if (args.kv_type == Type::int8) return prologue_into<E, Int8>(args, begin, end);
+    prologue_into<E, E>(args, begin, end);
 }
 
 inline void prologue(const PrologueArgs& args, size_t begin, size_t end) {

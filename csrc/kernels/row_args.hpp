@@ -45,6 +45,7 @@ struct PrologueArgs {
     static constexpr size_t kMaxDim = 1024;
 
     Type type;
+    Type kv_type;  // of k and v: the same, or int8 with a scale per head
     size_t heads, kv_heads, dim;
     size_t real;  // rows that have a cell; the others' keys and values go nowhere
     const void* qkv;
@@ -57,7 +58,7 @@ struct PrologueArgs {
     const float* sin;  // negative in the first half
     float scale;       // of queries
     const int64_t* cells;
-    void* k;  // [cells, kv_heads, dim], as v
+    void* k;  // [cells, kv_heads, dim], as v; in int8 a float follows each head
     void* v;
     void* q;  // [rows, heads, dim]
 };

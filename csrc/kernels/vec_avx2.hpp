@@ -105,6 +105,12 @@ MOESERVE_INLINE void store_bf16(void* p, f32 a) {
 MOESERVE_INLINE void store_fp16(void* p, f32 a) {
     _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
+/// Rounded to nearest even, which must be an int8.
+MOESERVE_INLINE void store_int8(void* p, f32 a) {
+    const __m256i w = to_int(a);
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+    _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
+}
 
 /// The sum of all lanes, in one fixed order: (0+4, 1+5, 2+6, 3+7), then halves again.
 MOESERVE_INLINE float sum(f32 a) {

@@ -101,6 +101,10 @@ MOESERVE_INLINE void store_bf16(void* p, f32 a) {
 MOESERVE_INLINE void store_fp16(void* p, f32 a) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
+/// Rounded to nearest even, which must be an int8.
+MOESERVE_INLINE void store_int8(void* p, f32 a) {
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(to_int(a)));
+}
 
 /// The sum of all lanes, in one fixed order: halves onto halves.
 MOESERVE_INLINE float sum(f32 a) {
@@ -124,6 +128,8 @@ MOESERVE_INLINE i32 upper_halves(i32 a, i32 b) {
     return _mm512_ternarylogic_epi32(a, right<16>(b), all_words(0xffff0000), 0xe4);
 }
 MOESERVE_INLINE i32 swap_halves(i32 a) { return _mm512_rol_epi32(a, 16); }
+/// The lanes of `a` and then of `b` as bf16, two to a word, the earlier one in its lower half.
+MOESERVE_INLINE i32 to_pairs(f32 a, f32 b) { return reinterpret_cast<i32>(_mm512_cvtne2ps_pbh(b, a)); }
 #endif
 
 /// (a[0], b[0], a[1], ...) in place of a and b.

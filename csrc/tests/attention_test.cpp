@@ -29,15 +29,16 @@ struct Request {
     int64_t context, count;  // the last `count` positions are queries
 };
 
-/// Requests with paged contexts of fp32 numbers that type T can hold; cells that nobody wrote are NaN.
-template <class T>
+/// Requests with paged contexts of fp32 numbers that type T can hold; cells that nobody wrote are NaN. Q: of queries.
+template <class T, class Q = T>
 struct Step {
     AttentionShape shape;
     std::vector<int32_t> starts, offsets{0};
     int64_t width = 1;
     Exact<int64_t> tables;
     Exact<float> q, k, v;
-    Exact<T> narrow_q, k_cache, v_cache;
+    Exact<Q> narrow_q;
+    Exact<T> k_cache, v_cache;
     Exact<float> sinks;
 
     static int64_t blocks_of(const AttentionShape& shape, const Request& request) {
@@ -46,7 +47,10 @@ struct Step {
     static size_t elements(const AttentionShape& shape, const std::vector<Request>& requests) {
         int64_t blocks = 0;
         for (const Request& request : requests) blocks += blocks_of(shape, request);
-        return static_cast<size_t>(blocks * shape.block_size * shape.kv_heads * shape.dim);
+        return static_cast<size_t>(blocks * shape.block_size * row_of(shape));
+    }
+    static int64_t row_of(const AttentionShape& shape) {
+        return shape.kv_heads * static_cast<int64_t>(stored_width<T>(static_cast<size_t>(shape.dim)));
     }
     static int64_t widest(const AttentionShape& shape, const std::vector<Request>& requests) {
         int64_t most = 0;
@@ -70,8 +74,8 @@ struct Step {
           k_cache(k.size(), offset),
           v_cache(v.size(), 1 - offset),
           sinks(random<float>(static_cast<size_t>(shape.heads), offset)) {
-        for (size_t i = 0; i < q.size(); ++i) q[i] = static_cast<float>(narrow_q[i] = T(q[i]));
-        const int64_t row = shape.kv_heads * shape.dim, blocks = static_cast<int64_t>(k.size()) / row / shape.block_size;
+        for (size_t i = 0; i < q.size(); ++i) q[i] = static_cast<float>(narrow_q[i] = Q(q[i]));
+        const int64_t row = row_of(shape), blocks = static_cast<int64_t>(k.size()) / row / shape.block_size;
         std::vector<int64_t> free(static_cast<size_t>(blocks));
         for (size_t i = 0; i < free.size(); ++i) free[i] = static_cast<int64_t>(i);
         std::shuffle(free.begin(), free.end(), rng);
@@ -87,10 +91,23 @@ struct Step {
     }
 
     void write(int64_t at, int64_t count) {
+        if constexpr (kType<T> == Type::int8) {
+            for (int64_t head = at; head < at + count; head += count / shape.kv_heads) {
+                write_scaled(k_cache.data() + head);
+                write_scaled(v_cache.data() + head);
+            }
+            return;
+        }
         for (size_t i = static_cast<size_t>(at); i < static_cast<size_t>(at + count); ++i) {
             k[i] = static_cast<float>(k_cache[i] = T(normal()));
             v[i] = static_cast<float>(v_cache[i] = T(normal()));
         }
+    }
+
+    void write_scaled(T* to) {
+        const float scale = below(9) ? std::abs(normal()) / 60 : 0.0f;
+        for (int64_t d = 0; d < shape.dim; ++d) to[d] = static_cast<T>(below(255) - 127);
+        std::memcpy(to + shape.dim, &scale, sizeof scale);
     }
 
     AttentionCall call(float* out, bool extras) const {
@@ -112,7 +129,7 @@ struct Step {
     Exact<float> reference(bool extras) const {
         Exact<float> out(q.size());
         AttentionCall call = this->call(out.data(), extras);
-        call.k = k.data(), call.v = v.data(), call.kv_type = Type::fp32;
+        if (kType<T> != Type::int8) call.k = k.data(), call.v = v.data(), call.kv_type = Type::fp32;
         for (size_t r = 0; r < starts.size(); ++r) {
             for (int32_t t = offsets[r]; t < offsets[r + 1]; ++t) {
                 reference_attention(call, static_cast<int64_t>(r), t, starts[r] + t - offsets[r],
@@ -133,13 +150,13 @@ struct Step {
         return real;
     }
 
-    /// With queries and results of the cache's type.
-    Exact<T> run_narrow(bool extras) const {
-        Exact<T> out(q.size(), 1);
+    /// With queries and results of type Q.
+    Exact<Q> run_narrow(bool extras) const {
+        Exact<Q> out(q.size(), 1);
         const AttentionPlan plan(shape, tables.data(), width, static_cast<int64_t>(starts.size()), starts.data(), offsets.data(),
                                  pool()->size());
         AttentionCall call = this->call(nullptr, extras);
-        call.q = narrow_q.data(), call.q_type = kType<T>, call.out = out.data();
+        call.q = narrow_q.data(), call.q_type = kType<Q>, call.out = out.data();
         plan.run(call, offsets.back());
         return out;
     }
@@ -165,15 +182,15 @@ struct Step {
     }
 };
 
-template <class T>
+template <class T, class Q = T>
 void check(const AttentionShape& shape, const std::vector<Request>& requests, size_t offset) {
-    const Step<T> step(shape, requests, offset);
+    const Step<T, Q> step(shape, requests, offset);
     for (bool extras : {false, true}) {
         const Exact<float> expected = step.reference(extras);
         for (size_t i = 0; i < expected.size(); ++i) CHECK(std::isfinite(expected[i]));
         CHECK(step.run(extras) == expected);
-        Exact<T> narrow(expected.size());
-        for (size_t i = 0; i < narrow.size(); ++i) narrow[i] = T(expected[i]);
+        Exact<Q> narrow(expected.size());
+        for (size_t i = 0; i < narrow.size(); ++i) narrow[i] = Q(expected[i]);
         CHECK(step.run_narrow(extras) == narrow);
         if (!extras) step.one_piece(expected);
     }
@@ -187,6 +204,7 @@ void widths_and_windows() {
             check<float>({4, 2, dim, 5, window}, requests, offset);
             check<Bf16>({3, 1, dim, 16, window}, requests, offset);
             check<Fp16>({2, 2, dim, 64, window}, requests, 1 - offset);
+            check<int8_t, Bf16>({6, 2, dim, 16, window}, requests, offset);
         }
     }
 }
@@ -195,11 +213,13 @@ void borders() {
     for (int64_t context : {15, 16, 17, 63, 127, 128, 192, 193}) {
         for (int64_t count : {int64_t{1}, std::min<int64_t>(context, 7), context}) {
             check<Bf16>({2, 1, 24, 16, kEverything}, {{context, count}}, below(2));
+            check<int8_t, Fp16>({2, 1, 24, 16, kEverything}, {{context, count}}, below(2));
         }
     }
     for (int64_t context : {1023, 1024, 1025, 2049, 3100}) {
         for (int64_t window : {int64_t{1}, int64_t{1024}, int64_t{1100}, kEverything}) {
             check<Bf16>({2, 1, 8, 48, window}, {{context, 1}, {40, 40}, {context, 3}}, below(2));
+            check<int8_t, Bf16>({2, 1, 8, 48, window}, {{context, 1}, {40, 40}, {context, 3}}, below(2));
         }
     }
 }

@@ -79,6 +79,14 @@ template <>
 constexpr Type kType<Bf16> = Type::bf16;
 template <>
 constexpr Type kType<Fp16> = Type::fp16;
+template <>
+constexpr Type kType<int8_t> = Type::int8;
+
+/// Elements of a head in a cache of T.
+template <class T>
+constexpr size_t stored_width(size_t dim) {
+    return dim + (kType<T> == Type::int8 ? sizeof(float) : 0);
+}
 
 template <class T>
 Exact<T> random(size_t count, size_t offset = 0, float scale = 1.0f) {

@@ -69,9 +69,9 @@ void activations(size_t width, size_t offset) {
 
 /// What `PrologueArgs` says, one head at a time.
 template <class T>
-void head_of(const PrologueArgs& args, size_t row, size_t head, T* to) {
+std::vector<float> head_of(const PrologueArgs& args, size_t row, size_t head) {
     const size_t dim = args.dim, both = args.heads + args.kv_heads, at = (row * both + head) * dim;
-    std::vector<float> x(dim);
+    std::vector<float> x(dim), y(dim);
     const T* from = static_cast<const T*>(args.qkv) + row * args.stride + head * dim;
     for (size_t i = 0; i < dim; ++i) x[i] = args.normed && head < both ? args.normed[at + i] : float(from[i]);
     const float inverse = inverse_rms(x.data(), dim, args.eps);
@@ -82,31 +82,52 @@ void head_of(const PrologueArgs& args, size_t row, size_t head, T* to) {
     for (size_t i = 0; i < dim; ++i) {
         const float *cos = args.cos + row * dim, *sin = args.sin + row * dim;
         const float turned = x[i] * cos[i] + x[(i + dim / 2) % dim] * sin[i];
-        to[i] = T(head >= both ? x[i] : head < args.heads ? turned * args.scale : turned);
+        y[i] = head >= both ? x[i] : head < args.heads ? turned * args.scale : turned;
     }
+    return y;
 }
 
 template <class T>
+void store(const std::vector<float>& x, T* to) {
+    for (size_t i = 0; i < x.size(); ++i) to[i] = T(x[i]);
+}
+void store(const std::vector<float>& x, int8_t* to) {
+    float scale = 0;
+    for (float value : x) scale = std::isfinite(value) ? std::max(scale, std::abs(value) / 127.0f) : kNan;
+    for (size_t i = 0; i < x.size(); ++i) {
+        to[i] = scale > 0 ? static_cast<int8_t>(std::clamp(std::nearbyint(x[i] / scale), -127.0f, 127.0f)) : 0;
+    }
+    std::memcpy(to + x.size(), &scale, sizeof scale);
+}
+
+/// Cache: the elements of keys and values.
+template <class T, class Cache>
 void prologues(size_t dim, size_t offset) {
     const size_t heads = 3, groups = 2, all = heads + 2 * groups, stride = all * dim + 1, real = kRows - 1, cells = 4;
-    const auto qkv = random<T>((kRows - 1) * stride + all * dim, offset);
+    const size_t width = stored_width<Cache>(dim);
+    auto qkv = random<T>((kRows - 1) * stride + all * dim, offset);
+    for (size_t i = 0; i < dim; ++i) {  // values of the first row: nothing, and next to it
+        qkv[(heads + groups) * dim + i] = T(0.0f);
+        qkv[(heads + groups + 1) * dim + i] = T(-1e-44f * static_cast<float>(i % 20));
+    }
+    qkv[stride + (all - 1) * dim + below(dim)] = T(offset ? kNan : -kInfinity);
     const auto normed = random<float>(kRows * (heads + groups) * dim, offset), norms = random<float>((heads + groups) * dim, offset);
     const auto cos = random<float>(kRows * dim, offset), sin = random<float>(kRows * dim, 1 - offset);
     Exact<int64_t> cell(real);
     cell[0] = 3, cell[1] = 0;
     for (int way = 0; way < 8; ++way) {
-        Exact<T> k(cells * groups * dim, offset), v(cells * groups * dim, 1 - offset), q(kRows * heads * dim, offset);
-        Exact<T> want_k(k), want_v(v), want_q(q);
-        const PrologueArgs args{kType<T>, heads, groups, dim, real, qkv.data(), stride, way & 1 ? normed.data() : nullptr,
+        Exact<Cache> k(cells * groups * width, offset), v(cells * groups * width, 1 - offset), want_k(k), want_v(v);
+        Exact<T> q(kRows * heads * dim, offset), want_q(q);
+        const PrologueArgs args{kType<T>, kType<Cache>, heads, groups, dim, real, qkv.data(), stride, way & 1 ? normed.data() : nullptr,
                                 way & 2 ? norms.data() : nullptr, 1e-5f, way & 4 ? 0.6f : kInfinity, cos.data(), sin.data(), 0.37f,
                                 cell.data(), k.data(), v.data(), q.data()};
         tested::prologue(args, 0, kRows);
         for (size_t r = 0; r < kRows; ++r) {
-            for (size_t h = 0; h < heads; ++h) head_of(args, r, h, want_q.data() + (r * heads + h) * dim);
+            for (size_t h = 0; h < heads; ++h) store(head_of<T>(args, r, h), want_q.data() + (r * heads + h) * dim);
             for (size_t g = 0; g < groups && r < real; ++g) {
-                const size_t at = (static_cast<size_t>(cell[r]) * groups + g) * dim;
-                head_of(args, r, heads + g, want_k.data() + at);
-                head_of(args, r, heads + groups + g, want_v.data() + at);
+                const size_t at = (static_cast<size_t>(cell[r]) * groups + g) * width;
+                store(head_of<T>(args, r, heads + g), want_k.data() + at);
+                store(head_of<T>(args, r, heads + groups + g), want_v.data() + at);
             }
         }
         CHECK(same(q, want_q) && same(k, want_k) && same(v, want_v));
@@ -219,7 +240,10 @@ void all_of(size_t offset) {
         activations<T>(width, offset);
         for (size_t top_k : {size_t{1}, std::min<size_t>(width, 6), width}) routes<T>(width, top_k, offset);
     }
-    for (size_t dim : {2, 6, 8, 10, 16, 24, 40, 72, 1024}) prologues<T>(dim, offset);
+    for (size_t dim : {2, 6, 8, 10, 16, 24, 40, 72, 1024}) {
+        prologues<T, T>(dim, offset);
+        prologues<T, int8_t>(dim, offset);
+    }
     routes<T>(RouteArgs::kMaxExperts, 8, offset);
 }
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's cache: keys and values [num_blocks, block_size, G, d], of the cache dtype. Block 0 is null."""
+    """One layer's cache: keys and values [num_blocks, block_size, G, d] of the cache dtype (ops/cells.py: in int8, d is
+    wider). Block 0 is null."""
 
     k: Tensor
     v: Tensor

@@ -89,10 +89,5 @@ class ModelSpec:
     stored: StoredFormat | None = None  # of quantised weights; None: there are none
 
     @property
-    def kv_elements_per_token_layer(self) -> int:
-        """Elements of K and V that one token needs in one layer (multiply by the cache dtype's size)."""
-        return 2 * self.num_kv_heads * self.head_dim
-
-    @property
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

@@ -89,7 +89,7 @@ def _attention(spec: ModelSpec, tokens: int, max_len: int, size: int, tp_size: i
     per_head = heads // kv_heads
     longest = _padded(max_len)
     scores = max(4 * SCORES, QUERY_BLOCK * per_head * longest)
-    item = scores * (4 * FP32 + size + size * d // TILE)
+    item = scores * FP32 * (5 + d // TILE)  # an int8 cache computes in fp32, whatever the activations
     context = max(CONTEXT, kv_heads * d * TILE)
     item += context * (size + FP32) + 2 * INT64 * kv_heads * longest
     return rows + item

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.ops.cells import from_cells
 from moeserve.ops.linear import mkldnn_rows
 
 TILE = 64
@@ -152,12 +153,12 @@ def _item(
 def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
     """Attend to the paged cache [blocks, block_size, G, d]; [T', H * d] like q, zero in rows beyond the plan's tokens.
 
-    Queries come already scaled. bfloat16 products run in bfloat16 with fp32 sums; everything else in fp32. Positions
+    Queries come already scaled. Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions
     that no query sees read the first cell of the null block, which is zeroed here: zero times a stale NaN is NaN.
     """
     num_rows, num_heads, d = q_THd.shape
     num_kv_heads = k_cache.shape[2]
-    k_rows, v_rows = k_cache.view(-1, d), v_cache.view(-1, d)
+    k_rows, v_rows = k_cache.view(-1, k_cache.shape[3]), v_cache.view(-1, v_cache.shape[3])
     v_rows[:num_kv_heads] = 0
     out = torch.empty((num_rows, num_heads, d), dtype=q_THd.dtype, device=q_THd.device)
     out[plan.num_tokens :] = 0
@@ -180,7 +181,7 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPl
 
 
 def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, item: Item) -> Tensor:
-    """[B, m, G, h, d] in fp32 for one item and the KV heads given; k_rows and v_rows [cells * G, d]."""
+    """[B, m, G, h, d] in fp32 for one item and the KV heads given; k_rows and v_rows [cells * G, cell width]."""
     batch, m, kv_heads, h, d = q_BmGhd.shape
     length = item.size[2]
     compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
@@ -207,9 +208,9 @@ def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, i
 
 
 def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
-    """The positions `span` of every context and head: a copy [B * G, length, d]."""
+    """The positions `span` of every context and head: a copy [B * G, length, d], of int8 heads in fp32."""
     index = index_BGL if span[1] - span[0] == index_BGL.shape[2] else index_BGL[:, :, span[0] : span[1]]
-    return rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1])
+    return from_cells(rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1]))
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.ops.cells import to_cells
+
 TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
 LANES = 64  # torch's vectorised loops work on this many elements at a time, or on half or a quarter of them
 
@@ -93,9 +95,9 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache: Tensor, v_cache: Tensor, cells_T: Tensor) -> None:
-    """Put new keys and values into their cells (block * block_size + offset) of one layer's cache."""
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, cells_T, k_TGd)
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, cells_T, v_TGd)
+    """Put new keys and values into their cells (block * block_size + offset) of one layer's cache, in its type."""
+    for x_TGd, cache in ((k_TGd, k_cache), (v_TGd, v_cache)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, cells_T, to_cells(x_TGd, cache.dtype))
 
 
 def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:

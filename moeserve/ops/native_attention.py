@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.ops.cells import cell_width
 from moeserve.ops.native import native
+from moeserve.ops.native_rows import KV_TYPES
 
 MAX_HEAD_DIM = 256
 
@@ -81,19 +83,19 @@ def attention(
     assert k_cache.is_contiguous(), k_cache.stride()
     assert v_cache.is_contiguous(), v_cache.stride()
     assert k_cache.dtype == v_cache.dtype, (k_cache.dtype, v_cache.dtype)
+    assert k_cache.shape[3] == v_cache.shape[3] == cell_width(d, k_cache.dtype), (k_cache.shape, v_cache.shape)
     if sinks_H is not None:
         assert sinks_H.dtype == torch.float32, sinks_H.dtype
         assert sinks_H.is_contiguous(), sinks_H.stride()
         assert sinks_H.shape == (num_heads,), sinks_H.shape
-    types = _types()
     out = torch.empty((num_rows, num_heads * d), dtype=q_THd.dtype)
     plan.pieces.run(
         q_THd.data_ptr(),
         q_THd.stride(0),
-        types[q_THd.dtype],
+        KV_TYPES[q_THd.dtype],
         k_cache.data_ptr(),
         v_cache.data_ptr(),
-        types[k_cache.dtype],
+        KV_TYPES[k_cache.dtype],
         out.data_ptr(),
         num_rows,
         soft_cap,
@@ -106,8 +108,3 @@ def _module() -> Any:
     module = native()
     assert module is not None, "the native module was not built"
     return module
-
-
-def _types() -> dict[torch.dtype, Any]:
-    types = _module().Type
-    return {torch.float32: types.float32, torch.bfloat16: types.bfloat16, torch.float16: types.float16}

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.ops.cells import cell_width
 from moeserve.ops.native import native
 from moeserve.ops.prologue import HeadRule
 
@@ -20,11 +21,13 @@ _native: Any = native()
 AVAILABLE = hasattr(_native, "race") and bool(_native.supported_isas())
 _empty = torch.empty
 _TYPES: dict[torch.dtype, Any] = {}
+KV_TYPES: dict[torch.dtype, Any] = {}  # that a cache may have
 _ELEMENTS: dict[torch.dtype, Any] = {}
 if AVAILABLE:
     for _name in ("float32", "bfloat16", "float16"):
         _TYPES[getattr(torch, _name)] = getattr(_native.Type, _name)
         _ELEMENTS[getattr(torch, _name)] = getattr(_native.Element, _name)
+    KV_TYPES |= _TYPES | {torch.int8: _native.Type.int8}
 
 
 def _stride(x: Tensor) -> int:
@@ -69,7 +72,9 @@ def prologue(
     rows, _, dim = qkv_THd.shape
     row_stride, head_stride, step = qkv_THd.stride()
     assert (head_stride, step) == (dim, 1), qkv_THd.stride()
-    assert k_cache.dtype is qkv_THd.dtype, (k_cache.dtype, qkv_THd.dtype)
+    assert k_cache.dtype is v_cache.dtype, (k_cache.dtype, v_cache.dtype)
+    assert k_cache.dtype in (qkv_THd.dtype, torch.int8), (k_cache.dtype, qkv_THd.dtype)
+    assert k_cache.shape[3] == v_cache.shape[3] == cell_width(dim, k_cache.dtype), (k_cache.shape, v_cache.shape)
     q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_THd.dtype)
     _native.prologue(
         _TYPES[qkv_THd.dtype],
@@ -90,6 +95,7 @@ def prologue(
         cells_T.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
+        KV_TYPES[k_cache.dtype],
         q_THd.data_ptr(),
     )
     return q_THd

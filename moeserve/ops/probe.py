@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.attention import TILE, attention, plan_attention
+from moeserve.ops.cells import to_cells
 from moeserve.ops.linear import PackLinear
 from moeserve.ops.native_linear import native_pack
 
@@ -56,16 +57,18 @@ def probe_native(dtype: torch.dtype) -> str | None:
     weight, x = _values(136, 264, seed=0).to(dtype), _values(9, 264, seed=1).to(dtype)
     norm_D = _values(264, seed=2).abs()
     q = _values(70, 4, 64, seed=3).to(dtype)
-    caches = [_values(8, 10, 2, 64, seed=seed).to(dtype) for seed in (4, 5)]
+    caches = [_values(8, 10, 2, 64, seed=seed) for seed in (4, 5)]
     step: Any = torch.arange(1, 8)[None], 10, None, np.array([0], np.int32), np.array([0, 70], np.int32), 4, 2, 64
     pairs = {
         "products": (native_pack(weight, None)(x), x.double() @ weight.double().T),
         "norms": (native_rows.rms_norm(x, norm_D, 1e-6), elementwise.rms_norm(x.float(), norm_D, 1e-6)),
-        "attention": (
-            native_attention.attention(q / 8, caches[0], caches[1], native_attention.plan_attention(*step)),
-            attention(q / 8, caches[0], caches[1], plan_attention(*step)),
-        ),
     }
+    for cache_type in (dtype, torch.int8):
+        k, v = (to_cells(cache, cache_type) for cache in caches)
+        pairs[f"attention over {cache_type}"] = (
+            native_attention.attention(q / 8, k, v, native_attention.plan_attention(*step)),
+            attention(q / 8, k, v, plan_attention(*step)),
+        )
     for what, (ours, reference) in pairs.items():
         if not torch.allclose(ours.double(), reference.double(), rtol=close, atol=close):
             return f"{what} differ from torch's by up to {(ours.double() - reference.double()).abs().max():.3g}"

@@ -49,11 +49,10 @@ def prologue(
     if rule.norms is not None:
         qk_THd = torch.rms_norm(qk_THd, qk_THd.shape[2:], None, rule.eps) * rule.norms
     if rule.clip < math.inf:
-        qk_THd, v_TGd = qk_THd.clamp(-rule.clip, rule.clip), v_TGd.clamp(-rule.clip, rule.clip)
+        qk_THd, v_TGd = qk_THd.clamp(-rule.clip, rule.clip), v_TGd.float().clamp(-rule.clip, rule.clip)
     rotated_THd = rotary(qk_THd, cos_T1d, sin_T1d)
     # The softmax scale goes into the queries while they are still fp32: one rounding instead of two.
     rotated_THd[:, : rule.num_heads] *= rule.scale
-    rotated_THd = rotated_THd.to(qkv_THd.dtype)
     real = cells_T.shape[0]
     write_kv(rotated_THd[:real, rule.num_heads :], v_TGd[:real], k_cache, v_cache, cells_T)
-    return rotated_THd[:, : rule.num_heads]
+    return rotated_THd[:, : rule.num_heads].to(qkv_THd.dtype)

@@ -101,6 +101,7 @@ class ModelRunnerBase(ABC):
         self.world = world
         self.placement = placement or first_placement(config, spec, world)
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
+        self.kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
         self.asked: Asked | None = None if config.model.quantization == "none" else config.model.quantization
         windows = spec.windows or (None,) * spec.num_layers
         self.groups = groups_of(windows, config.cache.block_size)
@@ -185,7 +186,7 @@ class ModelRunnerBase(ABC):
 
     def resolve(self, budget: int) -> Limits:
         """The limits that a budget for KV blocks leads to; with more ranks in an engine, the smallest of theirs."""
-        per_block = block_bytes(self.groups, self.spec, self.dtype, self.world.tp_size)
+        per_block = block_bytes(self.groups, self.spec, self.kv_dtype, self.world.tp_size)
         limits, notes = limits_of.resolve(
             self.config, self.spec, self.groups, per_block, budget, fill=self.properties.own
         )
@@ -260,7 +261,13 @@ class ModelRunnerBase(ABC):
         """Allocates KV blocks and request tables for `limits`."""
         limits = self.limits
         self.kv = KVCache(
-            self.groups, self.spec, limits.num_blocks, limits.store_cells, self.dtype, self.device, self.world.tp_size
+            self.groups,
+            self.spec,
+            limits.num_blocks,
+            limits.store_cells,
+            self.kv_dtype,
+            self.device,
+            self.world.tp_size,
         )
         self.tables = Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
         self.sampler = Sampler(self.spec.vocab_size, self.tables, self.upload, host_may_wait=not self.device_is_async)

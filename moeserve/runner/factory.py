@@ -46,4 +46,8 @@ def make_runner(
         )
     if world.tp_size > 1:
         raise ConfigError(f"tp={world.tp_size} is not available on CUDA yet: leave it at 1 there, or use --device cpu")
+    if config.cache.kv_cache_dtype != "auto":
+        raise ConfigError(
+            "kv_cache_dtype=int8 is not available on CUDA yet: leave it at auto there, or use --device cpu"
+        )
     return GPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)

@@ -19,6 +19,7 @@ from moeserve.engine.plan import BlockMove
 from moeserve.layers.inputs import LayerKV
 from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.spec import ModelSpec
+from moeserve.ops.cells import cell_width
 from moeserve.runner.zeros import lazy_zeros
 
 
@@ -29,7 +30,7 @@ def num_positions(groups: Sequence[KVGroup]) -> int:
 
 def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype, tp_size: int = 1) -> int:
     """Bytes of one KV block over all positions on one of tp_size ranks."""
-    per_token = spec.kv_elements_per_token_layer // spec.num_kv_heads * local_kv_heads(spec, tp_size) * dtype.itemsize
+    per_token = 2 * local_kv_heads(spec, tp_size) * cell_width(spec.head_dim, dtype) * dtype.itemsize
     return num_positions(groups) * groups[0].block_size * per_token
 
 
@@ -49,7 +50,7 @@ class KVCache:
         device: torch.device,
         tp_size: int = 1,
     ) -> None:
-        block = (groups[0].block_size, local_kv_heads(spec, tp_size), spec.head_dim)
+        block = (groups[0].block_size, local_kv_heads(spec, tp_size), cell_width(spec.head_dim, dtype))
         self._positions = [
             LayerKV(
                 lazy_zeros((num_blocks, *block), dtype, device),

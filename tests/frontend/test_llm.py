@@ -41,6 +41,27 @@ def test_outputs_are_in_the_order_of_the_prompts(llm):
         assert out.outputs[0].finish_reason in ("stop", "length")
 
 
+def test_an_int8_cache_hardly_changes_what_is_likely(llm):
+    """Of what the demo says, each token is judged by both with the same tokens before it."""
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    prompts = ["Once upon a time", "A fox and", "The small boat"]
+    texts = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in llm.generate(prompts, params)]
+    judge = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+
+    def judged(by):
+        outputs = by.generate([{"prompt_token_ids": text} for text in texts], judge)
+        rows = [row for output in outputs for row in output.prompt_logprobs[1:]]
+        return np.array([row.values[0] for row in rows]), np.array([row.rank for row in rows])
+
+    exact, ranks = judged(llm)
+    with LLM("demo", threads=1, max_model_len=256, kv_cache_dtype="int8") as rounded:
+        found, found_ranks = judged(rounded)
+    difference = np.abs(found - exact)
+    assert 0 < difference.mean() < 0.02, difference.mean()
+    assert difference.max() < 0.5, difference.max()
+    assert (found_ranks == ranks).mean() > 0.97, (found_ranks == ranks).mean()
+
+
 def test_one_params_for_each_prompt(llm):
     outputs = llm.generate(["A", "B"], [SamplingParams(max_tokens=2, ignore_eos=True), GREEDY])
     assert len(outputs[0].outputs[0].token_ids) == 2

@@ -7,9 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from moeserve import LLM, SamplingParams
+from moeserve.engine.groups import groups_of
+from moeserve.loader.hf_config import read_model_spec
 from moeserve.ops.native import native
+from moeserve.runner import kv_cache
+from moeserve.runner.base import DTYPES
 from tests.checkpoints import FAMILIES
 
 PROMPT = np.random.default_rng(11).integers(3, 256, 150).tolist()
@@ -89,13 +94,24 @@ def test_nor_with_quantised_weights(dtype: str, quantization: str, make_checkpoi
     check(path, dtype, quantization=quantization)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("family", "dtype", "kernels"),
+    [("qwen3_moe", "bfloat16", "auto"), ("llama", "float32", "auto"), ("qwen3", "bfloat16", "torch")],
+)
+def test_nor_with_an_int8_cache(family: str, dtype: str, kernels: str, make_checkpoint: Any) -> None:
+    path, settings = make_checkpoint(family).path, {"kv_cache_dtype": "int8", "kernels": kernels}
+    assert alone(path, dtype, kernels=kernels) != alone(path, dtype, **settings)
+    check(path, dtype, **settings)
+
+
 def check(path: Any, dtype: str, **more: Any) -> None:
     expected = alone(path, dtype, **more)
     rng = np.random.default_rng(5)
     for name, crowd in CROWDS.items():
         settings = crowd.settings() | more
         if crowd.kv_blocks is not None:
-            settings["kv_cache_bytes"] = crowd.kv_blocks * block_bytes(path, dtype)
+            settings["kv_cache_bytes"] = crowd.kv_blocks * block_bytes(path, dtype, more.get("kv_cache_dtype", "auto"))
         with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
             for _ in range(crowd.repeats):
                 prompt_lens, answer_lens = crowd.lengths(rng)
@@ -110,8 +126,7 @@ def check(path: Any, dtype: str, **more: Any) -> None:
                 assert llm.stats.preemptions > 0, "nothing was preempted: the test tries less than it says"
 
 
-def block_bytes(path: Any, dtype: str) -> int:
-    from moeserve.loader.hf_config import read_model_spec
-
+def block_bytes(path: Any, dtype: str, kv_cache_dtype: str = "auto") -> int:
     spec = read_model_spec(path)
-    return 16 * spec.num_layers * spec.kv_elements_per_token_layer * (4 if dtype == "float32" else 2)
+    cells = torch.int8 if kv_cache_dtype == "int8" else DTYPES[dtype]
+    return kv_cache.block_bytes(groups_of((None,) * spec.num_layers, 16), spec, cells)

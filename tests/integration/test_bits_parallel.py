@@ -55,17 +55,19 @@ class Shape:
     redundant: int = 0
     depth: int = 2
     quantization: str = "none"
+    kv: str = "auto"
 
     def __str__(self) -> str:
         lanes = 2 if self.dbo == "on" else 1
         experts = f"{self.backend}-{lanes}_lanes-{self.redundant}_more" if self.ep == "on" else "all_experts"
-        return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}-{self.quantization}"
+        return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}-{self.quantization}-{self.kv}"
 
 
 @functools.cache
-def expected(path: Path, dtype: str, quantization: str = "none") -> list[Any]:
+def expected(path: Path, dtype: str, quantization: str = "none", kv: str = "auto") -> list[Any]:
     """What one rank says to both, each alone."""
-    return [[part[:NUM_TOKENS] for part in answer] for answer in alone(path, dtype, quantization=quantization)]
+    answers = alone(path, dtype, quantization=quantization, kv_cache_dtype=kv)
+    return [[part[:NUM_TOKENS] for part in answer] for answer in answers]
 
 
 def other_placement(engines: Engines, version: int) -> Placement:
@@ -104,7 +106,8 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
         "depth": shape.depth,
         "quantization": shape.quantization,
         "max_num_batched_tokens": 128,
-        "kv_cache_bytes": NUM_BLOCKS * block_bytes(path, dtype) // shape.tp,
+        "kv_cache_dtype": shape.kv,
+        "kv_cache_bytes": NUM_BLOCKS * block_bytes(path, dtype, shape.kv) // shape.tp,
     }
     async with Engines(path, shape.dp, shape.tp, **settings) as engines:
         last = shape.dp - 1
@@ -123,9 +126,8 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
     assert lanes >= {2} if shape.dbo == "on" else lanes == {1}
     assert {answer.finish for answer in answers} == {"length"}
     for first in range(0, len(answers), 2):
-        assert [answer.bits for answer in answers[first : first + 2]] == expected(path, dtype, shape.quantization), (
-            f"round {first // 2}"
-        )
+        wanted = expected(path, dtype, shape.quantization, shape.kv)
+        assert [answer.bits for answer in answers[first : first + 2]] == wanted, f"round {first // 2}"
 
 
 def rotating() -> list[tuple[str, str, Shape]]:
@@ -134,7 +136,8 @@ def rotating() -> list[tuple[str, str, Shape]]:
     cases = []
     for i, ((dp, tp), backend) in enumerate(sizes):
         dbo = "on" if (i + i // len(BACKENDS)) % 2 else "off"
-        shape = Shape(dp, tp, backend, dbo, chunk=(64, 150, 31)[i % 3], redundant=(0, 3)[i // 2 % 2], depth=1 + i % 2)
+        shape = Shape(dp, tp, backend, dbo, chunk=(64, 150, 31)[i % 3], redundant=(0, 3)[i // 2 % 2], depth=1 + i % 2,
+                      kv=("auto", "int8")[(i + 1) // 2 % 2])  # fmt: skip
         cases.append((MOE[i % len(MOE)], DTYPES[i // len(MOE) % 2], shape))
     cases.append((MOE[0], "float32", Shape(backend="local", dbo="on")))
     cases.append((MOE[1], "bfloat16", Shape(tp=2, ep="off", chunk=40)))
@@ -176,14 +179,16 @@ async def test_ranks_that_experts_cannot_be_dealt_out_to_evenly(dp: int, make_ch
 
 
 @pytest.mark.parametrize(
-    ("backend", "dbo", "tp"), [("torch", "off", 1), ("allgather", "on", 1), (BACKENDS[-1], "on", 2)]
+    ("backend", "dbo", "tp", "kv"),
+    [("torch", "off", 1, "auto"), ("allgather", "on", 1, "int8"), (BACKENDS[-1], "on", 2, "auto")],
 )
-async def test_losses_at_any_moment(backend: str, dbo: str, tp: int, make_checkpoint: Any) -> None:
+async def test_losses_at_any_moment(backend: str, dbo: str, tp: int, kv: str, make_checkpoint: Any) -> None:
     """One rank drops its connections in the middle of whatever runs, also of moving experts; blocks that were evicted
     come back from host memory."""
     path, rng = make_checkpoint("qwen3_moe").path, np.random.default_rng(0)
-    memory = NUM_BLOCKS * block_bytes(path, "float32") // tp
+    memory = NUM_BLOCKS * block_bytes(path, "float32", kv) // tp
     settings = {"all2all": backend, "dbo": dbo, "kv_cache_bytes": memory, "host_store_bytes": 2 * memory}
+    settings |= {"kv_cache_dtype": kv}
     async with Engines(path, 2, tp, dtype="float32", max_num_batched_tokens=64, **settings) as engines:
         answers = []
         for number in range(6):
@@ -200,9 +205,8 @@ async def test_losses_at_any_moment(backend: str, dbo: str, tp: int, make_checkp
             await engines.join()
         await engines.answered()
     for first in range(0, len(answers), 2):
-        assert [answer.bits for answer in answers[first : first + 2]] == expected(path, "float32"), (
-            f"round {first // 2}"
-        )
+        wanted = expected(path, "float32", kv=kv)
+        assert [answer.bits for answer in answers[first : first + 2]] == wanted, f"round {first // 2}"
 
 
 ALL = [

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import attention as a
+from moeserve.ops.cells import cell_width, from_cells, to_cells
 
 
 @dataclass
 class Cache:
-    """Random contexts in scattered blocks; every cell that belongs to nobody holds NaN."""
+    """Random contexts in scattered blocks; every cell that belongs to nobody holds NaN. keys, values: what int8 ones
+    stand for."""
 
     k: Tensor
     v: Tensor
@@ -27,20 +29,25 @@ class Cache:
 def make_cache(lengths: list[int], g: int, d: int, size: int, dtype: torch.dtype, seed: int = 0) -> Cache:
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // size) for n in lengths]
+    width = cell_width(d, dtype)
     free = (torch.randperm(sum(counts) + 3, generator=generator) + 1).tolist()
-    k = torch.full((sum(counts) + 4, size, g, d), torch.nan, dtype=dtype)
+    k = to_cells(torch.full((sum(counts) + 4, size, g, d), torch.nan), dtype)
     v = k.clone()
     tables, keys, values = [], [], []
     for length, count in zip(lengths, counts, strict=True):
         blocks = [free.pop() for _ in range(count)]
-        own_k, own_v = (torch.randn(length, g, d, generator=generator).to(dtype) for _ in range(2))
+        own_k, own_v = (to_cells(torch.randn(length, g, d, generator=generator), dtype) for _ in range(2))
         cells = torch.tensor([blocks[p // size] * size + p % size for p in range(length)])
-        k.view(-1, g, d)[cells] = own_k
-        v.view(-1, g, d)[cells] = own_v
+        k.view(-1, g, width)[cells] = own_k
+        v.view(-1, g, width)[cells] = own_v
         tables.append(blocks)
-        keys.append(own_k)
-        values.append(own_v)
+        keys.append(from_cells(own_k))
+        values.append(from_cells(own_v))
     return Cache(k, v, tables, size, keys, values)
+
+
+def query_type(cache_type: torch.dtype) -> torch.dtype:
+    return torch.float32 if cache_type == torch.int8 else cache_type
 
 
 def run(cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], window: int | None) -> list[Tensor]:
@@ -49,7 +56,7 @@ def run(cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], window:
     blocks = torch.tensor([cache.tables[c] + [0] * (width - len(cache.tables[c])) for c, _, _ in rows])
     counts = [count for _, _, count in rows]
     queries = torch.cat([q[c][s : s + n] for c, s, n in rows])
-    g, d = cache.k.shape[2:]
+    g, d = cache.k.shape[2], queries.shape[2]
     plan = a.plan_attention(
         blocks,
         cache.block_size,
@@ -91,7 +98,7 @@ CASES = [  # heads, KV heads, head width, block size, window
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("h", "g", "d", "size", "window"), CASES)
 def test_agrees_with_plain_attention_in_any_packing(
     h: int, g: int, d: int, size: int, window: int | None, dtype: torch.dtype
@@ -100,9 +107,9 @@ def test_agrees_with_plain_attention_in_any_packing(
     lengths = [200, 1, 64, 65, 131]
     cache = make_cache(lengths, g, d, size, dtype)
     generator = torch.Generator().manual_seed(9)
-    q = [(torch.randn(n, h, d, generator=generator) * d**-0.5).to(dtype) for n in lengths]
+    q = [(torch.randn(n, h, d, generator=generator) * d**-0.5).to(query_type(dtype)) for n in lengths]
     whole = run(cache, [(c, 0, n) for c, n in enumerate(lengths)], q, window)
-    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
     for context, found in enumerate(whole):
         expected = plain(cache, context, q[context], window)
         assert (found.double() - expected).abs().max() < tolerance
@@ -117,7 +124,7 @@ def test_agrees_with_plain_attention_in_any_packing(
             assert torch.equal(found, whole[context][start : start + count]), (context, start, count)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("bounds", [(1 << 20, 1 << 21), (1 << 13, 1 << 11)])
 def test_bounds_on_work_space_do_not_change_bits(
     bounds: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -125,7 +132,7 @@ def test_bounds_on_work_space_do_not_change_bits(
     """Small bounds split rows, heads and contexts; the largest temporary stays near them."""
     lengths = [700, 90, 300]
     cache = make_cache(lengths, 4, 32, 16, dtype)
-    q = [torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(n)).to(dtype) for n in lengths]
+    q = [torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(n)).to(query_type(dtype)) for n in lengths]
     rows = [(0, 600, 100), (1, 89, 1), (2, 299, 1)]
     expected = run(cache, rows, q, None)
     monkeypatch.setattr(a, "SCORES", bounds[0])

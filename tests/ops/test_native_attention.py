@@ -13,8 +13,10 @@ from torch import Tensor
 
 from moeserve.ops import attention as torch_attention
 from moeserve.ops import native_attention
+from moeserve.ops.cells import to_cells
+from moeserve.ops.elementwise import write_kv
 from moeserve.ops.native import native
-from tests.ops.test_attention import Cache, make_cache
+from tests.ops.test_attention import Cache, make_cache, query_type
 
 module: Any = native()
 ISAS = module.supported_isas() if hasattr(module, "AttentionPlan") else []
@@ -46,7 +48,7 @@ def step(cache: Cache, rows: list[Row], q: list[Tensor], window: int | None) -> 
     apart[: len(queries), :-1] = queries
     starts = np.array([s for _, s, _ in rows], np.int32)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    shape = (queries.shape[1], *cache.k.shape[2:])
+    shape = (queries.shape[1], cache.k.shape[2], queries.shape[2])
     return apart[:, :-1], (blocks, cache.block_size, window, starts, offsets, *shape)
 
 
@@ -64,10 +66,11 @@ def reference(cache: Cache, row: Row, q: list[Tensor], window: int | None, extra
     extra = extra or Extra()
     queries, args = step(cache, [row], q, window)
     plan = native_attention.plan_attention(*args)
-    single, k, v = queries.float(), cache.k.float(), cache.v.float()
+    single, kind = queries.float(), module.Type.int8 if cache.k.dtype == torch.int8 else module.Type.float32
+    k, v = (x if x.dtype == torch.int8 else x.float() for x in (cache.k, cache.v))
     out = torch.empty(queries.shape[1] * queries.shape[2])
     sinks = 0 if extra.sinks_H is None else extra.sinks_H.data_ptr()
-    plan.pieces.reference(0, 0, row[1], single.data_ptr(), single.stride(0), k.data_ptr(), v.data_ptr(),
+    plan.pieces.reference(0, 0, row[1], single.data_ptr(), single.stride(0), k.data_ptr(), v.data_ptr(), kind,
                           out.data_ptr(), extra.soft_cap, sinks)  # fmt: skip
     return out
 
@@ -96,6 +99,16 @@ CASES = [  # heads, KV heads, head width, block size, window
 ]
 
 
+TYPES = [  # of caches and of queries
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.int8, torch.float32),
+    (torch.int8, torch.float16),
+    (torch.int8, torch.bfloat16),
+]
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("h", "g", "d", "size", "window"), CASES)
 def test_bits_are_the_references_in_any_company(
@@ -105,7 +118,7 @@ def test_bits_are_the_references_in_any_company(
     module.use_isa(isa)
     lengths = [200, 1, 63, 64, 65, 131]
     rng = np.random.default_rng(4)
-    for dtype, q_dtype in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2):
+    for dtype, q_dtype in TYPES:
         cache = make_cache(lengths, g, d, size, dtype)
         q = make_queries(lengths, h, d, q_dtype)
         whole = run(cache, [(c, 0, n) for c, n in enumerate(lengths)], q, window)
@@ -124,14 +137,17 @@ def test_bits_are_the_references_in_any_company(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("length", "window"), [(1023, None), (1024, None), (1025, 100), (4097, None), (40_000, None)])
-@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "q_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.int8, torch.bfloat16)],
+)
 def test_long_contexts_have_the_bits_of_the_reference(
-    length: int, window: int | None, isa: str, q_dtype: torch.dtype
+    length: int, window: int | None, isa: str, dtype: torch.dtype, q_dtype: torch.dtype
 ) -> None:
     """Alone, where threads share the chunks, beside others, and as the end of a prompt."""
     module.use_isa(isa)
     lengths = [length, 40]
-    cache = make_cache(lengths, 2, 16, 16, torch.bfloat16)
+    cache = make_cache(lengths, 2, 16, 16, dtype)
     q = make_queries(lengths, 4, 16, q_dtype)
     expected = reference(cache, (0, length - 1, 1), q, window).to(q_dtype)
     pieces = []
@@ -152,9 +168,10 @@ def test_long_contexts_have_the_bits_of_the_reference(
         assert pieces[1] == -(-length // 1024)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [None, 100])
-def test_one_by_one_in_chunks_and_at_once(window: int | None) -> None:
-    cache = make_cache([1100], 2, 64, 16, torch.bfloat16)
+def test_one_by_one_in_chunks_and_at_once(window: int | None, dtype: torch.dtype) -> None:
+    cache = make_cache([1100], 2, 64, 16, dtype)
     q = make_queries([1100], 4, 64, torch.bfloat16)
     whole = run(cache, [(0, 0, 1100)], q, window)[0]
     chunks = [run(cache, [(0, s, min(300, 1100 - s))], q, window)[0] for s in range(0, 1100, 300)]
@@ -163,28 +180,32 @@ def test_one_by_one_in_chunks_and_at_once(window: int | None) -> None:
     assert torch.equal(torch.cat(single), whole)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 3e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2), (torch.int8, 3e-6)],
+)
 @pytest.mark.parametrize("window", [None, 70])
 def test_agrees_with_torch(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
     lengths = [1, 64, 700, 1500]
     rows = [(0, 0, 1), (1, 63, 1), (2, 400, 300), (3, 1499, 1)]
     cache = make_cache(lengths, 2, 64, 16, dtype)
-    q = make_queries(lengths, 4, 64, dtype)
+    q = make_queries(lengths, 4, 64, query_type(dtype))
     queries, args = step(cache, rows, q, window)
     expected = torch_attention.attention(
         queries, cache.k.clone(), cache.v.clone(), torch_attention.plan_attention(*args)
     )
     found = native_attention.attention(queries, cache.k, cache.v, native_attention.plan_attention(*args))
-    assert found.dtype == dtype
+    assert found.dtype == query_type(dtype)
     assert (found.float() - expected.float()).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("isa", ISAS)
-def test_soft_cap_and_sinks(isa: str) -> None:
+def test_soft_cap_and_sinks(isa: str, dtype: torch.dtype) -> None:
     module.use_isa(isa)
     module.set_threads([-1, -1])
     lengths = [1300, 90]
-    cache = make_cache(lengths, 2, 40, 16, torch.float32)
+    cache = make_cache(lengths, 2, 40, 16, dtype)
     q = [8 * x for x in make_queries(lengths, 4, 40, torch.float32)]
     extra = Extra(5.0, torch.tensor([0.5, -3.0, 4.0, 30.0]))
     assert extra.sinks_H is not None
@@ -199,14 +220,38 @@ def test_soft_cap_and_sinks(isa: str) -> None:
         assert (found - expected).abs().max() < 5e-6
 
 
-def test_addresses_need_no_alignment() -> None:
-    cache = make_cache([130], 2, 24, 16, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_addresses_need_no_alignment(dtype: torch.dtype) -> None:
+    cache = make_cache([130], 2, 24, 16, dtype)
     q = make_queries([130], 4, 24, torch.bfloat16)
     expected = run(cache, [(0, 0, 130)], q, None)[0]
     shifted = [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in (cache.k, cache.v)]
     cache.k, cache.v = shifted
     assert torch.equal(run(cache, [(0, 0, 130)], q, None)[0], expected)
     assert torch.equal(run(cache, [(0, 129, 1)], q, None)[0][0], expected[-1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
+def test_scales_of_any_size(isa: str, q_dtype: torch.dtype) -> None:
+    """Zero, tiny and huge keys and values, and one that is not a number."""
+    module.use_isa(isa)
+    cache = make_cache([200], 2, 24, 16, torch.float32)
+    sizes = torch.tensor([0.0, 1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e37])[torch.arange(200) % 7].view(200, 1, 1)
+    cells = torch.tensor([cache.tables[0][p // 16] * 16 + p % 16 for p in range(200)])
+    cache.k, cache.v = (to_cells(x, torch.int8) for x in (cache.k, cache.v))
+    write_kv(cache.keys[0] * sizes, cache.values[0] * sizes.flip(0), cache.k, cache.v, cells)
+    q = [x * 1e-3 for x in make_queries([200], 4, 24, q_dtype)]
+    found = run(cache, [(0, 0, 200)], q, None)[0]
+    for position in (0, 5, 150, 199):
+        assert torch.equal(found[position], reference(cache, (0, position, 1), q, None).to(q_dtype)), position
+    assert found.isfinite().all()
+    cache.keys[0][100, 1, 3] = torch.inf
+    write_kv(cache.keys[0][100:101], cache.values[0][100:101], cache.k, cache.v, cells[100:101])
+    broken = run(cache, [(0, 0, 200)], q, None)[0]
+    assert torch.equal(broken[:100], found[:100])
+    assert broken[100:, 48:].isnan().all()
+    assert broken[100:, :48].isfinite().all()
 
 
 def test_later_values_do_not_reach_earlier_queries() -> None:

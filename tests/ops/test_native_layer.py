@@ -18,6 +18,7 @@ from moeserve.moe.experts.native import NativeExperts, Packed
 from moeserve.moe.lane import Scratch
 from moeserve.moe.routing import Routing
 from moeserve.ops import native_attention, native_layer, native_rows
+from moeserve.ops.cells import to_cells
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import NativeLinear
 from moeserve.ops.prologue import HeadRule
@@ -44,14 +45,18 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("counts", "starts"), [((1,), (0,)), ((1, 1, 1), (5, 40, 2)), ((70, 1), (3, 60))])
 @pytest.mark.parametrize("norms", [True, False])
-def test_attention(counts: tuple[int, ...], starts: tuple[int, ...], norms: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_attention(
+    counts: tuple[int, ...], starts: tuple[int, ...], norms: bool, rounded: bool, dtype: torch.dtype
+) -> None:
     both, tokens = HEADS + KV_HEADS, sum(counts)
     qkv = NativeLinear(random((both + KV_HEADS) * DIM, WIDTH, dtype=dtype), random((both + KV_HEADS) * DIM, seed=1))
     out = NativeLinear(random(WIDTH, HEADS * DIM, dtype=dtype, seed=2))
     rule = HeadRule(HEADS, KV_HEADS, 0.3, 1e-6, random(both, DIM, seed=3) if norms else None, 0.4)
     x = random(tokens, WIDTH + 5, dtype=dtype, seed=4)[:, :WIDTH]
     cos, sin = random(tokens, 1, DIM, seed=5), random(tokens, 1, DIM, seed=6)
-    caches = [random(40, BLOCK, KV_HEADS, DIM, dtype=dtype, seed=7 + i) for i in range(2)]
+    kv_dtype = torch.int8 if rounded else dtype
+    caches = [to_cells(random(40, BLOCK, KV_HEADS, DIM, seed=7 + i), kv_dtype) for i in range(2)]
     blocks = (1 + torch.randperm(39, generator=torch.Generator().manual_seed(9)))[: 8 * len(counts)]
     blocks = blocks.view(len(counts), 8).contiguous()
     offsets = np.cumsum([0, *counts]).astype(np.int32)

@@ -18,6 +18,7 @@ from torch import Tensor
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.routing import Routing
 from moeserve.ops import elementwise, native_rows
+from moeserve.ops.cells import from_cells, to_cells
 from moeserve.ops.native import native
 from moeserve.ops.prologue import HeadRule, prologue
 from moeserve.runner import noise
@@ -135,27 +136,59 @@ def prologue_case(
     return qkv, rule, cos, sin, torch.tensor([17, 3, 40, 0, 39, 8, 9]), given
 
 
+def bits_of(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.int8 else x.nan_to_num(9e3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("dim", [8, 24, 64, 72, 128])
 @pytest.mark.parametrize(
     ("norms", "clip", "normed"),
     [(False, math.inf, False), (True, math.inf, False), (False, 0.7, False), (True, 0.9, False), (False, 0.7, True)],
 )
-def test_prologue(dim: int, dtype: torch.dtype, norms: bool, clip: float, normed: bool) -> None:
+def test_prologue(dim: int, dtype: torch.dtype, norms: bool, clip: float, normed: bool, rounded: bool) -> None:
     """Two of the nine rows are padding: their queries are computed, their keys and values go nowhere."""
     qkv, rule, cos, sin, cells, given = prologue_case(dtype, dim, norms=norms, clip=clip, normed=normed)
-    caches = [torch.full((6, 7, 2, dim), torch.nan, dtype=dtype) for _ in range(4)]
+    empty = torch.full((6, 7, 2, dim), torch.nan)
+    caches = [to_cells(empty, torch.int8 if rounded else dtype) for _ in range(4)]
     found = native_rows.prologue(qkv, rule, cos, sin, *caches[:2], cells, given), *caches[:2]
     expected = prologue(qkv, rule, cos, sin, *caches[2:], cells, given), *caches[2:]
     for mine, reference in zip(found, expected, strict=True):
         if norms:
-            torch.testing.assert_close(mine, reference, rtol=TOLERANCE[dtype], atol=1e-5, equal_nan=True)
+            tolerance = 0.05 if mine.dtype == torch.int8 else 1e-5  # one step of a scale
+            a, b = from_cells(mine), from_cells(reference)
+            torch.testing.assert_close(a, b, rtol=TOLERANCE[dtype], atol=tolerance, equal_nan=True)
         else:
-            assert torch.equal(mine.nan_to_num(9e3), reference.nan_to_num(9e3))
-    assert int(caches[0].isnan().any(-1).sum()) == (42 - 7) * 2
+            assert torch.equal(bits_of(mine), bits_of(reference))
+    assert int(from_cells(caches[0]).isnan().any(-1).sum()) == (42 - 7) * 2
     alone = native_rows.prologue(qkv[4:5].clone(), rule, cos[4:5], sin[4:5], *caches[:2], cells[4:5],
                                  None if given is None else given[4:5])  # fmt: skip
     assert torch.equal(alone[0], found[0][4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_cells_are_the_references(dtype: torch.dtype) -> None:
+    """Nothing, denormals, the smallest and largest numbers, halves between two steps, infinity and NaN."""
+    heads = torch.zeros(8, 24)
+    heads[1, 5], heads[2, 3] = 1e-45, -3e-38
+    heads[3] = torch.randn(24, generator=torch.Generator().manual_seed(0)) * 3e-43
+    heads[4] = torch.linspace(-3e38, 3e38, 24)
+    heads[5], heads[5, 0] = torch.arange(24) + 0.5, 127.0
+    heads[6, 7], heads[7, 23] = -torch.inf, torch.nan
+    qkv = heads.view(8, 1, 24).expand(8, 3, 24).to(dtype).contiguous()
+    rule, ones = HeadRule(1, 1, 1.0, 1e-6), torch.ones(8, 1, 24)
+    caches = [torch.full((8, 1, 1, 28), 77, dtype=torch.int8) for _ in range(4)]
+    native_rows.prologue(qkv, rule, ones, 0 * ones, *caches[:2], torch.arange(8))
+    prologue(qkv, rule, ones, 0 * ones, *caches[2:], torch.arange(8))
+    assert torch.equal(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+    assert caches[1][5].flatten()[:6].tolist() == [127, 2, 2, 4, 4, 6]
+    values, wanted = from_cells(caches[1]).view(8, 24), qkv[:, 2].float()
+    finite = wanted.isfinite().all(1)
+    assert torch.equal(values.isnan(), ~finite[:, None].expand(8, 24))
+    error, step = (values - wanted)[finite].abs(), wanted[finite].abs().amax(1, keepdim=True) / 127
+    assert (error <= 0.5001 * step + 1e-43).all()
 
 
 @pytest.mark.parametrize("experts", [5, 8, 60, 64, 128, 300, 512])

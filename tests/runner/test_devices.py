@@ -32,6 +32,13 @@ def test_cuda_without_a_device_is_refused_with_the_remedy(monkeypatch: pytest.Mo
         make_runner(config_of(None, device="cuda"), spec_of(), Path())
 
 
+def test_cuda_refuses_an_int8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = config_of(None, kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 is not available on CUDA yet.*--device cpu"):
+        make_runner(config, spec_of(), Path())
+
+
 def test_importing_and_making_the_gpu_runner_does_not_touch_cuda() -> None:
     code = (
         "import torch; from pathlib import Path; from moeserve.config import config_of;"

@@ -180,12 +180,12 @@ def test_without_control_groups_it_is_the_machine(tmp_path: Path) -> None:
 
 def test_block_bytes_are_what_the_cache_allocates() -> None:
     spec = spec_of(num_layers=4, windows=(None, 64, None, 64), num_kv_heads=3, head_dim=8)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, width in ((torch.float32, 8), (torch.bfloat16, 8), (torch.int8, 12)):
         cache = KVCache(HYBRID, spec, 10, 5, dtype, torch.device("cpu"))
         tensors = {t.data_ptr(): t for layer in cache.layers for t in (layer.k, layer.v)}
         assert len(tensors) == 2 * num_positions(HYBRID) == 4
         assert sum(t.nbytes for t in tensors.values()) == 10 * block_bytes(HYBRID, spec, dtype)
-        assert all(layer.k.dtype == dtype and layer.k.shape == (10, 16, 3, 8) for layer in cache.layers)
+        assert all(layer.k.dtype == dtype and layer.k.shape == (10, 16, 3, width) for layer in cache.layers)
         assert not any(t.any() for t in tensors.values())
 
 
