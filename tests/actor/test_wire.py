@@ -21,7 +21,7 @@ import zmq
 
 from moeserve.actor import zmq_wire
 from moeserve.actor.inbox import Inbox
-from moeserve.actor.wire import PeerGone, Wire, local_pair
+from moeserve.actor.wire import PeerGone, Wire
 from moeserve.actor.zmq_wire import Hello, ZmqWire, connect, listen
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
 
@@ -51,16 +51,11 @@ class Ends:
 
 
 @asynccontextmanager
-async def ends(kind: str, address: str, limit: int = 1000) -> AsyncIterator[Ends]:
+async def ends(address: str, limit: int = 1000) -> AsyncIterator[Ends]:
     at_a: Inbox[Any] = Inbox("a", limit)
     at_b: Inbox[Any] = Inbox("b", limit)
-    a: Wire[Msg, Any]
-    b: Wire[Msg, Any]
-    if kind == "local":
-        a, b = local_pair(at_a, at_b)
-    else:
-        a = listen(address, token="t", receives=Msg, inbox=at_a, limit=limit)
-        b = connect(address, token="t", receives=Msg, inbox=at_b, limit=limit)
+    a: Wire[Msg, Any] = listen(address, token="t", receives=Msg, inbox=at_a, limit=limit)
+    b: Wire[Msg, Any] = connect(address, token="t", receives=Msg, inbox=at_b, limit=limit)
     try:
         await a.connected(5)
         await b.connected(5)
@@ -79,17 +74,12 @@ async def take(inbox: Inbox[Any], count: int) -> list[Any]:
     return got
 
 
-@pytest.fixture(params=["local", "ipc"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 # Every wire
 
 
-def test_messages_arrive_in_order_in_both_directions(run: Run, kind: str, address: str) -> None:
+def test_messages_arrive_in_order_in_both_directions(run: Run, address: str) -> None:
     async def main() -> None:
-        async with ends(kind, address) as e:
+        async with ends(address) as e:
             sent = [Word(i) for i in range(500)]
             for word in sent:
                 e.a.send(word)
@@ -101,9 +91,9 @@ def test_messages_arrive_in_order_in_both_directions(run: Run, kind: str, addres
     run(main())
 
 
-def test_answers_come_back_while_nothing_else_moves(run: Run, kind: str, address: str) -> None:
+def test_answers_come_back_while_nothing_else_moves(run: Run, address: str) -> None:
     async def main() -> None:
-        async with ends(kind, address) as e:
+        async with ends(address) as e:
 
             async def echo() -> None:
                 async for msg in e.at_b:
@@ -118,10 +108,10 @@ def test_answers_come_back_while_nothing_else_moves(run: Run, kind: str, address
     run(main())
 
 
-def test_large_messages_pass_whole(run: Run, kind: str, address: str) -> None:
+def test_large_messages_pass_whole(run: Run, address: str) -> None:
     async def main() -> None:
         data = Random(1).randbytes(1 << 20) * 24
-        async with ends(kind, address) as e:
+        async with ends(address) as e:
             e.a.send(Word(1, data))
             e.a.send(Bye())
             assert await take(e.at_b, 2) == [Word(1, data), Bye()]
@@ -129,9 +119,9 @@ def test_large_messages_pass_whole(run: Run, kind: str, address: str) -> None:
     run(main())
 
 
-def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(run: Run, kind: str, address: str) -> None:
+def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(run: Run, address: str) -> None:
     async def main() -> None:
-        async with ends(kind, address) as e:
+        async with ends(address) as e:
             for i in range(100):
                 e.b.send(Word(i))
             e.b.close(linger_s=1)
@@ -145,9 +135,9 @@ def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(run: Run, 
 
 
 @pytest.mark.parametrize("leaver", ["listener", "connector"])
-def test_last_words_reach_a_peer_that_is_busy_when_they_come(run: Run, kind: str, address: str, leaver: str) -> None:
+def test_last_words_reach_a_peer_that_is_busy_when_they_come(run: Run, address: str, leaver: str) -> None:
     async def main() -> None:
-        async with ends(kind, address) as e:
+        async with ends(address) as e:
             gone, stays, inbox = (e.a, e.b, e.at_b) if leaver == "listener" else (e.b, e.a, e.at_a)
             for i in range(3):
                 stays.send(Word(i))  # the leaver will not read them
@@ -164,9 +154,9 @@ def test_last_words_reach_a_peer_that_is_busy_when_they_come(run: Run, kind: str
     run(main())
 
 
-def test_a_peer_that_does_not_read_means_overloaded_and_not_memory(run: Run, kind: str, address: str) -> None:
+def test_a_peer_that_does_not_read_means_overloaded_and_not_memory(run: Run, address: str) -> None:
     async def main() -> None:
-        async with ends(kind, address, limit=50) as e:
+        async with ends(address, limit=50) as e:
             sent = 0
             with suppress(Overloaded):
                 while sent < 5000:
@@ -182,9 +172,9 @@ def test_a_peer_that_does_not_read_means_overloaded_and_not_memory(run: Run, kin
     run(main())
 
 
-def test_closing_twice_is_harmless(run: Run, kind: str, address: str) -> None:
+def test_closing_twice_is_harmless(run: Run, address: str) -> None:
     async def main() -> None:
-        async with ends(kind, address) as e:
+        async with ends(address) as e:
             e.a.close()
             e.a.close()
             with pytest.raises(ActorStopped):
