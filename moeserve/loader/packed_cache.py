@@ -3,9 +3,10 @@
 One file has what one rank holds; its name is its key, which is whatever decides the bytes (`key_of`). It is a
 safetensors file of what was packed, of the parameters that no kernel packs, and of checksums, in a tensor that is named
 by the key; a start verifies every byte. Files are written aside, private to their user, and renamed when whole, so any
-number of processes may write and map them at once. They are mapped privately: pages that an expert moves into become
-the process's own. They may be deleted at any time; only cutting one short in place while it is mapped does harm
-(SIGBUS), and only its owner can.
+number of processes may write and map them at once; one that is killed meanwhile leaves nothing. They are mapped
+privately: pages that an expert moves into become the process's own. They may be deleted at any time. Only writing into
+one in place while it is mapped does harm (other weights) or cutting it short (SIGBUS), and only its owner can; so does
+another machine that deletes it from a shared disk.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import hashlib
 import logging
 import mmap
 import os
-import tempfile
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from moeserve.version import __version__
 log = logging.getLogger(__name__)
 
 _NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SYNC_BYTES = 1 << 30  # so much at a time goes to the disk: at the end it might take longer than a start may be silent
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -46,16 +51,17 @@ def key_of(identity: str, plan: WeightPlan, world: World, dtype: torch.dtype, as
 class PackedCache:
     """One start's `tensors` by name, from their file or for it. Create it when the native kernels have their threads.
 
-    found: the file is there and whole. product: the one that was taken from `CachedParams` last; what is packed goes by
-    its name.
+    alive: called now and then while bytes are read or written. found: the file is there and whole. product: the one
+    that was taken from `CachedParams` last; what is packed goes by its name.
     """
 
-    def __init__(self, folder: str, key: str) -> None:
-        self._path, self._key, self.product = Path(folder, f"{key}.packed"), key, ""
+    def __init__(self, folder: str, key: str, alive: Callable[[], None] = lambda: None) -> None:
+        self._path, self._key, self.product = Path(folder).expanduser() / f"{key}.packed", key, ""
+        self._alive = alive
         self.tensors: dict[str, Tensor] = {}
         try:
             if os.path.lexists(self._path):
-                self.tensors = _mapped(self._path, key)
+                self.tensors = _mapped(self._path, key, alive)
         except (OSError, CheckpointError) as error:
             why = str(error).partition(";")[0]
             log.warning("packed weights are not used, but packed anew and replaced: %s: %s", self._path, why)
@@ -75,7 +81,7 @@ class PackedCache:
         """Writes the file if none was found, and lets go of the tensors; only warns if it cannot be written."""
         try:
             if not self.found:
-                _write(self._path, _contents(self.tensors, self._key))
+                _write(self._path, _contents(self.tensors, self._key, self._alive), self._alive)
             log.info("packed weights %s %s", "mapped from" if self.found else "written to", self._path)
         except OSError as error:
             log.warning("packed weights cannot be kept: %s; make room, or let packed_cache name another folder", error)
@@ -106,29 +112,35 @@ class CachedParams(Params):
         return value
 
 
-def _mapped(path: Path, key: str) -> dict[str, Tensor]:
+def _mapped(path: Path, key: str, alive: Callable[[], None]) -> dict[str, Tensor]:
     """The tensors of a file, verified. Raises CheckpointError, or OSError."""
-    entries = read_header(path)
-    if key not in entries:
-        raise CheckpointError("it was made for something else")
-    with path.open("rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            raise CheckpointError("it is no file that this user alone can write")
+        entries = read_header(Path(f"/proc/self/fd/{file.fileno()}"))
+        if key not in entries or any(entry.dtype not in _DTYPES for entry in entries.values()):
+            raise CheckpointError("it was made for something else")
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     module: Any = native()
     module.advise_huge_pages(memory.data_ptr(), len(memory))
     head = memory[: min(entry.offset for entry in entries.values())]
     parts = {name: memory[entry.offset : entry.offset + entry.num_bytes] for name, entry in entries.items()}
-    if not torch.equal(parts.pop(key), _checksums([head, *parts.values()])):
+    if not torch.equal(parts.pop(key), _checksums([head, *parts.values()], alive)):
         raise CheckpointError("its checksums are of something else, so it is damaged")
     return {name: part.view(_DTYPES[entries[name].dtype]).view(entries[name].shape) for name, part in parts.items()}
 
 
-def _checksums(parts: list[Tensor]) -> Tensor:
+def _checksums(parts: list[Tensor], alive: Callable[[], None]) -> Tensor:
     module: Any = native()
-    sums = b"".join(module.checksum(part.data_ptr(), len(part)).to_bytes(8, "little") for part in parts)
-    return torch.frombuffer(bytearray(sums), dtype=torch.uint8)
+    sums = bytearray()
+    for part in parts:
+        sums += module.checksum(part.data_ptr(), len(part)).to_bytes(8, "little")
+        alive()
+    return torch.frombuffer(sums, dtype=torch.uint8)
 
 
-def _contents(tensors: dict[str, Tensor], key: str) -> list[Tensor]:
+def _contents(tensors: dict[str, Tensor], key: str, alive: Callable[[], None]) -> list[Tensor]:
     """All bytes of a file."""
     sums, end, header, parts = torch.empty(8 + 8 * len(tensors), dtype=torch.uint8), 0, {}, []
     # Those first whose sizes keep all behind them aligned to 64.
@@ -140,19 +152,29 @@ def _contents(tensors: dict[str, Tensor], key: str) -> list[Tensor]:
     text = msgspec.json.encode(header)
     text += b" " * (-(8 + len(text)) % 4096)
     parts.insert(0, torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
-    sums.copy_(_checksums(parts[:-1]))
+    sums.copy_(_checksums(parts[:-1], alive))
     return parts
 
 
-def _write(path: Path, parts: list[Tensor]) -> None:
+def _write(path: Path, parts: list[Tensor], alive: Callable[[], None]) -> None:
+    """The file has no name until it is whole."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="new-", dir=path.parent) as folder:
-        new = Path(folder, "file")
-        new.touch(0o600)
-        with new.open("wb", buffering=0) as file:
-            for part in parts:
-                left = part.numpy().data
-                while left:  # up to the next large page: systems that keep files in such pages do it then
-                    left = left[file.write(left[: HUGE - file.tell() % HUGE]) :]
-            os.fsync(file)
-        new.replace(path)
+    with open(os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o600), "wb", buffering=0) as file:
+        synced = 0
+        for part in parts:
+            left = part.numpy().data
+            while left:  # up to the next large page: systems that keep files in such pages do it then
+                left = left[file.write(left[: HUGE - file.tell() % HUGE]) :]
+            if file.tell() - synced > SYNC_BYTES:
+                os.fsync(file)
+                synced = file.tell()
+            alive()
+        os.fsync(file)
+        name = path.with_name(f"new-{secrets.token_hex(8)}")
+        descriptor = file.fileno()  # as src_dir_fd it means nothing, but makes `link` follow what stands for the file
+        os.link(f"/proc/self/fd/{descriptor}", name, src_dir_fd=descriptor, follow_symlinks=True)
+    try:
+        name.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            name.unlink()

@@ -25,6 +25,8 @@ def check(config: Config, spec: ModelSpec) -> None:
             f"max_model_len={asked_len} is more than the model's own limit of {spec.max_position} positions "
             f"(max_position_embeddings in config.json). Ask for at most {spec.max_position}."
         )
+    if config.model.packed_cache == "":
+        raise ConfigError("packed_cache is '' and names no folder; name one, or leave it out")
     _check_quantization(config.model.quantization, spec)
 
 

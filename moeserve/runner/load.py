@@ -76,13 +76,14 @@ def load_model(
     plan = of.weight_plan(spec, names, shard.world, shard.placement)
     check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
     ops = pick_ops(device, dtype, kernels, head_dim=spec.head_dim)
-    if (asked or spec.stored or packed_cache) and not ops.native:
-        without = "--quantization none" if asked else "the float16 or bfloat16 checkpoint" if spec.stored else "none"
-        raise ConfigError(
-            f"{'quantised weights need' if asked or spec.stored else 'packed_cache needs'} the native kernels for "
-            f"CPUs, and here {device.type} serves by {ops.describe()}; use {without}, or --device cpu with "
-            "kernels: native"
-        )
+    for wanted, needs, instead in (
+        (asked, "quantised weights need", "--quantization none"),
+        (spec.stored, "quantised weights need", "the float16 or bfloat16 checkpoint"),
+        (packed_cache, "packed_cache needs", "no packed_cache"),
+    ):
+        if wanted and not ops.native:
+            here = f"the native kernels for CPUs, and here {device.type} serves by {ops.describe()}"
+            raise ConfigError(f"{needs} {here}; use {instead}, or --device cpu with kernels: native")
     if spec.stored and spec.stored.activations and not shard.world.rank:
         log.info("config.json quantises activations, too: they stay %s here, weights alone are quantised", dtype)
     files = ExpertFiles(
@@ -91,7 +92,8 @@ def load_model(
     params_of: Callable[..., Params] = Params
     cache, last = None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
-        cache = PackedCache(packed_cache, key_of(files.identity(), plan, shard.world, dtype, asked))
+        key = key_of(files.identity(), plan, shard.world, dtype, asked)
+        cache = PackedCache(packed_cache, key, lambda: progress("keeping or mapping packed weights", last))
         ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
 
     def read(done: int, total: int) -> None:

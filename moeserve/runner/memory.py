@@ -48,10 +48,10 @@ def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
     for line in _read(membership).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
+            base, names = root, ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
             base = root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         inner = base / path.lstrip("/")
@@ -60,7 +60,9 @@ def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
                 break
             limit, used = _number(folder / names[0]), _number(folder / names[1])
             if limit is not None and used is not None:
-                found.append((limit, max(0, used - _stat(folder / "memory.stat", names[2]))))
+                stat = folder / "memory.stat"  # pages that several processes have mapped in turn count as active
+                cached = _stat(stat, names[2] + "inactive_file") + _stat(stat, names[2] + "active_file")
+                found.append((limit, max(0, used - cached)))
     return found
 
 

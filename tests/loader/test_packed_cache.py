@@ -44,10 +44,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def start(folder: Path, key: str = KEY, seed: int = 0) -> tuple[PackedCache, dict[str, Tensor]]:
+def start(
+    folder: Path, key: str = KEY, seed: int = 0, alive: Callable[[], None] = lambda: None
+) -> tuple[PackedCache, dict[str, Tensor]]:
     """A start of a model with two products and parameters of odd sizes; what it has, in the order of its build."""
     make = torch.Generator().manual_seed(seed)
-    cache, have = PackedCache(str(folder), key), {}
+    cache, have = PackedCache(str(folder), key, alive), {}
     for name, size in (("layers.0.qkv", 4096), ("norm", 7), ("layers.0.w2", 64 * 50), ("empty_bias", 0), ("embed", 33)):
         values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=make)
         if "layers" not in name:
@@ -192,6 +194,43 @@ def test_where_nothing_can_be_kept_the_start_goes_on(
     assert same(have, start(tmp_path / "other")[1])
     assert "packed weights cannot be kept: " in caplog.text
     assert not list(tmp_path.rglob("new-*"))
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o620, 0o666])
+def test_a_file_that_others_can_write_is_not_used(mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, made = start(tmp_path)
+    first.finish()
+    file_in(tmp_path).chmod(mode)
+    second, found = start(tmp_path)
+    assert not second.found
+    assert same(found, made)
+    assert "this user alone" in caplog.text
+    second.finish()
+    assert start(tmp_path)[0].found
+
+
+def test_a_pipe_in_its_place_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / f"{KEY}.packed", 0o600)
+    cache, _ = start(tmp_path)
+    assert "this user alone" in caplog.text
+    cache.finish()
+    assert start(tmp_path)[0].found
+
+
+def test_a_file_has_no_name_until_it_is_whole(tmp_path: Path) -> None:
+    """So one that is killed meanwhile leaves nothing."""
+    seen: list[list[Path]] = []
+    cache, _ = start(tmp_path, alive=lambda: seen.append(list(tmp_path.iterdir())))
+    cache.finish()
+    assert len(seen) > 2
+    assert not any(seen)
+
+
+def test_home_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cache, _ = start(Path("~/packed"))
+    cache.finish()
+    assert file_in(tmp_path / "packed").exists()
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.ops.native import native
 from moeserve.ops.table import Choice
 
 from .conftest import FAMILIES, Driver
 
+MODULE: Any = native()
 PROMPT = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(1)).tolist()
 ANSWER = [3, 141, 59, 26]
 
@@ -121,3 +123,17 @@ def test_sums_as_long_as_in_real_models(dtype: torch.dtype, make_checkpoint: Any
 def test_block_size_does_not_matter(block_size: int, make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen3_moe").path
     assert torch.equal(alone(Driver(path)), alone(Driver(path, block_size=block_size)))
+
+
+@pytest.mark.parametrize("isa", MODULE.supported_isas() if MODULE else [])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_instruction_set_has_the_same_bits(name: str, isa: Any, make_checkpoint: Any) -> None:
+    path = make_checkpoint(name).path
+    expected = expected_of(path, torch.bfloat16, "auto")
+    driver = Driver(path, torch.bfloat16, num_blocks=1024)
+    best = MODULE.serving_isa()
+    MODULE.use_isa(isa)
+    try:
+        assert torch.equal(in_company(driver, others=9, chunk=7, seed=1), expected)
+    finally:
+        MODULE.use_isa(best)

@@ -161,7 +161,7 @@ def test_the_smallest_control_group_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "membership").write_text("0::/a/b\n")
     facts = host_memory(tmp_path, tmp_path / "membership")
     assert (facts.limit, facts.free) == (2 * GIB, GIB)
-    write_cgroup(tmp_path, "a", memory__stat=f"inactive_file {GIB // 2}\n")
+    write_cgroup(tmp_path, "a", memory__stat=f"inactive_file {GIB // 4}\nactive_file {GIB // 4}\n")
     assert host_memory(tmp_path, tmp_path / "membership").free == GIB + GIB // 2
 
 

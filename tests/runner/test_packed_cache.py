@@ -153,6 +153,6 @@ def test_other_kernels_refuse(kernels: str, make_checkpoint: Any, tmp_path: Path
     path = make_checkpoint("llama").path
     config = config_of(path, kernels=kernels, packed_cache=str(tmp_path))
     runner = CPUModelRunner(config, read_model_spec(path), path)
-    with pytest.raises(ConfigError, match=r"packed_cache needs the native kernels .*; use none, or"):
+    with pytest.raises(ConfigError, match=r"packed_cache needs the native kernels .*; use no packed_cache, or"):
         runner.load(lambda phase, percent: None)
     assert not list(tmp_path.iterdir())
