@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class CPUModelRunner(ModelRunnerBase):
     """Deterministic to the bit: `determinism` other than that does not exist here and costs nothing."""
 
-    busy_tokens = 512  # 64 rows or more for each of the busy experts of the usual models
+    busy_tokens = 512  # 2,048 are no faster (benchmarks/LOG.md)
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")

@@ -16,6 +16,7 @@ from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.factory import make_runner
 from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.limits import chunk_tokens, step_tokens, with_step_tokens
 from tests.runner.harness import FakeRunner, fake_runner, spec_of
 
 
@@ -101,3 +102,9 @@ def test_determinism_that_cuda_cannot_keep_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="tp=2 is not available on CUDA yet"):
         make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
     assert type(make_runner(config_of(None, determinism="batch", device="cpu"), spec_of(), Path())) is CPUModelRunner
+
+
+def test_tokens_per_step_leave_room_for_prompts_beside_all_who_decode() -> None:
+    for asked, expected in (({}, 512), ({"max_num_seqs": 1000}, 1256), ({"max_num_batched_tokens": 64}, 64)):
+        config = with_step_tokens(config_of("demo", **asked), CPUModelRunner.busy_tokens)
+        assert step_tokens(config) == chunk_tokens(config) == expected
