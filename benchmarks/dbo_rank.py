@@ -208,7 +208,8 @@ def step_inputs(counts: I32, start: int) -> StepInputs:
     cells = tables[rows, positions // BLOCK] * BLOCK + positions % BLOCK
     group = GroupInputs(torch.from_numpy(cells), torch.from_numpy(tables), BLOCK, None)
     ids = torch.randint(0, 4096, (len(rows),), generator=torch.Generator().manual_seed(1))
-    return StepInputs(ids, torch.from_numpy(positions), (group,), torch.arange(0), offsets, starts)
+    on_device = torch.from_numpy(starts), torch.from_numpy(offsets)
+    return StepInputs(ids, torch.from_numpy(positions), (group,), torch.arange(0), offsets, starts, on_device)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ MOESERVE_INLINE void multiply(const float* a, size_t stride, const uint8_t* w, c
 /// depth, stride: in elements of A. head: the group's scales and zero points, where weights come in groups.
 template <class A, int M, int B>
 MOESERVE_INLINE void tile(const float* a, size_t stride, const uint8_t* w, const uint8_t* head, size_t block_bytes,
-                          size_t depth, float* c, bool more) {
+                          size_t depth, float* c, bool more, size_t left) {
     using F = typename A::Format;
     constexpr int N = B * kVectors;
     constexpr size_t kAhead = M <= 6 ? 2048 : 8192;  // bytes; many rows take long over a chunk, and the next is behind it
@@ -71,9 +71,12 @@ MOESERVE_INLINE void tile(const float* a, size_t stride, const uint8_t* w, const
     MOESERVE_EACH(m, M) {
         MOESERVE_EACH(j, N) { sums[m][j] = more && !F::kGrouped ? load(c + m * kSumsStride + j * kWidth) : zero(); });
     });
+    // Behind the end of a block lies one that is being read already: what comes next is B blocks on.
+    const uint8_t* const turn = left > kAhead ? w + (left - kAhead) : w;
     for (size_t n = depth / A::kDepth; n; --n) {
         // The hardware's own prefetching stops at pages, and is late for streams that are not read all the time.
-        for (int b = 0; b < B; ++b) __builtin_prefetch(w + static_cast<size_t>(b) * block_bytes + kAhead, 0, 2);
+        const uint8_t* ahead = w + kAhead + ((F::kCostly || M > 6) && w >= turn ? (B - 1) * block_bytes : 0);
+        for (int b = 0; b < B; ++b) __builtin_prefetch(ahead + static_cast<size_t>(b) * block_bytes, 0, 2);
         MOESERVE_EACH(d, A::kDepth) {
             multiply<A, M, B, d>(a, stride, w, head, block_bytes, sums);
             asm("" : "+r"(w));  // load again what the next input shares: kept, it would push sums out of registers
@@ -99,14 +102,14 @@ MOESERVE_INLINE void tile(const float* a, size_t stride, const uint8_t* w, const
 /// M rows against any number of blocks.
 template <class A, int M>
 void tiles(const float* a, size_t stride, const uint8_t* w, const uint8_t* head, size_t block_bytes, size_t blocks,
-           size_t depth, float* c, bool more) {
+           size_t depth, float* c, bool more, size_t left) {
     constexpr int B = blocks_at_once(M);
     for (; blocks >= B; blocks -= B, w += B * block_bytes, head += B * block_bytes, c += B * kColumns) {
-        tile<A, M, B>(a, stride, w, head, block_bytes, depth, c, more);
+        tile<A, M, B>(a, stride, w, head, block_bytes, depth, c, more, left);
     }
     if constexpr (B > 1) {
         for (; blocks; --blocks, w += block_bytes, head += block_bytes, c += kColumns) {
-            tile<A, M, 1>(a, stride, w, head, block_bytes, depth, c, more);
+            tile<A, M, 1>(a, stride, w, head, block_bytes, depth, c, more, left);
         }
     }
 }
@@ -114,9 +117,9 @@ void tiles(const float* a, size_t stride, const uint8_t* w, const uint8_t* head,
 /// rows: `most` at most.
 template <class A, int most>
 MOESERVE_INLINE void tiles_of(size_t rows, const float* a, size_t stride, const uint8_t* w, const uint8_t* head,
-                              size_t block_bytes, size_t blocks, size_t depth, float* c, bool more) {
+                              size_t block_bytes, size_t blocks, size_t depth, float* c, bool more, size_t left) {
     MOESERVE_EACH(m, most) {
-        if (rows == m + 1) tiles<A, m + 1>(a, stride, w, head, block_bytes, blocks, depth, c, more);
+        if (rows == m + 1) tiles<A, m + 1>(a, stride, w, head, block_bytes, blocks, depth, c, more, left);
     });
 }
 

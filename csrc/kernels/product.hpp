@@ -104,12 +104,13 @@ template <class A>
 void few_rows(const ProductArgs& args, const Workspace& space, size_t rows, const uint8_t* w, size_t blocks) {
     using F = typename A::Format;
     const size_t chunk = F::kGrouped ? args.group : args.depth;
+    const uint8_t* const end = w + args.block_bytes;
     for (size_t k = 0; k < args.depth; k += chunk) {
         const size_t depth = args.depth - k < chunk ? args.depth - k : chunk;
         const uint8_t* head = w;
         if constexpr (F::kGrouped) w += F::kHeadBytes;
         tiles_of<A, kTileRows>(rows, space.a + k / A::kInputs, space.stride, w, head, args.block_bytes, blocks,
-                                 elements<A>(depth), space.c, k > 0);
+                                 elements<A>(depth), space.c, k > 0, static_cast<size_t>(end - w));
         w += bytes_of_inputs<F>(depth + F::kDepth - 1);
     }
 }
@@ -120,6 +121,7 @@ void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, con
     using F = typename A::Format;
     using Tile = typename A::template Unpacked<F>;
     const size_t chunk = F::kGrouped ? args.group : kChunk, num_tiles = (rows + kTileRows - 1) / kTileRows;
+    const uint8_t* const end = w + args.block_bytes;
     for (size_t k = 0; k < args.depth; k += chunk) {
         const size_t depth = args.depth - k < chunk ? args.depth - k : chunk, num_elements = elements<A>(depth);
         const uint8_t *head = w, *weights = w;
@@ -134,10 +136,11 @@ void many_rows(const ProductArgs& args, const Workspace& space, size_t rows, con
             head = reinterpret_cast<const uint8_t*>(space.unpacked);
             weights = head + kColumns * sizeof(float);
         }
+        const size_t left = static_cast<size_t>(F::kCostly ? PTRDIFF_MAX : end - w);  // unpacked: no end
         for (size_t t = 0; t < num_tiles; ++t) {
             const size_t first = rows * t / num_tiles, count = rows * (t + 1) / num_tiles - first;
             tiles_of<Tile, kTileRows>(count, space.a + first * space.stride + k / A::kInputs, space.stride, weights,
-                                      head, block_bytes, blocks, num_elements, c + first * kSumsStride, k > 0);
+                                      head, block_bytes, blocks, num_elements, c + first * kSumsStride, k > 0, left);
         }
         w += bytes_of_inputs<F>(depth + F::kDepth - 1);
     }

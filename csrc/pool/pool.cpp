@@ -72,7 +72,7 @@ void pin_to([[maybe_unused]] int cpu) {
 
 }  // namespace
 
-Pool::Pool(std::vector<int> cpus, int64_t spin_ns) : spin_ns_(spin_ns) {
+Pool::Pool(std::vector<int> cpus, int64_t spin_ns) : spin_ns_(spin_ns), parts_(cpus.size()) {
     for (size_t w = 1; w < cpus.size(); ++w) {
         threads_.emplace_back([this, w, cpu = cpus[w]] { live(static_cast<int>(w), cpu); });
     }
@@ -95,11 +95,14 @@ void Pool::share(size_t count, size_t grain, const Work& work) { run({work, coun
 void Pool::run(const Job& job) {
     if (job.count == 0) return;
     const std::lock_guard<std::mutex> one_at_a_time(callers_);
-    job_ = job;
-    next_.store(0, std::memory_order_relaxed);
     if (threads_.empty() || job.count <= job.grain) {
         job.work.run(job.work.context, 0, job.count, 0);
         return;
+    }
+    job_ = job;
+    const uint64_t grains = (job.count + job.grain - 1) / job.grain, workers = parts_.size();
+    for (uint64_t w = 0; w < workers; ++w) {
+        parts_[w].left.store(grains * w / workers << 32 | grains * (w + 1) / workers, std::memory_order_relaxed);
     }
     taking_part_.store(kOpen, std::memory_order_release);
     round_.fetch_add(1);  // sequentially consistent, as is reading `asleep_`: no worker falls asleep unseen
@@ -122,12 +125,22 @@ bool Pool::join() {
 }
 
 void Pool::take_part(int worker) {
-    const Job& job = job_;
-    for (;;) {
-        const size_t begin = next_.fetch_add(job.grain, std::memory_order_relaxed);
-        if (begin >= job.count) return;
-        job.work.run(job.work.context, begin, std::min(begin + job.grain, job.count), worker);
+    constexpr uint64_t kFirst = uint64_t{1} << 32;
+    for (size_t i = 0; i < parts_.size(); ++i) {  // its own part from the front, the others' from the back
+        std::atomic<uint64_t>& part = parts_[(static_cast<size_t>(worker) + i) % parts_.size()].left;
+        uint64_t left = part.load(std::memory_order_relaxed);
+        while (left >> 32 < static_cast<uint32_t>(left)) {
+            const uint64_t rest = i == 0 ? left + kFirst : left - 1;
+            if (!part.compare_exchange_weak(left, rest, std::memory_order_relaxed)) continue;
+            compute(i == 0 ? left >> 32 : static_cast<uint32_t>(rest), worker);
+            left = rest;
+        }
     }
+}
+
+void Pool::compute(uint64_t grain, int worker) {
+    const size_t begin = grain * job_.grain;
+    job_.work.run(job_.work.context, begin, std::min(begin + job_.grain, job_.count), worker);
 }
 
 void Pool::live(int worker, int cpu) {

@@ -36,7 +36,8 @@ class Pool {
     /// machine it does their share itself.
     void split(size_t count, const Work& work);
 
-    /// As `split`, but workers take `grain` indices at a time until none are left: for parts of unequal cost.
+    /// As `split`, but a worker takes `grain` indices of its part at a time, and when there are none left, the last ones of
+    /// another's: for indices of unequal cost. So what lies side by side is computed by one worker, one after the other.
     void share(size_t count, size_t grain, const Work& work);
 
   private:
@@ -44,22 +45,27 @@ class Pool {
         Work work;
         size_t count, grain;
     };
+    /// What is left of a worker's part, in grains: the first one in the upper half of the word, the end in the lower.
+    struct alignas(64) Part {
+        std::atomic<uint64_t> left{0};
+    };
 
     static constexpr uint32_t kOpen = 1u << 31;  // of `taking_part_`: its caller still works
 
     void run(const Job& job);
     bool join();
     void take_part(int worker);
+    void compute(uint64_t grain, int worker);
     void live(int worker, int cpu);
 
     std::mutex callers_;
     Job job_{};
     const int64_t spin_ns_;
+    std::vector<Part> parts_;  // one of each worker
     std::vector<std::thread> threads_;
     // Each on a cache line of its own: they are written by different threads all the time.
     alignas(64) std::atomic<uint32_t> round_{0};        // a new number starts a job
     alignas(64) std::atomic<uint32_t> taking_part_{0};  // workers that have begun it and not finished
-    alignas(64) std::atomic<size_t> next_{0};           // first index that nobody has taken
     alignas(64) std::atomic<uint32_t> asleep_{0};
     alignas(64) std::atomic<bool> caller_asleep_{false};
     std::atomic<bool> ends_{false};

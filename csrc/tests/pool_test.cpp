@@ -45,6 +45,22 @@ void every_index_once(Pool& pool) {
     }
 }
 
+/// One index waits for all others: they are done by someone else, or came before it.
+void held_up(Pool& pool, size_t which) {
+    struct Held {
+        std::atomic<size_t> done{0};
+        const size_t which;
+    } held{.which = which};
+    const auto run = [](void* context, size_t begin, size_t end, int) {
+        Held& self = *static_cast<Held*>(context);
+        CHECK(end == begin + 1);
+        while (begin == self.which && self.done.load() < 40) std::this_thread::yield();
+        ++self.done;
+    };
+    pool.share(41, 1, {run, &held});
+    CHECK(held.done == 41);
+}
+
 void many_callers(Pool& pool) {
     std::vector<std::thread> callers;
     for (int c = 0; c < 3; ++c) {
@@ -70,6 +86,9 @@ int main() {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));  // all asleep
             every_index_once(pool);
             many_callers(pool);
+            for (size_t which : {0, 40}) {
+                if (size > 1) held_up(pool, which);
+            }
         }
     }
     for (int i = 0; i < 200; ++i) Pool ended_at_once({-1, -1, -1});

@@ -381,6 +381,7 @@ async def test_nothing_is_left_behind(fleet: Open) -> None:
         os.kill(front.fleet.members[0].seat.pid, signal.SIGKILL)
         await until(lambda: not front.fleet.view.complete)
         await until(lambda: front.fleet.view.complete)
+        await until(lambda: "epoch-1" not in os.listdir(folder))  # it goes when the members have left it
         assert epochs_in(folder) == {"epoch-2": 0o700}
         pids = [member.seat.pid for member in front.fleet.members]
     assert folder not in [entry.path for entry in os.scandir(os.path.dirname(folder))]
