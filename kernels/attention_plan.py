@@ -1,0 +1,185 @@
+"""Cuts the queries of one step into work items of attention, on the device: nothing waits for it, graphs replay it.
+
+R rows (requests), T tokens. A tile is some neighbouring queries of one row. Splits are SPLIT absolute positions of a
+context. A tile that sees much is cut: one item per split, whose sums attention_sums.py adds in order. Any other tile is
+one item, which adds its splits in the same order itself. So what is cut never shows in the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT = 512  # positions; a multiple of every kernel's KV tile
+SPLIT_TILES = 8  # a row with more tiles keeps the device busy without being cut
+EVERYTHING = 1 << 30  # a window that hides nothing
+ANY = 1 << 30  # new tokens of a row, when there is no limit
+FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the host knows of a step. A graph's are those of every step that replays it."""
+
+    rows: int
+    tokens: int
+    new_tokens: int  # of one row
+    context: int  # of one row, new tokens included
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Items and merges of the rows that have `least` to `most` new tokens.
+
+    items: int32 (row, tile, split, slot), split and slot -1 where the tile is not cut. merges: int32 (row, tile, first
+    slot, number of splits) of each tile that is. counts: how many items and merges there are.
+    """
+
+    items_I4: Tensor
+    merges_M4: Tensor
+    counts_2: Tensor
+
+
+@triton.jit
+def _cut(starts_ptr, offsets_ptr, row, inside, least, most, window, TILE, SPLIT, SPLIT_TILES):
+    """(tiles, first split, splits) of each row; 1 split: not to be cut."""
+    start = tl.load(starts_ptr + row, mask=inside, other=0)
+    new = tl.load(offsets_ptr + row + 1, mask=inside, other=0) - tl.load(offsets_ptr + row, mask=inside, other=0)
+    tiles = tl.where((new >= least) & (new <= most), (new + TILE - 1) // TILE, 0)
+    begin = tl.maximum(start - window + 1, 0)
+    first = begin // SPLIT
+    splits = (start + new - 1) // SPLIT - first + 1
+    worth = (start + new - begin > SPLIT) & (tiles <= SPLIT_TILES) & (tiles > 0)
+    return tiles, first, tl.where(worth, splits, 1)
+
+
+@triton.jit(do_not_specialize=["num_rows", "least", "most", "capacity", "window"])
+def plan_kernel(
+    starts_ptr,
+    offsets_ptr,
+    items_ptr,
+    merges_ptr,
+    counts_ptr,
+    num_rows,
+    least,
+    most,
+    capacity,
+    window,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one row's items, behind those of the rows before it. Each counts all rows anew."""
+    row = tl.program_id(0)
+    rows = tl.arange(0, BLOCK_R)
+    tiles, first, splits = _cut(
+        starts_ptr, offsets_ptr, rows, rows < num_rows, least, most, window, TILE, SPLIT, SPLIT_TILES
+    )
+    slots = tl.where(splits > 1, tiles * splits, 0)
+    slots_end = tl.cumsum(slots, 0)
+    splits = tl.where(slots_end <= capacity, splits, 1)  # no room: not cut, which is slower but the same
+    items = tiles * splits
+    merges = tl.where(splits > 1, tiles, 0)
+    if row == 0:
+        tl.store(counts_ptr, tl.sum(items, 0))
+        tl.store(counts_ptr + 1, tl.sum(merges, 0))
+
+    mine = rows == row
+    tiles_here = tl.sum(tl.where(mine, tiles, 0), 0)
+    splits_here = tl.sum(tl.where(mine, splits, 0), 0)
+    first_here = tl.sum(tl.where(mine, first, 0), 0)
+    slot = tl.sum(tl.where(mine, slots_end - slots, 0), 0)
+    item_base = tl.sum(tl.where(rows < row, items, 0), 0)
+    merge_base = tl.sum(tl.where(rows < row, merges, 0), 0)
+    count = tiles_here * splits_here
+    for at in range(0, count, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        inside = i < count
+        tile = tiles_here - 1 - i // splits_here  # the last tile sees most: it starts first
+        to = items_ptr + (item_base + i) * 4
+        tl.store(to, row + tl.zeros_like(i), mask=inside)
+        tl.store(to + 1, tile, mask=inside)
+        tl.store(to + 2, tl.where(splits_here > 1, first_here + i % splits_here, -1), mask=inside)
+        tl.store(to + 3, tl.where(splits_here > 1, slot + tile * splits_here + i % splits_here, -1), mask=inside)
+    tile = tl.arange(0, SPLIT_TILES)
+    cut = tile < tl.where(splits_here > 1, tiles_here, 0)
+    to = merges_ptr + (merge_base + tile) * 4
+    tl.store(to, row + tl.zeros_like(tile), mask=cut)
+    tl.store(to + 1, tile, mask=cut)
+    tl.store(to + 2, slot + tile * splits_here, mask=cut)
+    tl.store(to + 3, splits_here + tl.zeros_like(tile), mask=cut)
+
+
+def most_splits(bounds: Bounds, window: int, tile: int) -> int:
+    """Splits that a cut row may have; 1: no row is cut.
+
+    contexts up to 512: 1; up to 513: 2; window 1000, one new token: 1000 positions touch up to 3
+    """
+    seen = min(bounds.context, window + min(bounds.new_tokens, SPLIT_TILES * tile) - 1)
+    if seen <= SPLIT:
+        return 1
+    return min(-(-bounds.context // SPLIT), -(-(seen - 1) // SPLIT) + 1)
+
+
+def most_tiles(bounds: Bounds, tile: int) -> int:
+    """Tiles that all rows together may have."""
+    return min(bounds.tokens, bounds.tokens // tile + bounds.rows, bounds.rows * -(-bounds.new_tokens // tile))
+
+
+def most_slots(bounds: Bounds, window: int, tile: int) -> int:
+    """Partial results that are enough to cut whatever is worth it."""
+    splits = most_splits(bounds, window, tile)
+    return 0 if splits == 1 else min(most_tiles(bounds, tile), bounds.rows * SPLIT_TILES) * splits
+
+
+def list_work(
+    starts_R: Tensor,
+    offsets_R1: Tensor,
+    bounds: Bounds,
+    tile: int,
+    window: int,
+    capacity: int,
+    least: int = 1,
+    most: int = ANY,
+) -> WorkList:
+    """The work of rows with `least` to `most` new tokens, in tiles of `tile` tokens; capacity: slots there are.
+
+    starts_R, offsets_R1: int32, on the device. Row i owns tokens offsets[i] .. offsets[i+1]-1, from starts[i] on.
+    starts [600, 5], offsets [0, 1, 4], tile 2: items (0, 0, 0, 0), (0, 0, 1, 1), (1, 1, -1, -1), (1, 0, -1, -1) and the
+    merge (0, 0, 0, 2)
+    """
+    rows = starts_R.shape[0]
+    assert starts_R.dtype == offsets_R1.dtype == torch.int32, (starts_R.dtype, offsets_R1.dtype)
+    assert offsets_R1.shape == (rows + 1,), (starts_R.shape, offsets_R1.shape)
+    assert starts_R.is_contiguous(), starts_R.stride()
+    assert offsets_R1.is_contiguous(), offsets_R1.stride()
+    assert 0 < rows <= bounds.rows, (rows, bounds)
+    slots = min(capacity, most_slots(bounds, window, tile))
+    items = starts_R.new_empty((most_tiles(bounds, tile) + slots, FIELDS))
+    merges = starts_R.new_empty((min(slots // 2, most_tiles(bounds, tile)), FIELDS))
+    counts = starts_R.new_empty(2)
+    plan_kernel[(rows,)](
+        starts_R,
+        offsets_R1,
+        items,
+        merges,
+        counts,
+        rows,
+        least,
+        most,
+        slots,
+        window,
+        TILE=tile,
+        SPLIT=SPLIT,
+        SPLIT_TILES=SPLIT_TILES,
+        BLOCK_R=max(256, triton.next_power_of_2(rows)),
+        BLOCK=128,
+        num_warps=4,
+    )
+    return WorkList(items, merges, counts)

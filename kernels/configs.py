@@ -1,0 +1,79 @@
+"""Launch parameters that were found by measuring, per device and shape, with the nearest measured shape as fallback.
+
+A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is what weights fix (such as
+"E128 I768 D2048 bfloat16"), a size what the step fixes (such as the number of rows). Folders that were added go before
+the one that comes with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+Config = Mapping[str, int]
+FOLDER = Path(__file__).parent / "configs"
+_folders = [FOLDER]
+
+
+def slug(device: str) -> str:
+    """A device's name as files have it. "NVIDIA H200" -> "nvidia-h200" """
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def user_folder() -> Path:
+    """Where `moeserve tune` keeps what it finds."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve" / "configs"
+
+
+def add_folder(folder: Path) -> None:
+    """Looks there first from now on. Call it before the first kernel is launched: launches remember what they found."""
+    if folder not in _folders:
+        _folders.insert(0, folder)
+
+
+def path_of(family: str, device: str, folder: Path) -> Path:
+    return folder / f"{family}-{slug(device)}.json"
+
+
+@cache
+def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mapping[int, Config]]:
+    """The measured configurations of a kernel family on a device; empty where nobody has measured."""
+    path = path_of(family, device, folder)
+    if not path.exists():
+        return {}
+    return {shape: {int(size): c for size, c in sizes.items()} for shape, sizes in json.loads(path.read_text()).items()}
+
+
+def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
+    """The configuration whose size is nearest by ratio; of two equally near, the larger's.
+
+    {16: a, 64: b}, 20 -> a; {16: a, 64: b}, 32 -> b
+    """
+    if not sizes:
+        return None
+    return sizes[min(sizes, key=lambda known: (abs(math.log(known / max(size, 1))), -known))]
+
+
+def tuned(family: str, device: str, shape: str, size: int, default: Config) -> Config:
+    """`default`, changed by what was measured for the shape at the nearest size, if anything was."""
+    found = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
+    return {**default, **next((config for config in found if config), {})}
+
+
+def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path) -> Path:
+    """Adds configurations by size to a shape's in a folder's table; whoever reads the file finds the old or the new."""
+    path = path_of(family, device, folder)
+    whole = json.loads(path.read_text()) if path.exists() else {}
+    sizes = {int(size): config for size, config in whole.get(shape, {}).items()} | {**found}
+    whole[shape] = {str(size): dict(sizes[size]) for size in sorted(sizes)}
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(whole, indent=1) + "\n")
+    aside.replace(path)
+    table.cache_clear()
+    return path

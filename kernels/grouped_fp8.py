@@ -1,0 +1,170 @@
+"""The experts' two products with weights and rows in e4m3: a scale per 128 x 128 weights and per 128 elements of a row.
+
+T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local slots, D model width, I expert
+width, F = 2 I, G blocks of 128 inputs, R blocks of 128 outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.kernels.align import Alignment
+from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks, widen
+from moeserve.kernels.tiles import load_rows, load_weights, tile_of, weights_argument
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Rows: values e4m3 [M, K], scales fp32 [M, G]. Weights: values e4m3 [e, N, K], scales fp32 [e, R, G]."""
+
+    values: Tensor
+    scales: Tensor
+
+
+@triton.jit
+def _step(total, w, x, w_scale, x_scales):
+    """Tensor cores add 128 e4m3 products with few bits, so each step's sum is scaled and added in fp32."""
+    return total + tl.dot(w, x) * (w_scale * x_scales)[None, :]
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def fp8_kernel(
+    x_ptr, x_scale_ptr, w, w_scale_ptr, out_ptr, out_scale_ptr, order_ptr, ends_ptr, slot_ptr, row_ptr, num_tiles,
+    x_stride, out_stride, width, inner, top_k,
+    SWIGLU: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`; if SWIGLU a block of e4m3 and its scale."""
+    tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
+    slot = tl.load(slot_ptr + tile)
+    if slot < 0:
+        return
+    rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(ends_ptr + slot)
+    sources, targets = rows.to(tl.int64), rows.to(tl.int64)
+    if order_ptr is not None:
+        pairs = tl.load(order_ptr + rows, mask=live, other=0)
+        if SWIGLU:
+            sources = (pairs // top_k).to(tl.int64)
+        else:
+            targets = pairs.to(tl.int64)
+    groups, fan = tl.cdiv(inner, BLOCK), 2 if SWIGLU else 1
+    x_ptrs = x_ptr + sources[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
+    x_scale_ptrs = x_scale_ptr + sources * groups
+    base, first, last = slot * (fan * width), block * BLOCK_N, width - 1
+    w_scale_ptr += (base + first) // BLOCK * groups
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for group in range(groups):
+        k = group * BLOCK
+        # All scales first: they arrive while the tensor cores work.
+        x_scales = tl.load(x_scale_ptrs + group, mask=live, other=0.0)
+        scale = tl.load(w_scale_ptr + group)
+        if SWIGLU:
+            up_scale = tl.load(w_scale_ptr + width // BLOCK * groups + group)
+        x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK, EVEN))
+        tile_w = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
+        total = _step(total, tile_w, x, scale, x_scales)
+        if SWIGLU:
+            tile_w = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
+            total_up = _step(total_up, tile_w, x, up_scale, x_scales)
+    columns = first + tl.arange(0, BLOCK_N)
+    out_ptrs = out_ptr + targets[:, None] * out_stride + columns[None, :]
+    mask = live[:, None] & (columns < width)[None, :]
+    if SWIGLU:
+        values, scales = round_blocks(total * tl.sigmoid(total) * total_up, 0)
+        tl.store(out_ptrs, tl.trans(values), mask=mask)
+        tl.store(out_scale_ptr + targets * (width // BLOCK) + block, scales, mask=live)
+    else:
+        tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=mask)
+
+
+def _wide_weights(w: Scaled) -> Tensor:
+    return widen(w.values, w.scales.repeat_interleave(BLOCK, 1))
+
+
+def gate_up_fp8_reference(x: Scaled, w13: Scaled, to: Alignment, top_k: int = 1) -> Tensor:
+    """The definition without its last rounding to e4m3, in fp32; only the rows that are there."""
+    num_rows, found = int(to.counts_e.sum()), []
+    rows = widen(x.values, x.scales)
+    rows = rows[:num_rows] if to.order_N is None else rows[to.order_N[:num_rows] // top_k]
+    for w13_FD, part in zip(_wide_weights(w13), rows.split(to.counts_e.tolist()), strict=True):
+        gate, up = (part @ w13_FD.T).chunk(2, dim=-1)
+        found.append(gate * torch.sigmoid(gate) * up)
+    return torch.cat(found).float()
+
+
+def down_fp8_reference(h: Scaled, w2: Scaled, to: Alignment, dtype: torch.dtype) -> Tensor:
+    """The definition, rounded once, in the order of the sorted rows."""
+    parts = widen(h.values, h.scales)[: int(to.counts_e.sum())].split(to.counts_e.tolist())
+    return torch.cat([part @ w2_DI.T for w2_DI, part in zip(_wide_weights(w2), parts, strict=True)]).to(dtype)
+
+
+@lru_cache(4096)
+def launch_fp8_of(num_rows: int, num_slots: int, width: int, dim: int, device: str) -> Config:
+    """As `grouped_gemm.launch_of`; gate and up make whole blocks of 128, of no more than 64 rows for the registers."""
+    rows = num_rows / num_slots
+    block_m = 16 if rows <= 8 else 32 if rows <= 24 else 64
+    default = {"block_m": block_m, "tma": 1, "group": 8 if rows > 64 else 1}
+    default |= {"up_block_n": BLOCK, "up_warps": 8 if block_m == 64 else 4, "up_stages": 4 if block_m == 64 else 3}
+    default |= {"down_block_n": 128, "down_warps": 4, "down_stages": 4}
+    return tuned("grouped_fp8", device, f"E{num_slots} I{width} D{dim}", num_rows, default)
+
+
+def _launch(
+    x: Scaled, w: Scaled, out: Tensor, out_scales: Tensor | None, to: Alignment, top_k: int, config: Config
+) -> None:
+    is_up = out_scales is not None
+    (_, outputs, inner), name = w.values.shape, "up" if is_up else "down"
+    width, block_n = outputs // 2 if is_up else outputs, config[f"{name}_block_n"]
+    assert x.values.dtype == w.values.dtype == E4M3, (x.values.dtype, w.values.dtype)
+    assert x.values.stride(1) == out.stride(1) == 1, (x.values.stride(), out.stride())
+    assert x.values.shape[1] == inner, (x.values.shape, inner)
+    assert width % BLOCK == 0, width
+    assert BLOCK % block_n == 0, block_n
+    assert not is_up or block_n == BLOCK, block_n
+    groups = triton.cdiv(inner, BLOCK)
+    for scales, shape in ((x.scales, (len(x.values), groups)), (w.scales, (len(to.ends_e), outputs // BLOCK, groups))):
+        assert scales.shape == shape, (scales.shape, shape)
+        assert scales.is_contiguous(), scales.stride()
+    weights, tma = weights_argument(w.values, block_n, BLOCK, bool(config["tma"]))
+    num_tiles = len(to.slot_Z)
+    if not num_tiles:
+        return
+    fp8_kernel[(num_tiles * triton.cdiv(width, block_n),)](
+        x.values, x.scales, weights, w.scales, out, out_scales, to.order_N, to.ends_e, to.slot_Z, to.row_Z, num_tiles,
+        x.values.stride(0), out.stride(0), width, inner, top_k, SWIGLU=is_up, EVEN=inner % BLOCK == 0, TMA=tma,
+        GROUP=config["group"], BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK=BLOCK,
+        num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
+    )  # fmt: skip
+
+
+def gate_up_fp8(x: Scaled, w13: Scaled, to: Alignment, config: Config, top_k: int = 1) -> Scaled:
+    """As `grouped_gemm.gate_up`, with e4m3 in and out: sums of 128 products on tensor cores, scaled and added in fp32
+    in order; the results of each row are rounded in blocks of 128 as by `fp8.quantise`. I must be a multiple of 128.
+
+    One row, 128 inputs of value 1, scale 1; gate weights 1 and up weights 1 with scales 1/128: gate 1, up 1, so that
+    128 results are silu(1) = 0.7311: values 448, scale 0.7311 / 448
+    """
+    width = w13.values.shape[1] // 2
+    rows = len(x.values) if to.order_N is None else len(to.order_N)
+    values = x.values.new_empty((rows, width))
+    scales = x.scales.new_empty((rows, width // BLOCK))
+    _launch(x, w13, values, scales, to, top_k, config)
+    return Scaled(values, scales)
+
+
+def down_fp8(h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor) -> Tensor:
+    """As `grouped_gemm.down`: writes each sorted row's result to its pair's row of out [N, D], in out's type.
+
+    One row, 128 inputs of value 2 with scale 1/2, weights 1 with scale 1/128 -> 128 results of 1
+    """
+    _launch(h, w2, out, None, to, 1, config)
+    return out

@@ -1,0 +1,152 @@
+"""The experts' two products over rows that are sorted by slot: gate and up with SwiGLU, and down.
+
+T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local slots, D model width, I expert
+width, F = 2 I, Z tiles of rows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.kernels.align import Alignment
+from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.tiles import block_k, load_rows, load_weights, tile_of, weights_argument
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def grouped_kernel(
+    x_ptr, w, out_ptr, order_ptr, ends_ptr, slot_ptr, row_ptr, num_tiles, x_stride, out_stride, width, inner, top_k,
+    SWIGLU: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of a tile of rows. With an order, rows come through it if SWIGLU, else go."""
+    tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
+    slot = tl.load(slot_ptr + tile)
+    if slot < 0:
+        return
+    rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(ends_ptr + slot)
+    sources, targets = rows, rows
+    if order_ptr is not None:
+        pairs = tl.load(order_ptr + rows, mask=live, other=0)
+        if SWIGLU:
+            sources = pairs // top_k
+        else:
+            targets = pairs
+    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
+    base, first, last = slot * width, block * BLOCK_N, width - 1
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if SWIGLU:
+        base *= 2
+        total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for k in range(0, inner, BLOCK_K):
+            x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
+            gate = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+            up = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+            total = tl.dot(gate, x, total, input_precision="ieee")
+            total_up = tl.dot(up, x, total_up, input_precision="ieee")
+        total = total * tl.sigmoid(total) * total_up
+    else:
+        for k in range(0, inner, BLOCK_K):
+            x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
+            down = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+            total = tl.dot(down, x, total, input_precision="ieee")
+    columns = first + tl.arange(0, BLOCK_N)
+    out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    y = tl.trans(total.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
+
+
+def gate_up_reference(x: Tensor, w13_eFD: Tensor, to: Alignment, top_k: int = 1) -> Tensor:
+    """The definition, rounded once; only the rows that are there."""
+    num_rows, found = int(to.counts_e.sum()), []
+    rows = x[:num_rows] if to.order_N is None else x[to.order_N[:num_rows] // top_k]
+    for w13_FD, part in zip(w13_eFD, rows.split(to.counts_e.tolist()), strict=True):
+        gate, up = (part.double() @ w13_FD.double().T).chunk(2, dim=-1)
+        found.append(gate * torch.sigmoid(gate) * up)
+    return torch.cat(found).to(x.dtype)
+
+
+def down_reference(h_NI: Tensor, w2_eDI: Tensor, to: Alignment) -> Tensor:
+    """The definition, rounded once, in the order of the sorted rows."""
+    parts = h_NI[: int(to.counts_e.sum())].split(to.counts_e.tolist())
+    found = [part.double() @ w2_DI.double().T for w2_DI, part in zip(w2_eDI, parts, strict=True)]
+    return torch.cat(found).to(h_NI.dtype)
+
+
+@lru_cache(4096)
+def launch_of(num_rows: int, num_slots: int, width: int, dim: int, dtype: torch.dtype, device: str) -> Config:
+    """How the products run for so many rows: rows of a tile (`block_m`, for `align`), and per product outputs of a
+    program, tiles that run together, warps, and steps over K that are on their way. width: I, dim: D.
+
+    8 slots: 8 rows -> block_m 16; 8,192 rows -> block_m 128
+    """
+    rows = num_rows / num_slots
+    block_m = 16 if rows <= 8 else 32 if rows <= 24 else 64 if rows <= 96 else 128
+    big = block_m == 128
+    default = {"block_m": block_m, "tma": 1, "group": 8 if big else 1}
+    default |= {"up_block_n": 128 if big else 64, "up_warps": 8 if big else 4, "up_stages": 4}
+    default |= {"down_block_n": 128, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
+    return tuned("grouped_gemm", device, shape_of(num_slots, width, dim, dtype), num_rows, default)
+
+
+def shape_of(num_slots: int, width: int, dim: int, dtype: torch.dtype) -> str:
+    """As tables of configurations have it."""
+    return f"E{num_slots} I{width} D{dim} {str(dtype).removeprefix('torch.')}"
+
+
+def device_name(device: torch.device) -> str:
+    """As tables of configurations have it. cpu -> "cpu" """
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _launch(
+    x: Tensor, w: Tensor, out: Tensor, to: Alignment, top_k: int, width: int, name: str, config: Config
+) -> None:
+    assert x.dtype == w.dtype == out.dtype, (x.dtype, w.dtype, out.dtype)
+    assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
+    assert len(w) == len(to.ends_e), (w.shape, len(to.ends_e))
+    assert x.shape[1] == w.shape[2], (x.shape, w.shape)
+    block_n, depth = config[f"{name}_block_n"], block_k(w.shape[2], w.dtype)
+    weights, tma = weights_argument(w, block_n, depth, bool(config["tma"]))
+    num_tiles = len(to.slot_Z)
+    if not num_tiles:
+        return
+    grouped_kernel[(num_tiles * triton.cdiv(width, block_n),)](
+        x, weights, out, to.order_N, to.ends_e, to.slot_Z, to.row_Z, num_tiles, x.stride(0), out.stride(0), width,
+        w.shape[2], top_k, SWIGLU=name == "up", EVEN=w.shape[2] % depth == 0, TMA=tma, GROUP=config["group"],
+        BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK_K=depth,
+        num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
+    )  # fmt: skip
+
+
+def gate_up(x: Tensor, w13_eFD: Tensor, to: Alignment, config: Config, top_k: int = 1) -> Tensor:
+    """silu(w1 x) * w3 x for each sorted row with its slot's weights, gate rows first in w13; [N, I], undefined from
+    the last end on. x: the tokens' rows [T, D], of which pair p has row p // top_k; or, without an order, sorted rows.
+    Sums over D in fp32 and in one order for any number of rows; one rounding. config: of `launch_of`.
+
+    x [[1]], w13 [[[2], [3]]] -> [[silu(2) * 3]] = [[5.2848]]
+    """
+    width = w13_eFD.shape[1] // 2
+    rows = x.shape[0] if to.order_N is None else len(to.order_N)
+    out = x.new_empty((rows, width))
+    _launch(x, w13_eFD, out, to, top_k, width, "up", config)
+    return out
+
+
+def down(h_NI: Tensor, w2_eDI: Tensor, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
+    """w2 h for each sorted row with its slot's weights, written to its pair's row [N, D], or, without an order, to its
+    own; rows of pairs that went nowhere are not written. Sums and roundings as in `gate_up`.
+
+    h [[4], [5]] of pairs [1, 0] with slot 0, w2 [[[1], [2]]] -> [[5, 10], [4, 8]]
+    """
+    width = w2_eDI.shape[1]
+    if out is None:
+        out = h_NI.new_empty((h_NI.shape[0], width))
+    _launch(h_NI, w2_eDI, out, to, 1, width, "down", config)
+    return out

@@ -1,0 +1,218 @@
+"""The experts' two products with weights in 4 bits, two to a byte, and scales for groups of inputs.
+
+T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local slots, D model width, I expert
+width, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.kernels.align import Alignment
+from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.tiles import load_rows, load_weights, tile_of, weights_argument
+
+GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """w[s, n, k] = (value - zeros[s, k // group, n]) * scales[s, k // group, n], values 0 to 15.
+
+    packed: bytes [e, outputs, inputs / 2]; of every 2 * half inputs, byte j has input j in its low bits and input
+    half + j in its high bits, so that either are a tile of their own. scales: [e, G, outputs], any float. zeros: whole
+    numbers, the same shape and type; None: 8.
+    """
+
+    group: int
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def half(self) -> int:
+        return half_of(self.group)
+
+
+def half_of(group: int) -> int:
+    """Inputs of one product of tiles, all in one group. 32 -> 32; 128 -> 64"""
+    assert group in GROUPS, group
+    return min(group, 64)
+
+
+def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Int4:
+    """From bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole bytes' tiles."""
+    half = half_of(group)
+    assert values.shape[-1] % (2 * half) == 0, (values.shape, group)
+    low, high = values.unflatten(-1, (-1, 2, half)).unbind(-2)
+    moved = [None if part is None else part.transpose(-1, -2).contiguous() for part in (scales, zeros)]
+    assert moved[0] is not None
+    return Int4(group, (low | high << 4).flatten(-2).contiguous(), moved[0], moved[1])
+
+
+def widen_int4(w: Int4) -> Tensor:
+    """What the bytes stand for, in fp64, for references. [e, outputs, inputs]"""
+    tiles = w.packed.unflatten(-1, (-1, w.half))
+    values = torch.stack([tiles & 15, tiles >> 4], -2).flatten(-3).double()
+    scales, zeros = (
+        part.double().transpose(-1, -2).repeat_interleave(w.group, -1)
+        for part in (w.scales, torch.full_like(w.scales, 8) if w.zeros is None else w.zeros)
+    )
+    return (values - zeros) * scales
+
+
+@triton.jit
+def _centred(values, zeros, like):
+    """values - zeros in the type of `like`, exactly: 16-bit floats by setting the low bits of 128 or 1,024."""
+    if like.dtype == tl.bfloat16:
+        result = (values.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zeros + 128.0).to(tl.bfloat16)[:, None]
+    elif like.dtype == tl.float16:
+        result = (values.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (zeros + 1024.0).to(tl.float16)[:, None]
+    else:
+        result = values.to(tl.float32) - zeros[:, None]
+    return result
+
+
+@triton.jit
+def _group(scale_ptr, zero_ptr, places, mask):
+    """(scales, zeros) of a group of inputs."""
+    scales = tl.load(scale_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    zeros = tl.full(scales.shape, 8.0, tl.float32)
+    if zero_ptr is not None:
+        zeros = tl.load(zero_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    return scales, zeros
+
+
+@triton.jit
+def _groups(scale_ptr, zero_ptr, places, step, mask, SHARED: tl.constexpr):
+    """(scales, zeros) of the low and of the high inputs' groups, which are one if SHARED."""
+    scales, zeros = _group(scale_ptr, zero_ptr, places, mask)
+    more_scales, more_zeros = scales, zeros
+    if not SHARED:
+        more_scales, more_zeros = _group(scale_ptr, zero_ptr, places + step, mask)
+    return scales, zeros, more_scales, more_zeros
+
+
+@triton.jit
+def _step(total, packed, x_low, x_high, scales, zeros, more_scales, more_zeros, SHARED: tl.constexpr):
+    """total + (value - zero) * scale * x over the low and the high inputs."""
+    part = tl.dot(_centred(packed & 15, zeros, x_low), x_low, input_precision="ieee")
+    if not SHARED:
+        total += part * scales[:, None]
+        part = tl.zeros_like(part)
+    part = tl.dot(_centred(packed >> 4, more_zeros, x_high), x_high, part, input_precision="ieee")
+    return total + part * more_scales[:, None]
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def int4_kernel(
+    x_ptr, w, scale_ptr, zero_ptr, out_ptr, order_ptr, ends_ptr, slot_ptr, row_ptr, num_tiles,
+    x_stride, out_stride, width, inner, top_k,
+    SWIGLU: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of weights."""
+    tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
+    slot = tl.load(slot_ptr + tile)
+    if slot < 0:
+        return
+    rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(ends_ptr + slot)
+    sources, targets = rows.to(tl.int64), rows.to(tl.int64)
+    if order_ptr is not None:
+        pairs = tl.load(order_ptr + rows, mask=live, other=0)
+        if SWIGLU:
+            sources = (pairs // top_k).to(tl.int64)
+        else:
+            targets = pairs.to(tl.int64)
+    outputs = 2 * width if SWIGLU else width
+    x_ptrs = x_ptr + sources[:, None] * x_stride + tl.arange(0, HALF)[None, :]
+    base, first, last = slot * outputs, block * BLOCK_N, width - 1
+    columns = first + tl.arange(0, BLOCK_N)
+    mask = columns < width
+    scale_ptr += slot.to(tl.int64) * (inner // INPUTS) * outputs
+    if zero_ptr is not None:
+        zero_ptr += slot.to(tl.int64) * (inner // INPUTS) * outputs
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    SHARED: tl.constexpr = INPUTS >= 2 * HALF
+    for k in range(0, inner, 2 * HALF):
+        # All scales first: they arrive while the tensor cores work.
+        places = k // INPUTS * outputs + columns
+        scales, zeros, more_scales, more_zeros = _groups(scale_ptr, zero_ptr, places, outputs, mask, SHARED)
+        if SWIGLU:
+            up_scales, up_zeros, up_more_scales, up_more_zeros = _groups(
+                scale_ptr, zero_ptr, places + width, outputs, mask, SHARED
+            )
+        low = tl.trans(load_rows(x_ptrs, live, k, inner, HALF, True))
+        high = tl.trans(load_rows(x_ptrs, live, k + HALF, inner, HALF, True))
+        packed = load_weights(w, base, first, last, k // 2, inner // 2, BLOCK_N, HALF, True, TMA)
+        total = _step(total, packed, low, high, scales, zeros, more_scales, more_zeros, SHARED)
+        if SWIGLU:
+            packed = load_weights(w, base + width, first, last, k // 2, inner // 2, BLOCK_N, HALF, True, TMA)
+            total_up = _step(total_up, packed, low, high, up_scales, up_zeros, up_more_scales, up_more_zeros, SHARED)
+    if SWIGLU:
+        total = total * tl.sigmoid(total) * total_up
+    out_ptrs = out_ptr + targets[:, None] * out_stride + columns[None, :]
+    tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=live[:, None] & mask[None, :])
+
+
+@lru_cache(4096)
+def launch_int4_of(
+    num_rows: int, num_slots: int, width: int, dim: int, group: int, dtype: torch.dtype, device: str
+) -> Config:
+    """As `grouped_gemm.launch_of`."""
+    rows = num_rows / num_slots
+    block_m = 16 if rows <= 8 else 32 if rows <= 24 else 64
+    default = {"block_m": block_m, "tma": 1, "group": 8 if rows > 64 else 1}
+    default |= {"up_block_n": 64, "up_warps": 4, "up_stages": 4}
+    default |= {"down_block_n": 64, "down_warps": 4, "down_stages": 4}
+    shape = f"E{num_slots} I{width} D{dim} G{group} {str(dtype).removeprefix('torch.')}"
+    return tuned("grouped_int4", device, shape, num_rows, default)
+
+
+def _launch(x: Tensor, w: Int4, out: Tensor, to: Alignment, top_k: int, name: str, config: Config) -> None:
+    slots, outputs, inner = w.packed.shape[0], w.packed.shape[1], 2 * w.packed.shape[2]
+    width, block_n, half = outputs // 2 if name == "up" else outputs, config[f"{name}_block_n"], w.half
+    assert x.dtype == out.dtype, (x.dtype, out.dtype)
+    assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
+    assert x.shape[1] == inner, (x.shape, inner)
+    assert inner % (2 * half) == 0, (inner, w.group)
+    for part in (w.scales, w.zeros):
+        assert part is None or part.shape == (slots, inner // w.group, outputs), part.shape
+        assert part is None or part.is_contiguous(), part.stride()
+    weights, tma = weights_argument(w.packed, block_n, half, bool(config["tma"]))
+    num_tiles = len(to.slot_Z)
+    if not num_tiles:
+        return
+    int4_kernel[(num_tiles * triton.cdiv(width, block_n),)](
+        x, weights, w.scales, w.zeros, out, to.order_N, to.ends_e, to.slot_Z, to.row_Z, num_tiles, x.stride(0),
+        out.stride(0), width, inner, top_k, SWIGLU=name == "up", TMA=tma, GROUP=config["group"], INPUTS=w.group,
+        HALF=half, BLOCK_M=to.block_m, BLOCK_N=block_n,
+        num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
+    )  # fmt: skip
+
+
+def gate_up_int4(x: Tensor, w13: Int4, to: Alignment, config: Config, top_k: int = 1) -> Tensor:
+    """As `grouped_gemm.gate_up`. Weights enter the tensor cores as whole numbers; each group's sum is scaled in fp32.
+
+    64 inputs of 1, gate and up weights of value 9 with scales 1/64, groups of 32 -> silu(1) * 1 = 0.7311
+    """
+    rows = x.shape[0] if to.order_N is None else len(to.order_N)
+    out = x.new_empty((rows, w13.packed.shape[1] // 2))
+    _launch(x, w13, out, to, top_k, "up", config)
+    return out
+
+
+def down_int4(h_NI: Tensor, w2: Int4, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
+    """As `grouped_gemm.down`. 64 inputs of 2, weights of value 7 with scales 1/64 -> -2"""
+    if out is None:
+        out = h_NI.new_empty((h_NI.shape[0], w2.packed.shape[1]))
+    _launch(h_NI, w2, out, to, 1, "down", config)
+    return out

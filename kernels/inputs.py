@@ -1,0 +1,190 @@
+"""A step's inputs, computed on the device from the request tables and a few words per row.
+
+T tokens and T' places for them, R rows and R', S rows that sample and S', G KV groups, N blocks per row. What is left
+of the places is padding: tokens 0 at position 0 whose K/V go to cell 0 of the null block, rows without tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 1024  # entries that a program writes of each array
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """What a forward pass reads, on the device: integers of any width, the same address in every step if the arrays
+    are slices of larger ones."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    cells_GT: Tensor  # block * block_size + offset of each new token
+    blocks_GRN: Tensor  # block table of each row
+    sample_S: Tensor  # tokens that feed the LM head
+    offsets_R1: Tensor  # row i owns tokens offsets[i] .. offsets[i + 1] - 1
+    starts_R: Tensor  # first position of each row's new tokens
+
+    @classmethod
+    def empty(cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device) -> StepArrays:
+        def array(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            array(tokens),
+            array(tokens),
+            array(groups, tokens),
+            array(groups, rows, blocks, dtype=torch.int32),
+            array(samples),
+            array(rows + 1, dtype=torch.int32),
+            array(rows, dtype=torch.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepWords:
+    """One step's rows, packed for one copy to the device: slots_R, starts_R, offsets_R1, sample_S."""
+
+    words: I32
+    rows: int
+    tokens: int
+    samples: int
+    most: int  # tokens of a row
+
+    @classmethod
+    def of(cls, slots_R: I32, starts_R: I32, counts_R: I32, samples_R: NDArray[np.bool_]) -> StepWords:
+        """Rows of counts_R tokens each, and which of them sample.
+
+        slots [4, 2], starts [0, 9], counts [3, 1], samples [no, yes] -> words [4, 2, 0, 9, 0, 3, 4, 3]
+        """
+        ends_R = np.cumsum(counts_R)
+        words = np.concatenate((slots_R, starts_R, [0], ends_R, ends_R[samples_R] - 1)).astype(np.int32)
+        return cls(words, len(slots_R), int(ends_R[-1]), int(samples_R.sum()), int(counts_R.max()))
+
+
+@triton.jit
+def put_tokens(
+    tokens_row_ptr, blocks_row_ptr, ids_ptr, positions_ptr, cells_ptr, index, start, count, group,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Id, position and cell of a row's new tokens number `index`."""
+    inside = index < count
+    position = start + index
+    block = tl.load(blocks_row_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    cell = block * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(cells_ptr + index, cell.to(cells_ptr.dtype.element_ty), mask=inside)
+    if group == 0:
+        token = tl.load(tokens_row_ptr + position, mask=inside, other=0)
+        tl.store(ids_ptr + index, token.to(ids_ptr.dtype.element_ty), mask=inside)
+        tl.store(positions_ptr + index, position.to(positions_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def put_rest(
+    words_ptr, ids_ptr, positions_ptr, cells_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
+    rows, tokens, samples, all_rows, all_tokens, all_samples,
+):  # fmt: skip
+    """Padding tokens, and what is one entry per row."""
+    padding = tokens + index < all_tokens
+    nothing = tl.zeros_like(index)
+    tl.store(cells_ptr + tokens + index, nothing.to(cells_ptr.dtype.element_ty), mask=padding)
+    if group == 0:
+        tl.store(ids_ptr + tokens + index, nothing.to(ids_ptr.dtype.element_ty), mask=padding)
+        tl.store(positions_ptr + tokens + index, nothing.to(positions_ptr.dtype.element_ty), mask=padding)
+        start = tl.load(words_ptr + rows + index, mask=index < rows, other=0)
+        tl.store(starts_ptr + index, start, mask=index < all_rows)
+        offset = tl.load(words_ptr + 2 * rows + index, mask=index <= rows, other=0)
+        tl.store(offsets_ptr + index, tl.where(index <= rows, offset, tokens), mask=index <= all_rows)
+        sample = tl.load(words_ptr + 3 * rows + 1 + index, mask=index < samples, other=0)
+        tl.store(sample_ptr + index, sample.to(sample_ptr.dtype.element_ty), mask=index < all_samples)
+
+
+CHANGING = (
+    "cells_stride", "out_group_stride", "out_stride",
+    "rows", "tokens", "samples", "all_rows", "all_tokens", "all_samples", "num_blocks",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def step_kernel(
+    table_ptr, blocks_ptr, words_ptr,
+    ids_ptr, positions_ptr, cells_ptr, rows_ptr, sample_ptr, offsets_ptr, starts_ptr,
+    table_stride, group_stride, blocks_stride, cells_stride, out_group_stride, out_stride,
+    rows, tokens, samples, all_rows, all_tokens, all_samples, num_blocks,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK tokens and BLOCK table entries of one row in one group; the row after the last: the rest."""
+    row = tl.program_id(0)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(2).to(tl.int64)
+    cells_ptr += group * cells_stride
+    if row == all_rows:
+        put_rest(
+            words_ptr, ids_ptr, positions_ptr, cells_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
+            rows, tokens, samples, all_rows, all_tokens, all_samples,
+        )  # fmt: skip
+    else:
+        known_row = tl.minimum(row, rows - 1)
+        slot = tl.load(words_ptr + known_row).to(tl.int64)
+        start = tl.load(words_ptr + rows + known_row)
+        offset = tl.load(words_ptr + 2 * rows + known_row)
+        count = tl.where(row < rows, tl.load(words_ptr + 2 * rows + known_row + 1) - offset, 0)
+        num_known_blocks = tl.where(row < rows, num_blocks, 0)
+        blocks_row_ptr = blocks_ptr + group * group_stride + slot * blocks_stride
+        put_tokens(
+            table_ptr + slot * table_stride, blocks_row_ptr, ids_ptr + offset, positions_ptr + offset,
+            cells_ptr + offset, index, start, count, group, BLOCK_SIZE,
+        )  # fmt: skip
+        block = tl.load(blocks_row_ptr + index, mask=index < num_known_blocks, other=0)
+        out_row_ptr = rows_ptr + group * out_group_stride + row.to(tl.int64) * out_stride
+        tl.store(out_row_ptr + index, block.to(rows_ptr.dtype.element_ty), mask=index < num_blocks)
+
+
+def step_reference(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, out: StepArrays) -> None:
+    """The definition, row by row."""
+    slots_R, starts_R, offsets_R1, sample_S = np.split(step.words, [step.rows, 2 * step.rows, 3 * step.rows + 1])
+    for array in (out.ids_T, out.positions_T, out.cells_GT, out.blocks_GRN, out.sample_S, out.starts_R):
+        array.zero_()
+    out.offsets_R1.fill_(step.tokens)
+    for row, (slot, start) in enumerate(zip(slots_R.tolist(), starts_R.tolist(), strict=True)):
+        mine = slice(int(offsets_R1[row]), int(offsets_R1[row + 1]))
+        positions = torch.arange(start, start + mine.stop - mine.start, device=table.device)
+        out.ids_T[mine] = table[slot, positions].to(out.ids_T.dtype)
+        out.positions_T[mine] = positions
+        out.cells_GT[:, mine] = blocks[:, slot, positions // block_size].long() * block_size + positions % block_size
+        out.blocks_GRN[:, row] = blocks[:, slot, : out.blocks_GRN.shape[2]]
+        out.starts_R[row], out.offsets_R1[row] = start, mine.start
+    out.sample_S[: step.samples] = torch.from_numpy(sample_S)
+
+
+def fill_step(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, words: Tensor, out: StepArrays) -> None:
+    """Writes all of `out` in one launch. table: int32 [slots, width], the tokens of each slot's request; blocks: int32
+    [G, slots, at least N], its block tables; words: step.words on the device.
+
+    slot 2 holds tokens [5, 6, 7], blocks [4, 9], block_size 2; its row starts at 1 and has 2 tokens; T' = 3, R' = 2
+    -> ids [6, 7, 0], positions [1, 2, 0], cells [9, 18, 0], blocks [[4, 9], [0, 0]], offsets [0, 2, 2], starts [1, 0]
+    """
+    all_tokens, all_samples = len(out.ids_T), len(out.sample_S)
+    groups, all_rows, num_blocks = out.blocks_GRN.shape
+    assert 0 < step.rows <= all_rows == len(out.starts_R) == len(out.offsets_R1) - 1, (step.rows, all_rows)
+    assert step.tokens <= all_tokens, (step.tokens, all_tokens)
+    assert step.samples <= all_samples, (step.samples, all_samples)
+    assert num_blocks <= blocks.shape[2], (num_blocks, blocks.shape)
+    assert len(blocks) == groups == len(out.cells_GT), (blocks.shape, groups)
+    assert table.stride(1) == blocks.stride(2) == out.blocks_GRN.stride(2) == out.cells_GT.stride(1) == 1
+    longest = max(step.most, num_blocks, all_tokens - step.tokens, all_rows + 1, all_samples)
+    step_kernel[(all_rows + 1, triton.cdiv(longest, BLOCK), groups)](
+        table, blocks, words,
+        out.ids_T, out.positions_T, out.cells_GT, out.blocks_GRN, out.sample_S, out.offsets_R1, out.starts_R,
+        table.stride(0), blocks.stride(0), blocks.stride(1),
+        out.cells_GT.stride(0), out.blocks_GRN.stride(0), out.blocks_GRN.stride(1),
+        step.rows, step.tokens, step.samples, all_rows, all_tokens, all_samples, num_blocks,
+        BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip

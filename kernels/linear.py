@@ -1,0 +1,94 @@
+"""Dense products whose bits do not depend on the number of rows.
+
+M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.grouped_gemm import device_name
+from moeserve.kernels.tiles import block_k, load_rows, load_weights, tile_of, weights_argument
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    x_ptr, w, bias_ptr, out_ptr, num_rows, x_stride, out_stride, width, inner,
+    EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of BLOCK_M rows."""
+    tile, block = tile_of(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = rows < num_rows
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(0, inner, BLOCK_K):
+        x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
+        weights = load_weights(w, 0, block * BLOCK_N, width - 1, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+        total = tl.dot(weights, x, total, input_precision="ieee")
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[:, None]
+    y = tl.trans(total.to(out_ptr.dtype.element_ty))
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
+
+
+def linear_reference(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """The definition, rounded once."""
+    y = x_MK.double() @ w_NK.double().T
+    return (y if bias_N is None else y + bias_N.double()).to(x_MK.dtype)
+
+
+@lru_cache(4096)
+def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device: str) -> Config:
+    """How the product runs for so many rows; what it computes is the same for any. width: N, inner: K.
+
+    1 row -> tiles of 16 rows and 64 outputs, so that a small matrix still is enough programs for the device.
+    """
+    block_m = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
+    block_n = 64 if block_m < 128 else 128 if num_rows <= 512 else 256
+    default = {"block_m": block_m, "block_n": block_n, "warps": 4 if block_n == 64 else 8, "tma": 1, "group": 8}
+    default["stages"] = 6 if block_n == 64 else 4
+    return tuned("linear", device, shape_of(width, inner, dtype), num_rows, default)
+
+
+def shape_of(width: int, inner: int, dtype: torch.dtype) -> str:
+    """As tables of configurations have it."""
+    return f"N{width} K{inner} {str(dtype).removeprefix('torch.')}"
+
+
+def linear(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None = None,
+    out_MN: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """x w^T + bias: sums over K in fp32, in one order for any number of rows, the bias last; one rounding. config:
+    default that of `launch_of`.
+
+    x [[1, 2]], w [[3, 4], [5, 6]], bias [0, 1] -> [[11, 18]]
+    """
+    (rows, inner), width = x_MK.shape, w_NK.shape[0]
+    assert inner == w_NK.shape[1], (x_MK.shape, w_NK.shape)
+    assert x_MK.dtype == w_NK.dtype, (x_MK.dtype, w_NK.dtype)
+    out = x_MK.new_empty((rows, width)) if out_MN is None else out_MN
+    assert x_MK.stride(1) == out.stride(1) == 1, (x_MK.stride(), out.stride())
+    config = config or launch_of(rows, width, inner, w_NK.dtype, device_name(x_MK.device))
+    block_m, block_n, depth = config["block_m"], config["block_n"], block_k(inner, w_NK.dtype)
+    weights, tma = weights_argument(w_NK, block_n, depth, bool(config["tma"]))
+    if rows:
+        linear_kernel[(triton.cdiv(rows, block_m) * triton.cdiv(width, block_n),)](
+            x_MK, weights, bias_N, out, rows, x_MK.stride(0), out.stride(0), width, inner,
+            EVEN=inner % depth == 0, TMA=tma, GROUP=config["group"], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=depth,
+            num_warps=config["warps"], num_stages=config["stages"],
+        )  # fmt: skip
+    return out

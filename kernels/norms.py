@@ -1,0 +1,114 @@
+"""RMS norms, alone and fused with the addition before them.
+
+T tokens, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_WIDTH = 16_384
+ELEMENTS = 2048  # of a program, where rows are shorter than that
+PER_WARP = 512
+
+
+@triton.jit
+def normed(x, weight, eps, width):
+    """x / sqrt(mean(x^2) + eps) * weight in fp32; every row is summed in one tree, that of the tile's shape."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None] * weight[None, :]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: ROWS whole rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = normed(x, weight, eps, width)
+    tl.store(out_ptr + row[:, None] * width + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    x_stride,
+    residual_stride,
+    rows,
+    width,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: ROWS whole rows, both of x and of residual overwritten."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    x_at = x_ptr + row[:, None] * x_stride + column[None, :]
+    residual_at = residual_ptr + row[:, None] * residual_stride + column[None, :]
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    total = (x + residual).to(x_ptr.dtype.element_ty)  # what the next layer adds to is what this one norms
+    tl.store(residual_at, total, mask=inside)
+    tl.store(x_at, normed(total.to(tl.float32), weight, eps, width).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The definition, rounded once."""
+    x = x_TD.float()
+    return (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D).to(x_TD.dtype)
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once; weight fp32, rows may be
+    strided. A row's bits depend on D and the dtype alone, as long as rows start at multiples of 16 bytes (or never do).
+
+    x [3, 4] (weight 1, eps 0) -> [0.8485, 1.1314]
+    """
+    rows, width = x_TD.shape
+    _check(x_TD, weight_D)
+    out_TD = x_TD.new_empty((rows, width))
+    if rows:
+        tile, grid, num_warps = _launch(rows, width)
+        rms_norm_kernel[grid](x_TD, weight_D, out_TD, x_TD.stride(0), rows, width, eps, **tile, num_warps=num_warps)
+    return out_TD
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), the sum rounded before its norm: written over x and residual.
+
+    x [2, 4], residual [1, 0] (weight 1, eps 0) -> x [0.8485, 1.1314], residual [3, 4]
+    """
+    rows, width = x_TD.shape
+    _check(x_TD, weight_D)
+    _check(residual_TD, weight_D)
+    assert residual_TD.dtype is x_TD.dtype, (x_TD.dtype, residual_TD.dtype)
+    assert residual_TD.shape == x_TD.shape, (x_TD.shape, residual_TD.shape)
+    assert x_TD.data_ptr() != residual_TD.data_ptr() or not rows, "the sum and its norm need a place each"
+    if rows:
+        tile, grid, num_warps = _launch(rows, width)
+        strides = x_TD.stride(0), residual_TD.stride(0)
+        add_rms_norm_kernel[grid](x_TD, residual_TD, weight_D, *strides, rows, width, eps, **tile, num_warps=num_warps)
+    return x_TD, residual_TD
+
+
+def _launch(rows: int, width: int) -> tuple[dict[str, int], tuple[int], int]:
+    """Tile, grid and warps: the tile by the width alone, since its shape is the order of the sums."""
+    block = triton.next_power_of_2(width)
+    tile = {"ROWS": max(1, ELEMENTS // block), "BLOCK": block}
+    return tile, (triton.cdiv(rows, tile["ROWS"]),), min(16, max(ELEMENTS, block) // PER_WARP)
+
+
+def _check(x_TD: Tensor, weight_D: Tensor) -> None:
+    width = x_TD.shape[1]
+    assert width <= MAX_WIDTH, width
+    assert weight_D.shape == (width,), (weight_D.shape, x_TD.shape)
+    assert weight_D.dtype is torch.float32, weight_D.dtype
+    assert width == 1 or x_TD.stride(1) == weight_D.stride(0) == 1, (x_TD.stride(), weight_D.stride())

@@ -1,0 +1,210 @@
+"""The router's choice: scores of all experts, the best K of them, and their weights, for every family of models.
+
+T tokens, E experts, K experts per token, G groups of S = E / G experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOWEST = tl.constexpr(-(1 << 62))  # below the key of any score
+SCORES = ("softmax", "softmax_selected", "sigmoid", "sqrt_softplus")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How logits become choices and weights.
+
+    score: `softmax` over all experts; `softmax_selected`, over the chosen logits alone; `sigmoid`; `sqrt_softplus`.
+    groups, keep: experts lie in so many groups of one size, of which only the best `keep` take part; a group is as good
+    as the sum of its best `group_top` (1 or 2) scores. Weights, divided by their sum + epsilon where `renormalize`, are
+    multiplied by `scale`. Sources: Mixtral, Qwen3-MoE (softmax), DeepSeek-V2 (groups), DeepSeek-V3 (sigmoid, bias).
+    """
+
+    score: str
+    renormalize: bool
+    groups: int = 1
+    keep: int = 1
+    group_top: int = 1
+    epsilon: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.score in SCORES, self.score
+        assert 1 <= self.keep <= self.groups, (self.keep, self.groups)
+        assert self.group_top in (1, 2), self.group_top
+
+
+@triton.jit
+def _keys(scores, ids):
+    """Unique integers in the order of (score, -id): a float's bits order as an integer, once negative ones flip."""
+    bits = (scores + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16) - ids
+
+
+@triton.jit
+def _id_of(keys):
+    return ((-keys) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _score_of(keys):
+    bits = ((keys + 0xFFFF) >> 16).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scores(logits, inside, SCORE: tl.constexpr):
+    if SCORE == "softmax":
+        powers = tl.where(inside, tl.exp(logits - tl.max(tl.max(logits, 1), 0)), 0.0)
+        return powers / tl.sum(tl.sum(powers, 1), 0)
+    if SCORE == "sigmoid":
+        return tl.sigmoid(logits)
+    if SCORE == "sqrt_softplus":
+        small = tl.exp(-tl.abs(logits))
+        series = small * (1.0 - small * (0.5 - small * (1.0 / 3.0 - small * 0.25)))  # log(1 + small) would lose digits
+        return tl.sqrt(tl.maximum(logits, 0.0) + tl.where(small < 0.01, series, tl.log(1.0 + small)))
+    return logits
+
+
+@triton.jit
+def _keep_groups(keys, num_groups, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr, GROUPS: tl.constexpr):
+    """The keys of the best groups' experts; LOWEST elsewhere."""
+    best = tl.max(keys, 1)
+    scores = _score_of(best)
+    if GROUP_TOP == 2:
+        scores += _score_of(tl.max(tl.where(keys == best[:, None], LOWEST, keys), 1))
+    groups = tl.arange(0, GROUPS)
+    waiting = tl.where(groups < num_groups, _keys(scores, groups), LOWEST)
+    kept = groups < 0
+    for _ in range(KEEP):
+        chosen = waiting == tl.max(waiting, 0)
+        kept = kept | chosen
+        waiting = tl.where(chosen, LOWEST, waiting)
+    return tl.where(kept[:, None], keys, LOWEST)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def route_kernel(
+    logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, num_tokens, row_stride, num_groups, group_size, epsilon,
+    scale, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr,
+    GROUP_TOP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """One program: a token. GROUPS x SIZE: a tile with room for all experts; CHOICES: for K of them."""
+    token = tl.program_id(0).to(tl.int64)
+    choices = tl.arange(0, CHOICES)
+    ids_K = tl.full((CHOICES,), -1, tl.int32)
+    weights_K = tl.zeros((CHOICES,), tl.float32)
+    if live_ptr is not None:
+        num_tokens = tl.load(live_ptr)
+    if token < num_tokens:
+        group, place = tl.arange(0, GROUPS)[:, None], tl.arange(0, SIZE)[None, :]
+        experts = group * group_size + place
+        inside = (group < num_groups) & (place < group_size)
+        logits = tl.load(logits_ptr + token * row_stride + experts, mask=inside, other=-float("inf")).to(tl.float32)
+        scores = _scores(logits, inside, SCORE)
+        judged = scores
+        if bias_ptr is not None:
+            judged += tl.load(bias_ptr + experts, mask=inside, other=0.0)
+        keys = tl.where(inside, _keys(judged, experts), LOWEST)
+        if KEEP < GROUPS:
+            keys = _keep_groups(keys, num_groups, KEEP, GROUP_TOP, GROUPS)
+        first = _score_of(tl.max(tl.max(keys, 1), 0))
+        total = 0.0
+        for k in range(K):
+            best = tl.max(tl.max(keys, 1), 0)
+            chosen = keys == best
+            if bias_ptr is not None:
+                weight = tl.sum(tl.sum(tl.where(chosen, scores, 0.0), 1), 0)
+            else:
+                weight = _score_of(best)
+            if SCORE == "softmax_selected":
+                weight = tl.exp(weight - first)
+            total += weight
+            ids_K = tl.where(choices == k, _id_of(best), ids_K)
+            weights_K = tl.where(choices == k, weight, weights_K)
+            keys = tl.where(chosen, LOWEST, keys)
+        if SCORE == "softmax_selected":
+            weights_K = tl.div_rn(weights_K, total)
+        elif RENORMALIZE:
+            weights_K = tl.div_rn(weights_K, total + epsilon)
+        weights_K *= scale
+    tl.store(ids_ptr + token * K + choices, ids_K, mask=choices < K)
+    tl.store(weights_ptr + token * K + choices, weights_K, mask=choices < K)
+
+
+def _keys_reference(scores: Tensor) -> Tensor:
+    bits = (scores + 0.0).view(torch.int32).long()
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
+    return keys - torch.arange(scores.shape[-1], device=scores.device)
+
+
+def route_reference(logits_TE: Tensor, top_k: int, rule: Rule, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The definition, for logits that are numbers."""
+    z = logits_TE.float()
+    if rule.score == "softmax":
+        scores = z.softmax(-1)
+    elif rule.score == "softmax_selected":
+        scores = z
+    else:
+        scores = z.sigmoid() if rule.score == "sigmoid" else torch.nn.functional.softplus(z).sqrt()
+    judged = scores if bias_E is None else scores + bias_E
+    keys = _keys_reference(judged)
+    if rule.keep < rule.groups:
+        grouped = judged.unflatten(-1, (rule.groups, -1))
+        best_TG = grouped.topk(rule.group_top, dim=-1).values.sum(-1)
+        kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+        kept_TG.scatter_(-1, _keys_reference(best_TG).topk(rule.keep, dim=-1).indices, True)
+        keys = keys.masked_fill(~kept_TG.repeat_interleave(grouped.shape[-1], -1), LOWEST.value)
+    ids_TK = keys.topk(top_k, dim=-1).indices
+    weights_TK = scores.gather(-1, ids_TK)
+    if rule.score == "softmax_selected":
+        weights_TK = weights_TK.softmax(-1)
+    if rule.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + rule.epsilon)
+    return ids_TK.int(), weights_TK * rule.scale
+
+
+def route(
+    logits_TE: Tensor, top_k: int, score: str, renormalize: bool, num_tokens: int | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]), best first.
+
+    Scores in fp32; equal scores go to the lowest expert id; sums run in the order 0, 1, ... K-1. From row num_tokens
+    on (a number, or int32 [1] on the device, which a graph reads anew) ids are -1, weights 0, and logits are not read.
+    logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2]
+    """
+    return route_by(Rule(score, renormalize), logits_TE, top_k, None, num_tokens)
+
+
+def route_by(
+    rule: Rule, logits_TE: Tensor, top_k: int, bias_E: Tensor | None = None, num_tokens: int | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `route`, by any rule. bias_E, fp32, is added to scores where experts are chosen, never to weights.
+
+    logits [0, ln 3, 0], top_k 1, sigmoid, bias [0, 0, 1] -> ids [2], weights [0.5]
+    """
+    (tokens, experts), groups = logits_TE.shape, rule.groups
+    size = experts // groups
+    assert experts % groups == 0, (experts, groups)
+    assert size >= rule.group_top, (experts, groups, rule.group_top)
+    assert 1 <= top_k <= min(rule.keep * size, 32), (top_k, rule.keep, size)
+    assert experts <= 1024, experts
+    assert logits_TE.stride(1) == 1, logits_TE.stride()
+    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=logits_TE.device)
+    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=logits_TE.device)
+    live = num_tokens if isinstance(num_tokens, Tensor) else None
+    limit = num_tokens if isinstance(num_tokens, int) else tokens
+    if tokens:
+        route_kernel[(tokens,)](
+            logits_TE, bias_E, live, ids_TK, weights_TK, limit, logits_TE.stride(0), groups, size, rule.epsilon,
+            rule.scale, K=top_k, SCORE=rule.score, RENORMALIZE=rule.renormalize, KEEP=rule.keep,
+            GROUP_TOP=rule.group_top, GROUPS=triton.next_power_of_2(groups), SIZE=triton.next_power_of_2(size),
+            CHOICES=triton.next_power_of_2(top_k), num_warps=max(1, triton.next_power_of_2(experts) // 256),
+        )  # fmt: skip
+    return ids_TK, weights_TK

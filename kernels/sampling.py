@@ -1,0 +1,168 @@
+"""From logits to tokens: the likeliest, or one drawn by a race among those that min-p, top-k and top-p leave.
+
+S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens. Distances as in cut.py. Rows never meet, and a
+row is divided among programs by V alone, so its token depends on nothing but itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.kernels.cut import cut, distance, near_enough
+from moeserve.kernels.noise import HOPELESS, log_time
+
+TILE = 512
+TILES = 4  # of one program
+RACED = 2048  # tokens of one program
+FINE, NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NO_ID = tl.constexpr(2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row is to be sampled, on the device."""
+
+    temperature_S: Tensor  # float32; 0: the likeliest token, whatever the others say
+    log_min_p_S: Tensor  # float32; -inf: off
+    top_k_S: Tensor  # int32, at least 1; V or more: off
+    top_p_S: Tensor  # float32; 1: off
+    low_S: Tensor  # int32, as high_S: a key made of seed and position
+    high_S: Tensor
+
+
+@triton.jit
+def tile_peaks_kernel(
+    logits_ptr, peaks_ptr, ids_ptr, stride, width, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr
+):
+    """One program: the largest logit of each of TILES tiles of a row, and the first token with it. NaN: infinity."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    x = tl.load(logits_ptr + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))
+    peak = tl.max(x, axis=1)
+    first = tl.min(tl.where(x == peak[:, None], column, NO_ID), axis=1)
+    tl.store(peaks_ptr + row * num_tiles + tile, peak, mask=tile < num_tiles)
+    tl.store(ids_ptr + row * num_tiles + tile, first, mask=tile < num_tiles)
+
+
+@triton.jit
+def row_kernel(
+    tile_peaks_ptr, ids_ptr, raw_peaks_ptr, temperature_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr,
+    tokens_ptr, status_ptr, peaks_ptr, farthest_ptr, near_ptr, num_tiles, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a row's peak, likeliest token and status, and how far from the peak to look for others.
+
+    farthest is negative where nothing is drawn, near where top-k and top-p are off.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, BLOCK)
+    tile_peaks = tl.load(tile_peaks_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+    ids = tl.load(ids_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=NO_ID)
+    peak = tl.max(tile_peaks, axis=0)
+    raw_peak = tl.load(raw_peaks_ptr + row) if raw_peaks_ptr is not None else peak
+    infinite = (tl.abs(raw_peak) == float("inf")) | (raw_peak != raw_peak) | (peak == float("inf"))
+    status = tl.where(infinite, NOT_FINITE, tl.where(peak == float("-inf"), NOTHING_ALLOWED, FINE))
+    likeliest = tl.min(tl.where(tile_peaks == peak, ids, NO_ID), axis=0)
+    tl.store(tokens_ptr + row, tl.where(status == FINE, likeliest, 0))
+    tl.store(status_ptr + row, status.to(status_ptr.dtype.element_ty))
+    tl.store(peaks_ptr + row, peak)
+    temperature = tl.load(temperature_ptr + row)
+    farthest = tl.full((), -1.0, tl.float32)
+    near = tl.full((), -1.0, tl.float32)
+    if (status == FINE) & (temperature > 0):
+        farthest = -tl.load(log_min_p_ptr + row)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        if (top_k < width) | (top_p < 1):
+            near = near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles, width)
+    tl.store(farthest_ptr + row, farthest)
+    tl.store(near_ptr + row, near)
+
+
+@triton.jit
+def race_kernel(
+    logits_ptr, peaks_ptr, temperature_ptr, farthest_ptr, low_ptr, high_ptr, times_ptr, ids_ptr,
+    stride, width, num_parts, HOPELESS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: who of BLOCK tokens of a row arrives first, and when (in logarithms)."""
+    row = tl.program_id(0).to(tl.int64)
+    farthest = tl.load(farthest_ptr + row)
+    if farthest < 0:
+        return
+    part = tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    d = distance(x, tl.load(peaks_ptr + row), tl.load(temperature_ptr + row))
+    takes_part = d <= tl.minimum(farthest, HOPELESS)
+    first_time = tl.full((), float("inf"), tl.float32)
+    first = tl.full((), NO_ID, tl.int32)
+    if tl.max(takes_part.to(tl.int32), axis=0) > 0:
+        low = tl.load(low_ptr + row).to(tl.uint32, bitcast=True)
+        high = tl.load(high_ptr + row).to(tl.uint32, bitcast=True)
+        time = tl.where(takes_part, d + log_time(column, low, high), float("inf"))
+        first_time = tl.min(time, axis=0)
+        first = tl.min(tl.where(time == first_time, column, NO_ID), axis=0)
+    tl.store(times_ptr + row * num_parts + part, first_time)
+    tl.store(ids_ptr + row * num_parts + part, first)
+
+
+@triton.jit
+def winner_kernel(times_ptr, ids_ptr, farthest_ptr, tokens_ptr, num_parts, BLOCK: tl.constexpr):
+    """One program: the winner of a row whose token is drawn."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(farthest_ptr + row) < 0:
+        return
+    part = tl.arange(0, BLOCK)
+    time = tl.load(times_ptr + row * num_parts + part, mask=part < num_parts, other=float("inf"))
+    ids = tl.load(ids_ptr + row * num_parts + part, mask=part < num_parts, other=NO_ID)
+    tl.store(tokens_ptr + row, tl.min(tl.where(time == tl.min(time, axis=0), ids, NO_ID), axis=0))
+
+
+def sample(
+    logits_SV: Tensor, rows: SamplingRows, raw_peaks_S: Tensor | None = None, *, draws: bool = True, cuts: bool = True
+) -> tuple[Tensor, Tensor]:
+    """A token of each row, int32, and its status, uint8: FINE, NOT_FINITE or NOTHING_ALLOWED, and token 0 if not FINE.
+
+    raw_peaks_S: the rows' largest logits before any rule changed them, NaN if there is one; None: nothing did. draws:
+    whether any row has a temperature; cuts: whether any of those has top-k or top-p. Equal logits are kept or dropped
+    together; the lowest id wins where two arrive together.
+    logits [[0, 2, 2], [1, -inf, -inf]], temperature 0 -> tokens [1, 0], status [0, 0]
+    """
+    num_rows, width = logits_SV.shape
+    assert logits_SV.stride(1) == 1, logits_SV.stride()
+    device = logits_SV.device
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    tokens_S, status_S = new(num_rows, dtype=torch.int32), new(num_rows, dtype=torch.uint8)
+    if not num_rows:
+        return tokens_S, status_S
+    num_tiles, num_parts = triton.cdiv(width, TILE), triton.cdiv(width, RACED)
+    tile_peaks_SB, ids_SB = new(num_rows, num_tiles), new(num_rows, num_tiles, dtype=torch.int32)
+    peaks_S, farthest_S, near_S = new(num_rows), new(num_rows), new(num_rows)
+    tile_peaks_kernel[(num_rows, triton.cdiv(num_tiles, TILES))](
+        logits_SV, tile_peaks_SB, ids_SB, logits_SV.stride(0), width, num_tiles, TILE=TILE, TILES=TILES, num_warps=4
+    )
+    row_kernel[(num_rows,)](
+        tile_peaks_SB, ids_SB, raw_peaks_S, rows.temperature_S, rows.log_min_p_S, rows.top_k_S, rows.top_p_S,
+        tokens_S, status_S, peaks_S, farthest_S, near_S, num_tiles, width,
+        BLOCK=triton.next_power_of_2(num_tiles), num_warps=4,
+    )  # fmt: skip
+    if draws and cuts:
+        cut(logits_SV, peaks_S, rows.temperature_S, rows.top_k_S, rows.top_p_S, near_S, farthest_S)
+    if draws:
+        times_SP, ids_SP = new(num_rows, num_parts), new(num_rows, num_parts, dtype=torch.int32)
+        race_kernel[(num_rows, num_parts)](
+            logits_SV, peaks_S, rows.temperature_S, farthest_S, rows.low_S, rows.high_S, times_SP, ids_SP,
+            logits_SV.stride(0), width, num_parts, HOPELESS=HOPELESS, BLOCK=RACED, num_warps=4,
+        )  # fmt: skip
+        winner_kernel[(num_rows,)](
+            times_SP, ids_SP, farthest_S, tokens_S, num_parts, BLOCK=triton.next_power_of_2(num_parts), num_warps=4
+        )
+    return tokens_S, status_S

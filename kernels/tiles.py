@@ -1,0 +1,70 @@
+"""What the matrix products share: the order of tiles, how deep a step over K is, and how a tile of weights is loaded.
+
+Products compute y^T = w x^T: the weights' rows are the tensor cores' M, at least 64 of them, and the tokens' rows their
+N, as few as 16. So the same instructions (on Hopper: wgmma) serve one row and thousands, every sum over K has the same
+order, and a row's bits do not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+STEP_BYTES = 128  # of a row of weights in one step over K: a line of the cache, and of shared memory's swizzle
+
+
+@triton.jit
+def tile_of(program, num_tiles, num_blocks, GROUP: tl.constexpr):
+    """(tile of rows, block of outputs) of a program: of GROUP tiles at a time, all in one block, then in the next. So
+    weights and rows that run at the same time are few enough for the L2 cache.
+
+    4 tiles, 2 blocks, GROUP 2: (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)
+    """
+    first = program // (GROUP * num_blocks) * GROUP
+    size = tl.minimum(num_tiles - first, GROUP)
+    place = program % (GROUP * num_blocks)
+    return first + place % size, place // size
+
+
+@triton.jit
+def load_rows(ptrs, live, k, inner, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    """[rows, BLOCK_K] from column k on, zeros where a row is not live or beyond the last column; those are not read."""
+    if EVEN:
+        mask = live[:, None]
+    else:
+        mask = live[:, None] & (k + tl.arange(0, BLOCK_K) < inner)[None, :]
+    return tl.load(ptrs + k, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_weights(
+    w, base, row, last, k, inner, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
+    """[BLOCK_N, BLOCK_K] weights from row `base + row` and column k on; instead of rows after base + last, any others.
+
+    w: a descriptor if TMA, else a pointer.
+    """
+    if TMA:
+        tile = w.load([base + row, k])
+    else:
+        rows = (base + tl.minimum(row + tl.arange(0, BLOCK_N), last)).to(tl.int64)
+        columns = k + tl.arange(0, BLOCK_K)
+        ptrs = w + rows[:, None] * inner + columns[None, :]
+        tile = tl.load(ptrs) if EVEN else tl.load(ptrs, mask=columns[None, :] < inner, other=0.0)
+    return tile
+
+
+def block_k(inner: int, dtype: torch.dtype) -> int:
+    """Columns of one step over K: a function of the weights alone, so that sums have one order. 2048, bf16 -> 64"""
+    return max(16, min(STEP_BYTES // dtype.itemsize, int(triton.next_power_of_2(inner))))
+
+
+def weights_argument(w: Tensor, rows: int, columns: int, wanted: bool) -> tuple[Tensor | TensorDescriptor, bool]:
+    """What the kernel takes for the weights [..., K], and whether it is a descriptor (for Hopper's copy engine)."""
+    assert w.is_contiguous(), w.stride()
+    if not wanted or w.data_ptr() % 16 or w.shape[-1] * w.element_size() % 16:
+        return w, False
+    return TensorDescriptor.from_tensor(w.view(-1, w.shape[-1]), [rows, columns]), True

@@ -1,0 +1,106 @@
+"""Compiles kernels for sm_90 without a GPU, and reads from the result what an interpreter cannot tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compile a kernel.
+
+    kernel: "activation:silu_mul_kernel", in moeserve.kernels. signature: the type of each argument that is not a
+    constant: "*bf16" for a pointer, "i32", "fp32", ... constants: the others. aligned: integers that are multiples of
+    16; pointers always are.
+    """
+
+    kernel: str
+    signature: Mapping[str, str]
+    constants: Mapping[str, object]
+    aligned: Sequence[str] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Report:
+    """registers, stack_bytes (spills): per thread. shared_bytes: per program. wgmma, mma: whether
+    products run on tensor cores, by Hopper's own or the older instruction. tma: whether tiles come by bulk copy."""
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    wgmma: bool
+    mma: bool
+    tma: bool
+
+
+def compile_all(cases: Sequence[Case]) -> list[Report]:
+    """In a process of its own, where triton does not interpret."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    asked = json.dumps([asdict(case) for case in cases])
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.aot"]
+    done = subprocess.run(
+        command, input=asked, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [Report(**report) for report in json.loads(done.stdout)]
+
+
+def _compile(case: Case) -> Report:
+    import importlib
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name = case.kernel.split(":")
+    kernel = getattr(importlib.import_module(f"moeserve.kernels.{module}"), name)
+    unknown = {*case.signature, *case.constants} ^ set(kernel.arg_names)
+    assert not unknown, f"{case.kernel}: {sorted(unknown)} are missing or unknown"
+    types = {arg: case.signature.get(arg, "constexpr") for arg in kernel.arg_names}
+    hints = {
+        (i,): [["tt.divisibility", 16]]
+        for i, arg in enumerate(kernel.arg_names)
+        if types[arg].startswith("*") or arg in case.aligned
+    }
+    source = ASTSource(fn=kernel, signature=types, constexprs=dict(case.constants), attrs=hints)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    registers, stack = _resources(compiled.asm["cubin"])
+    return Report(
+        registers=registers,
+        stack_bytes=stack,
+        shared_bytes=compiled.metadata.shared,
+        wgmma="wgmma.mma_async" in ptx,
+        mma="mma.sync" in ptx,
+        tma="cp.async.bulk" in ptx,
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes per thread, as the disassembler that comes with triton reports them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    words = dict(word.split(":", 1) for word in text.split() if word.count(":") == 1)
+    return int(words["REG"]), int(words["STACK"])
+
+
+if __name__ == "__main__":
+    json.dump([asdict(_compile(Case(**asked))) for asked in json.load(sys.stdin)], sys.stdout)

@@ -1,0 +1,130 @@
+"""The kernels that sort pairs and cut tiles, interpreted, beside their definition; and compiled for sm_90."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.kernels import align as module
+from moeserve.kernels.align import Alignment, align, align_groups, align_reference, tile_bound
+from moeserve.moe.all2all.layout import group_rows_plainly
+from tests.kernels.aot import Case, compile_all
+from tests.kernels.device import DEVICE
+
+ROUTINGS = ["even", "skewed", "all_to_one", "none", "some_nowhere"]
+
+
+def ids_of(routing: str, pairs: int, slots: int) -> Tensor:
+    random = np.random.default_rng(pairs)
+    ids = {
+        "even": np.arange(pairs) % slots,
+        "skewed": np.minimum(random.geometric(0.3, pairs) - 1, slots - 1),
+        "all_to_one": np.full(pairs, slots - 1),
+        "none": np.full(pairs, -1),
+        "some_nowhere": random.integers(-2, slots, pairs).clip(min=-1),
+    }[routing]
+    return torch.from_numpy(ids.astype(np.int32)).to(DEVICE)
+
+
+def check(found: Alignment, expected: Alignment, num_rows: int) -> None:
+    """Equal where it is defined; what was left over is marked."""
+    if expected.order_N is not None and found.order_N is not None:
+        assert torch.equal(found.order_N[: len(expected.order_N)], expected.order_N)
+    assert torch.equal(found.counts_e, expected.counts_e)
+    assert torch.equal(found.ends_e, expected.ends_e)
+    tiles = len(expected.slot_Z)
+    assert tiles <= len(found.slot_Z) == tile_bound(num_rows, len(expected.ends_e), expected.block_m)
+    assert torch.equal(found.slot_Z[:tiles], expected.slot_Z)
+    assert torch.equal(found.row_Z[:tiles], expected.row_Z)
+    assert (found.slot_Z[tiles:] == -1).all()
+
+
+def test_align_example() -> None:
+    found = align(torch.tensor([[1], [0], [-1], [1]], dtype=torch.int32, device=DEVICE), 2, 1)
+    assert found.order_N is not None
+    assert found.order_N.tolist()[:3] == [1, 0, 3]
+    assert (found.counts_e.tolist(), found.ends_e.tolist()) == ([1, 2], [1, 3])
+    assert (found.slot_Z.tolist(), found.row_Z.tolist()[:3]) == ([0, 1, 1, -1], [0, 1, 2])
+    found = align_groups(torch.tensor([1, 3], dtype=torch.int32, device=DEVICE), 4, 2)
+    assert (found.counts_e.tolist(), found.ends_e.tolist()) == ([1, 2], [1, 3])
+    assert (found.slot_Z.tolist(), found.row_Z.tolist()[:2]) == ([0, 1, -1], [0, 1])
+
+
+def test_the_definition_is_that_of_the_moe_layer() -> None:
+    ids = ids_of("some_nowhere", 120, 7).view(40, 3)
+    rows, found = group_rows_plainly(ids, 7), align_reference(ids, 7, 4)
+    assert found.order_N is not None
+    assert torch.equal(found.order_N.long(), rows.order_P)
+    assert found.counts_e.tolist() == rows.counts_e.tolist()
+
+
+def test_tile_bound() -> None:
+    """No routing makes more tiles, and some makes as many."""
+    assert tile_bound(5, 3, 4) == 3
+    for rows, slots, block_m in [(0, 3, 4), (1, 3, 4), (7, 2, 4), (9, 9, 2), (30, 4, 16), (5, 8, 16)]:
+        bound = tile_bound(rows, slots, block_m)
+        lonely = min(rows, slots) - 1  # slots with one row, while all other rows are in one slot
+        assert bound == (lonely + -(-(rows - lonely) // block_m) if rows else 0)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("pairs", "slots", "block_m"), [(1, 1, 16), (8, 5, 16), (130, 40, 16), (3000, 3, 64)])
+def test_few_pairs(pairs: int, slots: int, block_m: int, routing: str) -> None:
+    ids = ids_of(routing, pairs, slots).view(-1, 2 if pairs % 2 == 0 else 1)
+    check(align(ids, slots, block_m), align_reference(ids, slots, block_m), pairs)
+
+
+MANY = [(200, 5, 64, routing) for routing in ROUTINGS] + [(1050, 3, 16, "skewed"), (700, 9, 512, "some_nowhere")]
+
+
+@pytest.mark.parametrize(("pairs", "slots", "chunk", "routing"), MANY)
+def test_many_pairs(pairs: int, slots: int, chunk: int, routing: str) -> None:
+    """Among them more chunks than are added up at a time, and a last one with few pairs."""
+    ids = ids_of(routing, pairs, slots)
+    with patch.object(module, "FEW", 0), patch.object(module, "CHUNK", chunk):
+        check(align(ids, slots, 32), align_reference(ids, slots, 32), pairs)
+
+
+def test_ids_of_no_slot_go_nowhere() -> None:
+    ids = torch.tensor([7, 0, 2**31 - 1, -(2**31), 3, 0], dtype=torch.int32, device=DEVICE)
+    expected = align_reference(torch.tensor([-1, 0, -1, -1, -1, 0], dtype=torch.int32, device=DEVICE), 3, 16)
+    check(align(ids, 3, 16), expected, 6)
+    with patch.object(module, "FEW", 0):
+        check(align(ids, 3, 16), expected, 6)
+
+
+def test_no_pairs() -> None:
+    found = align(torch.empty(0, 8, dtype=torch.int32, device=DEVICE), 5, 16)
+    assert (found.counts_e.tolist(), found.ends_e.tolist(), len(found.slot_Z)) == ([0] * 5, [0] * 5, 0)
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 0, 17], [16, 1, 0], [0, 33, 0]])
+def test_groups(counts: list[int]) -> None:
+    ids = torch.arange(3, device=DEVICE).repeat_interleave(torch.tensor(counts, device=DEVICE))
+    check(align_groups(torch.tensor(counts, device=DEVICE).cumsum(0).int(), 40, 16), align_reference(ids, 3, 16), 40)
+
+
+def test_align_compiles_for_hopper() -> None:
+    tables = dict.fromkeys(("counts_ptr", "ends_ptr", "slot_ptr", "row_ptr"), "*i32")
+    numbers = dict.fromkeys(("num_slots", "num_tiles", "block_m"), "i32")
+    ids = {"ids_ptr": "*i32", "num_pairs": "i32"}
+    order = {"order_ptr": "*i32", **tables, **numbers}
+    count = {**ids, "counts_ptr": "*i32", "num_slots": "i32"}
+    scan = {"counts_ptr": "*i32", "totals_ptr": "*i32", "num_chunks": "i32"}
+    place = {**ids, **order, "before_ptr": "*i32", "totals_ptr": "*i32", "num_chunks": "i32"}
+    sizes = {"CHUNK": 1024, "SLOTS": 512}
+    cases = [
+        Case("align:few_kernel", {**ids, **order}, {"PAIRS": 64, "SLOTS": 128}),
+        Case("align:few_kernel", {**ids, **order}, {"PAIRS": 4096, "SLOTS": 512}),
+        Case("align:count_kernel", count, sizes),
+        Case("align:scan_kernel", scan, {"COLUMNS": 32, "SLOTS": 512}),
+        Case("align:place_kernel", place, sizes),
+        Case("align:groups_kernel", {"given_ptr": "*i32", **tables, **numbers}, {"SLOTS": 512}, num_warps=1),
+    ]
+    for report in compile_all(cases):
+        assert report.stack_bytes == 0
+        assert report.registers <= 168

@@ -1,0 +1,174 @@
+"""The kernels of e4m3 rows and of the experts' products with them, interpreted; and compiled for sm_90."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from moeserve.kernels.align import align, align_groups
+from moeserve.kernels.configs import Config
+from moeserve.kernels.fp8 import BLOCK, quantise, quantise_reference, widen
+from moeserve.kernels.grouped_fp8 import (
+    Scaled,
+    down_fp8,
+    down_fp8_reference,
+    gate_up_fp8,
+    gate_up_fp8_reference,
+    launch_fp8_of,
+)
+from moeserve.moe.all2all.wire import Fp8Wire
+from tests.kernels.aot import Case, compile_all
+from tests.kernels.device import DEVICE
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
+SMALL: Config = {
+    "block_m": 16, "tma": 1, "group": 2, "up_block_n": 128, "up_warps": 4, "up_stages": 2,
+    "down_block_n": 64, "down_warps": 4, "down_stages": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _rounding_to_nearest() -> Iterator[None]:
+    """The interpreter's own conversion of float32 to e4m3 loses carries: 127.9 becomes 64."""
+    convert = InterpreterBuilder.create_fp_to_fp
+
+    def rounding(self: InterpreterBuilder, source: Any, to: Any, mode: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or to.scalar != tl.float8e4nv:
+            return convert(self, source, to, mode)
+        data = torch.from_numpy(source.data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return TensorHandle(data, to.scalar)
+
+    with patch.object(InterpreterBuilder, "create_fp_to_fp", rounding):
+        yield
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def scaled_weights(slots: int, outputs: int, inputs: int, seed: int) -> Scaled:
+    blocks = (slots, outputs // BLOCK, -(-inputs // BLOCK))
+    scales = normal(*blocks, seed=seed).abs() / inputs
+    return Scaled((normal(slots, outputs, inputs, seed=seed) * 8).to(torch.float8_e4m3fn), scales)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def test_quantise_example() -> None:
+    for row, values, scale in (([448.0, -1.0], [448, -1], 1), ([896.0, 1.0], [448, 0.5], 2)):
+        found, scales = quantise(torch.tensor([row], device=DEVICE))
+        assert (found.float().tolist(), scales.tolist()) == ([values], [[scale]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(0, 128), (1, 1), (3, 300), (2, 128 * 17)])
+def test_quantise(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Strided rows, huge and tiny values, and some that are no numbers; the same bits as travel."""
+    wide = normal(rows, width + 3) * 10.0 ** torch.arange(-8, 5, device=DEVICE).repeat(width)[: width + 3]
+    x = wide.to(dtype)[:, :width]
+    if rows > 1:
+        x[0, 5], x[0, 6], x[1, 7], x[1, :3] = math.nan, math.inf, -math.inf, 0.0
+    values, scales = quantise(x)
+    expected_values, expected_scales = quantise_reference(x)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(values.float().nan_to_num(1e9), expected_values.float().nan_to_num(1e9))
+    sent = Fp8Wire().encode(x.cpu())
+    received = Fp8Wire().decode(sent, torch.float32, width)
+    torch.testing.assert_close(widen(values, scales).float().cpu(), received, equal_nan=True)
+
+
+def test_products_example() -> None:
+    """Both docstrings'."""
+    to = align(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), 1, 16)
+    ones = torch.ones(1, 256, 128, device=DEVICE).to(torch.float8_e4m3fn)
+    scales = torch.full((1, 2, 1), 1 / 128, device=DEVICE)
+    x = Scaled(ones[0, :1], torch.ones(1, 1, device=DEVICE))
+    hidden = gate_up_fp8(x, Scaled(ones, scales), to, SMALL)
+    assert hidden.values.float().unique().tolist() == [448]
+    torch.testing.assert_close(hidden.scales.cpu() * 448, torch.tensor([[0.7311]]), atol=1e-4, rtol=0)
+    h = Scaled((x.values.float() * 2).to(torch.float8_e4m3fn), x.scales / 2)
+    out = torch.empty(1, 128, device=DEVICE)
+    assert down_fp8(h, Scaled(ones[:, :128], scales[:, :1]), to, SMALL, out).unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("tma", [0, 1])
+@pytest.mark.parametrize(
+    "ids", [[[0, 1], [2, 0], [1, 2]], [[1, -1]] * 18, [[2, -1], [-1, 0], [-1, -1], [2, 1]], [[-1, -1]]]
+)
+def test_both_products(ids: list[list[int]], tma: int) -> None:
+    """Several blocks, of inputs one not whole, through the order of pairs; then over the same rows sorted before."""
+    (tokens, top_k), slots, dim, width, config = (len(ids), 2), 3, 272, 256, {**SMALL, "tma": tma}
+    to = align(torch.tensor(ids, dtype=torch.int32, device=DEVICE), slots, 16)
+    assert to.order_N is not None
+    rows = int(to.counts_e.sum())
+    order = to.order_N[:rows].long()
+    x = Scaled(*quantise(normal(tokens, dim) * 10.0 ** torch.arange(tokens, device=DEVICE)[:, None].clamp(max=3)))
+    w13, w2 = scaled_weights(slots, 2 * width, dim, seed=1), scaled_weights(slots, 384, width, seed=2)
+    hidden = gate_up_fp8(x, w13, to, config, top_k)
+    exact = gate_up_fp8_reference(x, w13, to, top_k)
+    found = widen(hidden.values, hidden.scales)[:rows].float()
+    largest = exact.abs().unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1)
+    assert ((found - exact).abs() <= exact.abs() * 2**-4 + largest * 2**-14 + 1e-7).all()
+    torch.testing.assert_close(hidden.scales[:rows], quantise_reference(exact)[1], rtol=1e-5, atol=1e-12)
+    hidden.values.view(torch.uint8)[rows:], hidden.scales[rows:] = 0x7F, math.nan
+    y = torch.full((tokens * top_k, 384), math.nan, device=DEVICE)
+    down_fp8(hidden, w2, to, config, y)
+    expected = down_fp8_reference(hidden, w2, to, torch.float32)
+    torch.testing.assert_close(y[order], expected, rtol=1e-4, atol=float(expected.abs().max() if rows else 0) * 1e-6)
+    assert y.isnan().all(1).sum() == len(y) - rows
+
+    groups = align_groups(to.ends_e, rows + 3, 16)
+    sorted_x = Scaled(x.values[order // top_k], x.scales[order // top_k])
+    padded = Scaled(
+        *(torch.cat([part, part.new_zeros(3, part.shape[1])]) for part in (sorted_x.values, sorted_x.scales))
+    )
+    again = gate_up_fp8(padded, w13, groups, config)
+    assert torch.equal(bits(again.values[:rows]), bits(hidden.values[:rows]))
+    sorted_y = torch.full((rows + 3, 384), math.nan, device=DEVICE)
+    down_fp8(again, w2, groups, config, sorted_y)
+    assert torch.equal(sorted_y[:rows], y[order])
+
+
+def compiled(config: Config, product: str, tma: int) -> Case:
+    numbers = ("x_stride", "out_stride", "width", "inner")
+    block_n, is_up = config[f"{product}_block_n"], product == "up"
+    signature = {
+        "x_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32", "w": f"tensordesc<fp8e4nv[{block_n}, 128]>" if tma else "*fp8e4nv",
+        "w_scale_ptr": "*fp32", "out_ptr": "*fp8e4nv" if is_up else "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32",
+        "slot_ptr": "*i32", "row_ptr": "*i32", "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
+    }  # fmt: skip
+    constants = {
+        "SWIGLU": is_up, "EVEN": True, "TMA": bool(tma), "GROUP": config["group"], "BLOCK_M": config["block_m"],
+        "BLOCK_N": block_n, "BLOCK": 128,
+    }  # fmt: skip
+    if is_up:
+        signature["out_scale_ptr"] = "*fp32"
+    else:
+        constants["out_scale_ptr"] = None
+    warps, stages = config[f"{product}_warps"], config[f"{product}_stages"]
+    return Case("grouped_fp8:fp8_kernel", signature, constants, numbers, warps, stages)
+
+
+def test_fp8_compiles_for_hopper() -> None:
+    launches = [launch_fp8_of(rows, 128, 768, 2048, "untuned") for rows in (8, 131072)]
+    cases = [compiled(config, product, tma) for product in ("up", "down") for config in launches for tma in (0, 1)]
+    signature = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "row_stride": "i32", "width": "i32"}
+    sizes = {"BLOCKS": 16, "BLOCK": 128}
+    *products, rows = compile_all([*cases, Case("fp8:quantise_kernel", signature, sizes, ("row_stride", "width"))])
+    assert (rows.stack_bytes, rows.registers <= 128) == (0, True)
+    for case, report in zip(cases, products, strict=True):
+        assert report.stack_bytes == 0, case
+        assert report.wgmma, case
+        assert report.tma == case.constants["TMA"], case
+        assert report.registers * case.num_warps * 32 <= 65536, case
+        assert report.shared_bytes <= 227 * 1024, case
