@@ -31,6 +31,9 @@ def _opt(default: Any, help: str, *, flag: str | None = "", low: float = 0, high
 class ModelConfig:
     model: str = _opt(DEMO, "Hugging Face model directory, or 'demo' for the built-in one", flag=None)
     served_model_name: str | None = _opt(None, "name in the API (default: the directory's name)")
+    load_format: Literal["auto", "dummy"] = _opt(
+        "auto", "auto: safetensors; dummy: random weights, from config.json alone, to measure with", flag=None
+    )
     dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
     quantization: Literal["none", "int8", "int4"] = _opt(
         "none", "bits of the linear layers' weights, rounded while they are read (CPU; checkpoints with 16 or 32 bits)"
@@ -78,10 +81,18 @@ class DeviceConfig:
         None, "CPU threads of the model runner (default: the cores that the model can use)", low=1
     )
     determinism: Literal["auto", "fast", "batch"] = _opt(
-        "auto", "batch: a request's bits depend on nothing but itself (always so on CPU; not yet on CUDA)"
+        "auto", "batch: a request's bits depend on nothing but itself (always so on CPU; on CUDA it costs speed)"
     )
-    kernels: Literal["auto", "native", "onednn", "torch"] = _opt(
-        "auto", "what computes on CPUs: the native kernels, or torch's with or without oneDNN's packing", flag=None
+    kernels: Literal["auto", "native", "onednn", "torch", "triton"] = _opt(
+        "auto",
+        "what computes; on CPUs native, or torch's with or without oneDNN's packing, on CUDA triton or torch",
+        flag=None,
+    )
+    graphs: Literal["auto", "full", "piecewise", "off"] = _opt(
+        "auto",
+        "steps of few tokens as recorded graphs (CUDA); full: only where each request has one; piecewise: attention "
+        "apart; auto: both, each where it is better",
+        flag=None,
     )
     null_runner: bool = _opt(False, "benchmarks only: made-up tokens at no cost of a model", flag=None)
     null_step_ms: float = _opt(0.0, "benchmarks only: time that the null runner lets pass per step", flag=None)

@@ -27,4 +27,3 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     lanes: int = 1
     vote_us: int = 0
     dp_rank: int = 0
-    expert_peak_over_mean: float = 0.0

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import FAMILIES, SMALL, Checkpoint, randomise
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 
 @pytest.fixture(scope="session")

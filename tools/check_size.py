@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES = 450
 FUNCTION_LINES = 70
-PACKAGE_LINES = 33_500
+PACKAGE_LINES = 38_500
 
 
 def functions(path: Path) -> list[tuple[int, str]]:
@@ -28,13 +28,15 @@ def functions(path: Path) -> list[tuple[int, str]]:
 
 
 def main() -> int:
-    files = {p: p.read_text().count("\n") for p in sorted((ROOT / "moeserve").rglob("*.py"))}
+    paths = [p for p in (ROOT / "moeserve").rglob("*.py") if not p.is_relative_to(ROOT / "moeserve" / "kernels")]
+    files = {p: p.read_text().count("\n") for p in sorted([*paths, *(ROOT / "kernels").rglob("*.py")])}
     packages: dict[str, int] = {}
     for path, lines in files.items():
         parts = path.relative_to(ROOT).parts
-        packages[parts[1] if len(parts) > 2 else "."] = packages.get(parts[1] if len(parts) > 2 else ".", 0) + lines
+        package = "/".join(parts[:2] if len(parts) > 2 else parts[:1])
+        packages[package] = packages.get(package, 0) + lines
     for name, lines in sorted(packages.items(), key=lambda item: -item[1]):
-        print(f"{lines:7,}  moeserve/{name}")
+        print(f"{lines:7,}  {name}")
     total = sum(packages.values())
     print(f"{total:7,}  in all (budget {PACKAGE_LINES:,})")
     tail = sorted((f for p in files for f in functions(p)), reverse=True)
@@ -43,7 +45,7 @@ def main() -> int:
     broken = [f"{p.relative_to(ROOT)} has {n} lines (budget {FILE_LINES})" for p, n in files.items() if n > FILE_LINES]
     broken += [f"{where} has {n} lines (budget {FUNCTION_LINES})" for n, where in tail if n > FUNCTION_LINES]
     if total > PACKAGE_LINES:
-        broken.append(f"moeserve has {total} lines (budget {PACKAGE_LINES})")
+        broken.append(f"moeserve/ and kernels/ have {total} lines (budget {PACKAGE_LINES})")
     for line in broken:
         print(f"over budget: {line}")
     return 1 if broken else 0

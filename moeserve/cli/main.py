@@ -33,6 +33,7 @@ COMMANDS = {
     "bench latency": Command("Measure", "bench.latency", "time one batch, offline"),
     "bench throughput": Command("Measure", "bench.throughput", "time many prompts, offline"),
     "bench step": Command("Measure", "bench.step", "host time per engine step with a null runner"),
+    "tune": Command("Measure", "tune", "find launch parameters of the GPU kernels for a model"),
     "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
     "config show": Command("Look", "config_show", "print every setting with its origin"),
     "config check": Command("Look", "config_check", "check a --config file without starting anything"),

@@ -107,7 +107,6 @@ class StepResult:
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     device_us: int = 0
-    expert_peak_over_mean: float = 0.0
     comm_us: int = 0
     exposed_comm_us: int = 0
     load_LE: NDArray[np.int64] | None = None  # tokens per layer and logical expert of this step

@@ -259,7 +259,6 @@ class Scheduler:
             prompt_tokens=draft.prompt_tokens,
             cached_tokens=draft.cached_tokens,
             device_us=result.device_us,
-            expert_peak_over_mean=result.expert_peak_over_mean,
         )
 
 

@@ -54,7 +54,7 @@ def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queue
     asked = config.model
     if read_model_spec(model_dir).num_experts:
         import moeserve.launch.rebalancing  # noqa: F401  (slow: here, so that the loop stays free)
-    if not config.device.null_runner:
+    if not config.device.null_runner and asked.load_format != "dummy":
         open_checkpoint(model_dir)  # the engine would find the same, once it has imported torch
     tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(model_dir)
     template = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeserve.layers.columns import ColumnLinear
-from moeserve.layers.inputs import LayerKV
+from moeserve.layers.inputs import Cut, LayerKV
 from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec
 from moeserve.ops.linear import Linear
@@ -29,7 +29,14 @@ class AttentionStep:
     cos_Td: Tensor
     sin_Td: Tensor
     cells_T: Tensor  # of the real tokens
-    plan: Any  # what `ops.plan_attention` made
+    plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
+    cut: Cut | None = None
+
+    def attend(self, ops: Ops, q_THd: Tensor, kv: LayerKV) -> Tensor:
+        """Attention to the cache, [T, H * d]."""
+        if self.cut is None:
+            return ops.attention(q_THd, kv.k, kv.v, self.plan)
+        return self.cut(q_THd, self.plan, lambda q, plan, out: ops.attention(q, kv.k, kv.v, plan, out=out))
 
 
 class Attention:
@@ -72,7 +79,7 @@ class Attention:
         qkv_THd = qkv.view(qkv.shape[0], -1, self._dim)
         normed = None if self._full_norms is None else self._normalise_fully(qkv_THd, self._full_norms, channel)
         q_THd = self._ops.prologue(qkv_THd, self._rule, step.cos_Td, step.sin_Td, kv.k, kv.v, step.cells_T, normed)
-        attended = self._ops.attention(q_THd, kv.k, kv.v, step.plan)
+        attended = step.attend(self._ops, q_THd, kv)
         return self._out(self._tp.gather_columns(attended, channel), channel)
 
     def _normalise_fully(self, qkv_THd: Tensor, weights: tuple[Tensor, Tensor], channel: int) -> Tensor:

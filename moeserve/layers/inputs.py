@@ -5,7 +5,9 @@ T tokens of the step, R rows (requests), S rows that sample, N blocks per row (p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +36,12 @@ class GroupInputs:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """Rows are contiguous in T: row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, at positions
-    starts_R[i], starts_R[i]+1, ... The host arrays hold what loops and shapes need without asking the device."""
+    starts_R[i], starts_R[i]+1, ... The host arrays hold what loops and shapes need without asking the device; where a
+    graph is recorded, they are those of the largest step that will replay it.
+    rows_on_device: starts_R and offsets_R1, int32, for kernels. live: int32 [1] on the device, the tokens from which on
+    all are padding that no row owns; None: there is none.
+    cut: ends a graph before attention and begins another one behind it; attention is planned and done in between, for
+    whichever step replays them. None: nothing is cut."""
 
     ids_T: Tensor  # int64
     positions_T: Tensor  # int64
@@ -42,3 +49,11 @@ class StepInputs:
     sample_S: Tensor  # int64: which of the T tokens feed the LM head
     offsets_R1: NDArray[np.int32]  # host
     starts_R: NDArray[np.int32]  # host: first position of each row's new tokens
+    rows_on_device: tuple[Tensor, Tensor]
+    live: Tensor | None = None
+    cut: Cut | None = None
+
+
+PlanRows = Callable[[StepInputs], Any]
+Attend = Callable[[Tensor, Any, Tensor], Any]  # queries, the plan of their rows, where the result goes
+Cut = Callable[[Tensor, PlanRows, Attend], Tensor]

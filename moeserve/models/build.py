@@ -23,7 +23,7 @@ from moeserve.moe.experts.grouped_mm import GroupedMM
 from moeserve.moe.experts.native import NativeExperts
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.lane import Lane
-from moeserve.moe.layer import MoELayer
+from moeserve.moe.layer import Block, MoELayer
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.moe.routing import Router
@@ -74,11 +74,15 @@ def build_decoder(
             max_tokens=max_tokens,
             world_size=world.num_expert_ranks,
             lanes=lanes,
-            exact=ops.device.type == "cpu",  # other devices know determinism=fast alone (runner/factory.py)
+            exact=ops.exact,
         )
         kernels: list[Experts] = [GroupedMM(ops), ReferenceExperts(ops)]
         if ops.native:
             kernels.insert(0, NativeExperts(ops.room))
+        elif ops.triton:
+            from moeserve.moe.experts.triton import TritonExperts  # slow to import: only where it serves
+
+            kernels = [TritonExperts(), *([] if ops.exact else kernels)]
         build.moe = plan_moe(needs, backends or [LocalAll2All(placement.slots_per_rank)], kernels)
         for line in build.moe.table().splitlines():
             log.log(logging.DEBUG if world.rank else logging.INFO, "MoE kernels: %s", line)  # alike on all ranks
@@ -163,7 +167,7 @@ class _Build:
     def dense(self, name: str) -> FeedForward:
         mlp = self.gated(name, self.spec.intermediate_size, self.tp)
 
-        def run(x_TD: Tensor, num_tokens: int, lane: Lane) -> Tensor:
+        def run(x_TD: Tensor, num_tokens: int | Tensor, lane: Lane) -> Tensor:
             return mlp(x_TD, lane.index)
 
         return run
@@ -180,13 +184,20 @@ class _Build:
             shared = SigmoidGatedMLP(self.ops, params.pop(name + "shared_gate"), mlp)
         slots = SlotMap(self.placement, self.num_moe, self.ops.device)
         self.num_moe += 1
-        block = self.experts_block(gate) if isinstance(self.moe.experts, NativeExperts) else None
+        block = self.experts_block(gate, router) if slots.is_identity else None  # it knows experts, no slots
         return MoELayer(router, self.moe.all2all, self.moe.experts, packed, slots, shared, self.tp, block)
 
-    def experts_block(self, gate: Linear) -> ExpertsBlock | None:
-        """A whole layer in one call, where it is on one rank for good and nothing is rounded on a way."""
-        all2all, spec = self.moe.all2all if self.moe else None, self.spec
+    def experts_block(self, gate: Linear, router: Router) -> Block | None:
+        """A whole layer at once, where it is on one rank for good and nothing is rounded on a way."""
+        assert self.moe is not None
+        all2all, spec, experts = self.moe.all2all, self.spec, self.moe.experts
         if self.tp.size > 1 or not isinstance(all2all, LocalAll2All) or all2all.rounds:
+            return None
+        if self.ops.triton and experts.caps.name == "triton":
+            from moeserve.moe.experts.triton import TritonBlock
+
+            return TritonBlock(router)
+        if not isinstance(experts, NativeExperts):
             return None
         assert isinstance(gate, NativeLinear)
         rule = spec.router

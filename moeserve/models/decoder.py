@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from moeserve.moe.lane import Lane
 from moeserve.moe.layer import MoELayer
 from moeserve.ops.table import Ops
 
-FeedForward = Callable[[Tensor, int, Lane], Tensor]  # x_T'D, number of real rows, lane -> T'D
+FeedForward = Callable[[Tensor, int | Tensor, Lane], Tensor]  # x_T'D, number of real rows, lane -> T'D
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Decoder:
             torch.nn.functional.pad(x, (0, extra)) if extra else x for x in (step.ids_T, step.positions_T)
         )
         groups = self._attention_steps(step, positions)
+        real = num_tokens if step.live is None else step.live
         residual = ops.embedding(ids, self._embed_VD)
         if spec.embedding_scale != 1.0:
             residual = residual * spec.embedding_scale
@@ -76,9 +79,14 @@ class Decoder:
         for layer, cache, next_norm in zip(self._layers, kv, next_norms, strict=True):
             x = self._scaled(layer.attention(x, groups[layer.group], cache, lane.index))
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
-            x = self._scaled(layer.feed_forward(x, num_tokens, lane))
+            x = self._scaled(layer.feed_forward(x, real, lane))
             x, residual = ops.add_rms_norm(x, residual, next_norm, spec.norm_eps)
         return x[:num_tokens]
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether `forward` never asks the device, and takes padding that only the device knows of."""
+        return self._ops.triton and all(layer.stays for layer in self.moe_layers)
 
     @property
     def moe_layers(self) -> list[MoELayer]:
@@ -105,18 +113,12 @@ class Decoder:
 
     def _attention_steps(self, step: StepInputs, positions: Tensor) -> list[AttentionStep]:
         cos, sin = self._rotary(positions)
-        spec = self.spec
         steps = []
-        for group in step.groups:
-            plan = self._ops.plan_attention(
-                group.blocks_RN,
-                group.block_size,
-                group.window,
-                step.starts_R,
-                step.offsets_R1,
-                self._heads.count,
-                self._heads.count_kv,
-                spec.head_dim,
-            )
-            steps.append(AttentionStep(cos, sin, group.cells_T, plan))
+        for index, group in enumerate(step.groups):
+            plan = partial(self._plan_rows, index)
+            steps.append(AttentionStep(cos, sin, group.cells_T, plan if step.cut else plan(step), step.cut))
         return steps
+
+    def _plan_rows(self, group: int, step: StepInputs) -> Any:
+        heads = self._heads.count, self._heads.count_kv, self.spec.head_dim
+        return self._ops.plan_attention(step.groups[group], step, *heads)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moeserve.moe.all2all.base import Pending
 
 T = TypeVar("T")
+Load = NDArray[np.int64] | Tensor  # rows per expert; a tensor where they were counted on a device
 
 
 class Scratch:
@@ -57,7 +58,7 @@ class Lane:
         self.most_tokens = 0
         self.scratch = Scratch()
         self.meter = LaneMeter(index)
-        self._loads: list[NDArray[np.int64]] = []
+        self._loads: list[Load] = []
         self._baton: Baton | None = None
         self._sibling: Lane | None = None
         self._inbox: list[Callable[[], None]] = []  # receives that the sibling wants launched
@@ -123,7 +124,7 @@ class Lane:
             meter.transfer(name, layer, start_ns, wait_ns, time.monotonic_ns(), pending.arrived_ns)
         return value
 
-    def stay(self, compute: Callable[[], tuple[Tensor, NDArray[np.int64]]]) -> Tensor:
+    def stay(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
         """A layer's experts where no row travels; `compute` gives the result and the layer's load."""
         layer = len(self._loads)
         self.meter.work(WORK_BEFORE["dispatch"], layer)
@@ -147,24 +148,14 @@ class Lane:
             self._inbox.clear()
             self.meter.exposed_ns += time.monotonic_ns() - began_ns
 
-    def note_load(self, counts_E: NDArray[np.int64]) -> None:
+    def note_load(self, counts_E: Load) -> None:
         """Record how many rows of this lane one layer sent to each logical expert; padding is not among them."""
         self._loads.append(counts_E)
 
-    def take_load(self) -> NDArray[np.int64]:
-        """Rows per layer and expert [layers, E] since the last call; an empty array when nothing was routed."""
+    def take_load(self) -> Load:
+        """Rows per layer and expert [layers, E] since the last call; an empty array when nothing was routed. A tensor
+        if they were counted on the device, for all layers or for none."""
         loads, self._loads = self._loads, []
+        if loads and isinstance(loads[0], Tensor):
+            return torch.stack([load for load in loads if isinstance(load, Tensor)])
         return np.concatenate(loads).reshape(len(loads), -1) if loads else np.zeros((0, 0), np.int64)
-
-
-def peak_over_mean(load_LE: NDArray[np.int64]) -> float:
-    """The fullest expert's rows over the average's, mean over the layers that have any; 0.0 without rows.
-
-    [[4, 0, 0, 0], [1, 1, 1, 1]] -> 2.5
-    """
-    if not load_LE.size:
-        return 0.0
-    totals, peaks = load_LE.sum(1), load_LE.max(1)
-    if not totals.all():
-        totals, peaks = totals[totals > 0], peaks[totals > 0]
-    return float((peaks / totals).sum()) * load_LE.shape[1] / len(totals) if len(totals) else 0.0

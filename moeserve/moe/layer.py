@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.moe.all2all.base import All2All, Ticket
 from moeserve.moe.experts.base import Experts
-from moeserve.moe.lane import Lane
+from moeserve.moe.lane import Lane, Load
 from moeserve.moe.routing import Router, Routing
 from moeserve.moe.slots import SlotMap
 from moeserve.parallel.tensor import ALONE, TensorParallel, share
 
-Block = Callable[[Tensor, Any], tuple[Tensor, NDArray[np.int64]]]  # x_TD, packed -> result, rows of each expert
+Block = Callable[..., tuple[Tensor, Load]]  # x_TD, packed (and num_tokens, if a tensor) -> result, rows per expert
 
 
 class MoELayer:
@@ -53,12 +51,19 @@ class MoELayer:
         self._tp = tp
         self._block, self._home = block, all2all
 
-    def __call__(self, x_TD: Tensor, num_tokens: int, lane: Lane) -> Tensor:
-        """Rows from `num_tokens` on are padding: they reach no expert."""
-        if self._block is not None and self.all2all is self._home and 0 < num_tokens == x_TD.shape[0]:
+    @property
+    def stays(self) -> bool:
+        """Whether no row leaves this rank, and one call does all."""
+        return self._block is not None and self.all2all is self._home
+
+    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, lane: Lane) -> Tensor:
+        """Rows from `num_tokens` on are padding: they reach no expert. A tensor, int32 [1], only where all stay."""
+        on_device = (num_tokens,) if isinstance(num_tokens, Tensor) else ()
+        if self._block is not None and self.stays and (on_device or 0 < num_tokens == x_TD.shape[0]):
             block, packed = self._block, self.packed
-            out_TD = lane.stay(lambda: block(x_TD, packed))
+            out_TD = lane.stay(lambda: block(x_TD, packed, *on_device))
             return out_TD if self._shared is None else out_TD + self._shared(x_TD)
+        assert isinstance(num_tokens, int), num_tokens
         routing = self._router(x_TD, num_tokens)
         lane.note_load(self.slots.load(routing))
         routing = self.slots(routing)

@@ -40,9 +40,12 @@ class Router:
         self._rule = rule
         self._ops = ops
 
-    def __call__(self, x_TD: Tensor, num_tokens: int) -> Routing:
-        """Route the first `num_tokens` rows; the rest are padding."""
+    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor) -> Routing:
+        """Route the first `num_tokens` rows; the rest are padding. A tensor, int32 [1]: with the Triton kernels."""
         rule = self._rule
+        if isinstance(num_tokens, Tensor):
+            choice = self._ops.route(self._gate(x_TD), self._top_k, rule.score, rule.renormalize, num_tokens)
+            return Routing(*choice)
         ids_TK, weights_TK = self._ops.route(self._gate(x_TD), self._top_k, rule.score, rule.renormalize)
         if num_tokens < ids_TK.shape[0]:
             ids_TK[num_tokens:] = -1

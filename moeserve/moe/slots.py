@@ -30,7 +30,7 @@ class SlotMap:
         self.layer = layer
         self.num_experts = placement.num_experts
         self.device = torch.device(device)
-        self._identity = bool((slots_EN[:, 0] == np.arange(self.num_experts)).all()) and slots_EN.shape[1] == 1
+        self.is_identity = bool((slots_EN[:, 0] == np.arange(self.num_experts)).all()) and slots_EN.shape[1] == 1
         turns = min(MAX_TURNS, math.lcm(*set(counts_E.tolist())))
         table_WE = slots_EN[np.arange(self.num_experts), np.arange(turns)[:, None] % counts_E]
         padded = np.concatenate((np.full((turns, 1), -1, np.int32), table_WE.astype(np.int32)), axis=1)
@@ -40,7 +40,7 @@ class SlotMap:
 
     def __call__(self, routing: Routing) -> Routing:
         """The routing with slots for experts; -1 stays -1."""
-        if self._identity:
+        if self.is_identity:
             return routing
         ids_TK = routing.ids_TK
         starts_T1 = self._starts(ids_TK.shape[0])

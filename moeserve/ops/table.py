@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +19,10 @@ from moeserve.ops.linear import PackLinear, onednn_pack, padded_rows, plain_pack
 from moeserve.ops.memory import keep_freed_memory
 from moeserve.ops.native import native
 from moeserve.ops.probe import probe_attention, probe_linear, probe_native
+from moeserve.ops.step import PlanAttention, from_host
 
 log = logging.getLogger(__name__)
+PLAN_BY_TORCH = from_host(attention.plan_attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,8 @@ class Ops:
 
     pad_rows(n): how many rows a step or an expert with n rows is computed with; what the rest holds is irrelevant.
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native: whether these
-    are the kernels of csrc/, which have a kernel for experts, too; room: where these pack. attention_block: what joins
+    are the kernels of csrc/, which have a kernel for experts, too; room: where these pack. triton: whether they are
+    those of kernels/, likewise. exact: whether a row's bits depend on nothing but the row. attention_block: what joins
     the steps of attention to one call, where there is such a call.
     """
 
@@ -39,14 +44,16 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_gate: Callable[[Tensor], Tensor]
     native: bool = False
+    triton: bool = False
+    exact: bool = True
     room: native_linear.Room = native_linear.new_room
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
-    route: Callable[[Tensor, int, str, bool], tuple[Tensor, Tensor]] = elementwise.route
+    route: Callable[..., tuple[Tensor, Tensor]] = elementwise.route  # triton's: and num_tokens, on the device
     prologue: Callable[..., Tensor] = prologue.prologue
-    plan_attention: Callable[..., Any] = attention.plan_attention
-    attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attention.attention  # takes this table's own plans
+    plan_attention: PlanAttention = PLAN_BY_TORCH
+    attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
 
     def packing_into(self, room: native_linear.Room) -> Ops:
@@ -58,27 +65,31 @@ class Ops:
         return ", ".join(f"{kernel}: {how}" for kernel, how in self.chosen)
 
 
-Choice = Literal["auto", "native", "onednn", "torch"]
+Choice = Literal["auto", "native", "onednn", "torch", "triton"]
 
 
 def pick_ops(
-    device: torch.device | str, dtype: torch.dtype, kernels: Choice = "auto", *, head_dim: int | None = None
+    device: torch.device | str,
+    dtype: torch.dtype,
+    kernels: Choice = "auto",
+    *,
+    head_dim: int | None = None,
+    exact: bool = False,
 ) -> Ops:
     """Choose the kernels for this machine, after probing that their bits do not depend on the batch.
 
     On a CPU it also tells the C library to keep freed memory (ops/memory.py). Call it after the thread count is set:
     native kernels compute with as many, and leave torch one, since threads of two pools would wait for each other.
-    kernels: auto takes native ones, else oneDNN's packed products, else plain torch, whatever works; the others demand
-    one. head_dim: of the model, for which native attention must be made. Raises ConfigError for a dtype that no kernel
-    serves, or where what is demanded does not work.
+    kernels: auto takes native ones, else oneDNN's packed products, else plain torch, whatever works, and on other
+    devices Triton's, else torch's; the others demand one. head_dim: of the model, for which attention must be made.
+    exact: whether a row's bits may not depend on the batch (on CPUs they never do). Raises ConfigError for a dtype that
+    no kernel serves, or where what is demanded does not work.
     """
     device = torch.device(device)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
-    if device.type != "cpu":
-        if kernels != "auto":
-            raise ConfigError(f"kernels: {kernels} is for CPUs; choose kernels: auto on {device.type}")
-        return _table(device, dtype, plain_packer(1), 1, "torch on " + device.type, 1)
+    if device.type != "cpu" or kernels == "triton":
+        return _on_device(device, dtype, kernels, head_dim, exact)
     keep_freed_memory()
     obstacles: list[str] = []
     for name, obstacle_of, table_of in (("native", _native_obstacle, _native), ("onednn", _onednn_obstacle, _onednn)):
@@ -92,6 +103,64 @@ def pick_ops(
                 raise ConfigError(f"{obstacle}; choose kernels: auto")
             obstacles.append(obstacle)
     return _torch(device, dtype, obstacles)
+
+
+def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, head_dim: int | None, exact: bool) -> Ops:
+    if kernels in ("native", "onednn"):
+        raise ConfigError(f"kernels: {kernels} is for CPUs; choose kernels: auto on {device.type}")
+    obstacle = None if kernels == "torch" else _triton_obstacle(device, dtype, head_dim)
+    if kernels != "torch" and obstacle is None:
+        return _triton(device, dtype, exact)
+    if kernels == "triton":
+        raise ConfigError(f"{obstacle}; choose kernels: auto")
+    if exact:
+        raise ConfigError(
+            f"determinism=batch needs the Triton kernels on {device.type}: {obstacle or 'torch was asked for'}; use "
+            "--determinism fast, or --device cpu, which is always deterministic"
+        )
+    if obstacle:
+        log.warning("%s; torch serves, slower", obstacle)
+    ops = _table(device, dtype, plain_packer(1), 1, "torch on " + device.type, 1)
+    return replace(ops, exact=False)
+
+
+def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
+    """Why the Triton kernels cannot serve here, or None."""
+    if head_dim is not None and not native_attention.serves(head_dim):
+        return f"Triton attention does not know heads of width {head_dim}"
+    if importlib.util.find_spec("triton") is None:
+        return "there is no triton (pip install triton)"
+    if device.type != "cpu":
+        return None
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton kernels need a GPU; TRITON_INTERPRET=1 lets tests run them on a CPU, very slowly"
+    return "Triton's interpreter computes bfloat16 products wrongly" if dtype == torch.bfloat16 else None
+
+
+def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
+    from moeserve.ops import triton_ops
+
+    products = "triton, batch-invariant" if exact else f"torch on {device.type}"
+    ops = Ops(
+        device=device,
+        dtype=dtype,
+        chosen=(("linear", products), ("others", "triton" + ", batch-invariant" * exact)),
+        triton=True,
+        exact=exact,
+        pad_rows=lambda rows: max(1, rows),
+        pack_linear=triton_ops.pack_exact if exact else plain_packer(1),
+        silu_mul=triton_ops.silu_mul,
+        sigmoid_gate=triton_ops.sigmoid_gate,
+        rms_norm=triton_ops.rms_norm,
+        add_rms_norm=triton_ops.add_rms_norm,
+        embedding=triton_ops.embedding,
+        route=triton_ops.route,
+        prologue=triton_ops.prologue,
+        plan_attention=triton_ops.planner(dtype, exact),
+        attention=triton_ops.attention,
+    )
+    log.info("kernels for %s on %s: %s", dtype, device, ops.describe())
+    return ops
 
 
 def _native_obstacle(dtype: torch.dtype, head_dim: int | None) -> str | None:
@@ -129,7 +198,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         embedding=native_rows.embedding,
         route=native_rows.route,
         prologue=native_rows.prologue,
-        plan_attention=native_attention.plan_attention,
+        plan_attention=from_host(native_attention.plan_attention),
         attention=native_attention.attention,
         attention_block=native_layer.AttentionBlock,
     )

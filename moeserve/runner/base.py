@@ -34,7 +34,7 @@ from moeserve.parallel.members import Members
 from moeserve.parallel.world import World
 from moeserve.runner import limits as limits_of
 from moeserve.runner.experts import Read
-from moeserve.runner.graphs import EagerGraphs, Graphs
+from moeserve.runner.graphs import Descriptor, EagerGraphs, GraphManager, Graphs, obstacle, sizes_of
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.lanes import LaneRunner
@@ -43,6 +43,7 @@ from moeserve.runner.memory import MemoryFacts, kv_budget
 from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
 from moeserve.runner.peers import Peers, make_tensor
+from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampler import Sampler
 from moeserve.runner.tables import Tables
 from moeserve.runner.upload import Upload
@@ -127,8 +128,9 @@ class ModelRunnerBase(ABC):
         """Sets `model`, `fingerprint`, and `read_expert` if experts can move."""
         where = self.spec, self.model_dir, self.device, self.dtype
         kernels, memory, folder = self.config.device.kernels, self.properties.memory(), self.config.model.packed_cache
+        exact = self.config.device.determinism == "batch"
         self.model, files, self.mapped_bytes = load_model(
-            *where, kernels, self.asked, self.shard(), memory, progress, folder
+            *where, kernels, self.asked, self.shard(), memory, progress, folder, exact, self.config.model.load_format
         )
         self.read_expert, self.fingerprint = files.read, files.fingerprint()
 
@@ -139,6 +141,25 @@ class ModelRunnerBase(ABC):
     @abstractmethod
     def capture_model(self) -> None:
         """Sets `graphs`, after the KV cache is there; nothing to do for a device that runs eagerly."""
+
+    def record_graphs(self, recorder: Callable[[], Recorder]) -> None:
+        """Sets `graphs` to recorded ones, if nothing is in the way."""
+        if self.graph_obstacle is not None:
+            logger.info("all steps run without graphs: %s", self.graph_obstacle)
+            return
+        from moeserve.runner.graph_inputs import FixedInputs  # imports triton
+
+        sizes = sizes_of(self.config.device.graphs, self.limits)
+        fixed = FixedInputs(self.tables, self.groups, self.upload, max(max(each) for each in sizes.values()))
+        graphs = GraphManager(fixed, recorder(), self.lanes.lanes[0], sizes)
+        graphs.capture(lambda step: self.lanes.forward(self.model, step, 0, None, self.kv.layers))
+        self.graphs = graphs
+
+    @property
+    def graph_obstacle(self) -> str | None:
+        """Why no step is recorded, or None."""
+        travels = self.deals_experts or self.tp.size > 1
+        return obstacle(self.config.device.graphs, travels, self.model.graph_safe)
 
     @abstractmethod
     def enter_thread(self) -> None:
@@ -270,7 +291,11 @@ class ModelRunnerBase(ABC):
             self.world.tp_size,
         )
         self.tables = Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
-        self.sampler = Sampler(self.spec.vocab_size, self.tables, self.upload, host_may_wait=not self.device_is_async)
+        self.sampler = self.make_sampler()
+
+    def make_sampler(self) -> Sampler:
+        """Over `tables`."""
+        return Sampler(self.spec.vocab_size, self.tables, self.upload, host_may_wait=not self.device_is_async)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -320,8 +345,9 @@ class ModelRunnerBase(ABC):
             return self._no_forward(plan)
         start = self._mark()
         host = HostRows.of(plan)
-        step = prepare_inputs(plan, host, self.tables, self.groups, self.upload)
-        hidden_TD = self._forward(plan, step)
+        shape, where = self._dispatch(plan), (self.tables, self.groups, self.upload)
+        step = self.graphs.inputs(shape, plan, lambda: prepare_inputs(plan, host, *where))
+        hidden_TD = self._forward(plan, shape, step)
         outputs = self._sample(plan, host, step, hidden_TD)
         end = self._mark()
         wait = self._fetch(outputs.tensors())
@@ -366,15 +392,16 @@ class ModelRunnerBase(ABC):
         outputs = StepOutputs(step=plan.step, slots_S=np.zeros(0, np.int64), failed={}, meter=self.lanes.take_meter())
         return lambda: to_result(outputs, (), self._elapsed_us(start, end))
 
-    def _forward(self, plan: StepPlan, step: StepInputs) -> Tensor:
-        rows, tokens = len(plan.slots_R), len(step.ids_T)
+    def _dispatch(self, plan: StepPlan) -> Descriptor:
+        rows, tokens = len(plan.slots_R), int(plan.counts_R.sum())
         uniform = tokens // rows if (plan.counts_R == plan.counts_R[0]).all() else None
-        descriptor = self.graphs.dispatch(rows, tokens, uniform)
+        return self.graphs.dispatch(rows, tokens, uniform)
 
+    def _forward(self, plan: StepPlan, shape: Descriptor, step: StepInputs) -> Tensor:
         def forward(inputs: StepInputs) -> Tensor:
             return self.lanes.forward(self.model, inputs, plan.cut, plan.agreed, self.kv.layers)
 
-        return self.graphs.run(descriptor, forward, step)
+        return self.graphs.run(shape, forward, step)
 
     def _sample(self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor) -> StepOutputs:
         rows = self.sampler.rows

@@ -13,6 +13,7 @@ from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.load import Progress
 from moeserve.runner.memory import host_memory
 from moeserve.runner.probe import sampler_is_invariant
+from moeserve.runner.recorder import HostRecorder
 from moeserve.runner.upload import HostUpload
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,9 @@ class CPUModelRunner(ModelRunnerBase):
             )
 
     def capture_model(self) -> None:
-        """Nothing to capture: there are no graphs on a CPU."""
+        """There are no graphs on a CPU: unless asked for, their stand-in only costs time."""
+        if self.config.device.graphs in ("full", "piecewise"):
+            self.record_graphs(HostRecorder)
 
     def enter_thread(self) -> None:
         # OpenMP keeps this per calling thread, so it must be set in the one that computes.

@@ -15,6 +15,8 @@ from moeserve.runner.base import ONE, ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
 
+SPLIT = 512  # positions: kernels/attention_plan.py cuts long contexts after so many
+
 
 def make_runner(
     config: Config,
@@ -29,7 +31,7 @@ def make_runner(
 
     world: this rank's place. placement: of the experts (default: the initial one). grouped: it will join others, now or
     later. Raises ConfigError for numbers that
-    cannot work, for `device: cuda` without a device, and for a determinism that the device cannot keep.
+    cannot work, and for `device: cuda` without a device.
     """
     has_cuda = torch.cuda.is_available()
     if config.device.device == "cuda" and not has_cuda:
@@ -39,15 +41,8 @@ def make_runner(
         )
     if config.device.device == "cpu" or not has_cuda:
         return CPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)
-    if config.device.determinism == "batch":
-        raise ConfigError(
-            "determinism=batch is not available on CUDA yet: use --determinism fast there, or --device cpu, which is "
-            "always deterministic"
-        )
     if world.tp_size > 1:
         raise ConfigError(f"tp={world.tp_size} is not available on CUDA yet: leave it at 1 there, or use --device cpu")
-    if config.cache.kv_cache_dtype != "auto":
-        raise ConfigError(
-            "kv_cache_dtype=int8 is not available on CUDA yet: leave it at auto there, or use --device cpu"
-        )
+    if config.device.kernels != "torch" and SPLIT % config.cache.block_size:
+        raise ConfigError(f"block_size={config.cache.block_size} must divide {SPLIT} on CUDA, e.g. 16, 32 or 64")
     return GPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)

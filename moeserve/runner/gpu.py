@@ -1,4 +1,4 @@
-"""The runner for CUDA, eager: the host launches a step and goes on; results come back on a stream of their own.
+"""The runner for CUDA: the host launches a step and goes on; results come back on a stream of their own.
 
 No call in `launch` waits for the device, except storing KV blocks into host memory. Importing this file does not
 touch CUDA.
@@ -7,13 +7,21 @@ touch CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from moeserve.runner.base import DeviceProperties, ModelRunnerBase
+from moeserve.kernels.configs import add_folder, user_folder
+from moeserve.runner import limits
+from moeserve.runner.base import DeviceProperties, ModelRunnerBase, dummy_plan
+from moeserve.runner.graphs import MOST_TOKENS
 from moeserve.runner.memory import MemoryFacts
+from moeserve.runner.recorder import CudaRecorder
+from moeserve.runner.sampler import Sampler
 from moeserve.runner.upload import RingUpload
+from moeserve.runner.workspace import workspace_bytes
 
 UPLOADS_PER_STEP = 16  # roomy: an entry that is still being copied is waited for, never overwritten
 
@@ -24,6 +32,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cuda", self._index())
+        add_folder(user_folder())
         self.upload = RingUpload(self.device, UPLOADS_PER_STEP * (self.config.scheduler.depth + 1), pinned=True)
         name = torch.cuda.get_device_name(self.device)
         sharers = -(-self.world.ranks_on_host // torch.cuda.device_count())
@@ -36,8 +45,24 @@ class GPUModelRunner(ModelRunnerBase):
         reserve = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return MemoryFacts(limit=total, used=total - free - reserve, free=free + reserve)
 
+    def profile_run(self) -> int:
+        """Graphs keep memory of their own: what the largest of them needs."""
+        bytes_needed, tokens = super().profile_run(), min(MOST_TOKENS, limits.step_tokens(self.config))
+        if self.graph_obstacle is not None:
+            return bytes_needed
+        scheduler = replace(self.config.scheduler, max_num_batched_tokens=tokens)
+        return bytes_needed + workspace_bytes(self.spec, replace(self.config, scheduler=scheduler), self.dtype)
+
     def capture_model(self) -> None:
-        """Eager: `graphs` stays as it is."""
+        self.record_graphs(lambda: CudaRecorder(self.device))
+        self.execute(dummy_plan(len(self.groups), 0, 1))  # compiles what fills their inputs
+
+    def make_sampler(self) -> Sampler:
+        if self.config.device.kernels == "torch" or find_spec("triton") is None:
+            return super().make_sampler()
+        from moeserve.runner.triton_sampler import TritonSampler  # slow to import: only where it serves
+
+        return TritonSampler(self.spec.vocab_size, self.tables, self.upload)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._index())

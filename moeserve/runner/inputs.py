@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,10 +56,10 @@ def prepare_inputs(
     assert longest < tables.width, (longest, tables.width)  # the token sampled there still has a place
     where_T = tables.token_offsets(rows.slots_T, rows.positions_T)
     slots_R = plan.slots_R.astype(np.int64)
-    arrays: list[NDArray[np.int64]] = [where_T, rows.positions_T, rows.sample_S, slots_R]
+    arrays: list[NDArray[Any]] = [plan.starts_R, rows.offsets_R1, where_T, rows.positions_T, rows.sample_S, slots_R]
     if rows.rows_T is not None:
         arrays.append(rows.rows_T)
-    where, positions, sample, slots, *token_rows = upload(*arrays)
+    starts, offsets, where, positions, sample, slots, *token_rows = upload(*arrays)
     return StepInputs(
         ids_T=tables.arena.index_select(0, where).long(),
         positions_T=positions,
@@ -69,6 +70,7 @@ def prepare_inputs(
         sample_S=sample,
         offsets_R1=rows.offsets_R1,
         starts_R=plan.starts_R,
+        rows_on_device=(starts, offsets),
     )
 
 

@@ -21,7 +21,7 @@ from moeserve.engine.plan import Agreed
 from moeserve.layers.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.messages import TraceEvent
 from moeserve.moe.baton import Baton
-from moeserve.moe.lane import Lane, peak_over_mean
+from moeserve.moe.lane import Lane, Load
 from moeserve.runner.model import Model
 
 T = TypeVar("T")
@@ -30,12 +30,12 @@ ALONE = Agreed(step=0)
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """What the lanes of one step measured together. load_LE: rows per MoE layer and logical expert, [0, 0] if none."""
+    """What the lanes of one step measured together. load_LE: rows per MoE layer and logical expert, [0, 0] if none; a
+    tensor if they are still on the device."""
 
     comm_us: int
     exposed_us: int
-    load_LE: NDArray[np.int64]
-    peak_over_mean: float
+    load_LE: Load
     events: tuple[TraceEvent, ...]
 
 
@@ -83,7 +83,6 @@ class LaneRunner:
             comm_us=comm_ns // 1000,
             exposed_us=min(comm_ns, exposed_ns) // 1000,  # looking takes its time also when all rows are here already
             load_LE=load_LE,
-            peak_over_mean=peak_over_mean(load_LE),
             events=tuple(event for meter in meters for event in meter.events or ()),
         )
         for one in meters:
@@ -144,19 +143,30 @@ def split(step: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
     starts = step.starts_R[begins:].copy()
     if len(starts):
         starts[0] += cut - offsets[begins]
-    first = _part(step, slice(0, cut), slice(0, ends), np.minimum(offsets[: ends + 1], cut), step.starts_R[:ends])
-    later = np.maximum(offsets[begins:] - cut, 0)
-    return first, _part(step, slice(cut, None), slice(begins, None), later, starts)
+    starts_R, offsets_R1 = step.rows_on_device
+    begun_R = (cut - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row that the first part has
+    first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=cut)
+    later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - cut).clamp(min=0)
+    return (
+        _part(step, slice(0, cut), slice(0, ends), np.minimum(offsets[: ends + 1], cut), step.starts_R[:ends], first),
+        _part(step, slice(cut, None), slice(begins, None), np.maximum(offsets[begins:] - cut, 0), starts, later),
+    )
 
 
 def _part(
-    step: StepInputs, tokens: slice, rows: slice, offsets_R1: NDArray[np.int32], starts_R: NDArray[np.int32]
+    step: StepInputs,
+    tokens: slice,
+    rows: slice,
+    offsets_R1: NDArray[np.int32],
+    starts_R: NDArray[np.int32],
+    on_device: tuple[Tensor, Tensor],
 ) -> StepInputs:
     groups = tuple(
         GroupInputs(group.cells_T[tokens], group.blocks_RN[rows], group.block_size, group.window)
         for group in step.groups
     )
-    return StepInputs(step.ids_T[tokens], step.positions_T[tokens], groups, step.sample_S[:0], offsets_R1, starts_R)
+    ids_T, positions_T = step.ids_T[tokens], step.positions_T[tokens]
+    return StepInputs(ids_T, positions_T, groups, step.sample_S[:0], offsets_R1, starts_R, on_device)
 
 
 def _work(model: Model, part: StepInputs, kv: Sequence[LayerKV]) -> Callable[[Lane], Tensor | None]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from moeserve.errors import ConfigError
-from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
+from moeserve.loader.dummy import DummyParams
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
 from moeserve.loader.plan import WeightPlan
@@ -62,34 +63,34 @@ def load_model(
     memory: MemoryFacts,
     progress: Progress,
     packed_cache: str | None = None,
+    exact: bool = False,
+    load_format: str = "auto",
 ) -> tuple[Model, ExpertFiles, int]:
     """The model, where its experts can be read one by one, and how many of its bytes are a file's that is mapped.
 
     asked: what its linear layers are to become. memory: what the device has. packed_cache: a folder for packed weights,
     of experts where they begin: of placements to come, each would leave a file that no start looks for again.
+    exact: as for `pick_ops`. load_format: "dummy" for random weights.
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
-    checkpoint = open_checkpoint(model_dir, spec.stored)
+    dummy = load_format == "dummy"
+    if dummy and (spec.stored or packed_cache or shard.world.size > 1):
+        raise ConfigError("load_format=dummy is for one rank, 16- or 32-bit weights and no packed_cache")
+    checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     of = family(spec)
     names = checkpoint.names
     plan = of.weight_plan(spec, names, shard.world, shard.placement)
     check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
-    ops = pick_ops(device, dtype, kernels, head_dim=spec.head_dim)
-    for wanted, needs, instead in (
-        (asked, "quantised weights need", "--quantization none"),
-        (spec.stored, "quantised weights need", "the float16 or bfloat16 checkpoint"),
-        (packed_cache, "packed_cache needs", "no packed_cache"),
-    ):
-        if wanted and not ops.native:
-            here = f"the native kernels for CPUs, and here {device.type} serves by {ops.describe()}"
-            raise ConfigError(f"{needs} {here}; use {instead}, or --device cpu with kernels: native")
+    ops = pick_ops(device, dtype, kernels, head_dim=spec.head_dim, exact=exact)
+    if not ops.native:
+        _refuse(asked, spec, packed_cache, f"and here {device.type} serves by {ops.describe()}")
     if spec.stored and spec.stored.activations and not shard.world.rank:
         log.info("config.json quantises activations, too: they stay %s here, weights alone are quantised", dtype)
     files = ExpertFiles(
         checkpoint, lambda layer, expert: of.expert_plan(spec, names, layer, [expert]), dtype, device, asked
     )
-    params_of: Callable[..., Params] = Params
+    params_of: Callable[..., Params] = DummyParams if dummy else Params
     cache, last = None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
         key = key_of(files.identity(), plan, shard.world, dtype, asked)
@@ -120,6 +121,19 @@ def load_model(
     if cache:
         cache.finish()
     return model, files, cache.mapped_bytes if cache else 0
+
+
+def _refuse(asked: Asked | None, spec: ModelSpec, packed_cache: str | None, here: str) -> None:
+    """What the native kernels alone can do."""
+    for wanted, needs, instead in (
+        (asked, "quantised weights need", "--quantization none"),
+        (spec.stored, "quantised weights need", "the float16 or bfloat16 checkpoint"),
+        (packed_cache, "packed_cache needs", "no packed_cache"),
+    ):
+        if wanted:
+            raise ConfigError(
+                f"{needs} the native kernels for CPUs, {here}; use {instead}, or --device cpu with kernels: native"
+            )
 
 
 def weight_bytes(plan: WeightPlan, dtype: torch.dtype, per_weight: float) -> int:

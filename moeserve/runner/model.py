@@ -20,6 +20,11 @@ class Model(Protocol):
         """The layers with experts, in order."""
         ...
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether `forward` may be recorded: it never asks the device, and heeds `StepInputs.live`."""
+        ...
+
     def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
         """Hidden states [T, D] of the step's tokens; writes their K/V into `kv`. lane: what the step runs in."""
         ...

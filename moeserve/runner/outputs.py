@@ -58,6 +58,8 @@ class StepOutputs:
         for one in rows:
             if one is not None:
                 found += [one.ids_PN, one.values_PN, one.rank_P]
+        if isinstance(self.meter.load_LE, Tensor):
+            found.append(self.meter.load_LE)
         return found
 
 
@@ -102,6 +104,8 @@ def prompt_logprobs(
 def to_result(outputs: StepOutputs, fetched: Sequence[Tensor], device_us: int) -> StepResult:
     """fetched: the tensors that `outputs.tensors()` named, on the host."""
     arrays = [tensor.numpy() for tensor in fetched]
+    meter = outputs.meter
+    load_LE = arrays.pop().astype(np.int64) if isinstance(meter.load_LE, Tensor) else meter.load_LE
     failed = dict(outputs.failed)
     tokens_S = np.zeros(0, dtype=np.int32)
     logprobs: dict[int, Logprobs] = {}
@@ -116,7 +120,6 @@ def to_result(outputs: StepOutputs, fetched: Sequence[Tensor], device_us: int) -
             slots = outputs.slots_S[outputs.sampled.logprob_rows_P].tolist()
             logprobs = {slot: row for slot, row in zip(slots, rows, strict=True) if slot not in failed}
     prompt = _prompt_messages(outputs, arrays, failed) if outputs.spans else {}
-    meter = outputs.meter
     return StepResult(
         outputs.step,
         tokens_S,
@@ -124,10 +127,9 @@ def to_result(outputs: StepOutputs, fetched: Sequence[Tensor], device_us: int) -
         prompt,
         failed,
         device_us,
-        meter.peak_over_mean,
         meter.comm_us,
         meter.exposed_us,
-        meter.load_LE if meter.load_LE.size else None,
+        load_LE if load_LE.size else None,
         meter.events,
     )
 

@@ -179,24 +179,28 @@ class Sampler:
         return bool((has_k_r | (floor_r.cpu().numpy() < rows.log_min_p[slots_r])).all())
 
     def _change(self, x_rV: Tensor, slots_r: I64, positions_r: I64, traits_r: NDArray[np.uint8]) -> None:
-        rows, tokens = self.rows, self._tables.tokens
+        tokens = self._tables.tokens
         ruled = [
             (i, self._rules[int(slots_r[i])], tokens[int(slots_r[i]), : int(positions_r[i])])
             for i in (traits_r & Trait.RULES).nonzero()[0].tolist()
         ]
         for i, rules, _ in ruled:
-            rules.apply(x_rV[i], int(positions_r[i] - rows.num_prompt[slots_r[i]]))
+            rules.apply(x_rV[i], int(positions_r[i] - self.rows.num_prompt[slots_r[i]]))
         punished = (traits_r & Trait.PENALTY).nonzero()[0]
         if len(punished):
-            slots, known = slots_r[punished], positions_r[punished]
-            index, slot, *lengths = self._upload(punished, slots, known, rows.num_prompt[slots])
-            strengths = self._upload(rows.repetition[slots], rows.frequency[slots], rows.presence[slots])
-            history_rL = tokens[:, : int(known.max())].index_select(0, slot).long()
-            x_pV = x_rV.index_select(0, index)
-            apply_penalties(x_pV, history_rL, *lengths, *strengths)
-            x_rV.index_copy_(0, index, x_pV)
+            self._punish(x_rV, slots_r, positions_r, punished)
         for i, rules, history in ruled:
             rules.ban_sequences(x_rV[i], history)
+
+    def _punish(self, x_rV: Tensor, slots_r: I64, positions_r: I64, punished: I64) -> None:
+        """Penalties of the rows that have any."""
+        rows, slots, known = self.rows, slots_r[punished], positions_r[punished]
+        index, slot, *lengths = self._upload(punished, slots, known, rows.num_prompt[slots])
+        strengths = self._upload(rows.repetition[slots], rows.frequency[slots], rows.presence[slots])
+        history_rL = self._tables.tokens[:, : int(known.max())].index_select(0, slot).long()
+        x_pV = x_rV.index_select(0, index)
+        apply_penalties(x_pV, history_rL, *lengths, *strengths)
+        x_rV.index_copy_(0, index, x_pV)
 
     def _filter(self, x_rV: Tensor, slots_r: I64, traits_r: NDArray[np.uint8]) -> None:
         """Drops what may not be drawn; each row's maximum stays."""

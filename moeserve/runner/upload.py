@@ -18,15 +18,15 @@ _ALIGN = 16  # bytes: every section starts where any dtype may
 
 class Upload(Protocol):
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        """The arrays as tensors on the device, same shapes and dtypes. The caller never writes to them again."""
+        """The arrays as contiguous tensors on the device, same shapes and dtypes; the caller never writes to them."""
         ...
 
 
 class HostUpload:
-    """CPU: no copy, and the arrays live as long as the tensors do."""
+    """CPU: no copy unless an array has gaps, and the arrays live as long as the tensors do."""
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        return tuple(torch.from_numpy(array) for array in arrays)
+        return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
 
 
 class RingUpload:

@@ -57,7 +57,7 @@ def carry_out(
 @functools.cache
 def _ops(dtype: torch.dtype, kernels: Choice, threads: int) -> Ops:
     """Probed once per dtype and thread count."""
-    return pick_ops("cpu", dtype, kernels)
+    return pick_ops("cpu", dtype, kernels, exact=True)
 
 
 class Driver:
@@ -124,6 +124,7 @@ class Driver:
         cells = [self.tables[k][p // size] * size + p % size for k, p in zip(owners, positions, strict=True)]
         width = max(len(self.tables[key]) for key, _ in rows)
         blocks = [self.tables[key] + [0] * (width - len(self.tables[key])) for key, _ in rows]
+        starts_R = np.array(starts, np.int32)
         step = StepInputs(
             ids_T=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions_T=torch.tensor(positions),
@@ -132,7 +133,8 @@ class Driver:
             ),
             sample_S=torch.arange(len(positions)),
             offsets_R1=offsets,
-            starts_R=np.array(starts, np.int32),
+            starts_R=starts_R,
+            rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets)),
         )
         with torch.inference_mode():
             hidden = self.hidden_TD = self.model.forward(step, self.kv, self.lane)

@@ -137,3 +137,31 @@ def test_every_instruction_set_has_the_same_bits(name: str, isa: Any, make_check
         assert torch.equal(in_company(driver, others=9, chunk=7, seed=1), expected)
     finally:
         MODULE.use_isa(best)
+
+
+@pytest.fixture
+def _ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies tiles by BLAS, where the order of a sum depends on the tile's shape; on tensor cores
+    it does not. Here it is the order of the inputs."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def dot(self: Any, a: Any, b: Any, sums: Any, *options: Any) -> Any:
+        total = sums.data.copy()
+        for k in range(a.data.shape[1]):
+            total += a.data[:, k : k + 1].astype(total.dtype) * b.data[k : k + 1].astype(total.dtype)
+        return interpreter.TensorHandle(total, sums.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
+@pytest.mark.usefixtures("_ordered_dots")
+def test_interpreted_triton_kernels(make_checkpoint: Any) -> None:
+    path = make_checkpoint("qwen2_moe").path
+    lone = Driver(path, kernels="triton")
+    expected = torch.cat([lone.prefill("needle", PROMPT[:20]), lone.step([("needle", ANSWER[:1])])[0]])
+    driver = Driver(path, kernels="triton")
+    steps = [driver.step([("other", PROMPT[20:53]), ("needle", PROMPT[:13])])[1]]
+    steps += [driver.step([("needle", PROMPT[13:20]), ("other", [1]), ("third", [2, 3])])[0]]
+    steps += [driver.step([("third", [4]), ("needle", ANSWER[:1]), ("other", [5])])[1]]
+    assert torch.equal(torch.cat(steps), expected)

@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.moe.all2all.base import Done
 from moeserve.moe.baton import Baton
-from moeserve.moe.lane import Lane, peak_over_mean
+from moeserve.moe.lane import Lane
 
 MS = 1_000_000
 
@@ -152,8 +152,3 @@ def test_meter_starts_anew() -> None:
     lane.overlap(lambda: Transfer("rows", log, 1))
     lane.meter.reset(trace=False)
     assert (lane.meter.comm_ns, lane.meter.exposed_ns) == (0, 0)
-
-
-def test_peak_over_mean() -> None:
-    assert peak_over_mean(np.array([[4, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])) == 2.5
-    assert peak_over_mean(np.zeros((0, 0), np.int64)) == 0.0

@@ -11,7 +11,9 @@ import torch
 
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
+from moeserve.kernels.attention_plan import SPLIT
 from moeserve.parallel.world import World
+from moeserve.runner import factory
 from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.factory import make_runner
@@ -31,13 +33,6 @@ def test_cuda_without_a_device_is_refused_with_the_remedy(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"sees no CUDA device.*--device cpu"):
         make_runner(config_of(None, device="cuda"), spec_of(), Path())
-
-
-def test_cuda_refuses_an_int8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = config_of(None, kv_cache_dtype="int8")
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 is not available on CUDA yet.*--device cpu"):
-        make_runner(config, spec_of(), Path())
 
 
 def test_importing_and_making_the_gpu_runner_does_not_touch_cuda() -> None:
@@ -95,10 +90,13 @@ def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
     assert allowed_cores(tmp_path, tmp_path / "membership") == allowed_cores(tmp_path, tmp_path / "missing") >= 1
 
 
-def test_determinism_that_cuda_cannot_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cuda_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="not available on CUDA yet"):
-        make_runner(config_of(None, determinism="batch"), spec_of(), Path())
+    with pytest.raises(ConfigError, match="block_size=192 must divide 512 on CUDA"):
+        make_runner(config_of(None, block_size=192), spec_of(), Path())
+    for settings in ({"determinism": "batch"}, {"kv_cache_dtype": "int8"}, {"kernels": "torch", "block_size": 192}):
+        assert type(make_runner(config_of(None, **settings), spec_of(), Path())) is GPUModelRunner
+    assert factory.SPLIT == SPLIT
     with pytest.raises(ConfigError, match="tp=2 is not available on CUDA yet"):
         make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
     assert type(make_runner(config_of(None, determinism="batch", device="cpu"), spec_of(), Path())) is CPUModelRunner

@@ -21,7 +21,7 @@ from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
 from moeserve.moe.all2all.base import Done, Pending, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.lane import Lane, peak_over_mean
+from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
 from moeserve.runner.lanes import LaneRunner
 from tests.models.conftest import FAMILIES, Driver
@@ -152,7 +152,6 @@ def test_loads_of_both_lanes_are_one(make_checkpoint: Any, in_lanes: Any) -> Non
     lone.prefill("a", PROMPTS["middle"])
     table = lone.lane.take_load()
     assert np.array_equal(load.load_LE, table)
-    assert load.peak_over_mean == peak_over_mean(table) > 1.0
     assert (load.comm_us, load.exposed_us, load.events) == (0, 0, ())  # nothing travels inside one rank
     assert lanes.runner.take_meter().load_LE.size == single.take_meter().load_LE.size == 0
 
@@ -342,7 +341,7 @@ def test_rows_travel_while_the_other_lane_computes(make_checkpoint: Any, in_lane
     driver.prefill("warm", tokens)
     lanes.trace = True
     found = []
-    for attempt in range(7):  # a machine that does other things as well may spoil some
+    for attempt in range(20):  # a machine that does other things as well may spoil some
         if found and found[-1][0] > 0.3 and found[-1][1] < 0.6:
             return
         began_s = time.perf_counter()

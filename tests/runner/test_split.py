@@ -23,7 +23,13 @@ def random_step(rng: np.random.Generator) -> StepInputs:
         for window in (None, 8)
     )
     return StepInputs(
-        torch.randint(0, 99, (total,)), torch.from_numpy(positions), groups, torch.arange(1), offsets, starts
+        torch.randint(0, 99, (total,)),
+        torch.from_numpy(positions),
+        groups,
+        torch.arange(1),
+        offsets,
+        starts,
+        (torch.from_numpy(starts), torch.from_numpy(offsets)),
     )
 
 
@@ -54,5 +60,7 @@ def test_split_loses_nothing() -> None:
             for part in (first, second):
                 assert len(part.starts_R) == len(part.offsets_R1) - 1
                 assert (np.diff(part.offsets_R1) > 0).all(), "a row without tokens"
+                on_device = [(x.dtype, x.tolist()) for x in part.rows_on_device]
+                assert on_device == [(torch.int32, x.tolist()) for x in (part.starts_R, part.offsets_R1)]
                 assert all(len(group.blocks_RN) == len(part.starts_R) for group in part.groups)
         assert 0 <= best_cut(np.diff(step.offsets_R1)) < len(step.ids_T)

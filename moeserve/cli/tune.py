@@ -1,0 +1,126 @@
+"""`moeserve tune`: measures launch parameters of the GPU kernels for a model's shapes and keeps the best."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from moeserve.kernels.tuning import Job, Timer
+    from moeserve.loader.spec import ModelSpec
+
+FAMILIES = ("grouped_gemm", "linear", "paged_attention")
+DTYPES = ("bfloat16", "float16", "float32")
+BLOCK_SIZE = 16
+_SHAPE = re.compile(r"E(\d+) +I(\d+) +D(\d+) +K(\d+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="model directory, of which config.json is read")
+    parser.add_argument("--shape", metavar="'E128 I768 D2048 K8'", help="experts, their width, model width, top-k")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations [the model's own, or bfloat16]")
+    parser.add_argument("--only", choices=FAMILIES, help="one family of kernels")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the tables [the user's cache: they are used]")
+
+
+def run(args: argparse.Namespace) -> int:
+    experts = read_shape(args.shape) if args.shape else None
+    if (args.model is None) == (experts is None):
+        raise ConfigError("tune needs a model directory or --shape, and not both")
+    spec = read_spec(args.model) if args.model else None
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"tune measures on a GPU, and torch {torch.__version__} sees none")
+    from triton.testing import do_bench
+
+    from moeserve.kernels.configs import user_folder
+
+    dtype = getattr(torch, args.dtype or (spec.dtype if spec else "bfloat16"))
+    device = torch.device("cuda", torch.cuda.current_device())
+    jobs = jobs_of(spec, experts, dtype, device, args.only)
+    return tune(jobs, lambda call: float(do_bench(call, return_mode="median")), device, args.out or user_folder())
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    count: int
+    width: int
+    dim: int
+    top_k: int
+
+
+def read_shape(text: str) -> Experts:
+    """'E128 I768 D2048 K8' -> Experts(128, 768, 2048, 8)"""
+    match = _SHAPE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"--shape {text!r} is not like 'E128 I768 D2048 K8'")
+    found = Experts(*map(int, match.groups()))
+    if not 0 < found.top_k <= found.count or not found.width or not found.dim:
+        raise ConfigError(f"--shape {text!r}: no size may be 0, and K may not be more than E")
+    return found
+
+
+def read_spec(model: str) -> ModelSpec:
+    from moeserve.loader.hf_config import read_model_spec
+    from moeserve.loader.model_dir import resolve_model_dir
+
+    return read_model_spec(resolve_model_dir(model))
+
+
+def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """(outputs, inputs) of the dense products of a model, as one rank has them."""
+    dim, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    found = [(heads + 2 * spec.num_kv_heads * spec.head_dim, dim), (dim, heads), (spec.vocab_size, dim)]
+    found += [(spec.num_experts, dim)] if spec.num_experts else []
+    dense = spec.intermediate_size if not all(spec.moe_layers) else 0
+    for width in (dense, spec.shared_expert_size):
+        found += [(2 * width, dim), (dim, width)] if width else []
+    return list(dict.fromkeys(found))
+
+
+def jobs_of(
+    spec: ModelSpec | None, experts: Experts | None, dtype: torch.dtype, device: torch.device, only: str | None
+) -> Iterator[Job]:
+    from moeserve.kernels import tuning
+    from moeserve.kernels.paged_attention import AttentionShape
+
+    if experts is None and spec is not None and spec.num_experts:
+        experts = Experts(spec.num_experts, spec.expert_size, spec.hidden_size, spec.experts_per_token)
+    if experts is not None and only in (None, "grouped_gemm"):
+        yield from tuning.grouped_jobs(experts.count, experts.width, experts.dim, experts.top_k, dtype, device)
+    if spec is not None and only in (None, "linear"):
+        for shape in linear_shapes(spec):
+            yield from tuning.linear_jobs(*shape, dtype, device)
+    if spec is not None and only in (None, "paged_attention"):
+        attention = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype)
+        yield from tuning.attention_jobs(attention, device)
+
+
+def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:
+    """Keeps each result as soon as it is there, so that an interrupted search is not lost."""
+    from moeserve.kernels.configs import keep
+    from moeserve.kernels.grouped_gemm import device_name
+    from moeserve.kernels.tuning import search
+
+    paths = set()
+    for job in jobs:
+        found = search(job, timer)
+        paths.add(keep(job.family, device_name(device), job.shape, {job.size: found.config}, folder))
+        gain = found.default_ms / found.best_ms
+        print(f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> {found.best_ms:.4f} ms ({gain:.2f} x), "
+              f"{found.tried} tried", flush=True)  # fmt: skip
+        for config in found.wrong:
+            print(f"  dropped, other bits: {dict(config)}", flush=True)
+    if not paths:
+        raise ConfigError("nothing to tune: the shape has no kernel of that family")
+    print("\n".join(f"written: {path}" for path in sorted(paths)))
+    return 0

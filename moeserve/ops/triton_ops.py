@@ -1,0 +1,98 @@
+"""The Triton kernels (kernels/) with the interfaces of the ops table.
+
+Imported only where they serve: importing triton takes half a second. T tokens, H heads and G KV heads of this rank, d
+head width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moeserve.kernels import paged_attention
+from moeserve.kernels.activation import silu_mul
+from moeserve.kernels.attention_plan import Bounds
+from moeserve.kernels.embedding import embedding
+from moeserve.kernels.linear import linear
+from moeserve.kernels.norms import add_rms_norm, rms_norm
+from moeserve.kernels.paged_attention import AttentionPlan, AttentionShape
+from moeserve.kernels.prologue import prologue as prologue_kernel
+from moeserve.kernels.route import route
+from moeserve.ops.linear import Linear
+
+if TYPE_CHECKING:
+    from moeserve.ops.prologue import HeadRule
+    from moeserve.ops.step import PagedGroup, PlanAttention, StepRows
+
+__all__ = ["add_rms_norm", "attention", "embedding", "prologue", "rms_norm", "route", "sigmoid_gate", "silu_mul"]
+
+
+class TritonLinear:
+    """y = x W^T + b by the kernel whose sums have one order for any number of rows.
+
+    x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
+    """
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight.contiguous(), bias
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        return linear(x_MK, self.weight, self.bias)
+
+
+def pack_exact(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Linear layers by Triton; the weight stays as it is, a copy if it is a part of a larger tensor."""
+    return TritonLinear(weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight, bias)
+
+
+def sigmoid_gate(logits_TL: Tensor) -> Tensor:
+    """As ops.elementwise.sigmoid_gate; on this device no column meets other code than its neighbours."""
+    return logits_TL[:, :1].float().sigmoid()
+
+
+def prologue(
+    qkv_THd: Tensor,
+    rule: HeadRule,
+    cos_T1d: Tensor,
+    sin_T1d: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cells_T: Tensor,
+    normed_THd: Tensor | None = None,
+) -> Tensor:
+    """As ops.prologue.prologue."""
+    return prologue_kernel(
+        qkv_THd, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, cells_T,
+        eps=rule.eps, norms=rule.norms, clip=rule.clip, normed_THd=normed_THd,
+    )  # fmt: skip
+
+
+def planner(dtype: torch.dtype, exact: bool) -> PlanAttention:
+    """`plan_attention` of the table, for queries of `dtype`; exact: bits depend on nothing but query and context."""
+
+    def plan_attention(
+        group: PagedGroup, step: StepRows, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> AttentionPlan:
+        starts_R, offsets_R1 = step.rows_on_device
+        counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
+        bounds = Bounds(
+            rows=len(counts_R),
+            tokens=int(step.offsets_R1[-1]),
+            new_tokens=int(counts_R.max()),
+            context=int((step.starts_R + counts_R).max()),
+        )
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim, group.block_size, dtype, group.window)
+        return paged_attention.plan_attention(group.blocks_RN, starts_R, offsets_R1, shape, bounds, invariant=exact)
+
+    return plan_attention
+
+
+def attention(
+    q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, out: Tensor | None = None
+) -> Tensor:
+    """As ops.attention.attention."""
+    return paged_attention.attention(q_THd, k_cache, v_cache, plan, out=out)

@@ -1,0 +1,77 @@
+"""Inputs of recorded steps: always at the same addresses, padded to the recorded shape, filled by one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from moeserve.engine.groups import KVGroup
+from moeserve.engine.plan import I32, StepPlan
+from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
+from moeserve.layers.inputs import GroupInputs, StepInputs
+from moeserve.runner.tables import Tables
+from moeserve.runner.upload import Upload
+
+
+class FixedInputs:
+    """Places for the inputs of steps with up to most_tokens tokens, in as many rows as there are slots.
+
+    They start as those of a step without any token.
+    """
+
+    def __init__(self, tables: Tables, groups: Sequence[KVGroup], upload: Upload, most_tokens: int) -> None:
+        self._tables, self._groups, self._upload = tables, groups, upload
+        self._blocks_GSN = tables.arena[tables.slots * tables.width :].view(len(groups), tables.slots, -1)
+        sizes = tables.slots, tables.slots, len(groups), self._blocks_GSN.shape[2]
+        self._arrays = StepArrays.empty(most_tokens, *sizes, tables.arena.device)
+        for array in fields(StepArrays):
+            getattr(self._arrays, array.name).zero_()
+
+    def largest(self, tokens: int, rows: int | None) -> StepInputs:
+        """The places that `fill` fills, for rows of one token whose contexts are as long as any may be."""
+        padded_rows = self._tables.slots if rows is None else rows
+        starts_R = np.full(min(tokens, padded_rows), self._tables.width - 2, dtype=np.int32)
+        return self._inputs(tokens, padded_rows, np.arange(len(starts_R) + 1, dtype=np.int32), starts_R, 0)
+
+    def fill(self, plan: StepPlan, tokens: int, rows: int | None) -> StepInputs:
+        """The inputs of `plan`, padded to so many tokens, and to so many rows if the number of rows is fixed, too."""
+        longest = int((plan.starts_R + plan.counts_R).max())
+        assert longest < self._tables.width, (longest, self._tables.width)
+        step = StepWords.of(plan.slots_R, plan.starts_R, plan.counts_R, plan.samples_R)
+        (words,) = self._upload(step.words)
+        padded_rows = self._tables.slots if rows is None else rows
+        size = self._groups[0].block_size
+        fill_step(self._tables.tokens, self._blocks_GSN, size, step, words, self._part(tokens, padded_rows))
+        offsets_R1 = np.concatenate(([0], plan.counts_R.cumsum())).astype(np.int32)
+        return self._inputs(tokens, padded_rows, offsets_R1, plan.starts_R, step.samples)
+
+    def _part(self, tokens: int, rows: int) -> StepArrays:
+        a = self._arrays
+        return StepArrays(
+            ids_T=a.ids_T[:tokens],
+            positions_T=a.positions_T[:tokens],
+            cells_GT=a.cells_GT[:, :tokens],
+            blocks_GRN=a.blocks_GRN[:, :rows],
+            sample_S=a.sample_S,
+            offsets_R1=a.offsets_R1[: rows + 1],
+            starts_R=a.starts_R[:rows],
+        )
+
+    def _inputs(self, tokens: int, padded_rows: int, offsets_R1: I32, starts_R: I32, samples: int) -> StepInputs:
+        """offsets_R1, starts_R: of the rows that attention is planned for."""
+        part, rows = self._part(tokens, padded_rows), len(starts_R)
+        return StepInputs(
+            ids_T=part.ids_T,
+            positions_T=part.positions_T,
+            groups=tuple(
+                GroupInputs(part.cells_GT[i], part.blocks_GRN[i, :rows], group.block_size, group.window)
+                for i, group in enumerate(self._groups)
+            ),
+            sample_S=part.sample_S[:samples],
+            offsets_R1=offsets_R1,
+            starts_R=starts_R,
+            rows_on_device=(part.starts_R[:rows], part.offsets_R1[: rows + 1]),
+            live=part.offsets_R1[padded_rows : padded_rows + 1],
+        )

@@ -1,0 +1,98 @@
+"""What records the work of a step and replays it: CUDA's graphs, and a stand-in for machines without.
+
+A recording's inputs and results keep their places in memory: fill the inputs, replay, and use the results before the
+next replay of any recording, all on one stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Pause = Callable[[Callable[[], None]], None]  # does something in every replay without recording it
+Work = Callable[[Pause], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """`replay` does the recorded work once more and renews `results`."""
+
+    results: Sequence[Tensor]
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    def record(self, work: Work) -> Recording:
+        """Does the work at least once, for warmth, and records it. Inputs must be filled with something harmless; the
+        results are there after the first replay. What the work gives to its `Pause` runs between two graphs."""
+        ...
+
+
+class HostRecorder:
+    """Records nothing but what was to be done, and does it again: what must be right with graphs must be so here."""
+
+    def record(self, work: Work) -> Recording:
+        results = [result.clone() for result in work(_now)]
+
+        def replay() -> None:
+            for result, fresh in zip(results, work(_now), strict=True):
+                result.copy_(fresh)
+
+        return Recording(results, replay)
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory, recorded on a stream of their own and replayed on the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(self, work: Work) -> Recording:
+        work(_now)  # compiles kernels and loads libraries, which must not happen while recording
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            recording = self._capture(work)
+        here.wait_stream(self._stream)
+        return recording
+
+    def _capture(self, work: Work) -> Recording:
+        pieces: list[Callable[[], None]] = []
+        graph = self._begin()
+
+        def pause(aside: Callable[[], None]) -> None:
+            nonlocal graph
+            graph.capture_end()
+            pieces.extend((graph.replay, aside))
+            graph = self._begin()
+
+        try:
+            results = work(pause)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the stream must not stay in capture, broken as it may be
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        pieces.append(graph.replay)
+
+        def replay() -> None:
+            for piece in pieces:
+                piece()
+
+        return Recording(results, replay)
+
+    def _begin(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Threads that prepare experts or fetch results may use the device meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
+
+
+def _now(aside: Callable[[], None]) -> None:
+    aside()

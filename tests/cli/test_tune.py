@@ -1,0 +1,70 @@
+"""`moeserve tune` up to the GPU that is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve.cli import tune
+from moeserve.cli.main import main
+from moeserve.cli.tune import Experts, linear_shapes, read_shape
+from moeserve.errors import ConfigError
+from moeserve.kernels.tuning import Job
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.spec import ModelSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        ([], 2, "needs a model directory or --shape, and not both"),
+        (["demo", "--shape", "E1 I1 D1 K1"], 2, "and not both"),
+        (["--shape", "E128 768"], 2, "is not like 'E128 I768 D2048 K8'"),
+        (["--shape", "E8 I768 D2048 K9"], 2, "K may not be more than E"),
+        (["/no/such/model"], 3, "there is no directory"),
+    ],
+)
+def test_errors(argv: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", *argv]) == code
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--shape", "E128 I768 D2048 K8"], ["demo"]):
+        assert main(["tune", *argv]) == 2
+        assert "measures on a GPU" in capsys.readouterr().err
+
+
+def test_shapes(make_checkpoint: Any) -> None:
+    assert read_shape(" E128  I768 D2048 K8 ") == Experts(128, 768, 2048, 8)
+    assert linear_shapes(read_model_spec(make_checkpoint("qwen2_moe").path)) == [
+        (128, 64), (64, 64), (256, 64), (8, 64), (96, 64), (64, 48),
+    ]  # fmt: skip
+    dense = ModelSpec(
+        architecture="", dtype="bfloat16", vocab_size=300, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=24, max_position=99, norm_eps=1e-6, intermediate_size=80, moe_layers=(False,),
+    )  # fmt: skip
+    assert linear_shapes(dense) == [(192, 64), (64, 96), (300, 64), (160, 64), (64, 80)]
+
+
+def test_results_are_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(config: Any) -> torch.Tensor:
+        return torch.tensor([config["warps"] == 16])
+
+    jobs = [Job("linear", "N1 K1 float32", 4, {"warps": 4, "stages": 3}, {"warps": (8, 16)}, run)]
+    times = iter([2.0, 1.0])
+    assert tune.tune(iter(jobs), lambda call: next(times), torch.device("cpu"), tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "2.0000 -> 1.0000 ms (2.00 x), 3 tried" in out
+    assert "dropped, other bits: {'warps': 16, 'stages': 3}" in out
+    kept = json.loads((tmp_path / "linear-cpu.json").read_text())
+    assert kept == {"N1 K1 float32": {"4": {"warps": 8, "stages": 3}}}
+    with pytest.raises(ConfigError, match="nothing to tune"):
+        tune.tune(iter([]), lambda call: 1.0, torch.device("cpu"), tmp_path)

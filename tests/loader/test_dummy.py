@@ -1,0 +1,63 @@
+"""Random weights in place of a checkpoint's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve import LLM, SamplingParams
+from moeserve.config import config_of
+from moeserve.errors import ConfigError
+from moeserve.loader.checkpoint import Checkpoint
+from moeserve.loader.dummy import DummyParams
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.models.registry import family
+from moeserve.parallel.world import World
+from moeserve.runner.cpu import CPUModelRunner
+
+
+@pytest.fixture
+def config_only(make_checkpoint: Any, tmp_path: Path) -> Path:
+    """A folder with a model's config.json and nothing else."""
+    config = json.loads((make_checkpoint("qwen2_moe").path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path, dtype: torch.dtype) -> None:
+    spec = read_model_spec(config_only)
+    plan = family(spec).weight_plan(spec, set())
+    found = []
+    for threads in (1, 4):
+        with DummyParams(Checkpoint(config_only, {}), plan, dtype, threads=threads) as params:
+            found.append({param.name: params.pop(param.name) for param in plan.params})
+    assert "layers.0.w13" in found[0]
+    for name, weight in found[0].items():
+        assert weight.dtype is dtype
+        assert weight.isfinite().all(), name
+        assert (weight != 0).double().mean() > 0.9, name
+        assert torch.equal(weight, found[1][name]), name
+    norm, w13 = found[0]["norm"], found[0]["layers.0.w13"].float()
+    assert 0.5 <= norm.min() < norm.max() <= 1.5
+    assert w13.std() == pytest.approx(w13.shape[-1] ** -0.5, rel=0.05)
+    assert not torch.equal(w13[0], w13[1])
+
+
+def test_a_model_without_weights_answers(config_only: Path) -> None:
+    with LLM(config_only, load_format="dummy", skip_tokenizer_init=True, max_model_len=64, threads=1) as llm:
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        (out,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+    assert len(out.outputs[0].token_ids) == 5
+
+
+def test_refused_where_there_are_more_ranks_or_packed_weights(config_only: Path, tmp_path: Path) -> None:
+    spec = read_model_spec(config_only)
+    for world, settings in ((World(0, 2), {}), (World(), {"packed_cache": str(tmp_path / "cache")})):
+        config = config_of(config_only, load_format="dummy", **settings)
+        with pytest.raises(ConfigError, match="load_format=dummy is for one rank"):
+            CPUModelRunner(config, spec, config_only, world).load(lambda phase, percent: None)

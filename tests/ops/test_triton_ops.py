@@ -1,0 +1,48 @@
+"""When the Triton kernels serve, and what is said when they cannot. Their results: tests/kernels, tests/models."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from moeserve.errors import ConfigError
+from moeserve.ops.table import pick_ops
+from moeserve.ops.triton_ops import pack_exact
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
+
+
+@needs_no_gpu
+def test_interpreted_kernels_are_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pick_ops("cpu", torch.float32, "triton").triton
+    with pytest.raises(ConfigError, match="computes bfloat16 products wrongly; choose kernels: auto"):
+        pick_ops("cpu", torch.bfloat16, "triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="need a GPU"):
+        pick_ops("cpu", torch.float32, "triton")
+
+
+def test_on_cuda_triton_serves_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is picked before anything is on the device."""
+    fast, exact = (pick_ops("cuda", torch.bfloat16, head_dim=128, exact=exact) for exact in (False, True))
+    assert (fast.triton, exact.triton) == (True, True)
+    assert (fast.exact, exact.exact) == (False, True)
+    assert exact.pack_linear is pack_exact
+    assert not pick_ops("cuda", torch.bfloat16, "torch").triton
+    assert not pick_ops("cuda", torch.bfloat16, head_dim=60).triton
+    with pytest.raises(ConfigError, match="does not know heads of width 60; choose kernels: auto"):
+        pick_ops("cuda", torch.bfloat16, "triton", head_dim=60)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not pick_ops("cuda", torch.bfloat16).exact
+    with pytest.raises(ConfigError, match=r"determinism=batch needs the Triton kernels on cuda: there is no triton"):
+        pick_ops("cuda", torch.bfloat16, exact=True)
+
+
+def test_a_part_of_a_larger_weight_is_copied() -> None:
+    """Else all of it would stay in memory."""
+    large = torch.randn(8, 16)
+    part = pack_exact(large[:4], None)
+    assert part.weight.untyped_storage().nbytes() == 4 * 16 * 4  # type: ignore[attr-defined]
+    torch.testing.assert_close(part(torch.ones(3, 16)), large[:4].sum(1).expand(3, -1), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,115 @@
+"""The runner with the Triton kernels: interpreted where there is no GPU, and what only a GPU can show."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.engine.plan import StepResult
+from moeserve.messages import Logprobs
+from moeserve.runner.base import ModelRunnerBase
+from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.load import Progress
+from moeserve.sampling import TokenSampling
+from tests.runner.harness import Driver, Request
+from tests.runner.test_bits import MODELS, PROMPT, SAMPLINGS, RandomWeights, driver_of, random_model
+
+HAS_GPU = torch.cuda.is_available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
+
+
+class OnGPU(GPUModelRunner):
+    def load_model(self, progress: Progress) -> None:
+        self.model = random_model(self)
+
+
+def answer(driver: Driver, prompt: list[int], num_tokens: int) -> Request:
+    request = driver.add(Request(list(prompt), SAMPLINGS["greedy"]))
+    driver.generate(request, num_tokens, chunk=9)
+    return request
+
+
+def same_answer(cls: type[ModelRunnerBase], model: str, num_tokens: int, **settings: Any) -> Request:
+    """Greedy tokens, and logits nearly, of a runner with Triton's kernels and of one with torch's."""
+    prompt = PROMPT[:20]
+    found = answer(driver_of(model, "float32", cls, **settings), prompt, num_tokens)
+    expected = answer(driver_of(model, "float32", kernels="torch"), prompt, num_tokens)
+    assert found.output == expected.output
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
+    return found
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there the kernels are not interpreted")
+def test_interpreted() -> None:
+    found = same_answer(RandomWeights, "windows", 2, kernels="triton", prefill_chunk=8)
+    load_LE = found.results[0].load_LE
+    assert isinstance(load_LE, np.ndarray)
+    assert load_LE.dtype == np.int64
+    assert load_LE.sum(1).tolist() == [3 * 9] * 2
+
+
+def logprobs_of(result: StepResult) -> list[Logprobs]:
+    return [*result.logprobs.values(), *(row for rows in result.prompt_logprobs.values() for row in rows.rows)]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there the kernels are not interpreted")
+def test_all_that_a_step_answers() -> None:
+    """Tokens, their logprobs and the prompt's, and loads, which the device counts, of two requests in one step."""
+    answers = []
+    for kernels in ("triton", "torch"):
+        driver = driver_of("qwen3_moe", "float32", kernels=kernels)
+        asked = TokenSampling(seed=1, max_tokens=9, temperature=0.0, logprobs=3, prompt_logprobs=2)
+        one = driver.add(Request(PROMPT[:12], asked))
+        other = driver.add(Request(PROMPT[5:9], SAMPLINGS["greedy"]))
+        steps = [[(one, 5)], [(one, 5), (other, 3)], [(other, 1), (one, 2)]]
+        answers.append([driver.run(rows) for rows in steps])
+    for found, expected in zip(*answers, strict=True):
+        assert found.tokens_S.tolist() == expected.tokens_S.tolist()
+        assert np.array_equal(found.load_LE, expected.load_LE)
+        assert found.logprobs.keys() == expected.logprobs.keys()
+        assert found.prompt_logprobs.keys() == expected.prompt_logprobs.keys()
+        for ours, theirs in zip(logprobs_of(found), logprobs_of(expected), strict=True):
+            assert (ours.ids, ours.rank) == (theirs.ids, theirs.rank)
+            assert ours.values == pytest.approx(theirs.values, abs=1e-4)
+
+
+@pytest.mark.parametrize("model", [pytest.param(model, marks=gpu) for model in MODELS])
+def test_on_a_gpu(model: str) -> None:
+    same_answer(OnGPU, model, 8, kernels="triton", determinism="batch")
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in ("float32", "bfloat16")])
+def test_bits_on_a_gpu(dtype: str) -> None:
+    """determinism=batch: alone, in chunks and in company."""
+    expected = answer(driver_of("qwen3_moe", dtype, OnGPU, determinism="batch"), PROMPT, 8)
+    driver = driver_of("qwen3_moe", dtype, OnGPU, determinism="batch")
+    rng = np.random.default_rng(3)
+    others = [driver.add(Request(rng.integers(0, 200, 60).tolist(), SAMPLINGS["random"])) for _ in range(30)]
+    needle = driver.add(Request(list(PROMPT), SAMPLINGS["greedy"]))
+    while len(needle.output) < 8:
+        rows = [(needle, int(rng.integers(1, 40))), *((one, int(rng.integers(1, 30))) for one in others)]
+        driver.run([rows[i] for i in rng.permutation(len(rows)).tolist()])
+    assert needle.output[:8] == expected.output
+    assert all(map(torch.equal, needle.logits, expected.logits))
+
+
+@pytest.mark.parametrize("model", [pytest.param(model, marks=gpu) for model in ("llama", "qwen3_moe")])
+def test_no_step_waits_for_the_gpu(model: str) -> None:
+    driver = driver_of(model, "bfloat16", OnGPU)
+    requests = [driver.add(Request(list(PROMPT), SAMPLINGS["greedy"])) for _ in range(4)]
+    for chunk in (1000, 1, 1):  # everything is compiled, every buffer has its size
+        driver.run([(one, chunk) for one in requests])
+    in_flight: deque[Any] = deque()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            in_flight.append(driver.runner.launch(driver.plan([(one, 1) for one in requests])))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for collect in in_flight:
+        assert len(collect().tokens_S) == 4

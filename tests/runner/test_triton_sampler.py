@@ -1,0 +1,104 @@
+"""The sampler by the Triton kernels gives what the sampler in torch gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.engine.groups import KVGroup
+from moeserve.engine.plan import Added
+from moeserve.runner.rules import Rules
+from moeserve.runner.sampler import Sampled, Sampler, Status
+from moeserve.runner.tables import Tables
+from moeserve.runner.triton_sampler import TritonSampler
+from moeserve.runner.upload import HostUpload, RingUpload
+from moeserve.sampling import TokenSampling
+from tests.runner.test_sampler import MAX_LEN, random_sampling
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SLOTS = 24
+
+
+def pair(vocab: int) -> tuple[Sampler, Sampler]:
+    """In torch on the CPU, and by Triton."""
+    upload = RingUpload(DEVICE, 64, pinned=DEVICE.type == "cuda")
+    group = (KVGroup("full", 16, (0,)),)
+    plain = Tables(SLOTS, MAX_LEN, group, torch.device("cpu"), HostUpload())
+    tables = Tables(SLOTS, MAX_LEN, group, DEVICE, upload)
+    return Sampler(vocab, plain, HostUpload(), host_may_wait=True), TritonSampler(vocab, tables, upload)
+
+
+def add(samplers: tuple[Sampler, Sampler], slot: int, history: np.ndarray, num_prompt: int, **asked: Any) -> None:
+    for sampler in samplers:
+        assert sampler.add(Added(slot, history, num_prompt, TokenSampling(**({"max_tokens": 9} | asked)))) is None
+        sampler._tables.add(slot, history)
+        sampler._tables.apply()
+
+
+def sample_both(
+    samplers: tuple[Sampler, Sampler], logits: torch.Tensor, slots: Any, at: Any
+) -> tuple[Sampled, Sampled]:
+    plain, triton = samplers
+    return plain.sample(logits.clone(), slots, at), triton.sample(logits.to(DEVICE, copy=True), slots, at)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mixture_of_requests(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    vocab, count = 600, 14
+    samplers = pair(vocab)
+    slots, at = rng.permutation(SLOTS)[:count].astype(np.int64), rng.integers(1, MAX_LEN, count).astype(np.int64)
+    for slot, length in zip(slots.tolist(), at.tolist(), strict=True):
+        history = rng.integers(0, 9, length).astype(np.int32)
+        asked = random_sampling(rng, vocab)
+        add(samplers, slot, history, int(rng.integers(1, length + 1)), **(asked | {"logprobs": 2}))
+    logits = torch.from_numpy(rng.normal(0, 2, (count, vocab)).astype(np.float32))
+    logits[3, 5] = torch.nan
+    expected, found = sample_both(samplers, logits, slots, at)
+    assert found.status_S.tolist() == expected.status_S.tolist()
+    assert expected.status_S[3] == Status.NOT_FINITE
+    assert found.tokens_S.tolist() == expected.tokens_S.tolist()
+    assert expected.logprobs is not None
+    assert found.logprobs is not None
+    rows = [i for i in range(count) if i != 3]
+    for ours, theirs in (("ids_PN", True), ("rank_P", True), ("values_PN", False)):
+        a, b = getattr(found.logprobs, ours).cpu()[rows], getattr(expected.logprobs, ours)[rows]
+        torch.testing.assert_close(a, b, rtol=0 if theirs else 1e-5, atol=0 if theirs else 1e-5)
+
+
+def test_greedy_rows_alone_and_nothing_left() -> None:
+    samplers = pair(70)
+    history = np.array([1, 2], np.int32)
+    add(samplers, 0, history, 2, seed=1, temperature=0.0)
+    add(samplers, 1, history, 2, seed=1, temperature=0.0, allowed_ids=[3], logit_bias={3: float("-inf")})
+    logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(2))
+    slots, at = np.array([0, 1]), np.array([2, 2])
+    expected, found = sample_both(samplers, logits, slots, at)
+    assert found.status_S.tolist() == expected.status_S.tolist() == [Status.FINE, Status.NOTHING_ALLOWED]
+    assert found.tokens_S.tolist() == expected.tokens_S.tolist() == [int(logits[0].argmax()), 0]
+    _, alone = sample_both(samplers, logits[:1], slots[:1], at[:1])
+    assert alone.tokens_S.tolist() == found.tokens_S.tolist()[:1]
+    assert not len(alone.logprob_rows_P)
+
+
+def test_a_failing_row_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 0's bias reaches 2 of the 3 that it would need, however often rows are tried."""
+    samplers = pair(70)
+    for slot, token in ((0, 3), (1, 4)):
+        add(samplers, slot, np.array([1], np.int32), 1, seed=1, temperature=0.0, logit_bias={token: 2.0})
+    apply = Rules.apply
+
+    def failing(self: Rules, x_V: torch.Tensor, num_answer: int) -> None:
+        if self.bias_ids is not None and self.bias_ids.tolist() == [4]:
+            raise ValueError("broken")
+        apply(self, x_V, num_answer)
+
+    monkeypatch.setattr(Rules, "apply", failing)
+    logits = torch.zeros(2, 70)
+    logits[:, 7] = 3
+    for found in sample_both(samplers, logits, np.array([0, 1]), np.array([1, 1])):
+        assert found.failures == {1: "sampling failed: ValueError: broken"}
+        assert int(found.tokens_S[0]) == 7

@@ -1,0 +1,108 @@
+"""Attention over the paged cache: decode against the bytes of keys and values, prefill against torch's attention.
+
+R rows, T tokens, H heads, G KV heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.kernels.attention_plan import Bounds
+from moeserve.kernels.paged_attention import AttentionPlan, AttentionShape, attention, plan_attention
+from tools.gpu.bench import Bench, figures
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
+SMOKE_HEADS, SMOKE_DIM = 8, 32
+CONTEXTS: dict[str, Sequence[int]] = {
+    "64 x 4k": [4096] * 64,
+    "1 x 128k + 31 x 4k": [131_072, *[4096] * 31],
+    "1 x 1k": [1024],
+    "256 x 1k": [1024] * 256,
+    "8 x 32k": [32_768] * 8,
+}
+PREFILLS = ((1, 1024), (1, 4096), (1, 16_384), (8, 2048))  # rows, new tokens of each
+SMOKE_CONTEXTS = {"3 rows": [5, 600, 1]}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Queries and a cache whose blocks lie in random order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    blocks: Tensor
+    starts: Tensor
+    offsets: Tensor
+    shape: AttentionShape
+    bounds: Bounds
+
+    def plan(self, invariant: bool) -> AttentionPlan:
+        return plan_attention(self.blocks, self.starts, self.offsets, self.shape, self.bounds, invariant=invariant)
+
+
+def step_of(bench: Bench, starts: Sequence[int], news: Sequence[int]) -> Step:
+    heads, dim = (SMOKE_HEADS, SMOKE_DIM) if bench.smoke else (HEADS, HEAD_DIM)
+    shape = AttentionShape(heads, KV_HEADS, dim, BLOCK_SIZE, bench.dtype)
+    widths = [-(-(start + new) // BLOCK_SIZE) for start, new in zip(starts, news, strict=True)]
+    numbers = torch.randperm(sum(widths), device=bench.device).int() + 1
+    blocks = torch.zeros((len(starts), max(widths)), dtype=torch.int32, device=bench.device)
+    for row, mine in enumerate(torch.split(numbers, widths)):
+        blocks[row, : len(mine)] = mine
+    cache = (sum(widths) + 1, BLOCK_SIZE, KV_HEADS, dim)
+    return Step(
+        bench.random(sum(news), heads, dim, scale=dim**-0.5),
+        bench.random(*cache),
+        bench.random(*cache),
+        blocks,
+        torch.tensor(starts, dtype=torch.int32, device=bench.device),
+        torch.tensor([0, *news], device=bench.device).cumsum(0).int(),
+        shape,
+        Bounds(len(starts), sum(news), max(news), max(map(sum, zip(starts, news, strict=True)))),
+    )
+
+
+def decode(bench: Bench, name: str, contexts: Sequence[int]) -> dict[str, Any]:
+    """One new token per row; the plan is made once a step, so it is timed by itself. Bytes: keys and values, once."""
+    steps = [step_of(bench, [n - 1 for n in contexts], [1] * len(contexts))]
+    num_bytes = 2 * sum(contexts) * KV_HEADS * HEAD_DIM * steps[0].k.element_size()
+    steps += [
+        step_of(bench, [n - 1 for n in contexts], [1] * len(contexts)) for _ in range(bench.copies(num_bytes) - 1)
+    ]
+    found: dict[str, Any] = {"contexts": name}
+    for word, invariant in (("invariant", True), ("fast", False)):
+        plans = [step.plan(invariant) for step in steps]
+        runs = [partial(attention, s.q, s.k, s.v, plan) for s, plan in zip(steps, plans, strict=True)]
+        found[word] = figures(bench.time({word: runs})[word], num_bytes)
+    found["plan"] = figures(bench.time({"plan": [partial(steps[0].plan, False)]})["plan"])
+    return found
+
+
+def prefill(bench: Bench, rows: int, new: int) -> dict[str, Any]:
+    """Whole prompts. torch's attention, over the same keys and values side by side, is the peer."""
+    step = step_of(bench, [0] * rows, [new] * rows)
+    flops = 4 * rows * (new * (new + 1) // 2) * HEADS * HEAD_DIM
+    candidates: dict[str, list[Any]] = {}
+    for word, invariant in (("invariant", True), ("fast", False)):
+        candidates[word] = [partial(attention, step.q, step.k, step.v, step.plan(invariant))]
+    q = step.q.view(rows, new, *step.q.shape[1:]).transpose(1, 2)
+    k, v = (bench.random(rows, KV_HEADS, new, q.shape[-1]) for _ in range(2))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    candidates["torch sdpa"] = [lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True, scale=1.0)]
+    timed = {name: figures(samples, flops=flops) for name, samples in bench.time(candidates).items()}
+    return {"rows": rows, "new_tokens": new, **timed}
+
+
+def run(bench: Bench) -> dict[str, Any]:
+    contexts = SMOKE_CONTEXTS if bench.smoke else CONTEXTS
+    prefills = ((1, 20),) if bench.smoke else PREFILLS
+    return {
+        "decode": [decode(bench, name, contexts[name]) for name in bench.cases(contexts)],
+        "prefill": [prefill(bench, *case) for case in bench.cases(prefills)],
+    }

@@ -1,0 +1,342 @@
+"""Every kernel on the card beside its definition in fp32 or fp64, and a row alone beside the same row in a batch.
+
+The bounds are of |found - reference| / |reference| over all elements: bf16 rounds to 2^-9, sums of bf16 products stay
+below 1e-2; what only moves or counts must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.kernels.activation import silu_mul, silu_mul_reference
+from moeserve.kernels.align import align, align_reference
+from moeserve.kernels.attention_plan import Bounds
+from moeserve.kernels.combine import combine, combine_reference
+from moeserve.kernels.embedding import embedding, embedding_reference
+from moeserve.kernels.fp8 import E4M3, quantise, quantise_reference, widen
+from moeserve.kernels.gate import gated, gated_reference
+from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, gate_up_fp8_reference, launch_fp8_of
+from moeserve.kernels.grouped_gemm import device_name, launch_of
+from moeserve.kernels.grouped_int4 import Int4, down_int4, gate_up_int4, launch_int4_of, widen_int4
+from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, step_reference
+from moeserve.kernels.linear import linear, linear_reference
+from moeserve.kernels.logprobs import logprobs, logprobs_reference
+from moeserve.kernels.mla import MlaShape, mla, mla_reference, plan_mla
+from moeserve.kernels.norms import add_rms_norm, rms_norm, rms_norm_reference
+from moeserve.kernels.paged_attention import attention, attention_reference, plan_attention
+from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
+from moeserve.kernels.prologue import prologue
+from moeserve.kernels.route import Rule, route_by, route_reference
+from moeserve.kernels.sampling import SamplingRows, sample
+from moeserve.kernels.staged import pack, write, write_reference
+from tools.gpu import moe
+from tools.gpu.attention import KV_HEADS, step_of
+from tools.gpu.bench import Bench, error_of
+
+ROUNDED, PRODUCT, EXACT = 4e-3, 1e-2, 0.0
+Check = Callable[[Bench], tuple[Tensor, Tensor, float]]  # found, reference, bound
+
+
+def size(bench: Bench, real: int, small: int) -> int:
+    return small if bench.smoke else real
+
+
+def norms(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    x = bench.random(size(bench, 300, 3), size(bench, 2048, 70))
+    weight = torch.rand(x.shape[1], device=bench.device)
+    return rms_norm(x, weight, 1e-6), rms_norm_reference(x.double(), weight.double(), 1e-6), ROUNDED
+
+
+def added_norms(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    x, residual = (bench.random(size(bench, 300, 3), size(bench, 2048, 70)) for _ in range(2))
+    weight = torch.rand(x.shape[1], device=bench.device)
+    total = x + residual
+    wanted = rms_norm_reference(total.double(), weight.double(), 1e-6)
+    return torch.cat(add_rms_norm(x, residual, weight, 1e-6)), torch.cat((wanted, total.double())), ROUNDED
+
+
+def activation(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    x = bench.random(size(bench, 300, 3), size(bench, 1536, 70))
+    return silu_mul(x), silu_mul_reference(x.float()), ROUNDED
+
+
+def embedded(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    table = bench.random(100, size(bench, 2048, 70))
+    ids = torch.randint(0, 100, (size(bench, 300, 3),), device=bench.device)
+    return embedding(ids, table), embedding_reference(ids, table), EXACT
+
+
+def shared_gate(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    x, y = (bench.random(size(bench, 300, 3), size(bench, 2048, 70)) for _ in range(2))
+    gate = bench.random(x.shape[1], scale=x.shape[1] ** -0.5)
+    return gated(x, gate, y), gated_reference(x.float(), gate.float(), y.float()), ROUNDED
+
+
+def dense(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    inner = size(bench, 2048, 70)
+    x, w = bench.random(size(bench, 300, 3), inner), bench.random(size(bench, 5120, 40), inner)
+    bias = bench.random(w.shape[0])
+    return linear(x, w, bias), linear_reference(x.double(), w.double(), bias.double()), ROUNDED
+
+
+def routed(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    logits = bench.random(size(bench, 300, 3), size(bench, 128, 16), dtype=torch.float32)
+    rule = Rule("softmax", True)
+    ids, shares = route_by(rule, logits, 2)
+    wanted_ids, wanted = route_reference(logits, 2, rule)
+    return torch.cat((ids.float(), shares)), torch.cat((wanted_ids.float(), wanted)), 1e-6
+
+
+def aligned(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    slots = size(bench, 128, 8)
+    ids = torch.rand(size(bench, 2000, 9), slots, device=bench.device).topk(2).indices.int()
+    found, wanted = align(ids, slots, 16), align_reference(ids, slots, 16)
+    assert found.order_N is not None
+    assert wanted.order_N is not None
+    tiles = len(wanted.slot_Z)
+    return (
+        torch.cat((found.order_N, found.counts_e, found.ends_e, found.slot_Z[:tiles], found.row_Z[:tiles])),
+        torch.cat((wanted.order_N, wanted.counts_e, wanted.ends_e, wanted.slot_Z, wanted.row_Z)),
+        EXACT,
+    )
+
+
+def combined(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    y, shares = bench.random(size(bench, 300, 3), 8, size(bench, 2048, 70)), torch.rand(size(bench, 300, 3), 8)
+    ids = torch.randint(-1, 9, shares.shape, dtype=torch.int32, device=bench.device)
+    shares = shares.to(bench.device)
+    return combine(y, shares, ids), combine_reference(y, shares, ids), EXACT
+
+
+def moe_shape(bench: Bench) -> moe.Shape:
+    return moe.Shape(4, 64, 64, 2) if bench.smoke else moe.Shape(128, 768, 2048, 8)
+
+
+def experts(bench: Bench, tokens: int) -> tuple[Tensor, Tensor, float]:
+    shape = moe_shape(bench)
+    w, batch = moe.weights_of(bench, shape), moe.batch_of(bench, shape, size(bench, tokens, 3))
+    pairs = batch.ids.numel()
+    config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, device_name(bench.device))
+    return moe.whole(batch, w, config, shape), moe.reference(batch, w), PRODUCT
+
+
+def experts_fp8(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    """Gate and up, whose result is e4m3: 3 bits after the first, so 1/16 at worst, 2^-5.2 or so on average."""
+    shape = moe_shape(bench)
+    batch = moe.batch_of(bench, shape, 100)
+    groups = shape.dim // 128
+    values = torch.randn(shape.experts, 2 * shape.width, shape.dim, device=bench.device).to(E4M3)
+    scales = torch.rand(shape.experts, 2 * shape.width // 128, groups, device=bench.device) / 64
+    w13, x = Scaled(values, scales), Scaled(*quantise(batch.x))
+    config = launch_fp8_of(batch.ids.numel(), shape.experts, shape.width, shape.dim, device_name(bench.device))
+    to = align(batch.ids, shape.experts, config["block_m"])
+    found = gate_up_fp8(x, w13, to, config, shape.top_k)
+    return widen(found.values, found.scales), gate_up_fp8_reference(x, w13, to, shape.top_k), 4e-2
+
+
+def experts_int4(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    shape, group = moe_shape(bench), size(bench, 128, 32)
+    batch = moe.batch_of(bench, shape, size(bench, 100, 3))
+
+    def packed(outputs: int, inputs: int) -> Int4:
+        values = torch.randint(0, 256, (shape.experts, outputs, inputs // 2), dtype=torch.uint8, device=bench.device)
+        return Int4(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
+
+    w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
+    rows, device = batch.ids.numel(), device_name(bench.device)
+    config = launch_int4_of(rows, shape.experts, shape.width, shape.dim, group, bench.dtype, device)
+    to = align(batch.ids, shape.experts, config["block_m"])
+    y = down_int4(gate_up_int4(batch.x, w13, to, config, shape.top_k), w2, to, config)
+    found = combine(y.view(*batch.ids.shape, -1), batch.shares, batch.ids)
+    return found, moe.reference(batch, moe.Weights(widen_int4(w13), widen_int4(w2))), PRODUCT
+
+
+def quantised(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    x = bench.random(size(bench, 300, 3), size(bench, 2048, 256))
+    return widen(*quantise(x)), widen(*quantise_reference(x)), 1e-3  # a tie may go the other way
+
+
+def decoded(bench: Bench, invariant: bool) -> tuple[Tensor, Tensor, float]:
+    step = step_of(bench, [600, 0, 63, *([] if bench.smoke else [5000, 40_000])], [1] * size(bench, 5, 3))
+    found = attention(step.q, step.k, step.v, step.plan(invariant))
+    return found, attended(step), PRODUCT
+
+
+def prefilled(bench: Bench, invariant: bool) -> tuple[Tensor, Tensor, float]:
+    step = step_of(bench, [0, 100], [size(bench, 1000, 9), size(bench, 33, 3)])
+    return attention(step.q, step.k, step.v, step.plan(invariant)), attended(step), PRODUCT
+
+
+def attended(step: Any) -> Tensor:
+    return attention_reference(step.q.float(), step.k, step.v, step.blocks, step.starts, step.offsets)
+
+
+def latent(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    shape = MlaShape(size(bench, 16, 2), size(bench, 512, 16), size(bench, 64, 16), 16, bench.dtype)
+    context, width = size(bench, 3000, 40), shape.latent + shape.rotated
+    cache = bench.random(context // 16 + 2, 16, width)
+    blocks = torch.arange(1, context // 16 + 2, dtype=torch.int32, device=bench.device)[None]
+    starts = torch.tensor([context - 1], dtype=torch.int32, device=bench.device)
+    offsets, q = torch.tensor([0, 1], dtype=torch.int32, device=bench.device), bench.random(1, shape.heads, width)
+    q = q * width**-0.5
+    found = mla(q, cache, plan_mla(blocks, starts, offsets, shape, Bounds(1, 1, 1, context)))
+    return found, mla_reference(q.float(), cache, blocks, starts, offsets, shape.latent), PRODUCT
+
+
+def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    """Norm per head, rotation, keys and values in their cells."""
+    heads, kv, dim, tokens = size(bench, 32, 8), KV_HEADS, size(bench, 128, 32), size(bench, 300, 3)
+    qkv, norm = bench.random(tokens, heads + 2 * kv, dim), torch.rand(heads + kv, dim, device=bench.device)
+    turns = torch.rand(tokens, 1, dim // 2, device=bench.device) * 6
+    cos, sin = torch.cat((turns.cos(), turns.cos()), -1), torch.cat((-turns.sin(), turns.sin()), -1)
+    k, v = (bench.random(tokens // 16 + 1, 16, kv, dim) for _ in range(2))
+    cells = torch.randperm(tokens, device=bench.device)
+    q = prologue(qkv, heads, kv, 0.5, cos, sin, k, v, cells, eps=1e-6, norms=norm)
+    qk = qkv[:, : heads + kv].double()
+    qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
+    qk = qk * cos + torch.roll(qk, dim // 2, -1) * sin
+    got = [cache.flatten(0, 1)[cells] for cache in (k, v)]
+    return torch.cat((q, *got), 1), torch.cat((qk[:, :heads] * 0.5, qk[:, heads:], qkv[:, heads + kv :]), 1), ROUNDED
+
+
+def logged(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    logits = bench.random(size(bench, 64, 2), size(bench, 151_936, 700), scale=3.0, dtype=torch.float32)
+    chosen = torch.randint(0, logits.shape[1], (len(logits),), device=bench.device)
+    found, wanted = logprobs(logits, chosen, 5), logprobs_reference(logits, chosen, 5)
+    return found[1], wanted[1], 1e-5
+
+
+def sampled(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    """Greedy rows take the first of the largest logits; of one allowed token, drawn rows take that."""
+    logits = bench.random(size(bench, 64, 2), size(bench, 151_936, 700), dtype=torch.float32)
+    rows = len(logits)
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=bench.device)
+
+    seeds = full(7, torch.int32)
+    greedy = sample(logits, SamplingRows(full(0), full(-torch.inf), full(5, torch.int32), full(1), seeds, seeds))[0]
+    alone = sample(logits, SamplingRows(full(1), full(-torch.inf), full(1, torch.int32), full(1), seeds, seeds))[0]
+    return torch.cat((greedy, alone)), logits.argmax(-1).repeat(2), EXACT
+
+
+def penalised(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    vocab, longest = size(bench, 151_936, 300), size(bench, 3000, 40)
+    logits = bench.random(2, vocab, dtype=torch.float32)
+    table = torch.randint(0, vocab, (2, longest), dtype=torch.int32, device=bench.device)
+
+    def row(*values: float, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=bench.device)
+
+    floats = (row(value, value, dtype=torch.float32) for value in (1.5, 0.5, 0.25))
+    rows = PenaltyRows(row(0, 1), row(1, 0), row(longest, longest), row(0, longest), *floats)
+    wanted = logits.double()
+    for at, (slot, has_answer) in enumerate(((1, True), (0, False))):
+        said = torch.bincount(table[slot], minlength=vocab)
+        change = torch.where(wanted[at] > 0, wanted[at] / 1.5, wanted[at] * 1.5)
+        wanted[at] = torch.where(said > 0, change - has_answer * (0.5 * said + 0.25), wanted[at])
+    penalise(logits, table, rows, longest, new_counts(2, vocab, bench.device))
+    return logits, wanted, 1e-5
+
+
+def staged(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    offsets = np.sort(np.random.default_rng(0).choice(5000, 900, replace=False)).astype(np.int64)
+    words, pieces = pack(offsets, np.arange(900, dtype=np.int32))
+    on_device = torch.from_numpy(words).to(bench.device)
+    found, wanted = (torch.zeros(5000, dtype=torch.int32, device=bench.device) for _ in range(2))
+    write(found, on_device, pieces)
+    write_reference(wanted, on_device, pieces)
+    return found, wanted, EXACT
+
+
+def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
+    """The arrays of a step from the requests' tables."""
+    table = torch.randint(0, 1000, (8, 200), dtype=torch.int32, device=bench.device)
+    blocks = torch.randint(1, 99, (1, 8, 13), dtype=torch.int32, device=bench.device)
+    slots, starts, counts = (np.array(row, dtype=np.int32) for row in ([4, 2, 7], [0, 9, 100], [17, 1, 40]))
+    step = StepWords.of(slots, starts, counts, np.array([False, True, True]))
+    both = [StepArrays.empty(70, 5, 4, 1, 13, bench.device) for _ in range(2)]
+    fill_step(table, blocks, 16, step, torch.from_numpy(step.words).to(bench.device), both[0])
+    step_reference(table, blocks, 16, step, both[1])
+    names = ("ids_T", "positions_T", "cells_GT", "blocks_GRN", "sample_S", "offsets_R1", "starts_R")
+    found, wanted = (torch.cat([getattr(one, name).flatten().long() for name in names]) for one in both)
+    return found, wanted, EXACT
+
+
+CHECKS: Mapping[str, Check] = {
+    "rms_norm": norms, "add_rms_norm": added_norms, "silu_mul": activation, "embedding": embedded, "gated": shared_gate,
+    "linear": dense, "route": routed, "align": aligned, "combine": combined, "moe 1": partial(experts, tokens=1),
+    "moe 100": partial(experts, tokens=100), "moe 4096": partial(experts, tokens=4096), "moe w8a8": experts_fp8,
+    "moe int4": experts_int4, "quantise": quantised, "decode": partial(decoded, invariant=True),
+    "decode fast": partial(decoded, invariant=False), "prefill": partial(prefilled, invariant=True),
+    "prefill fast": partial(prefilled, invariant=False), "mla": latent, "prologue": rotated, "logprobs": logged,
+    "sample": sampled, "penalties": penalised, "staged": staged, "step": filled,
+}  # fmt: skip
+UNFIT_FOR_SMOKE = ("moe w8a8", "quantise")  # the interpreter has no products of e4m3 and rounds to it wrongly
+
+
+def invariance(bench: Bench) -> dict[str, bool]:
+    """Whether rows alone have the bits that they have in batches of several sizes."""
+    dim, found = size(bench, 2048, 64), {}
+    weight, w = torch.rand(dim, device=bench.device), bench.random(size(bench, 5120, 48), dim)
+    x = bench.random(size(bench, 4097, 40), dim)
+    sizes = (1, 3, 20) if bench.smoke else (1, 2, 17, 65, 513, 4097)
+    found["linear"] = all_equal([linear(x[:n], w)[:1] for n in sizes])
+    found["rms_norm"] = all_equal([rms_norm(x[:n], weight, 1e-6)[:1] for n in sizes])
+    shape = moe_shape(bench)
+    of_experts, batch = moe.weights_of(bench, shape), moe.batch_of(bench, shape, sizes[-1])
+    rows = []
+    for n in sizes:
+        part = moe.Batch(batch.x[:n], batch.ids[:n].contiguous(), batch.shares[:n].contiguous())
+        pairs, device = n * shape.top_k, device_name(bench.device)
+        config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, device)
+        to = align(part.ids, shape.experts, config["block_m"])
+        y = moe.products(part, of_experts, to, config, shape.top_k)
+        rows.append(combine(y.view(*part.ids.shape, shape.dim), part.shares, part.ids)[:1])
+    found["moe"] = all_equal(rows)
+    found["attention"] = attention_is_invariant(bench)
+    return found
+
+
+def attention_is_invariant(bench: Bench) -> bool:
+    """A token decoded alone, in a batch, and as the last of a prefill."""
+    context = size(bench, 1500, 530)
+    step = step_of(bench, [context, *([] if bench.smoke else [7] * 60)], [1] * size(bench, 61, 1))
+    batched = attention(step.q, step.k, step.v, step.plan(True))[:1]
+    found = [batched]
+    for new in (1, 20):
+        start = torch.tensor([context + 1 - new], dtype=torch.int32, device=bench.device)
+        offsets = torch.tensor([0, new], dtype=torch.int32, device=bench.device)
+        plan = plan_attention(step.blocks[:1], start, offsets, step.shape, Bounds(1, new, new, context + 1))
+        q = torch.cat((bench.random(new - 1, *step.q.shape[1:]), step.q[:1]))
+        found.append(attention(q, step.k, step.v, plan)[-1:])
+    return all_equal(found)
+
+
+def all_equal(rows: list[Tensor]) -> bool:
+    return all(torch.equal(row, rows[0]) for row in rows[1:])
+
+
+def run(bench: Bench) -> dict[str, Any]:
+    """`wrong`: names of what failed; an error in one check leaves the others alone. An interpreted product's bits are
+    NumPy's, which depend on a row's place."""
+    checks: dict[str, Any] = {}
+    for name in bench.cases(CHECKS):
+        if bench.smoke and name in UNFIT_FOR_SMOKE:
+            continue
+        try:
+            found, reference, bound = CHECKS[name](bench)
+            error = error_of(found, reference)
+            checks[name] = {"error": error, "bound": bound, "ok": error <= bound}
+        except Exception as problem:
+            checks[name] = {"ok": False, "problem": f"{type(problem).__name__}: {problem}"[:500]}
+    same = invariance(bench)
+    wrong = [name for name, check in checks.items() if not check["ok"]]
+    wrong += [f"bits of {name}" for name, equal in same.items() if not equal and not bench.smoke]
+    return {"checks": checks, "invariance": same, "wrong": wrong}

@@ -1,0 +1,238 @@
+"""The fused MoE: two grouped products between sorting and summing, beside torch's and other engines' kernels.
+
+M tokens, K experts per token, E experts, I expert width, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.kernels.activation import silu_mul
+from moeserve.kernels.align import Alignment, align
+from moeserve.kernels.combine import combine
+from moeserve.kernels.configs import Config
+from moeserve.kernels.fp8 import E4M3, quantise
+from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
+from moeserve.kernels.grouped_gemm import device_name, down, gate_up, launch_of
+from moeserve.kernels.grouped_int4 import Int4, down_int4, gate_up_int4, launch_int4_of
+from tools.gpu.bench import Bench, Run, error_of, figures
+from tools.gpu.peers import PeerMoe, load_peers
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+FEWER = (1, 16, 64, 128, 256, 512, 2048, 4096, 16384)
+ROUTINGS = 4  # sets of choices that calls rotate through
+MOST_ERROR = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    experts: int
+    width: int
+    dim: int
+    top_k: int
+
+    def __str__(self) -> str:
+        return f"E{self.experts} N{self.width} K{self.dim} top-{self.top_k}"
+
+
+SHAPES = (Shape(128, 768, 2048, 8), Shape(8, 14336, 4096, 2), Shape(64, 1408, 2048, 6))
+SMOKE = Shape(4, 32, 64, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    w13: Tensor
+    w2: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's rows and where they go."""
+
+    x: Tensor
+    ids: Tensor
+    shares: Tensor
+
+    @property
+    def distinct(self) -> int:
+        return int(torch.unique(self.ids).numel())
+
+
+def weights_of(bench: Bench, shape: Shape) -> Weights:
+    return Weights(
+        bench.random(shape.experts, 2 * shape.width, shape.dim, scale=shape.dim**-0.5),
+        bench.random(shape.experts, shape.dim, shape.width, scale=shape.width**-0.5),
+    )
+
+
+def batch_of(bench: Bench, shape: Shape, tokens: int, skew: float = 0.0) -> Batch:
+    """Random rows; experts are drawn without repetition, with probabilities of rank^-skew (0: all alike)."""
+    odds = (torch.arange(shape.experts, device=bench.device) + 1.0) ** -skew
+    ids = torch.multinomial(odds.expand(tokens, -1), shape.top_k)
+    shares = torch.rand(tokens, shape.top_k, device=bench.device)
+    return Batch(bench.random(tokens, shape.dim), ids.int(), shares / shares.sum(1, keepdim=True))
+
+
+def work_of(shape: Shape, batches: Sequence[Batch], byte_share: float = 1.0) -> dict[str, int]:
+    """Bytes of the weights that a step needs, on average, and its operations. byte_share: of a bf16 weight's two."""
+    weights = sum(batch.distinct for batch in batches) / len(batches) * 3 * shape.width * shape.dim
+    flops = 2 * len(batches[0].x) * shape.top_k * 3 * shape.width * shape.dim
+    return {"num_bytes": int(2 * weights * byte_share), "flops": flops}
+
+
+def products(batch: Batch, w: Weights, to: Alignment, config: Config, top_k: int) -> Tensor:
+    return down(gate_up(batch.x, w.w13, to, config, top_k), w.w2, to, config)
+
+
+def whole(batch: Batch, w: Weights, config: Config, shape: Shape) -> Tensor:
+    """As a layer runs after its router: sort, multiply, sum."""
+    to = align(batch.ids, shape.experts, config["block_m"])
+    y = products(batch, w, to, config, shape.top_k)
+    return combine(y.view(*batch.ids.shape, shape.dim), batch.shares, batch.ids)
+
+
+def reference(batch: Batch, w: Weights) -> Tensor:
+    """In fp32, expert by expert, with the intermediate rounded as kernels round it."""
+    out = torch.zeros_like(batch.x, dtype=torch.float32)
+    for expert in torch.unique(batch.ids).tolist():
+        tokens, places = (batch.ids == expert).nonzero(as_tuple=True)
+        gate, up = (batch.x[tokens].float() @ w.w13[expert].float().T).chunk(2, -1)
+        hidden = (torch.nn.functional.silu(gate) * up).to(batch.x.dtype).float()
+        out.index_add_(0, tokens, batch.shares[tokens, places, None] * (hidden @ w.w2[expert].float().T))
+    return out
+
+
+def torch_grouped(batch: Batch, w: Weights, shape: Shape) -> Run | None:
+    """torch's grouped product over rows gathered before; None where torch has none."""
+    if batch.x.device.type != "cuda" or not hasattr(torch, "_grouped_mm"):
+        return None
+    flat = batch.ids.flatten()
+    rows = batch.x[flat.argsort(stable=True) // shape.top_k]
+    ends = flat.bincount(minlength=shape.experts).cumsum(0).int()
+    w13, w2 = w.w13.transpose(-1, -2), w.w2.transpose(-1, -2)
+    return lambda: torch._grouped_mm(silu_mul(torch._grouped_mm(rows, w13, offs=ends)), w2, offs=ends)
+
+
+def compared(bench: Bench, shape: Shape, w: Weights, tokens: int, skew: float, peers: Mapping[str, PeerMoe]) -> Any:
+    """Ours and the peers' products on the same choices, each side's rows sorted before; and our whole layer."""
+    batches = [batch_of(bench, shape, tokens, skew) for _ in range(ROUTINGS if bench.times else 1)]
+    config = launch_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, bench.dtype,
+                       device_name(bench.device))  # fmt: skip
+    aligned = [align(batch.ids, shape.experts, config["block_m"]) for batch in batches]
+    pairs = list(zip(batches, aligned, strict=True))
+    candidates: dict[str, list[Run]] = {
+        "moeserve": [partial(products, batch, w, to, config, shape.top_k) for batch, to in pairs],
+        "moeserve layer": [partial(whole, batch, w, config, shape) for batch in batches],
+    }
+    grouped = [run for batch in batches if (run := torch_grouped(batch, w, shape)) is not None]
+    if grouped:
+        candidates["torch grouped_mm"] = grouped
+    exact = reference(batches[0], w)
+    errors = {"moeserve": error_of(whole(batches[0], w, config, shape), exact)}
+    notes = {}
+    for name, peer in peers.items():
+        runs = [peer.prepare(batch.x, batch.ids, batch.shares, w.w13, w.w2) for batch in batches]
+        try:
+            errors[name] = error_of(runs[0]().float().sum(1), exact)
+        except Exception as error:
+            notes[name] = f"left out: {type(error).__name__}: {error}"[:300]
+            continue
+        if errors[name] < MOST_ERROR:
+            candidates[name] = list(runs)
+        else:
+            notes[name] = f"left out: its result is off by {errors[name]:.2g}"
+    work, may_fail = work_of(shape, batches), candidates.keys() - {"moeserve", "moeserve layer"}
+    found = {name: figures(samples, **work) for name, samples in bench.time(candidates, may_fail).items()}
+    ours = found["moeserve"]["us"]
+    ratios = {name: f["us"] / ours for name, f in found.items() if ours and not name.startswith("moeserve")}
+    return {
+        "shape": str(shape), "tokens": tokens, "skew": skew, "distinct_experts": [batch.distinct for batch in batches],
+        "config": dict(config), "errors": errors, "figures": found, "ratios": ratios, "notes": notes,
+    }  # fmt: skip
+
+
+def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
+    """Weights and rows in e4m3 with scales per block; the rows are rounded before the clock starts."""
+
+    def scaled(*size: int) -> Scaled:
+        values = torch.randn(size, device=bench.device).to(E4M3)
+        return Scaled(values, torch.rand(size[0], size[1] // 128, -(-size[2] // 128), device=bench.device) / 64)
+
+    w13 = scaled(shape.experts, 2 * shape.width, shape.dim)
+    w2 = scaled(shape.experts, shape.dim, shape.width)
+    batch = batch_of(bench, shape, tokens)
+    config = launch_fp8_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, device_name(bench.device))
+    to, x = align(batch.ids, shape.experts, config["block_m"]), Scaled(*quantise(batch.x))
+    out = bench.random(tokens * shape.top_k, shape.dim)
+    run = lambda: down_fp8(gate_up_fp8(x, w13, to, config, shape.top_k), w2, to, config, out)  # noqa: E731
+    samples = bench.time({"w8a8": [run]})["w8a8"]
+    return {"tokens": tokens, "config": dict(config), **figures(samples, **work_of(shape, [batch], 0.5))}
+
+
+def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
+    """Weights of 4 bits, a scale for every 128 inputs; rows in bf16."""
+    group = 32 if bench.smoke else 128
+
+    def packed(outputs: int, inputs: int) -> Int4:
+        size = (shape.experts, outputs, inputs // 2)
+        values = torch.randint(0, 256, size, dtype=torch.uint8, device=bench.device)
+        return Int4(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
+
+    w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
+    batch = batch_of(bench, shape, tokens)
+    config = launch_int4_of(
+        tokens * shape.top_k, shape.experts, shape.width, shape.dim, group, bench.dtype, device_name(bench.device)
+    )
+    to = align(batch.ids, shape.experts, config["block_m"])
+    run = lambda: down_int4(gate_up_int4(batch.x, w13, to, config, shape.top_k), w2, to, config)  # noqa: E731
+    samples = bench.time({"int4": [run]})["int4"]
+    return {"tokens": tokens, "config": dict(config), **figures(samples, **work_of(shape, [batch], 0.25 + 1 / group))}
+
+
+def run(bench: Bench, peers_folder: Path | None) -> dict[str, Any]:
+    shapes = (SMOKE,) if bench.smoke else SHAPES
+    peers, notes = load_peers(peers_folder)
+    cases: list[dict[str, Any]] = []
+    quantised: dict[str, list[Any]] = {"w8a8": [], "int4": []}
+    for number, shape in enumerate(shapes):
+        w = weights_of(bench, shape)
+        ready = {name: PeerMoe(peer, shape.experts, shape.width, shape.dim) for name, peer in peers.items()}
+        wanted = (3,) if bench.smoke else FEWER if number else TOKENS
+        for tokens in bench.cases(wanted):
+            cases.append(compared(bench, shape, w, tokens, 0.0, ready))
+        for tokens in bench.cases(() if number else wanted if bench.smoke else (64, 512, 4096)):
+            cases.append(compared(bench, shape, w, tokens, 1.0, ready))
+        del w
+    first = Shape(4, 128, 128, 2) if bench.smoke else shapes[0]
+    for tokens in bench.cases((3,) if bench.smoke else (1, 16, 64, 256, 1024, 4096)):
+        if not bench.smoke:  # the interpreter has no products of e4m3
+            quantised["w8a8"].append(fp8_case(bench, first, tokens))
+        quantised["int4"].append(int4_case(bench, first, tokens))
+    wrong = [f"{case['shape']}, {case['tokens']}" for case in cases if not case["errors"]["moeserve"] < MOST_ERROR]
+    return {
+        "cases": cases, "quantised": quantised, "peers": notes, "ratio_geomeans": geomeans(cases), "wrong": wrong,
+    }  # fmt: skip
+
+
+def geomeans(cases: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each peer's time over ours, all shapes, sizes and routings; and the worst one."""
+    ratios: dict[str, list[float]] = {}
+    for case in cases:
+        for name, ratio in case["ratios"].items():
+            ratios.setdefault(name, []).append(ratio)
+    return {
+        name: {
+            "geomean": math.exp(sum(map(math.log, values)) / len(values)),
+            "worst": min(values),
+            "cases": len(values),
+        }
+        for name, values in ratios.items()
+    }
