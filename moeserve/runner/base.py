@@ -11,8 +11,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,6 +50,9 @@ from moeserve.runner.tables import Tables
 from moeserve.runner.upload import Upload
 from moeserve.runner.workspace import workspace_bytes
 from moeserve.sampling import TokenSampling
+
+if TYPE_CHECKING:
+    from moeserve.runner.triton_inputs import FixedInputs
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -147,13 +151,17 @@ class ModelRunnerBase(ABC):
         if self.graph_obstacle is not None:
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
-        from moeserve.runner.graph_inputs import FixedInputs  # imports triton
-
         sizes = sizes_of(self.config.device.graphs, self.limits)
-        fixed = FixedInputs(self.tables, self.groups, self.upload, max(max(each) for each in sizes.values()))
-        graphs = GraphManager(fixed, recorder(), self.lanes.lanes[0], sizes)
+        graphs = GraphManager(self.fixed_inputs, recorder(), self.lanes.lanes[0], sizes)
         graphs.capture(lambda step: self.lanes.forward(self.model, step, 0, None, self.kv.layers))
         self.graphs = graphs
+
+    @cached_property
+    def fixed_inputs(self) -> FixedInputs:
+        """Places for the inputs of any step, which a Triton kernel fills."""
+        from moeserve.runner.triton_inputs import FixedInputs  # imports triton
+
+        return FixedInputs(self.tables, self.groups, self.upload, self.limits.max_num_batched_tokens)
 
     @property
     def graph_obstacle(self) -> str | None:
@@ -290,8 +298,17 @@ class ModelRunnerBase(ABC):
             self.device,
             self.world.tp_size,
         )
-        self.tables = Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
+        self.tables = self.make_tables()
         self.sampler = self.make_sampler()
+
+    def make_tables(self) -> Tables:
+        """For `limits`."""
+        limits = self.limits
+        return Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
+
+    def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
+        """What a step that is run as it is reads."""
+        return prepare_inputs(plan, host, self.tables, self.groups, self.upload)
 
     def make_sampler(self) -> Sampler:
         """Over `tables`."""
@@ -345,8 +362,8 @@ class ModelRunnerBase(ABC):
             return self._no_forward(plan)
         start = self._mark()
         host = HostRows.of(plan)
-        shape, where = self._dispatch(plan), (self.tables, self.groups, self.upload)
-        step = self.graphs.inputs(shape, plan, lambda: prepare_inputs(plan, host, *where))
+        shape = self._dispatch(plan)
+        step = self.graphs.inputs(shape, plan, lambda: self.step_inputs(plan, host))
         hidden_TD = self._forward(plan, shape, step)
         outputs = self._sample(plan, host, step, hidden_TD)
         end = self._mark()

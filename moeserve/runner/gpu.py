@@ -13,13 +13,17 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from moeserve.engine.plan import StepPlan
 from moeserve.kernels.configs import add_folder, user_folder
+from moeserve.layers.inputs import StepInputs
 from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase, dummy_plan
 from moeserve.runner.graphs import MOST_TOKENS
+from moeserve.runner.inputs import HostRows
 from moeserve.runner.memory import MemoryFacts
 from moeserve.runner.recorder import CudaRecorder
 from moeserve.runner.sampler import Sampler
+from moeserve.runner.tables import Tables
 from moeserve.runner.upload import RingUpload
 from moeserve.runner.workspace import workspace_bytes
 
@@ -57,10 +61,25 @@ class GPUModelRunner(ModelRunnerBase):
         self.record_graphs(lambda: CudaRecorder(self.device))
         self.execute(dummy_plan(len(self.groups), 0, 1))  # compiles what fills their inputs
 
+    @property
+    def by_triton(self) -> bool:
+        return self.config.device.kernels != "torch" and find_spec("triton") is not None
+
+    def make_tables(self) -> Tables:
+        if not self.by_triton:
+            return super().make_tables()
+        from moeserve.runner.triton_inputs import scatter  # slow to import, as all that uses triton
+
+        limits = self.limits
+        return Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload, scatter)
+
+    def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
+        return self.fixed_inputs.exact(plan) if self.by_triton else super().step_inputs(plan, host)
+
     def make_sampler(self) -> Sampler:
-        if self.config.device.kernels == "torch" or find_spec("triton") is None:
+        if not self.by_triton:
             return super().make_sampler()
-        from moeserve.runner.triton_sampler import TritonSampler  # slow to import: only where it serves
+        from moeserve.runner.triton_sampler import TritonSampler
 
         return TritonSampler(self.spec.vocab_size, self.tables, self.upload)
 

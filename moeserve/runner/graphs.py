@@ -24,7 +24,7 @@ from moeserve.moe.lane import Lane
 from moeserve.runner.recorder import Pause, Recorder, Recording
 
 if TYPE_CHECKING:
-    from moeserve.runner.graph_inputs import FixedInputs
+    from moeserve.runner.triton_inputs import FixedInputs
 
 logger = logging.getLogger(__name__)
 MOST_TOKENS = 512  # of a recorded step; larger ones keep the device busy for longer than the host needs to launch them

@@ -9,7 +9,7 @@ stages (offset, value) pairs, and `apply` sends all of a step's in one copy and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,15 @@ I64 = NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
 
 
+def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
+    """arena[offsets] = values, with one copy to the device; no offset is there twice."""
+    offsets, values = upload(offsets_N, values_N)
+    arena.index_put_((offsets,), values)
+
+
+Scatter = Callable[[Tensor, Upload, I64, I32], None]
+
+
 class Tables:
     """Tables of `slots` requests with at most `max_len` tokens each.
 
@@ -34,11 +43,18 @@ class Tables:
     """
 
     def __init__(
-        self, slots: int, max_len: int, groups: Sequence[KVGroup], device: torch.device, upload: Upload
+        self,
+        slots: int,
+        max_len: int,
+        groups: Sequence[KVGroup],
+        device: torch.device,
+        upload: Upload,
+        scatter: Scatter = scatter,
     ) -> None:
         self.slots = slots
         self.width = max_len + 1
         self._upload = upload
+        self._scatter = scatter
         self._max_blocks = [-(-self.width // group.block_size) for group in groups]
         starts = np.cumsum([0, slots * self.width, *(slots * n for n in self._max_blocks)])
         if starts[-1] > _INT32_MAX:
@@ -97,8 +113,7 @@ class Tables:
         if self._may_repeat:
             offsets_N, values_N = _last_writes(offsets_N, values_N)
         self._offsets, self._values, self._may_repeat = [], [], False
-        offsets, values = self._upload(offsets_N, values_N)
-        self.arena.index_put_((offsets,), values)
+        self._scatter(self.arena, self._upload, offsets_N, values_N)
 
     def append(self, offsets_S: Tensor, tokens_S: Tensor) -> None:
         """Writes sampled tokens (int32) at arena offsets from `token_offsets`: the next step reads them there."""

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords, step_reference
+from moeserve.kernels.staged import write_reference
 from moeserve.layers.inputs import LayerKV, StepInputs
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.registry import family
 from moeserve.moe.lane import Lane
 from moeserve.ops.table import pick_ops
-from moeserve.runner import gpu, graph_inputs, recorder
+from moeserve.runner import gpu, recorder, triton_inputs
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
@@ -272,7 +273,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     for module in (gpu, recorder):
         monkeypatch.setattr(module, "torch", FakeTorch(fake))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(graph_inputs, "fill_step", fill)
+    monkeypatch.setattr(triton_inputs, "fill_step", fill)
+    monkeypatch.setattr(triton_inputs, "write", write_reference)
     with fake:
         yield fake
 

@@ -1,18 +1,30 @@
-"""Inputs of recorded steps: always at the same addresses, padded to the recorded shape, filled by one kernel."""
+"""A step's tables and inputs by two kernels: what was staged, and then all inputs, each in one copy and one launch.
+
+Inputs are always at the same addresses, where recorded steps find them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
+from torch import Tensor
 
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import I32, StepPlan
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
+from moeserve.kernels.staged import pack, write
 from moeserve.layers.inputs import GroupInputs, StepInputs
-from moeserve.runner.tables import Tables
+from moeserve.runner.tables import I64, Tables
 from moeserve.runner.upload import Upload
+
+
+def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
+    """As `tables.scatter`."""
+    words, pieces = pack(offsets_N, values_N)
+    (on_device,) = upload(words)
+    write(arena, on_device, pieces)
 
 
 class FixedInputs:
@@ -35,6 +47,11 @@ class FixedInputs:
         starts_R = np.full(min(tokens, padded_rows), self._tables.width - 2, dtype=np.int32)
         return self._inputs(tokens, padded_rows, np.arange(len(starts_R) + 1, dtype=np.int32), starts_R, 0)
 
+    def exact(self, plan: StepPlan) -> StepInputs:
+        """The inputs of `plan` without padding, for a step that is run as it is."""
+        step = self.fill(plan, int(plan.counts_R.sum()), len(plan.slots_R))
+        return replace(step, live=None)
+
     def fill(self, plan: StepPlan, tokens: int, rows: int | None) -> StepInputs:
         """The inputs of `plan`, padded to so many tokens, and to so many rows if the number of rows is fixed, too."""
         longest = int((plan.starts_R + plan.counts_R).max())
@@ -43,7 +60,9 @@ class FixedInputs:
         (words,) = self._upload(step.words)
         padded_rows = self._tables.slots if rows is None else rows
         size = self._groups[0].block_size
-        fill_step(self._tables.tokens, self._blocks_GSN, size, step, words, self._part(tokens, padded_rows))
+        part = self._part(tokens, padded_rows)
+        part = replace(part, blocks_GRN=part.blocks_GRN[:, :, : -(-longest // size)])  # what lies behind is never read
+        fill_step(self._tables.tokens, self._blocks_GSN, size, step, words, part)
         offsets_R1 = np.concatenate(([0], plan.counts_R.cumsum())).astype(np.int32)
         return self._inputs(tokens, padded_rows, offsets_R1, plan.starts_R, step.samples)
 
