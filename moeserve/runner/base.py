@@ -34,6 +34,7 @@ from moeserve.ops.quantised import Asked
 from moeserve.parallel.members import Members
 from moeserve.parallel.world import World
 from moeserve.runner import limits as limits_of
+from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import Descriptor, EagerGraphs, GraphManager, Graphs, obstacle, sizes_of
 from moeserve.runner.inputs import HostRows, prepare_inputs
@@ -325,10 +326,10 @@ class ModelRunnerBase(ABC):
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
         tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
         began_s = time.perf_counter()
-        self.execute(dummy_plan(len(self.groups), 0, length, (Added(0, tokens, length, sampling),)))
+        self.execute(dummy_plan(len(self.groups), 0, [length], (Added(0, tokens, length, sampling),)))
         self.step_s = (time.perf_counter() - began_s) * -(-self.limits.max_num_batched_tokens // length)
         if length < self.limits.max_model_len:
-            self.execute(dummy_plan(len(self.groups), length, 1))
+            self.execute(dummy_plan(len(self.groups), length, [1]))
         self.kv.clear_null_block()
 
     def _hear_placed(self, placed: Placed) -> None:
@@ -450,17 +451,3 @@ def first_placement(config: Config, spec: ModelSpec, world: World) -> Placement 
         return None
     redundant = config.parallel.redundant_experts if world.ep else 0
     return Placement.initial(sum(spec.moe_layers), spec.num_experts, world.num_expert_ranks, redundant)
-
-
-def dummy_plan(num_groups: int, start: int, count: int, added: tuple[Added, ...] = ()) -> StepPlan:
-    """A step of one request in slot 0 without any block: it computes, and its K/V go to the null block."""
-    nothing = np.zeros(0, dtype=np.int32)
-    return StepPlan(
-        step=0,
-        slots_R=np.zeros(1, dtype=np.int32),
-        starts_R=np.array([start], dtype=np.int32),
-        counts_R=np.array([count], dtype=np.int32),
-        samples_R=np.ones(1, dtype=np.bool_),
-        diffs=(BlockDiff(nothing, nothing, nothing),) * num_groups,
-        added=added,
-    )

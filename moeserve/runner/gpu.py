@@ -6,6 +6,7 @@ touch CUDA.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,11 +14,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from moeserve.config import Limits
 from moeserve.engine.plan import StepPlan
 from moeserve.kernels.configs import add_folder, user_folder
 from moeserve.layers.inputs import StepInputs
 from moeserve.runner import limits
-from moeserve.runner.base import DeviceProperties, ModelRunnerBase, dummy_plan
+from moeserve.runner.base import DeviceProperties, ModelRunnerBase
+from moeserve.runner.dummy import dummy_plan, every_way, largest_step
 from moeserve.runner.graphs import MOST_TOKENS
 from moeserve.runner.inputs import HostRows
 from moeserve.runner.memory import MemoryFacts
@@ -27,6 +30,9 @@ from moeserve.runner.tables import Tables
 from moeserve.runner.upload import RingUpload
 from moeserve.runner.workspace import workspace_bytes
 
+logger = logging.getLogger(__name__)
+FP32 = 4
+MOST_TABLE_ENTRIES = 1 << 30
 UPLOADS_PER_STEP = 16  # roomy: an entry that is still being copied is waited for, never overwritten
 
 
@@ -50,16 +56,54 @@ class GPUModelRunner(ModelRunnerBase):
         return MemoryFacts(limit=total, used=total - free - reserve, free=free + reserve)
 
     def profile_run(self) -> int:
-        """Graphs keep memory of their own: what the largest of them needs."""
-        bytes_needed, tokens = super().profile_run(), min(MOST_TOKENS, limits.step_tokens(self.config))
+        """What the largest step really takes, or more where the estimate says so; the request tables; what attention to
+        long contexts needs; and graphs, which keep memory of their own: what the largest of them needs."""
+        estimated, (step_bytes, table_bytes) = super().profile_run(), self._measured()
+        logger.info("a step takes %d MiB, %d by estimate", step_bytes >> 20, estimated >> 20)
+        needed, tokens = max(estimated, step_bytes) + table_bytes, min(MOST_TOKENS, limits.step_tokens(self.config))
+        if self.by_triton:
+            from moeserve.kernels.paged_attention import MOST_SPACE
+
+            needed += FP32 * MOST_SPACE * len(self.groups)
         if self.graph_obstacle is not None:
-            return bytes_needed
+            return needed
         scheduler = replace(self.config.scheduler, max_num_batched_tokens=tokens)
-        return bytes_needed + workspace_bytes(self.spec, replace(self.config, scheduler=scheduler), self.dtype)
+        return needed + workspace_bytes(self.spec, replace(self.config, scheduler=scheduler), self.dtype)
+
+    def _measured(self) -> tuple[int, int]:
+        """Bytes that the largest step takes at its peak beside weights and tables, and those of the tables."""
+        config = self.config
+        max_len = config.model.max_model_len or self.spec.max_position
+        self.limits = Limits(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=limits.step_tokens(config),
+            prefill_chunk=limits.chunk_tokens(config),
+            max_model_len=min(max_len, MOST_TABLE_ENTRIES // config.scheduler.max_num_seqs),  # memory may allow less
+            block_size=config.cache.block_size,
+            num_blocks=1,
+        )
+        before = torch.cuda.memory_allocated(self.device)
+        self.initialize_kv_cache()
+        tables = torch.cuda.memory_allocated(self.device) - before
+        self.execute(dummy_plan(len(self.groups), 0, [1]))  # for what is allocated once, such as a library's work space
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.execute(largest_step(len(self.groups), self.limits))
+        step = torch.cuda.max_memory_allocated(self.device) - before - tables
+        del self.kv, self.tables, self.sampler, self.limits
+        self.__dict__.pop("fixed_inputs", None)
+        torch.cuda.empty_cache()
+        return step, tables
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        if self.by_triton:  # compiled when first met, which no step of a request should wait for
+            for plan in every_way(len(self.groups), self.limits):
+                self.execute(plan)
+            self.kv.clear_null_block()
 
     def capture_model(self) -> None:
         self.record_graphs(lambda: CudaRecorder(self.device))
-        self.execute(dummy_plan(len(self.groups), 0, 1))  # compiles what fills their inputs
+        self.execute(dummy_plan(len(self.groups), 0, [1]))  # compiles what fills their inputs
 
     @property
     def by_triton(self) -> bool:

@@ -89,6 +89,16 @@ class FakeCuda(TorchDispatchMode):
 
     def graph_pool_handle(self) -> None: ...
 
+    def empty_cache(self) -> None: ...
+
+    def reset_peak_memory_stats(self, device: Any) -> None: ...
+
+    def memory_allocated(self, device: Any) -> int:
+        """All that was ever there: nothing is freed here."""
+        return sum(storage.nbytes() for storage in self.kept.values())
+
+    max_memory_allocated = memory_allocated
+
     def current_stream(self) -> Stream:
         return self.stack[-1]
 

@@ -337,6 +337,24 @@ def test_the_fake_device_notices_each_of_them(cuda: FakeCuda, monkeypatch: pytes
     assert cuda.tape is None
 
 
+def test_the_largest_step_is_run_to_measure_it(cuda: FakeCuda) -> None:
+    class Measured(ExactOnFake):
+        profile_run = GPUModelRunner.profile_run
+
+    runner = Measured(config_of(None, **SETTINGS), spec_of(vocab_size=5000, max_position=64), Path())
+    runner.load(lambda phase, percent: None)
+    runs: list[int] = []
+    runner.on_logits = lambda plan, logits_SV: runs.append(int(plan.counts_R.sum()))
+    step_bytes, table_bytes = runner._measured()
+    assert runs == [1, SETTINGS["max_num_batched_tokens"]]
+    logits = SETTINGS["max_num_seqs"] * 5000 * 4
+    assert logits < step_bytes < 9 * logits
+    assert SETTINGS["max_num_seqs"] * 64 * 4 < table_bytes
+    assert not {"limits", "kv", "tables", "fixed_inputs"} & set(vars(runner))
+    runner.allocate(runner.resolve(1 << 20), lambda phase, percent: None)
+    assert serve_ahead(Driver(runner))
+
+
 def test_a_missing_wait_in_the_runner_is_noticed(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"spec": spec_of(), "block_size": 16, "cls": ExactOnFake, "graphs": "full"}
     monkeypatch.setattr(cuda.Stream, "wait_event", lambda stream, event: None)

@@ -1,0 +1,66 @@
+"""Steps of requests that nobody made: for warmth, for measuring, and so that kernels are compiled before they are
+needed. Their requests have no blocks, so that all they write goes to the null block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from moeserve.config import Limits
+from moeserve.engine.plan import Added, BlockDiff, StepPlan
+from moeserve.sampling import TokenSampling
+
+PROMPT = 4  # tokens of a request that samples in a way of its own
+
+
+def dummy_plan(num_groups: int, start: int, counts: Sequence[int], added: tuple[Added, ...] = ()) -> StepPlan:
+    """Row i is slot i's, with counts[i] new tokens from position `start` on; all rows sample."""
+    nothing = np.zeros(0, dtype=np.int32)
+    return StepPlan(
+        step=0,
+        slots_R=np.arange(len(counts), dtype=np.int32),
+        starts_R=np.full(len(counts), start, dtype=np.int32),
+        counts_R=np.array(counts, dtype=np.int32),
+        samples_R=np.ones(len(counts), dtype=np.bool_),
+        diffs=(BlockDiff(nothing, nothing, nothing),) * num_groups,
+        added=added,
+    )
+
+
+def spread(tokens: int, limits: Limits) -> list[int]:
+    """So many tokens, or as many as can be, in rows that are as long as one request's may be.
+
+    10 tokens, contexts of up to 5 -> [4, 4, 2]
+    """
+    longest = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
+    rows = min(limits.max_num_seqs, -(-tokens // longest))
+    return [longest] * (rows - 1) + [min(longest, tokens - longest * (rows - 1))]
+
+
+def largest_step(num_groups: int, limits: Limits) -> StepPlan:
+    """As many tokens as a step may have, in as many rows, all of which sample."""
+    rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    most, rest = divmod(limits.max_num_batched_tokens, rows)
+    longest = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
+    return dummy_plan(num_groups, 0, [min(longest, most + (row < rest)) for row in range(rows)])
+
+
+def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
+    """Steps that together take every way through the kernels: launches differ by the number of tokens, by how long the
+    longest row and its context are, and by how rows sample."""
+    tokens = 1
+    while tokens < limits.max_num_batched_tokens:
+        yield dummy_plan(num_groups, 0, spread(tokens, limits))
+        tokens *= 2
+    yield dummy_plan(num_groups, 0, spread(limits.max_num_batched_tokens, limits))
+    yield dummy_plan(num_groups, max(0, limits.max_model_len - 2), [1])
+    count = max(1, min(PROMPT, limits.prefill_chunk, limits.max_num_batched_tokens, limits.max_model_len - 1))
+    for sampling in (
+        TokenSampling(seed=0, max_tokens=1, temperature=0.0),
+        TokenSampling(seed=0, max_tokens=1),
+        TokenSampling(seed=0, max_tokens=1, top_k=2, top_p=0.9, min_p=0.1),
+        TokenSampling(seed=0, max_tokens=1, repetition_penalty=1.1, logit_bias={0: 1.0}),
+        TokenSampling(seed=0, max_tokens=1, logprobs=5, prompt_logprobs=5),
+    ):
+        yield dummy_plan(num_groups, 0, [count], (Added(0, np.zeros(count, dtype=np.int32), count, sampling),))
