@@ -1,0 +1,121 @@
+"""No step on CUDA asks the device for a value: the runner for GPUs over interpreted kernels, where asking fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+from moeserve.runner import gpu, recorder
+from moeserve.runner.base import DeviceProperties
+from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.load import Progress
+from moeserve.runner.memory import host_memory
+from moeserve.runner.upload import RingUpload
+from moeserve.sampling import TokenSampling
+from tests.runner.fake_cuda import FakeCuda, FakeTorch
+from tests.runner.harness import Request
+from tests.runner.test_bits import driver_of, random_model
+
+ASKS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
+MANY_WAYS = (
+    TokenSampling(seed=1, max_tokens=9, temperature=0.0),
+    TokenSampling(seed=2, max_tokens=9, top_k=9, top_p=0.9, min_p=0.01),
+    TokenSampling(seed=3, max_tokens=9, repetition_penalty=1.2, presence_penalty=0.1),
+    TokenSampling(seed=4, max_tokens=9, logprobs=2, prompt_logprobs=1),
+)
+
+
+class Waits(AssertionError):
+    """The host waits for the device."""
+
+
+class OnHere(GPUModelRunner):
+    """The device is CPU memory; its streams put nothing in order, which other tests look at."""
+
+    def load_model(self, progress: Progress) -> None:
+        self.model = random_model(self)
+
+    def _cache_device_properties(self) -> None:
+        self.device = torch.device("cpu")
+        self.upload = RingUpload(self.device, 64, pinned=False)
+        self.properties = DeviceProperties("here", host_memory, own=False)
+        self._copies = gpu.torch.cuda.Stream(self.device)
+
+    def profile_run(self) -> int:
+        return 0
+
+    def warm_up(self) -> None: ...
+
+
+class Guard:
+    """While `armed`, asking a tensor for its values fails, but in what stands for the device or fills its buffers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.armed = False
+        for name in ASKS:
+            monkeypatch.setattr(torch.Tensor, name, self._refusing(name, getattr(torch.Tensor, name)))
+        for owner, name in ((GridExecutor, "__call__"), (RingUpload, "__call__")):
+            monkeypatch.setattr(owner, name, self._disarmed(getattr(owner, name)))
+
+    def _refusing(self, name: str, asked: Any) -> Any:
+        def ask(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.armed:
+                raise Waits(name)
+            return asked(tensor, *args, **kwargs)
+
+        return ask
+
+    def _disarmed(self, call: Any) -> Any:
+        def calls(*args: Any, **kwargs: Any) -> Any:
+            armed, self.armed = self.armed, False
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.armed = armed
+
+        return calls
+
+
+@pytest.fixture
+def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
+    fake = FakeTorch(FakeCuda())
+    for module in (gpu, recorder):
+        monkeypatch.setattr(module, "torch", fake)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    return Guard(monkeypatch)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there test_gpu.py asks the driver")
+@pytest.mark.parametrize("model", ["windows", "llama"])
+def test_no_step_asks_the_device(model: str, guard: Guard) -> None:
+    driver = driver_of(model, "float32", OnHere, kernels="triton", determinism="batch", graphs="off")
+    requests = [driver.add(Request([5 + i, 6, 7, 8], sampling)) for i, sampling in enumerate(MANY_WAYS)]
+    newcomer = Request([9] * 12, MANY_WAYS[0])
+    a, b, c, d = requests
+    steps: list[list[tuple[Request, int]]] = [[(a, 4)], [(b, 3), (c, 4), (d, 2)], [(a, 1), (d, 2), (b, 1), (c, 1)]]
+    steps += [[(a, 1), (b, 1), (c, 1), (d, 1)], [(newcomer, 12), (a, 1)]]
+    for chunks in steps:
+        if newcomer is chunks[0][0]:
+            driver.add(newcomer)
+        plan = driver.plan(chunks)
+        guard.armed = True
+        collect = driver.runner.launch(plan)
+        guard.armed = False
+        driver.settle(chunks, plan, collect())
+    assert [len(request.output) for request in (*requests, newcomer)] == [4, 2, 3, 2, 1]
+
+
+def test_the_guard_notices(guard: Guard) -> None:
+    guard.armed = True
+    x = torch.ones(2)
+    for ask in (lambda: x[0].item(), lambda: bool(x[0]), lambda: x.numpy(), lambda: np.asarray(x), lambda: x.tolist()):
+        with pytest.raises(Waits):
+            ask()
+    with pytest.raises(Waits):
+        x.cpu()
+    guard.armed = False
+    assert x.tolist() == [1.0, 1.0]
