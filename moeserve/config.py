@@ -80,8 +80,10 @@ class DeviceConfig:
     threads: int | None = _opt(
         None, "CPU threads of the model runner (default: the cores that the model can use)", low=1
     )
-    determinism: Literal["auto", "fast", "batch"] = _opt(
-        "auto", "batch: a request's bits depend on nothing but itself (always so on CPU; on CUDA it costs speed)"
+    determinism: Literal["auto", "fast", "batch", "full"] = _opt(
+        "auto",
+        "batch: a request's bits depend on nothing but itself (always so on CPU; on CUDA it costs speed); full: nor on "
+        "the number of ranks, which needs no other kernels today",
     )
     kernels: Literal["auto", "native", "onednn", "torch", "triton"] = _opt(
         "auto",
@@ -94,8 +96,14 @@ class DeviceConfig:
         "apart; auto: both, each where it is better",
         flag=None,
     )
+    compile: bool = _opt(False, "generate what lies between attention and experts by torch.compile (CUDA)")
     null_runner: bool = _opt(False, "benchmarks only: made-up tokens at no cost of a model", flag=None)
     null_step_ms: float = _opt(0.0, "benchmarks only: time that the null runner lets pass per step", flag=None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether bits may depend on nothing but the request, also where that costs speed."""
+        return self.determinism in ("batch", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +150,7 @@ class ServerConfig:
     strict: bool = _opt(False, "refuse unknown request fields instead of warning")
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log level")
     log_format: Literal["text", "json"] = _opt("text", "log lines for people or for machines")
-    log_requests: bool = _opt(False, "one log line per finished request")
+    log_requests: bool = _opt(False, "one log line per finished request", flag=None)
     sse_ping_s: float = _opt(
         15.0, "seconds of silence before an SSE comment keeps the connection open", flag=None, low=0.1, high=3600
     )

@@ -24,8 +24,13 @@ class GatedMLP:
         self._down = down
         self._inner_size = inner_size
         self._tp = tp
+        self._run = ops.trace(self._all)
 
     def __call__(self, x_TD: Tensor, channel: int) -> Tensor:
+        y_TD: Tensor = self._run(x_TD, channel)
+        return y_TD
+
+    def _all(self, x_TD: Tensor, channel: int) -> Tensor:
         part_Ti = self._ops.silu_mul(self._gate_up(x_TD))
         return self._down(whole(part_Ti, self._inner_size, self._tp, channel), channel)
 

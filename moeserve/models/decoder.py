@@ -60,6 +60,7 @@ class Decoder:
         self._head = head
         self._rotary = rotary
         self._heads = heads
+        self._attend, self._add = ops.trace(self._attention_and_norm), ops.trace(self._add_and_norm)
 
     def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
         """Hidden states after the final norm, [T, D]; writes the tokens' keys and values to kv, one per layer."""
@@ -77,10 +78,9 @@ class Decoder:
         x = ops.rms_norm(residual, self._layers[0].attn_norm, spec.norm_eps)
         next_norms = [layer.attn_norm for layer in self._layers[1:]] + [self._norm_D]
         for layer, cache, next_norm in zip(self._layers, kv, next_norms, strict=True):
-            x = self._scaled(layer.attention(x, groups[layer.group], cache, lane.index))
-            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
-            x = self._scaled(layer.feed_forward(x, real, lane))
-            x, residual = ops.add_rms_norm(x, residual, next_norm, spec.norm_eps)
+            x, residual = self._attend(layer, x, residual, groups[layer.group], cache, lane.index)
+            x = layer.feed_forward(x, real, lane)
+            x, residual = self._add(x, residual, next_norm)
         return x[:num_tokens]
 
     @property
@@ -107,6 +107,16 @@ class Decoder:
         padded = torch.nn.functional.pad(hidden_SD, (0, 0, 0, extra)) if extra else hidden_SD
         logits_SV = self._head(padded, 0)[:rows].float()
         return logits_SV if self.spec.logits_divisor == 1.0 else logits_SV / self.spec.logits_divisor
+
+    def _attention_and_norm(
+        self, layer: Layer, x: Tensor, residual: Tensor, step: AttentionStep, cache: LayerKV, channel: int
+    ) -> tuple[Tensor, Tensor]:
+        """From a layer's first norm to behind its second one."""
+        return self._add_and_norm(layer.attention(x, step, cache, channel), residual, layer.mlp_norm)
+
+    def _add_and_norm(self, x: Tensor, residual: Tensor, norm_D: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the next block reads, what skips it)."""
+        return self._ops.add_rms_norm(self._scaled(x), residual, norm_D, self.spec.norm_eps)
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
         return x_TD if self.spec.residual_scale == 1.0 else x_TD * self.spec.residual_scale

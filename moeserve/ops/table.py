@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 PLAN_BY_TORCH = from_host(attention.plan_attention)
 
 
+def _as_it_is(function: Any) -> Any:
+    return function
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """Every kernel that model code calls. Meanings, shapes and examples are at the functions of the same names.
@@ -33,7 +37,8 @@ class Ops:
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native: whether these
     are the kernels of csrc/, which have a kernel for experts, too; room: where these pack. triton: whether they are
     those of kernels/, likewise. exact: whether a row's bits depend on nothing but the row. attention_block: what joins
-    the steps of attention to one call, where there is such a call.
+    the steps of attention to one call, where there is such a call. trace(function): the same function, compiled where
+    these kernels can be joined (ops/traced.py).
     """
 
     device: torch.device
@@ -55,6 +60,7 @@ class Ops:
     plan_attention: PlanAttention = PLAN_BY_TORCH
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
+    trace: Callable[[Any], Any] = _as_it_is
 
     def packing_into(self, room: native_linear.Room) -> Ops:
         """The native kernels, with packed weights in memory from `room`."""

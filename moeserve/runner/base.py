@@ -131,11 +131,9 @@ class ModelRunnerBase(ABC):
 
     def load_model(self, progress: Progress) -> None:
         """Sets `model`, `fingerprint`, and `read_expert` if experts can move."""
-        where = self.spec, self.model_dir, self.device, self.dtype
-        kernels, memory, folder = self.config.device.kernels, self.properties.memory(), self.config.model.packed_cache
-        exact = self.config.device.determinism == "batch"
+        where, memory = (self.spec, self.model_dir, self.device, self.dtype), self.properties.memory()
         self.model, files, self.mapped_bytes = load_model(
-            *where, kernels, self.asked, self.shard(), memory, progress, folder, exact, self.config.model.load_format
+            *where, self.config, self.asked, self.shard(), memory, progress
         )
         self.read_expert, self.fingerprint = files.read, files.fingerprint()
 

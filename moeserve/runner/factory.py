@@ -39,6 +39,13 @@ def make_runner(
             f"device cuda was asked for, but torch {torch.__version__} sees no CUDA device. Install a CUDA build of "
             "torch and a driver, or use --device cpu."
         )
+    if config.device.compile and (not has_cuda or config.device.device == "cpu"):
+        raise ConfigError("compile is for CUDA; on CPUs native kernels do it all: leave --compile out")
+    if config.device.compile and config.device.exact:
+        raise ConfigError(
+            f"compile with determinism={config.device.determinism}: generated code does not promise that bits do not "
+            "depend on the batch; leave one of them out"
+        )
     if config.device.device == "cpu" or not has_cuda:
         return CPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)
     if world.tp_size > 1:

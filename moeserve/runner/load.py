@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import DummyParams
@@ -25,7 +26,8 @@ from moeserve.models.registry import family
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked
-from moeserve.ops.table import Choice, pick_ops
+from moeserve.ops.table import pick_ops
+from moeserve.ops.traced import traced
 from moeserve.parallel.tensor import TensorParallel
 from moeserve.parallel.world import World
 from moeserve.runner.memory import MemoryFacts, check_weights_fit
@@ -57,24 +59,20 @@ def load_model(
     model_dir: Path,
     device: torch.device,
     dtype: torch.dtype,
-    kernels: Choice,
+    config: Config,
     asked: Asked | None,
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
-    packed_cache: str | None = None,
-    exact: bool = False,
-    load_format: str = "auto",
 ) -> tuple[Model, ExpertFiles, int]:
     """The model, where its experts can be read one by one, and how many of its bytes are a file's that is mapped.
 
-    asked: what its linear layers are to become. memory: what the device has. packed_cache: a folder for packed weights,
-    of experts where they begin: of placements to come, each would leave a file that no start looks for again.
-    exact: as for `pick_ops`. load_format: "dummy" for random weights.
+    asked: what its linear layers are to become. memory: what the device has. Weights are kept packed, if at all, with
+    experts where they begin: of placements to come, each would leave a file that no start looks for again.
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
-    dummy = load_format == "dummy"
+    dummy, packed_cache = config.model.load_format == "dummy", config.model.packed_cache
     if dummy and (spec.stored or packed_cache or shard.world.size > 1):
         raise ConfigError("load_format=dummy is for one rank, 16- or 32-bit weights and no packed_cache")
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
@@ -82,7 +80,9 @@ def load_model(
     names = checkpoint.names
     plan = of.weight_plan(spec, names, shard.world, shard.placement)
     check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
-    ops = pick_ops(device, dtype, kernels, head_dim=spec.head_dim, exact=exact)
+    ops = pick_ops(device, dtype, config.device.kernels, head_dim=spec.head_dim, exact=config.device.exact)
+    if config.device.compile:
+        ops = traced(ops)
     if not ops.native:
         _refuse(asked, spec, packed_cache, f"and here {device.type} serves by {ops.describe()}")
     if spec.stored and spec.stored.activations and not shard.world.rank:

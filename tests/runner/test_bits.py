@@ -67,7 +67,7 @@ def random_model(runner: ModelRunnerBase) -> Any:
         return values.to(runner.device, runner.dtype)
 
     params = {param.name: weights(param) for param in of.weight_plan(runner.spec, ()).params}
-    exact = device.determinism == "batch"
+    exact = device.exact
     ops = pick_ops(runner.device, runner.dtype, device.kernels, head_dim=runner.spec.head_dim, exact=exact)
     return of.build(runner.spec, params, ops, runner.dtype)
 

@@ -99,6 +99,10 @@ def test_what_cuda_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert factory.SPLIT == SPLIT
     with pytest.raises(ConfigError, match="tp=2 is not available on CUDA yet"):
         make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
+    with pytest.raises(ConfigError, match=r"compile with determinism=full: .* leave one of them out"):
+        make_runner(config_of(None, compile=True, determinism="full"), spec_of(), Path())
+    with pytest.raises(ConfigError, match="compile is for CUDA"):
+        make_runner(config_of(None, compile=True, device="cpu"), spec_of(), Path())
     assert type(make_runner(config_of(None, determinism="batch", device="cpu"), spec_of(), Path())) is CPUModelRunner
 
 

@@ -1,0 +1,65 @@
+"""torch.compile for what lies between attention and experts: one trace for all layers that are alike, kept on disk.
+
+Products stay the vendor's; norms, activations and scalings are generated and joined. Attention, experts and what writes
+the cache stay as they are: their kernels are better than what could be generated, and they break the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeserve.ops import elementwise
+from moeserve.ops.table import Ops
+
+logger = logging.getLogger(__name__)
+F_ = TypeVar("F_", bound=Callable[..., Any])
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it from the environment alone
+
+
+def silu_mul(gate_up_MI: Tensor) -> Tensor:
+    """As elementwise.silu_mul; generated code treats all columns alike."""
+    gate, up = gate_up_MI.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def sigmoid_gate(logits_TL: Tensor) -> Tensor:
+    """As elementwise.sigmoid_gate."""
+    return logits_TL[:, :1].float().sigmoid()
+
+
+def trace(function: F_) -> F_:
+    """Compiled when first called; sizes of steps are variables of the trace."""
+    return torch.compile(function, dynamic=True)  # type: ignore[return-value]
+
+
+def traced(ops: Ops) -> Ops:
+    """The same kernels, and `trace` for what model code says is worth it. Not for tables whose bits must not depend on
+    the batch: generated code promises nothing of the kind."""
+    assert not ops.native, "native kernels are joined already"
+    folder = os.environ.setdefault(FOLDER, str(cache_folder()))
+    logger.info("compiling layers with torch %s; what was compiled is kept in %s", torch.__version__, folder)
+    opaque: Callable[[Any], Any] = torch.compiler.disable
+    return replace(
+        ops,
+        chosen=(*ops.chosen, ("norms and activations", "torch.compile")),
+        trace=trace,
+        rms_norm=elementwise.rms_norm,
+        add_rms_norm=elementwise.add_rms_norm,
+        silu_mul=silu_mul,
+        sigmoid_gate=sigmoid_gate,
+        prologue=opaque(ops.prologue),
+        attention=opaque(ops.attention),
+    )
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve" / "compiled"

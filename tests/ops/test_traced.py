@@ -1,0 +1,83 @@
+"""`--compile`: the same model, one trace for all layers that are alike, and nothing compiled twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from moeserve.engine.groups import groups_of
+from moeserve.layers.inputs import GroupInputs, StepInputs
+from moeserve.models.registry import family
+from moeserve.moe.lane import Lane
+from moeserve.ops.table import Ops, pick_ops
+from moeserve.ops.traced import FOLDER, traced
+from moeserve.runner.kv_cache import KVCache
+from tests.runner.harness import spec_of
+
+CPU = torch.device("cpu")
+MODEL: dict[str, Any] = {
+    "architecture": "Qwen2MoeForCausalLM",
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_size": 32,
+    "shared_expert_size": 32,
+}
+
+
+def hidden(ops: Ops, layers: int, tokens: int) -> torch.Tensor:
+    """What a model with random weights makes of one request's first tokens; every other layer has experts."""
+    moe_layers = tuple(i % 2 == 0 for i in range(layers))
+    spec = spec_of(**MODEL, num_layers=layers, moe_layers=moe_layers, windows=(None,) * layers)
+    of, generator = family(spec), torch.Generator().manual_seed(0)
+    params = {
+        param.name: torch.randn(param.shape, generator=generator) * 0.15 + ("norm" in param.name)
+        for param in of.weight_plan(spec, ()).params
+    }
+    model = of.build(spec, params, ops, torch.float32)
+    groups = groups_of(spec.windows, 16)
+    kv = KVCache(groups, spec, 4, 0, torch.float32, CPU)
+    starts_R, offsets_R1 = np.zeros(1, np.int32), np.array([0, tokens], np.int32)
+    step = StepInputs(
+        ids_T=torch.arange(tokens) % 50,
+        positions_T=torch.arange(tokens),
+        groups=(GroupInputs(torch.arange(tokens) + 16, torch.tensor([[1, 2]]), 16, None),),
+        sample_S=torch.tensor([tokens - 1]),
+        offsets_R1=offsets_R1,
+        starts_R=starts_R,
+        rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets_R1)),
+    )
+    with torch.inference_mode():
+        return model.forward(step, kv.layers, Lane())
+
+
+@pytest.mark.timeout(240)
+def test_layers_share_traces_and_results_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    torch._dynamo.reset()
+    counters.clear()
+    plain = pick_ops(CPU, torch.float32, "torch")
+    compiled = traced(plain)
+    graphs = []
+    for layers, tokens in ((2, 7), (4, 7), (4, 12), (4, 1), (2, 3)):
+        torch.testing.assert_close(hidden(compiled, layers, tokens), hidden(plain, layers, tokens))
+        graphs.append(counters["stats"]["unique_graphs"])
+    # One for any number of layers and of tokens; torch makes another for one token alone.
+    assert 0 < graphs[0] == graphs[1] == graphs[2] <= graphs[3] == graphs[4], graphs
+    assert graphs[3] - graphs[0] <= graphs[0]
+    misses = counters["inductor"]["fxgraph_cache_miss"]
+    assert misses > 0
+    torch._dynamo.reset()  # as another process would begin
+    hidden(traced(plain), 4, 7)
+    assert counters["stats"]["unique_graphs"] > graphs[4]
+    assert counters["inductor"]["fxgraph_cache_miss"] == misses, "compiled again"
