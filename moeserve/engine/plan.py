@@ -92,6 +92,12 @@ class StepPlan:
     def num_tokens(self) -> int:
         return int(self.counts_R.sum())
 
+    @property
+    def uniform_len(self) -> int | None:
+        """The tokens of every row, None if they differ. For a plan with rows."""
+        first = int(self.counts_R[0])
+        return first if (self.counts_R == first).all() else None
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -182,7 +182,7 @@ class _Build:
         if spec.shared_expert_size:
             mlp = self.gated(name + "shared_", spec.shared_expert_size, ALONE)  # it gets this rank's tokens only
             shared = SigmoidGatedMLP(self.ops, params.pop(name + "shared_gate"), mlp)
-        slots = SlotMap(self.placement, self.num_moe, self.ops.device)
+        slots = SlotMap(self.placement, self.num_moe, self.ops.device, counts_on_device=self.ops.triton)
         self.num_moe += 1
         block = self.experts_block(gate, router) if slots.is_identity else None  # it knows experts, no slots
         return MoELayer(router, self.moe.all2all, self.moe.experts, packed, slots, shared, self.tp, block)

@@ -86,7 +86,7 @@ class Decoder:
     @property
     def graph_safe(self) -> bool:
         """Whether `forward` never asks the device, and takes padding that only the device knows of."""
-        return self._ops.triton and all(layer.stays for layer in self.moe_layers)
+        return self._ops.triton and all(layer.recordable for layer in self.moe_layers)
 
     @property
     def moe_layers(self) -> list[MoELayer]:

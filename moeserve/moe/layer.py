@@ -56,20 +56,25 @@ class MoELayer:
         """Whether no row leaves this rank, and one call does all."""
         return self._block is not None and self.all2all is self._home
 
+    @property
+    def recordable(self) -> bool:
+        """Whether a call never asks the device, so that it can be recorded and replayed."""
+        return self.stays or (self.all2all.caps.graph_safe and self.slots.counts_on_device)
+
     def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, lane: Lane) -> Tensor:
-        """Rows from `num_tokens` on are padding: they reach no expert. A tensor, int32 [1], only where all stay."""
+        """Rows from `num_tokens` on are padding: they reach no expert. A tensor, int32 [1], where it is recordable."""
         on_device = (num_tokens,) if isinstance(num_tokens, Tensor) else ()
         if self._block is not None and self.stays and (on_device or 0 < num_tokens == x_TD.shape[0]):
             block, packed = self._block, self.packed
             out_TD = lane.stay(lambda: block(x_TD, packed, *on_device))
             return out_TD if self._shared is None else out_TD + self._shared(x_TD)
-        assert isinstance(num_tokens, int), num_tokens
         routing = self._router(x_TD, num_tokens)
         lane.note_load(self.slots.load(routing))
         routing = self.slots(routing)
         tp = self._tp
         if tp.size == 1:
-            return self._compute(x_TD, routing, num_tokens, lane)
+            return self._compute(x_TD, routing, len(x_TD) if on_device else int(num_tokens), lane)
+        assert isinstance(num_tokens, int), num_tokens
         shares = [share(num_tokens, tp.size, rank) for rank in range(tp.size)]
         counts = [part.stop - part.start for part in shares]
         mine = shares[tp.rank]

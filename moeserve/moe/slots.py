@@ -23,9 +23,19 @@ class SlotMap:
 
     Tokens take an expert's replicas in turn, by token index plus layer: turn w of expert e is entry
     w * (E + 1) + e + 1 of a flat table, and entry w * (E + 1) is the -1 of padding.
+
+    counts_on_device: loads are counted without asking the device for the ids.
     """
 
-    def __init__(self, placement: Placement, layer: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        layer: int,
+        device: torch.device | str = "cpu",
+        *,
+        counts_on_device: bool = False,
+    ) -> None:
+        self.counts_on_device = counts_on_device
         slots_EN, counts_E = placement.replicas(layer)
         self.layer = layer
         self.num_experts = placement.num_experts
@@ -46,8 +56,16 @@ class SlotMap:
         starts_T1 = self._starts(ids_TK.shape[0])
         return Routing(self._table.index_select(0, (ids_TK + starts_T1).view(-1)).view_as(ids_TK), routing.weights_TK)
 
-    def load(self, routing: Routing) -> NDArray[np.int64]:
-        """Pairs per logical expert; padding is not among them."""
+    def after(self, placement: Placement) -> SlotMap:
+        """The same layer's map under another placement."""
+        return SlotMap(placement, self.layer, self.device, counts_on_device=self.counts_on_device)
+
+    def load(self, routing: Routing) -> NDArray[np.int64] | torch.Tensor:
+        """Pairs per logical expert; padding is not among them. int32 where they are counted on the device."""
+        if self.counts_on_device:
+            ids_N = routing.ids_TK.reshape(-1).long() + 1
+            counts = torch.zeros(self.num_experts + 1, dtype=torch.int32, device=ids_N.device)
+            return counts.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=torch.int32))[1:]
         ids = routing.ids_TK.reshape(-1).cpu().numpy()
         return np.bincount(ids + 1, minlength=self.num_experts + 1)[1:]
 

@@ -34,6 +34,7 @@ from moeserve.ops.quantised import Asked
 from moeserve.parallel.members import Members
 from moeserve.parallel.world import World
 from moeserve.runner import limits as limits_of
+from moeserve.runner.dealt_graphs import DealtGraphs
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import Descriptor, EagerGraphs, GraphManager, Graphs, obstacle, sizes_of
@@ -151,9 +152,12 @@ class ModelRunnerBase(ABC):
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
         sizes = sizes_of(self.config.device.graphs, self.limits)
-        graphs = GraphManager(self.fixed_inputs, recorder(), self.lanes.lanes[0], sizes)
+        parts = self.fixed_inputs, recorder(), self.lanes.lanes[0], sizes
+        if self.deals_experts:
+            self.graphs = DealtGraphs(*parts, self.peers)
+            return
+        self.graphs = graphs = GraphManager(*parts)
         graphs.capture(lambda step: self.lanes.forward(self.model, step, 0, None, self.kv.layers))
-        self.graphs = graphs
 
     @cached_property
     def fixed_inputs(self) -> FixedInputs:
@@ -165,8 +169,8 @@ class ModelRunnerBase(ABC):
     @property
     def graph_obstacle(self) -> str | None:
         """Why no step is recorded, or None."""
-        travels = self.deals_experts or self.tp.size > 1
-        return obstacle(self.config.device.graphs, travels, self.model.graph_safe)
+        travels = self.tp.size > 1 or (self.deals_experts and not self.peers.graph_safe)
+        return obstacle(self.config.device.graphs, travels, self.deals_experts or self.model.graph_safe)
 
     @abstractmethod
     def enter_thread(self) -> None:
@@ -361,7 +365,7 @@ class ModelRunnerBase(ABC):
             return self._no_forward(plan)
         start = self._mark()
         host = HostRows.of(plan)
-        shape = self._dispatch(plan)
+        shape = self.graphs.shape(plan)
         step = self.graphs.inputs(shape, plan, lambda: self.step_inputs(plan, host))
         hidden_TD = self._forward(plan, shape, step)
         outputs = self._sample(plan, host, step, hidden_TD)
@@ -407,11 +411,6 @@ class ModelRunnerBase(ABC):
         end = self._mark()
         outputs = StepOutputs(step=plan.step, slots_S=np.zeros(0, np.int64), failed={}, meter=self.lanes.take_meter())
         return lambda: to_result(outputs, (), self._elapsed_us(start, end))
-
-    def _dispatch(self, plan: StepPlan) -> Descriptor:
-        rows, tokens = len(plan.slots_R), int(plan.counts_R.sum())
-        uniform = tokens // rows if (plan.counts_R == plan.counts_R[0]).all() else None
-        return self.graphs.dispatch(rows, tokens, uniform)
 
     def _forward(self, plan: StepPlan, shape: Descriptor, step: StepInputs) -> Tensor:
         def forward(inputs: StepInputs) -> Tensor:

@@ -243,7 +243,7 @@ class ExpertStore:
             new = dict(ones)
             keep = [new[s] if s in new else layer.experts.take(layer.packed, s) for s in range(len(wanted))]
             layer.packed = layer.experts.stack(keep)
-        layer.slots = SlotMap(target, index, layer.slots.device)
+        layer.slots = layer.slots.after(target)
         self._local[index] = wanted
         return num_bytes
 
@@ -317,7 +317,7 @@ class ExpertStore:
         for index, layer in enumerate(self._layers):
             local = target.local(index, self._rank)
             ones, num_bytes = self._bring(index, local, pace)
-            staged = _Layer(local, ones, SlotMap(target, index, layer.slots.device))
+            staged = _Layer(local, ones, layer.slots.after(target))
             if staged.slots.device.type == "cuda":
                 torch.cuda.synchronize(staged.slots.device)
             self._offer(move, staged, num_bytes)

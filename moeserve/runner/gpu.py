@@ -102,7 +102,7 @@ class GPUModelRunner(ModelRunnerBase):
             self.kv.clear_null_block()
 
     def capture_model(self) -> None:
-        self.record_graphs(lambda: CudaRecorder(self.device))
+        self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.deals_experts))
         self.execute(dummy_plan(len(self.groups), 0, [1]))  # compiles what fills their inputs
 
     @property

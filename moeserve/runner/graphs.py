@@ -47,7 +47,16 @@ class Descriptor:
     uniform_len: int | None
 
 
+def eager_shape(plan: StepPlan) -> Descriptor:
+    """The shape of a step that is run as it is."""
+    return Descriptor(Mode.NONE, plan.num_tokens, len(plan.slots_R), plan.uniform_len)
+
+
 class Graphs(Protocol):
+    def shape(self, plan: StepPlan) -> Descriptor:
+        """The shape that a step with rows runs in."""
+        ...
+
     def dispatch(self, num_reqs: int, num_tokens: int, uniform_len: int | None) -> Descriptor:
         """The shape for a step. uniform_len: the tokens of every request, None if they differ."""
         ...
@@ -63,6 +72,9 @@ class Graphs(Protocol):
 
 class EagerGraphs:
     """Runs every step as it is."""
+
+    def shape(self, plan: StepPlan) -> Descriptor:
+        return eager_shape(plan)
 
     def dispatch(self, num_reqs: int, num_tokens: int, uniform_len: int | None) -> Descriptor:
         return Descriptor(Mode.NONE, num_tokens, num_reqs, uniform_len)
@@ -112,6 +124,13 @@ class GraphManager:
         self._now: StepInputs  # the step that is being run
         self._plans: dict[PlanRows, Any] = {}  # its attention
         self._between: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def shape(self, plan: StepPlan) -> Descriptor:
+        return self.dispatch(len(plan.slots_R), plan.num_tokens, plan.uniform_len)
+
+    def drop(self) -> None:
+        """Forgets all recordings: what they know of memory is no longer so."""
+        self._recordings.clear()
 
     def dispatch(self, num_reqs: int, num_tokens: int, uniform_len: int | None) -> Descriptor:
         if uniform_len == 1 and (size := self._size(Mode.FULL, num_tokens)) is not None:

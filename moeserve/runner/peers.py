@@ -61,6 +61,7 @@ class Peers:
         self._alone: LocalAll2All | None = None  # in its place until there are others
         self._slots_per_rank = 0 if placement is None else placement.slots_per_rank
         self._expected = 0  # the newest placement that was given to `prepare`
+        self._joins = 0
         self._store: ExpertStore | None = None
         if placement is not None and not isinstance(self._all2all, LocalAll2All):
             self._alone = OwnExperts(placement.slots_per_rank, wire)
@@ -85,7 +86,28 @@ class Peers:
             if (limit := backend.caps.max_tokens) is not None:
                 log.debug("rows of up to %d tokens of each rank travel at once", limit)
         self._tp.join(members)
+        self._joins += 1
         log.info("rank %d of %d joined epoch %d", members.rank, members.size, members.epoch)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Other than before after every join and every change of the placement."""
+        return self._joins, 0 if self._store is None else self._store.version
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether the transport that will serve among several ranks can be recorded."""
+        return self._all2all is not None and self._all2all.caps.graph_safe
+
+    @property
+    def recordable(self) -> bool:
+        """Whether all that serves now can be."""
+        return all(layer.recordable for layer in self._layers)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Of this rank, that travel at once; with more, a layer takes several rounds."""
+        return None if self._all2all is None else self._all2all.caps.max_tokens
 
     @property
     def copies(self) -> int:

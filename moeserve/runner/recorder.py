@@ -28,7 +28,7 @@ class Recording:
 
 class Recorder(Protocol):
     def record(self, work: Work) -> Recording:
-        """Does the work at least once, for warmth, and records it. Inputs must be filled with something harmless; the
+        """Records the work. Inputs must be filled with something harmless, since it may be done once, for warmth; the
         results are there after the first replay. What the work gives to its `Pause` runs between two graphs."""
         ...
 
@@ -37,24 +37,33 @@ class HostRecorder:
     """Records nothing but what was to be done, and does it again: what must be right with graphs must be so here."""
 
     def record(self, work: Work) -> Recording:
-        results = [result.clone() for result in work(_now)]
+        results: list[Tensor] = []
 
         def replay() -> None:
-            for result, fresh in zip(results, work(_now), strict=True):
-                result.copy_(fresh)
+            fresh = work(_now)
+            if not results:
+                results.extend(result.clone() for result in fresh)
+            for result, one in zip(results, fresh, strict=True):
+                result.copy_(one)
 
         return Recording(results, replay)
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory, recorded on a stream of their own and replayed on the current one."""
+    """CUDA graphs that share one pool of memory, recorded on a stream of their own and replayed on the current one.
 
-    def __init__(self, device: torch.device) -> None:
+    warm: does the work once before it records it, which compiles kernels and loads libraries: that must not happen
+    while recording. Not for work that other ranks take part in: its kernels must have run before.
+    """
+
+    def __init__(self, device: torch.device, *, warm: bool = True) -> None:
+        self._warm = warm
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, work: Work) -> Recording:
-        work(_now)  # compiles kernels and loads libraries, which must not happen while recording
+        if self._warm:
+            work(_now)
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
