@@ -1,7 +1,7 @@
 """Checks and measures the GPU kernels on the present card, in one command of a few minutes.
 
     python -m tools.gpu_check                                  # every kernel: correct, invariant, how fast
-    python -m tools.gpu_check --peers FOLDER --engine          # beside vLLM's and SGLang's kernels; the whole engine
+    python -m tools.gpu_check --peers FOLDER --engine          # beside vLLM's and SGLang's kernels; whole engines
     TRITON_INTERPRET=1 python -m tools.gpu_check --smoke       # tiny and interpreted, without a GPU or any times
 
 Writes a JSON file per section to --out and prints what the figures must be beside what they are. A section that does
@@ -30,7 +30,7 @@ import torch
 import triton
 
 from benchmarks import common
-from tools.gpu import attention, correct, engine, moe, rows, targets
+from tools.gpu import attention, correct, engine, moe, ranks, rows, targets
 from tools.gpu.bench import Bench, ceilings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,8 +71,10 @@ SECTIONS: Mapping[str, Section] = {
     "moe": Section(150, 30, lambda bench, args: moe.run(bench, args.peers)),
     "attention": Section(50, 15, lambda bench, args: attention.run(bench)),
     "rows": Section(60, 15, lambda bench, args: rows.run(bench)),
+    "ranks": Section(90, 40, lambda bench, args: ranks.run(bench.deadline_s - time.monotonic(), bench.smoke)),
     "engine": Section(240, 60, lambda bench, args: engine.run(bench.deadline_s - time.monotonic(), bench.smoke)),
 }
+WHOLE = ("ranks", "engine")  # need all that moeserve needs
 COMPILED = ("moe", "attention", "rows")
 
 
@@ -86,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="has vllm/ and sglang/ with their files, see gpu/peers.py"
     )
-    flags.add_argument("--engine", action="store_true", help="the whole engine, too, if time is left")
+    flags.add_argument("--engine", action="store_true", help="whole engines, too, if time is left")
     flags.add_argument("--smoke", action="store_true", help="tiny shapes, no times; runs on a CPU")
     flags.add_argument("--part", help=argparse.SUPPRESS)  # i/n: a process that compiles every n-th case
     args = flags.parse_args(argv)
@@ -97,9 +99,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         flags.error(f"there is no folder {args.peers}")
     if not args.smoke and not torch.cuda.is_available():
         flags.error("torch sees no GPU; --smoke runs without one")
-    args.sections = [name for name in SECTIONS if name in (args.only or SECTIONS)]
-    if not args.engine and not (args.only and "engine" in args.only):
-        args.sections.remove("engine") if "engine" in args.sections else None
+    kernels = [name for name in SECTIONS if args.engine or name not in WHOLE]
+    args.sections = [name for name in SECTIONS if name in (args.only or kernels)]
     return args
 
 

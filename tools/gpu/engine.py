@@ -9,20 +9,18 @@ Results are written after each measurement, so that a run that is cut short keep
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.gpu.process import run_module
+
 if TYPE_CHECKING:
     from moeserve import LLM
 
-ROOT = Path(__file__).resolve().parents[2]
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "vocab_size": 151_936,
     "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -44,25 +42,7 @@ STEP_TOKENS = 8192
 
 def run(seconds: float, smoke: bool) -> dict[str, Any]:
     """Starts the process and waits so long; what it measured, and why it ended early if it did."""
-    with tempfile.TemporaryDirectory(prefix="moeserve-engine-") as folder:
-        result, log = Path(folder, "result.json"), Path(folder, "log")
-        command = [sys.executable, "-m", "tools.gpu.engine", str(result), repr(time.time()), *(["--smoke"] * smoke)]
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # a session of its own: its engine processes, too
-                process.wait()
-        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-        if code is None:
-            found["left_out"] = f"stopped after {seconds:.0f} s"
-        elif code:
-            found["problem"] = f"exit status {code}: {log.read_text(errors='replace')[-3000:]}"
-        return found
+    return run_module("tools.gpu.engine", seconds, repr(time.time()), *(["--smoke"] * smoke))
 
 
 def main() -> None:

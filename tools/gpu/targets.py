@@ -36,7 +36,7 @@ class Row:
 def rows(results: Mapping[str, Any]) -> list[Row]:
     """results: of the sections by name; any of them may be missing or without figures."""
     return [*_moe(results.get("moe") or {}), *_attention(results.get("attention") or {}),
-            *_engine(results.get("engine") or {})]  # fmt: skip
+            *_engine(results.get("engine") or {}), *_ranks(results.get("ranks") or {})]  # fmt: skip
 
 
 def _moe(found: Mapping[str, Any]) -> list[Row]:
@@ -82,6 +82,11 @@ def _engine(found: Mapping[str, Any]) -> list[Row]:
         table.append(Row(name, relation, must, value if value is None or "%" not in name else 100 * value))
     table.append(Row("start to first token, s", "<=", 20.0, found.get("start_to_first_token_s")))
     return table
+
+
+def _ranks(found: Mapping[str, Any]) -> list[Row]:
+    same = [is_same for way, is_same in found.get("identical", {}).items() if way != "one rank"]
+    return [Row("two ranks on one card, ways with one rank's tokens", ">=", 2.0, float(sum(same)) if same else None)]
 
 
 def as_text(table: list[Row]) -> str:
