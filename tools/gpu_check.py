@@ -30,7 +30,7 @@ import torch
 import triton
 
 from benchmarks import common
-from tools.gpu import attention, correct, engine, moe, ranks, rows, targets
+from tools.gpu import attention, correct, engine, moe, ranks, rows, targets, transformers_peer
 from tools.gpu.bench import Bench, ceilings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,8 +73,11 @@ SECTIONS: Mapping[str, Section] = {
     "rows": Section(60, 15, lambda bench, args: rows.run(bench)),
     "ranks": Section(90, 40, lambda bench, args: ranks.run(bench.deadline_s - time.monotonic(), bench.smoke)),
     "engine": Section(240, 60, lambda bench, args: engine.run(bench.deadline_s - time.monotonic(), bench.smoke)),
+    "transformers": Section(
+        200, 90, lambda bench, args: transformers_peer.run(bench.deadline_s - time.monotonic(), bench.smoke)
+    ),
 }
-WHOLE = ("ranks", "engine")  # need all that moeserve needs
+WHOLE = ("ranks", "engine", "transformers")  # need all that moeserve needs
 COMPILED = ("moe", "attention", "rows")
 
 
