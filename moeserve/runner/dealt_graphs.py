@@ -60,4 +60,5 @@ class DealtGraphs(GraphManager):
             return eager_shape(plan)
         shape = self.dispatch(len(plan.slots_R), max(plan.num_tokens, agreed.most_tokens[0]), plan.uniform_len)
         limit = group.max_tokens
-        return shape if limit is None or shape.num_tokens <= limit else eager_shape(plan)
+        fits = shape.mode is not Mode.NONE and (limit is None or shape.num_tokens <= limit)
+        return shape if fits else eager_shape(plan)

@@ -88,3 +88,14 @@ def test_load_counts_pairs_of_logical_experts_without_padding() -> None:
     assert load.tolist() == [int((asked.ids_TK == e).sum()) for e in range(6)]
     assert load.sum() == 43 * 3
     assert slots.load(routing(0, 6, 3, seed=0)).tolist() == [0] * 6
+
+
+def test_loads_counted_on_the_device_are_those_counted_on_the_host() -> None:
+    ids_TK = torch.tensor([[0, 5], [5, 2], [-1, -1], [5, 0]], dtype=torch.int32)
+    routing = Routing(ids_TK, torch.ones(4, 2))
+    placement = Placement.initial(1, 6, 2, redundant=2)
+    host, device = (SlotMap(placement, 0, counts_on_device=on_device) for on_device in (False, True))
+    counts = device.after(placement).load(routing)
+    assert isinstance(counts, torch.Tensor)
+    assert counts.tolist() == host.load(routing).tolist() == [2, 0, 1, 0, 0, 3]
+    assert isinstance(host.after(placement).load(routing), np.ndarray)

@@ -1,0 +1,77 @@
+"""Which steps of a rank in a group are replayed, in which shape, and when recordings are forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
+from moeserve.moe.lane import Lane
+from moeserve.runner.dealt_graphs import DealtGraphs
+from moeserve.runner.graphs import Mode, sizes_of
+from tests.runner.test_graphs import LIMITS, Nothing
+
+
+@dataclass
+class Facts:
+    place: tuple[int, int] = (1, 0)
+    moving: bool = False
+    recordable: bool = True
+    max_tokens: int | None = None
+
+
+def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
+    rows, nothing = np.arange(len(counts), dtype=np.int32), np.zeros(0, dtype=np.int32)
+    diffs = (BlockDiff(nothing, nothing, nothing),)
+    return StepPlan(
+        0, rows, rows, np.array(counts, dtype=np.int32), np.ones(len(counts), np.bool_), diffs, agreed=agreed
+    )
+
+
+def graphs_of(facts: Facts, asked: str = "auto") -> DealtGraphs:
+    nothing: Any = Nothing()
+    graphs = DealtGraphs(nothing, nothing, Lane(), sizes_of(asked, LIMITS), facts)
+    assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))).mode is Mode.NONE, "the first one warms kernels"
+    return graphs
+
+
+def test_a_step_has_the_size_of_the_rank_with_most_tokens() -> None:
+    graphs = graphs_of(Facts())
+    for counts, most, mode, tokens in (
+        ((1, 1), 2, Mode.FULL, 2),
+        ((1, 1), 100, Mode.FULL, 104),
+        ((1, 1), 301, Mode.PIECEWISE, 304),
+        ((1, 7), 9, Mode.PIECEWISE, 16),
+        ((1, 1), 513, Mode.NONE, 2),
+        ((1, 7), 2000, Mode.NONE, 8),
+    ):
+        shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
+        assert (shape.mode, shape.num_tokens) == (mode, tokens), (counts, most)
+
+
+def test_what_cannot_be_replayed_runs_as_it_is() -> None:
+    agreed = Agreed(1, most_tokens=(4, 0))
+    assert graphs_of(Facts()).shape(plan(1, agreed=None)).mode is Mode.NONE
+    assert graphs_of(Facts()).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))).mode is Mode.NONE
+    assert graphs_of(Facts(moving=True)).shape(plan(1, agreed=agreed)).mode is Mode.NONE
+    assert graphs_of(Facts(recordable=False)).shape(plan(1, agreed=agreed)).mode is Mode.NONE
+
+
+def test_padding_never_makes_a_round_that_other_ranks_do_not_make() -> None:
+    for limit, mode in ((8, Mode.FULL), (7, Mode.NONE)):
+        assert graphs_of(Facts(max_tokens=limit)).shape(plan(1, agreed=Agreed(1, most_tokens=(7, 0)))).mode is mode
+
+
+def test_recordings_go_with_the_group_and_the_placement() -> None:
+    facts = Facts()
+    graphs, step = graphs_of(facts), plan(1, agreed=Agreed(1, most_tokens=(1, 0)))
+    for place in ((1, 0), (2, 0), (2, 3)):
+        if facts.place != place:
+            facts.place = place
+            assert graphs.shape(step).mode is Mode.NONE
+            assert not graphs._recordings
+        shape = graphs.shape(step)
+        assert shape.mode is Mode.FULL
+        graphs._recordings[shape] = None  # type: ignore[assignment]
