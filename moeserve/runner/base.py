@@ -292,15 +292,8 @@ class ModelRunnerBase(ABC):
     def initialize_kv_cache(self) -> None:
         """Allocates KV blocks and request tables for `limits`."""
         limits = self.limits
-        self.kv = KVCache(
-            self.groups,
-            self.spec,
-            limits.num_blocks,
-            limits.store_cells,
-            self.kv_dtype,
-            self.device,
-            self.world.tp_size,
-        )
+        size, where = (limits.num_blocks, limits.store_cells), (self.device, self.world.tp_size, self.upload)
+        self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, *where)
         self.tables = self.make_tables()
         self.sampler = self.make_sampler()
 

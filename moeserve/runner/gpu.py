@@ -1,7 +1,6 @@
 """The runner for CUDA: the host launches a step and goes on; results come back on a stream of their own.
 
-No call in `launch` waits for the device, except storing KV blocks into host memory. Importing this file does not
-touch CUDA.
+No call in `launch` waits for the device. Importing this file does not touch CUDA.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class EagerGraphs:
     """Runs every step as it is."""
 
     def shape(self, plan: StepPlan) -> Descriptor:
-        return eager_shape(plan)
+        return self.dispatch(len(plan.slots_R), plan.num_tokens, plan.uniform_len)
 
     def dispatch(self, num_reqs: int, num_tokens: int, uniform_len: int | None) -> Descriptor:
         return Descriptor(Mode.NONE, num_tokens, num_reqs, uniform_len)

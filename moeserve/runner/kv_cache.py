@@ -9,8 +9,9 @@ largest group has layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,10 @@ from moeserve.layers.inputs import LayerKV
 from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.spec import ModelSpec
 from moeserve.ops.cells import cell_width
-from moeserve.runner.zeros import lazy_zeros
+from moeserve.runner.upload import HostUpload, Upload
+from moeserve.runner.zeros import lazy_zeros, page_locked
+
+AT_ONCE = 64  # blocks that are moved together: what they take meanwhile is no more than a step takes anyway
 
 
 def num_positions(groups: Sequence[KVGroup]) -> int:
@@ -37,7 +41,7 @@ def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype, 
 class KVCache:
     """`layers[i]` is layer i's cache. Everything starts as zeros; block 0 is null and is never read for its content.
 
-    num_cells: blocks that the host store can hold. tp_size: ranks that share the heads.
+    num_cells: blocks that the host store can hold. tp_size: ranks that share the heads. upload: to the device.
     """
 
     def __init__(
@@ -49,7 +53,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         tp_size: int = 1,
+        upload: Upload | None = None,
     ) -> None:
+        self._upload = upload or HostUpload()
         block = (groups[0].block_size, local_kv_heads(spec, tp_size), cell_width(spec.head_dim, dtype))
         self._positions = [
             LayerKV(
@@ -60,7 +66,8 @@ class KVCache:
         ]
         by_layer = {layer: i for group in groups for i, layer in enumerate(group.layers)}
         self.layers = tuple(self._positions[by_layer[layer]] for layer in range(len(by_layer)))
-        self._store = lazy_zeros((num_cells, len(self._positions), 2, *block), dtype, torch.device("cpu"))
+        store = num_cells, len(self._positions), 2, *block
+        self._store = page_locked(store, dtype) if device.type == "cuda" else lazy_zeros(store, dtype, device)
 
     def clear_null_block(self) -> None:
         """After dummy runs, which write there."""
@@ -69,19 +76,26 @@ class KVCache:
             kv.v[0].zero_()
 
     def move(self, stores: Sequence[BlockMove], loads: Sequence[BlockMove]) -> None:
-        """Copies blocks to store cells, then cells to blocks."""
-        if stores:
-            blocks, cells = self._indices(stores)
+        """Copies blocks to store cells, then cells to blocks. All in the device's own order: nobody waits."""
+        for some in _batches(stores):
+            blocks, packed = self._packed(some)
             for i, kv in enumerate(self._positions):
-                self._store[cells, i, 0] = kv.k.index_select(0, blocks).cpu()
-                self._store[cells, i, 1] = kv.v.index_select(0, blocks).cpu()
-        if loads:
-            blocks, cells = self._indices(loads)
+                packed[:, i, 0], packed[:, i, 1] = kv.k.index_select(0, blocks), kv.v.index_select(0, blocks)
+            for one, cells in zip(packed, some, strict=True):
+                self._store[cells.cell].copy_(one, non_blocking=True)
+        for some in _batches(loads):
+            blocks, packed = self._packed(some)
+            for one, cells in zip(packed, some, strict=True):
+                one.copy_(self._store[cells.cell], non_blocking=True)
             for i, kv in enumerate(self._positions):
-                kv.k.index_copy_(0, blocks, self._store[cells, i, 0].to(kv.k.device))
-                kv.v.index_copy_(0, blocks, self._store[cells, i, 1].to(kv.v.device))
+                kv.k.index_copy_(0, blocks, packed[:, i, 0])
+                kv.v.index_copy_(0, blocks, packed[:, i, 1])
 
-    def _indices(self, moves: Sequence[BlockMove]) -> tuple[Tensor, Tensor]:
-        """Block numbers on the device, cell numbers on the host."""
-        blocks = torch.tensor([move.block for move in moves], dtype=torch.int64, device=self._positions[0].k.device)
-        return blocks, torch.tensor([move.cell for move in moves], dtype=torch.int64)
+    def _packed(self, moves: Sequence[BlockMove]) -> tuple[Tensor, Tensor]:
+        """The blocks' numbers on the device, and room there for as many cells."""
+        (blocks,) = self._upload(np.array([move.block for move in moves], dtype=np.int64))
+        return blocks, self._positions[0].k.new_empty((len(moves), *self._store.shape[1:]))
+
+
+def _batches(moves: Sequence[BlockMove]) -> Iterator[Sequence[BlockMove]]:
+    return (moves[i : i + AT_ONCE] for i in range(0, len(moves), AT_ONCE))

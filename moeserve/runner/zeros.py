@@ -16,3 +16,8 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, count * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
+
+
+def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Host memory that a GPU copies from and to by itself; it holds whatever was there before."""
+    return torch.empty(shape, dtype=dtype, pin_memory=math.prod(shape) > 0)
