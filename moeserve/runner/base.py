@@ -292,8 +292,8 @@ class ModelRunnerBase(ABC):
     def initialize_kv_cache(self) -> None:
         """Allocates KV blocks and request tables for `limits`."""
         limits = self.limits
-        size, where = (limits.num_blocks, limits.store_cells), (self.device, self.world.tp_size, self.upload)
-        self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, *where)
+        size, device, tp_size = (limits.num_blocks, limits.store_cells), self.device, self.world.tp_size
+        self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload)
         self.tables = self.make_tables()
         self.sampler = self.make_sampler()
 
