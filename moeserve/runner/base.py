@@ -37,7 +37,7 @@ from moeserve.runner import limits as limits_of
 from moeserve.runner.dealt_graphs import DealtGraphs
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.experts import Read
-from moeserve.runner.graphs import Descriptor, EagerGraphs, GraphManager, Graphs, obstacle, sizes_of
+from moeserve.runner.graphs import Descriptor, EagerGraphs, GraphManager, Graphs, common_sizes, obstacle, sizes_of
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.lanes import LaneRunner
@@ -151,12 +151,12 @@ class ModelRunnerBase(ABC):
         if self.graph_obstacle is not None:
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
-        sizes = sizes_of(self.config.device.graphs, self.limits)
-        parts = self.fixed_inputs, recorder(), self.lanes.lanes[0], sizes
+        parts, asked = (self.fixed_inputs, recorder(), self.lanes.lanes[0]), self.config.device.graphs
         if self.deals_experts:
-            self.graphs = DealtGraphs(*parts, self.peers)
+            self.graphs = dealt = DealtGraphs(*parts, common_sizes(asked, self.limits), self.peers)
+            self.lanes.round_up = dealt.round_up
             return
-        self.graphs = graphs = GraphManager(*parts)
+        self.graphs = graphs = GraphManager(*parts, sizes_of(asked, self.limits))
         graphs.capture(lambda step: self.lanes.forward(self.model, step, 0, None, self.kv.layers))
 
     @cached_property

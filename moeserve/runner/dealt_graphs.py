@@ -30,16 +30,13 @@ class Group(Protocol):
         """Whether the transport that serves now, and the kernels behind it, can be recorded."""
         ...
 
-    @property
-    def max_tokens(self) -> int | None:
-        """That travel at once; with more, a layer takes several rounds."""
-        ...
-
 
 class DealtGraphs(GraphManager):
-    """Ranks need not run the same shapes, but each must have room for what the others send, and make as many rounds as
-    they do: so a step's size is that of the rank with most tokens. Recordings know addresses of the group's buffers and
-    of the experts' slots, and are dropped with those.
+    """Some ranks of a group may replay a step and others run it as it is, but all must make room for the same number of
+    tokens, since what travels is laid out by it: that of the rank with most, `round_up` to a recorded size. Recordings
+    know addresses of the group's buffers and of the experts' slots, and are dropped with those.
+
+    sizes: of PIECEWISE and FULL, the latter's among the former's.
     """
 
     def __init__(
@@ -47,6 +44,7 @@ class DealtGraphs(GraphManager):
     ) -> None:
         super().__init__(fixed, recorder, lane, sizes)
         self._group = group
+        self._common = max(sizes.values(), key=len)
         self._place = (-1, -1)
         self._serves = False
 
@@ -58,7 +56,10 @@ class DealtGraphs(GraphManager):
             return eager_shape(plan)  # once, for warmth: what is recorded is not run by itself
         if agreed is None or agreed.lanes > 1 or not self._serves or group.moving:
             return eager_shape(plan)
-        shape = self.dispatch(len(plan.slots_R), max(plan.num_tokens, agreed.most_tokens[0]), plan.uniform_len)
-        limit = group.max_tokens
-        fits = shape.mode is not Mode.NONE and (limit is None or shape.num_tokens <= limit)
+        shape = self.dispatch(len(plan.slots_R), agreed.most_tokens[0], plan.uniform_len)
+        fits = shape.mode is not Mode.NONE and shape.num_tokens == self.round_up(agreed.most_tokens[0])
         return shape if fits else eager_shape(plan)
+
+    def round_up(self, tokens: int) -> int:
+        """The same for all that ranks may do in a step: 7 -> 8; beyond the largest size as it is."""
+        return next((size for size in self._common if size >= tokens), tokens)

@@ -111,6 +111,15 @@ def sizes_of(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
     return {mode: sizes_to(min(n, MOST_TOKENS)) for mode, n in most.items() if asked in ("auto", mode.value)}
 
 
+def common_sizes(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
+    """The same where ranks serve together: all modes' sizes are among those of one."""
+    each = sizes_to(min(limits.max_num_batched_tokens, MOST_TOKENS))
+    most = {Mode.FULL: limits.max_num_seqs, Mode.PIECEWISE: limits.max_num_batched_tokens}
+    return {
+        mode: tuple(size for size in each if size <= n) for mode, n in most.items() if asked in ("auto", mode.value)
+    }
+
+
 class GraphManager:
     """Replays recorded passes for steps of few tokens, and runs the others as they are.
 

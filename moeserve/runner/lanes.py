@@ -42,12 +42,14 @@ class Meter:
 class LaneRunner:
     """Runs steps in `lanes`, of which a step uses the first or all. To be used by one thread at a time.
 
-    tp_size: ranks that share the engine's rows, each of which sends its part to the experts.
+    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `round_up`: to a number
+    of tokens that ranks make room for, given that of the rank with most; the same function on all ranks.
     """
 
     def __init__(self, num_lanes: int = 1, tp_size: int = 1) -> None:
         assert 1 <= num_lanes <= 2, num_lanes
         self.lanes = tuple(Lane(index) for index in range(num_lanes))
+        self.round_up: Callable[[int], int] = lambda tokens: tokens
         self._tp_size = tp_size
         self._second = _LaneThread()
 
@@ -96,7 +98,7 @@ class LaneRunner:
     def _run(self, agreed: Agreed, works: Sequence[Callable[[Lane], T]]) -> list[T]:
         """What each lane's work returned."""
         # The same number of rounds in both lanes: with fewer, one would run ahead of the other, layer by layer.
-        most_tokens = -(-max(agreed.most_tokens) // self._tp_size)
+        most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
         for lane in self.lanes:
             lane.most_tokens = most_tokens
             lane.take_load()

@@ -105,11 +105,6 @@ class Peers:
         return all(layer.recordable for layer in self._layers)
 
     @property
-    def max_tokens(self) -> int | None:
-        """Of this rank, that travel at once; with more, a layer takes several rounds."""
-        return None if self._all2all is None else self._all2all.caps.max_tokens
-
-    @property
     def copies(self) -> int:
         """Of rows received from others, while experts compute on them."""
         return 0 if self._all2all is None else self._all2all.caps.copies

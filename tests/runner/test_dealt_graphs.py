@@ -10,7 +10,7 @@ import numpy as np
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
 from moeserve.moe.lane import Lane
 from moeserve.runner.dealt_graphs import DealtGraphs
-from moeserve.runner.graphs import Mode, sizes_of
+from moeserve.runner.graphs import Mode, common_sizes
 from tests.runner.test_graphs import LIMITS, Nothing
 
 
@@ -19,7 +19,6 @@ class Facts:
     place: tuple[int, int] = (1, 0)
     moving: bool = False
     recordable: bool = True
-    max_tokens: int | None = None
 
 
 def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
@@ -32,7 +31,7 @@ def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
 
 def graphs_of(facts: Facts, asked: str = "auto") -> DealtGraphs:
     nothing: Any = Nothing()
-    graphs = DealtGraphs(nothing, nothing, Lane(), sizes_of(asked, LIMITS), facts)
+    graphs = DealtGraphs(nothing, nothing, Lane(), common_sizes(asked, LIMITS), facts)
     assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))).mode is Mode.NONE, "the first one warms kernels"
     return graphs
 
@@ -42,6 +41,7 @@ def test_a_step_has_the_size_of_the_rank_with_most_tokens() -> None:
     for counts, most, mode, tokens in (
         ((1, 1), 2, Mode.FULL, 2),
         ((1, 1), 100, Mode.FULL, 104),
+        ((1, 1), 297, Mode.PIECEWISE, 304),
         ((1, 1), 301, Mode.PIECEWISE, 304),
         ((1, 7), 9, Mode.PIECEWISE, 16),
         ((1, 1), 513, Mode.NONE, 2),
@@ -59,9 +59,16 @@ def test_what_cannot_be_replayed_runs_as_it_is() -> None:
     assert graphs_of(Facts(recordable=False)).shape(plan(1, agreed=agreed)).mode is Mode.NONE
 
 
-def test_padding_never_makes_a_round_that_other_ranks_do_not_make() -> None:
-    for limit, mode in ((8, Mode.FULL), (7, Mode.NONE)):
-        assert graphs_of(Facts(max_tokens=limit)).shape(plan(1, agreed=Agreed(1, most_tokens=(7, 0)))).mode is mode
+def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
+    for asked in ("auto", "full", "piecewise"):
+        graphs = graphs_of(Facts(), asked)
+        for most in (1, 3, 100, 299, 301, 512, 513, 2000):
+            room = graphs.round_up(most)
+            assert room >= most
+            assert room == graphs_of(Facts(recordable=False), asked).round_up(most)
+            for counts in ((1,), (2,), (1,) * min(most, 300)):
+                shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
+                assert shape.mode is Mode.NONE or shape.num_tokens == room
 
 
 def test_recordings_go_with_the_group_and_the_placement() -> None:
