@@ -7,7 +7,6 @@ width, G groups of inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -15,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.kernels.align import Alignment
-from moeserve.kernels.configs import Config, tuned
-from moeserve.kernels.tiles import load_rows, load_weights, tile_of, weights_argument
+from moeserve.kernels.configs import Config
+from moeserve.kernels.tiles import load_rows, load_weights, rows_of, tile_of, weights_argument
 
 GROUPS = (32, 64, 128)
+FAMILY = "grouped_int4"  # of tables of configurations
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ class Int4:
     packed: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        slots, outputs, num_bytes = self.packed.shape
+        return slots, outputs, 2 * num_bytes
 
     @property
     def half(self) -> int:
@@ -122,15 +127,7 @@ def int4_kernel(
     slot = tl.load(slot_ptr + tile)
     if slot < 0:
         return
-    rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
-    live = rows < tl.load(ends_ptr + slot)
-    sources, targets = rows.to(tl.int64), rows.to(tl.int64)
-    if order_ptr is not None:
-        pairs = tl.load(order_ptr + rows, mask=live, other=0)
-        if SWIGLU:
-            sources = (pairs // top_k).to(tl.int64)
-        else:
-            targets = pairs.to(tl.int64)
+    sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
     outputs = 2 * width if SWIGLU else width
     x_ptrs = x_ptr + sources[:, None] * x_stride + tl.arange(0, HALF)[None, :]
     base, first, last = slot * outputs, block * BLOCK_N, width - 1
@@ -163,24 +160,9 @@ def int4_kernel(
     tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=live[:, None] & mask[None, :])
 
 
-@lru_cache(4096)
-def launch_int4_of(
-    num_rows: int, num_slots: int, width: int, dim: int, group: int, dtype: torch.dtype, device: str
-) -> Config:
-    """As `grouped_gemm.launch_of`."""
-    rows = num_rows / num_slots
-    block_m = 16 if rows <= 8 else 32 if rows <= 24 else 64
-    default = {"block_m": block_m, "tma": 1, "group": 8 if rows > 64 else 1}
-    default |= {"up_block_n": 64, "up_warps": 4, "up_stages": 4}
-    default |= {"down_block_n": 64, "down_warps": 4, "down_stages": 4}
-    shape = f"E{num_slots} I{width} D{dim} G{group} {str(dtype).removeprefix('torch.')}"
-    return tuned("grouped_int4", device, shape, num_rows, default)
-
-
 def _launch(x: Tensor, w: Int4, out: Tensor, to: Alignment, top_k: int, name: str, config: Config) -> None:
-    slots, outputs, inner = w.packed.shape[0], w.packed.shape[1], 2 * w.packed.shape[2]
+    slots, outputs, inner = w.shape
     width, block_n, half = outputs // 2 if name == "up" else outputs, config[f"{name}_block_n"], w.half
-    assert x.dtype == out.dtype, (x.dtype, out.dtype)
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert x.shape[1] == inner, (x.shape, inner)
     assert inner % (2 * half) == 0, (inner, w.group)
@@ -211,7 +193,7 @@ def gate_up_int4(x: Tensor, w13: Int4, to: Alignment, config: Config, top_k: int
 
 
 def down_int4(h_NI: Tensor, w2: Int4, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
-    """As `grouped_gemm.down`. 64 inputs of 2, weights of value 7 with scales 1/64 -> -2"""
+    """As `grouped_gemm.down`, in out's type. 64 inputs of 2, weights of value 7 with scales 1/64 -> -2"""
     if out is None:
         out = h_NI.new_empty((h_NI.shape[0], w2.packed.shape[1]))
     _launch(h_NI, w2, out, to, 1, "down", config)

@@ -7,11 +7,15 @@ order, and a row's bits do not depend on how many there are.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moeserve.kernels.configs import Config, tuned
 
 STEP_BYTES = 128  # of a row of weights in one step over K: a line of the cache, and of shared memory's swizzle
 
@@ -27,6 +31,22 @@ def tile_of(program, num_tiles, num_blocks, GROUP: tl.constexpr):
     size = tl.minimum(num_tiles - first, GROUP)
     place = program % (GROUP * num_blocks)
     return first + place % size, place // size
+
+
+@triton.jit
+def rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, UP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(rows of x, rows of the result, which of both there are) of a tile of the experts' sorted rows. With an order,
+    the first product (UP) fetches its rows through it, the second puts them back."""
+    rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(ends_ptr + slot)
+    sources, targets = rows.to(tl.int64), rows.to(tl.int64)
+    if order_ptr is not None:
+        pairs = tl.load(order_ptr + rows, mask=live, other=0)
+        if UP:
+            sources = (pairs // top_k).to(tl.int64)
+        else:
+            targets = pairs.to(tl.int64)
+    return sources, targets, live
 
 
 @triton.jit
@@ -55,6 +75,25 @@ def load_weights(
         ptrs = w + rows[:, None] * inner + columns[None, :]
         tile = tl.load(ptrs) if EVEN else tl.load(ptrs, mask=columns[None, :] < inner, other=0.0)
     return tile
+
+
+@lru_cache(4096)
+def launch_weight_only(
+    family: str, num_rows: int, num_slots: int, width: int, dim: int, group: int, dtype: torch.dtype, device: str
+) -> Config:
+    """As `grouped_gemm.launch_of`, for weights in few bits with rows of dtype. group: of weights that share a scale."""
+    default = {**tile_rows(num_rows / num_slots), "up_block_n": 64, "up_warps": 4, "up_stages": 4}
+    default |= {"down_block_n": 64, "down_warps": 4, "down_stages": 4}
+    shape = f"E{num_slots} I{width} D{dim} G{group} {str(dtype).removeprefix('torch.')}"
+    return tuned(family, device, shape, num_rows, default)
+
+
+def tile_rows(rows: float) -> dict[str, int]:
+    """What depends on the number of rows that a slot has on average; of quantised weights, no more than 64 in a tile.
+
+    8 -> block_m 16; 1000 -> block_m 64
+    """
+    return {"block_m": 16 if rows <= 8 else 32 if rows <= 24 else 64, "tma": 1, "group": 8 if rows > 64 else 1}
 
 
 def block_k(inner: int, dtype: torch.dtype) -> int:

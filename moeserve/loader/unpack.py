@@ -17,11 +17,12 @@ from moeserve.ops.quantised import Quantised
 Read = Callable[[TensorInfo, Index], Tensor]
 
 
-def empty(stored: Stored, dtype: torch.dtype, shape: tuple[int, ...]) -> Quantised:
+def empty(stored: Stored, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None) -> Quantised:
     """Room for a parameter of this format."""
     form = stored.form
     whole = -(-shape[-1] // 8) * 8  # int4 always has groups
-    return Quantised.empty(form.kind, form.group or (whole if form.kind == "int4" else 0), form.zeros, dtype, shape)
+    group = form.group or (whole if form.kind == "int4" else 0)
+    return Quantised.empty(form.kind, group, form.zeros, dtype, shape, device, form.rows)
 
 
 def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:

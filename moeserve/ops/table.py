@@ -33,7 +33,9 @@ class Ops:
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native: whether these
     are the kernels of csrc/, which have a kernel for experts, too; room: where these pack. triton: whether they are
     those of kernels/, likewise. exact: whether a row's bits depend on nothing but the row. attention_block: what joins
-    the steps of attention to one call, where there is such a call.
+    the steps of attention to one call, where there is such a call. weight_obstacle(kind, group, inputs): why weights of
+    4 or 8 bits with so many inputs, and with so many to a scale (0: all), cannot be computed with; empty if they can.
+    None: none of them can.
     """
 
     device: torch.device
@@ -55,6 +57,7 @@ class Ops:
     plan_attention: PlanAttention = PLAN_BY_TORCH
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
+    weight_obstacle: Callable[[str, int, int], str] | None = None
 
     def packing_into(self, room: native_linear.Room) -> Ops:
         """The native kernels, with packed weights in memory from `room`."""
@@ -138,7 +141,7 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int | N
 
 
 def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
-    from moeserve.ops import triton_ops
+    from moeserve.ops import triton_ops, triton_weights
 
     products = "triton, batch-invariant" if exact else f"torch on {device.type}"
     ops = Ops(
@@ -148,7 +151,8 @@ def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         triton=True,
         exact=exact,
         pad_rows=lambda rows: max(1, rows),
-        pack_linear=triton_ops.pack_exact if exact else plain_packer(1),
+        pack_linear=triton_ops.pack_exact if exact else triton_ops.pack_fast,
+        weight_obstacle=triton_weights.obstacle,
         silu_mul=triton_ops.silu_mul,
         sigmoid_gate=triton_ops.sigmoid_gate,
         rms_norm=triton_ops.rms_norm,
@@ -201,6 +205,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         plan_attention=from_host(native_attention.plan_attention),
         attention=native_attention.attention,
         attention_block=native_layer.AttentionBlock,
+        weight_obstacle=lambda kind, group, inputs: "",
     )
     log.info("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.describe())
     return ops

@@ -12,14 +12,15 @@ from moeserve.kernels.align import align, align_groups
 from moeserve.kernels.configs import Config
 from moeserve.kernels.grouped_gemm import down_reference, gate_up_reference
 from moeserve.kernels.grouped_int4 import (
+    FAMILY,
     Int4,
     down_int4,
     gate_up_int4,
     half_of,
-    launch_int4_of,
     pack_int4,
     widen_int4,
 )
+from moeserve.kernels.tiles import launch_weight_only
 from moeserve.ops.quantised import Quantised, quantise
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
@@ -105,7 +106,7 @@ def test_both_products(ids: list[list[int]], group: int, zeros: bool, tma: int, 
 
 
 def compiled(group: int, zeros: bool, product: str, rows: int, tma: int) -> Case:
-    config = launch_int4_of(rows, 128, 768, 2048, group, torch.bfloat16, "untuned")
+    config = launch_weight_only(FAMILY, rows, 128, 768, 2048, group, torch.bfloat16, "untuned")
     numbers, half = ("x_stride", "out_stride", "width", "inner"), half_of(group)
     signature = {
         "x_ptr": "*bf16", "w": f"tensordesc<u8[64, {half}]>" if tma else "*u8", "scale_ptr": "*fp32",

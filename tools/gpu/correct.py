@@ -18,12 +18,13 @@ from moeserve.kernels.activation import silu_mul, silu_mul_reference
 from moeserve.kernels.align import align, align_reference
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.combine import combine, combine_reference
+from moeserve.kernels.devices import facts_of
 from moeserve.kernels.embedding import embedding, embedding_reference
 from moeserve.kernels.fp8 import E4M3, quantise, quantise_reference, widen
 from moeserve.kernels.gate import gated, gated_reference
 from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, gate_up_fp8_reference, launch_fp8_of
-from moeserve.kernels.grouped_gemm import device_name, launch_of
-from moeserve.kernels.grouped_int4 import Int4, down_int4, gate_up_int4, launch_int4_of, widen_int4
+from moeserve.kernels.grouped_gemm import launch_of
+from moeserve.kernels.grouped_int4 import FAMILY, Int4, down_int4, gate_up_int4, widen_int4
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, step_reference
 from moeserve.kernels.linear import linear, linear_reference
 from moeserve.kernels.logprobs import logprobs, logprobs_reference
@@ -35,6 +36,7 @@ from moeserve.kernels.prologue import prologue
 from moeserve.kernels.route import Rule, route_by, route_reference
 from moeserve.kernels.sampling import SamplingRows, sample
 from moeserve.kernels.staged import pack, write, write_reference
+from moeserve.kernels.tiles import launch_weight_only
 from tools.gpu import moe
 from tools.gpu.attention import KV_HEADS, step_of
 from tools.gpu.bench import Bench, error_of
@@ -122,7 +124,7 @@ def experts(bench: Bench, tokens: int) -> tuple[Tensor, Tensor, float]:
     shape = moe_shape(bench)
     w, batch = moe.weights_of(bench, shape), moe.batch_of(bench, shape, size(bench, tokens, 3))
     pairs = batch.ids.numel()
-    config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, device_name(bench.device))
+    config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, facts_of(bench.device).name)
     return moe.whole(batch, w, config, shape), moe.reference(batch, w), PRODUCT
 
 
@@ -134,7 +136,7 @@ def experts_fp8(bench: Bench) -> tuple[Tensor, Tensor, float]:
     values = torch.randn(shape.experts, 2 * shape.width, shape.dim, device=bench.device).to(E4M3)
     scales = torch.rand(shape.experts, 2 * shape.width // 128, groups, device=bench.device) / 64
     w13, x = Scaled(values, scales), Scaled(*quantise(batch.x))
-    config = launch_fp8_of(batch.ids.numel(), shape.experts, shape.width, shape.dim, device_name(bench.device))
+    config = launch_fp8_of(batch.ids.numel(), shape.experts, shape.width, shape.dim, facts_of(bench.device).name)
     to = align(batch.ids, shape.experts, config["block_m"])
     found = gate_up_fp8(x, w13, to, config, shape.top_k)
     return widen(found.values, found.scales), gate_up_fp8_reference(x, w13, to, shape.top_k), 4e-2
@@ -149,8 +151,8 @@ def experts_int4(bench: Bench) -> tuple[Tensor, Tensor, float]:
         return Int4(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
 
     w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
-    rows, device = batch.ids.numel(), device_name(bench.device)
-    config = launch_int4_of(rows, shape.experts, shape.width, shape.dim, group, bench.dtype, device)
+    rows, device = batch.ids.numel(), facts_of(bench.device).name
+    config = launch_weight_only(FAMILY, rows, shape.experts, shape.width, shape.dim, group, bench.dtype, device)
     to = align(batch.ids, shape.experts, config["block_m"])
     y = down_int4(gate_up_int4(batch.x, w13, to, config, shape.top_k), w2, to, config)
     found = combine(y.view(*batch.ids.shape, -1), batch.shares, batch.ids)
@@ -294,7 +296,7 @@ def invariance(bench: Bench) -> dict[str, bool]:
     rows = []
     for n in sizes:
         part = moe.Batch(batch.x[:n], batch.ids[:n].contiguous(), batch.shares[:n].contiguous())
-        pairs, device = n * shape.top_k, device_name(bench.device)
+        pairs, device = n * shape.top_k, facts_of(bench.device).name
         config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, device)
         to = align(part.ids, shape.experts, config["block_m"])
         y = moe.products(part, of_experts, to, config, shape.top_k)

@@ -19,10 +19,12 @@ from moeserve.kernels.activation import silu_mul
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
+from moeserve.kernels.devices import facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
-from moeserve.kernels.grouped_gemm import device_name, down, gate_up, launch_of
-from moeserve.kernels.grouped_int4 import Int4, down_int4, gate_up_int4, launch_int4_of
+from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
+from moeserve.kernels.grouped_int4 import FAMILY, Int4, down_int4, gate_up_int4
+from moeserve.kernels.tiles import launch_weight_only
 from tools.gpu.bench import Bench, Run, error_of, figures
 from tools.gpu.peers import PeerMoe, load_peers
 
@@ -125,7 +127,7 @@ def compared(bench: Bench, shape: Shape, w: Weights, tokens: int, skew: float, p
     """Ours and the peers' products on the same choices, each side's rows sorted before; and our whole layer."""
     batches = [batch_of(bench, shape, tokens, skew) for _ in range(ROUTINGS if bench.times else 1)]
     config = launch_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, bench.dtype,
-                       device_name(bench.device))  # fmt: skip
+                       facts_of(bench.device).name)  # fmt: skip
     aligned = [align(batch.ids, shape.experts, config["block_m"]) for batch in batches]
     pairs = list(zip(batches, aligned, strict=True))
     candidates: dict[str, list[Run]] = {
@@ -169,7 +171,7 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     w13 = scaled(shape.experts, 2 * shape.width, shape.dim)
     w2 = scaled(shape.experts, shape.dim, shape.width)
     batch = batch_of(bench, shape, tokens)
-    config = launch_fp8_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, device_name(bench.device))
+    config = launch_fp8_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, facts_of(bench.device).name)
     to, x = align(batch.ids, shape.experts, config["block_m"]), Scaled(*quantise(batch.x))
     out = bench.random(tokens * shape.top_k, shape.dim)
     run = lambda: down_fp8(gate_up_fp8(x, w13, to, config, shape.top_k), w2, to, config, out)  # noqa: E731
@@ -188,8 +190,15 @@ def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
 
     w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
     batch = batch_of(bench, shape, tokens)
-    config = launch_int4_of(
-        tokens * shape.top_k, shape.experts, shape.width, shape.dim, group, bench.dtype, device_name(bench.device)
+    config = launch_weight_only(
+        FAMILY,
+        tokens * shape.top_k,
+        shape.experts,
+        shape.width,
+        shape.dim,
+        group,
+        bench.dtype,
+        facts_of(bench.device).name,
     )
     to = align(batch.ids, shape.experts, config["block_m"])
     run = lambda: down_int4(gate_up_int4(batch.x, w13, to, config, shape.top_k), w2, to, config)  # noqa: E731

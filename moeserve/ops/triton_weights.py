@@ -1,0 +1,163 @@
+"""Weights as the grouped Triton kernels take them: which kernels serve a format, and how its tensors are laid out.
+
+e slots, N outputs, K inputs, I expert width, D model width. Every tensor of a layout has the slot first, scales
+included, so a slot is copied tensor by tensor, whatever the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from moeserve.errors import ConfigError
+from moeserve.kernels import grouped_fp8, grouped_gemm, grouped_int4, grouped_w8a16
+from moeserve.kernels.configs import Config
+from moeserve.kernels.devices import facts_of
+from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
+from moeserve.kernels.tiles import launch_weight_only
+from moeserve.ops.quantised import Quantised, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What serves one kind of weights.
+
+    lay: weights [e, N, K] to the kernels' layout. rows: x to what gate_up takes. launch(num_rows, w2, x): how products
+    of so many rows like x with weights like w2 run. gate_up, down: as those of kernels/grouped_gemm.py.
+    """
+
+    lay: Callable[[Any], Any]
+    rows: Callable[[Tensor], Any]
+    launch: Callable[[int, Any, Tensor], Config]
+    gate_up: Callable[..., Any]
+    down: Callable[..., Tensor]
+
+
+def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
+    """Those for experts with such weights. Raises ConfigError where one is quantised and the other is not."""
+    if isinstance(w13_eFD, Quantised) != isinstance(w2_eDI, Quantised):
+        raise ConfigError(
+            f"of some experts one of gate_up {_words(w13_eFD)} and down {_words(w2_eDI)} is quantised, and Triton's "
+            "kernels take both or none; use another checkpoint, or --device cpu with kernels: native"
+        )
+    if isinstance(w2_eDI, Tensor):
+        return PLAIN
+    rows_too = multiplies_e4m3(w2_eDI.kind, w2_eDI.rows, w2_eDI.group, *w2_eDI.shape[-2:])
+    return W8A8 if rows_too else dense_kernels_for(w2_eDI)
+
+
+def dense_kernels_for(weight: Quantised) -> Kernels:
+    """Those that leave rows as they are, and take any shape that `obstacle` does not name."""
+    return INT4 if weight.kind == "int4" else W8A16
+
+
+def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
+    """Whether experts' rows become e4m3, too: their kernel has one scale for 128 x 128 weights, and whole blocks only.
+
+    DeepSeek's and Qwen's blocks, I 768, D 2048 -> True; a scale per output -> False; I 96 -> False
+    """
+    return kind == "fp8" and not any(size % BLOCK for size in (rows, group, *sizes))
+
+
+def obstacle(kind: str, group: int, inputs: int) -> str:
+    """Why no kernel takes weights with so many inputs, and in a group (0: all); empty if one does."""
+    if kind == "int4":
+        return "" if _int4_group(group or inputs, inputs) else "int4 products take groups of 32s and inputs of 64s"
+    step = grouped_w8a16.LEAST
+    return f"{kind} products take groups and inputs of {step}s" if group % step or inputs % step else ""
+
+
+def parts_of(weights: Any) -> Iterator[Tensor]:
+    """The tensors of a layout."""
+    if isinstance(weights, Tensor):
+        yield weights
+        return
+    for field in fields(weights):
+        if isinstance(part := getattr(weights, field.name), Tensor):
+            yield part
+
+
+def with_parts(weights: Any, parts: Sequence[Tensor]) -> Any:
+    """The same layout of other tensors, in the order of `parts_of`."""
+    if isinstance(weights, Tensor):
+        return parts[0]
+    names = [field.name for field in fields(weights) if isinstance(getattr(weights, field.name), Tensor)]
+    return replace(weights, **dict(zip(names, parts, strict=True)))
+
+
+def _words(weight: Weight) -> str:
+    return f"({weight.kind if isinstance(weight, Quantised) else str(weight.dtype).removeprefix('torch.')})"
+
+
+def _int4_group(group: int, inputs: int) -> int:
+    """The kernel's group, a part of the weights' own. 128, 192 inputs -> 32, since 128 are worked off in 128s"""
+    fits = (g for g in grouped_int4.GROUPS[::-1] if group % g == 0 and inputs % (2 * grouped_int4.half_of(g)) == 0)
+    return next(fits, 0)
+
+
+def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor:
+    """Scales of groups for parts of them: for each `step` inputs."""
+    return scales_eNG.repeat_interleave(group // step, -1)[..., : inputs // step]
+
+
+def _lay_int4(w: Quantised) -> grouped_int4.Int4:
+    inputs = w.shape[-1]
+    group = _int4_group(w.group, inputs)
+    scales, zeros = (None if part is None else _regrouped(part, w.group, group, inputs) for part in (w.scales, w.zeros))
+    assert scales is not None
+    return grouped_int4.pack_int4(w.values, scales, zeros, group)
+
+
+def _lay_e4m3(w: Quantised) -> grouped_fp8.Scaled:
+    inputs = w.shape[-1]
+    scales = _regrouped(w.scales[..., ::BLOCK, :], w.group or inputs, BLOCK, inputs)
+    return grouped_fp8.Scaled(w.values.view(E4M3).contiguous(), scales.contiguous())
+
+
+def _lay_bytes(w: Quantised) -> grouped_w8a16.Bytes:
+    values = w.values.view(E4M3) if w.kind == "fp8" else w.values
+    return grouped_w8a16.Bytes(w.group, values.contiguous(), w.scales.transpose(-1, -2).contiguous())
+
+
+def _sizes(w2: Any) -> tuple[int, int, int]:
+    """e, I and D, as launches have them."""
+    slots, dim, width = w2.shape
+    return slots, width, dim
+
+
+def _weight_only(family: str, num_rows: int, w2: Any, x: Tensor) -> Config:
+    return launch_weight_only(family, num_rows, *_sizes(w2), w2.group, x.dtype, facts_of(x.device).name)
+
+
+PLAIN = Kernels(
+    lay=Tensor.contiguous,
+    rows=lambda x: x,
+    launch=lambda n, w2, x: grouped_gemm.launch_of(n, *_sizes(w2), x.dtype, facts_of(x.device).name),
+    gate_up=grouped_gemm.gate_up,
+    down=grouped_gemm.down,
+)
+W8A8 = Kernels(
+    lay=_lay_e4m3,
+    rows=lambda x: grouped_fp8.Scaled(*quantise(x)),
+    launch=lambda n, w2, x: grouped_fp8.launch_fp8_of(n, *_sizes(w2), facts_of(x.device).name),
+    gate_up=grouped_fp8.gate_up_fp8,
+    down=grouped_fp8.down_fp8,
+)
+W8A16 = Kernels(
+    lay=_lay_bytes,
+    rows=lambda x: x,
+    launch=partial(_weight_only, grouped_w8a16.FAMILY),
+    gate_up=grouped_w8a16.gate_up_w8a16,
+    down=grouped_w8a16.down_w8a16,
+)
+INT4 = Kernels(
+    lay=_lay_int4,
+    rows=lambda x: x,
+    launch=partial(_weight_only, grouped_int4.FAMILY),
+    gate_up=grouped_int4.gate_up_int4,
+    down=grouped_int4.down_int4,
+)
