@@ -1,4 +1,4 @@
-"""The experts' products with weights in 8 bits and wider rows, interpreted, beside their meaning; compiled for sm_90."""
+"""The experts' products with weights in 8 bits and wider rows, interpreted, beside their meaning; and for sm_90."""
 
 from __future__ import annotations
 
