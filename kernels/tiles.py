@@ -81,9 +81,13 @@ def load_weights(
 def launch_weight_only(
     family: str, num_rows: int, num_slots: int, width: int, dim: int, group: int, dtype: torch.dtype, device: str
 ) -> Config:
-    """As `grouped_gemm.launch_of`, for weights in few bits with rows of dtype. group: of weights that share a scale."""
-    default = {**tile_rows(num_rows / num_slots), "up_block_n": 64, "up_warps": 4, "up_stages": 4}
-    default |= {"down_block_n": 64, "down_warps": 4, "down_stages": 4}
+    """As `grouped_gemm.launch_of`, for weights in few bits with rows of dtype. group: of weights that share a scale.
+    A weight is widened once per tile of rows, so many rows want large tiles."""
+    rows = num_rows / num_slots
+    big = rows > 256
+    default = {**tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
+    default |= {"down_block_n": 128 if big else 64, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
+    default |= {"block_m": 128} if big else {}
     shape = f"E{num_slots} I{width} D{dim} G{group} {str(dtype).removeprefix('torch.')}"
     return tuned(family, device, shape, num_rows, default)
 

@@ -108,8 +108,9 @@ def test_both_products(ids: list[list[int]], group: int, zeros: bool, tma: int, 
 def compiled(group: int, zeros: bool, product: str, rows: int, tma: int) -> Case:
     config = launch_weight_only(FAMILY, rows, 128, 768, 2048, group, torch.bfloat16, "untuned")
     numbers, half = ("x_stride", "out_stride", "width", "inner"), half_of(group)
+    block_n = config[f"{product}_block_n"]
     signature = {
-        "x_ptr": "*bf16", "w": f"tensordesc<u8[64, {half}]>" if tma else "*u8", "scale_ptr": "*fp32",
+        "x_ptr": "*bf16", "w": f"tensordesc<u8[{block_n}, {half}]>" if tma else "*u8", "scale_ptr": "*fp32",
         "out_ptr": "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32", "slot_ptr": "*i32", "row_ptr": "*i32",
         "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The Triton experts with every kind of weights: beside SwiGLU over what the weights mean, in any company, and moved."""
+"""The Triton experts with all kinds of weights: beside SwiGLU over what they mean, in any company, and moved."""
 
 from __future__ import annotations
 
