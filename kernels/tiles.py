@@ -7,15 +7,11 @@ order, and a row's bits do not depend on how many there are.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from moeserve.kernels.configs import Config, tuned
 
 STEP_BYTES = 128  # of a row of weights in one step over K: a line of the cache, and of shared memory's swizzle
 
@@ -75,21 +71,6 @@ def load_weights(
         ptrs = w + rows[:, None] * inner + columns[None, :]
         tile = tl.load(ptrs) if EVEN else tl.load(ptrs, mask=columns[None, :] < inner, other=0.0)
     return tile
-
-
-@lru_cache(4096)
-def launch_weight_only(
-    family: str, num_rows: int, num_slots: int, width: int, dim: int, group: int, dtype: torch.dtype, device: str
-) -> Config:
-    """As `grouped_gemm.launch_of`, for weights in few bits with rows of dtype. group: of weights that share a scale.
-    A weight is widened once per tile of rows, so many rows want large tiles."""
-    rows = num_rows / num_slots
-    big = rows > 256
-    default = {**tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
-    default |= {"down_block_n": 128 if big else 64, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
-    default |= {"block_m": 128} if big else {}
-    shape = f"E{num_slots} I{width} D{dim} G{group} {str(dtype).removeprefix('torch.')}"
-    return tuned(family, device, shape, num_rows, default)
 
 
 def tile_rows(rows: float) -> dict[str, int]:

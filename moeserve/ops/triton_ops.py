@@ -23,7 +23,7 @@ from moeserve.kernels.prologue import prologue as prologue_kernel
 from moeserve.kernels.route import route
 from moeserve.ops.linear import Linear, plain_packer
 from moeserve.ops.quantised import Quantised, Weight
-from moeserve.ops.triton_weights import dense_kernels_for
+from moeserve.ops.triton_weights import WEIGHT_ONLY
 
 if TYPE_CHECKING:
     from moeserve.ops.prologue import HeadRule
@@ -56,20 +56,19 @@ class QuantisedLinear:
     x [M, 64] of ones, weight [1, 64] of int8 1 with scale 1/4, bias [5] -> [M, 1] of 21
     """
 
-    __slots__ = ("_bias", "_kernels", "_num_outputs", "_weight")
+    __slots__ = ("_bias", "_num_outputs", "_weight")
 
     def __init__(self, weight: Quantised, bias: Tensor | None = None) -> None:
-        self._kernels = dense_kernels_for(weight)
-        self._weight, self._bias, self._num_outputs = self._kernels.lay(weight[None]), bias, weight.shape[0]
+        self._weight, self._bias, self._num_outputs = WEIGHT_ONLY.lay(weight[None]), bias, weight.shape[0]
         for block_m in BLOCKS_M:
             align_rows(1, block_m, weight.values.device)  # its tables must not be made while a graph is recorded
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         rows = x_MK.shape[0]
-        config = self._kernels.launch(rows, self._weight, x_MK)
+        config = WEIGHT_ONLY.launch(rows, self._weight, x_MK)
         to = align_rows(rows, config["block_m"], x_MK.device)
         y_MN = x_MK.new_empty((rows, self._num_outputs), dtype=x_MK.dtype if self._bias is None else torch.float32)
-        self._kernels.down(x_MK, self._weight, to, config, y_MN)
+        WEIGHT_ONLY.down(x_MK, self._weight, to, config, y_MN)
         return y_MN if self._bias is None else (y_MN + self._bias).to(x_MK.dtype)
 
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.kernels import grouped_fp8, grouped_gemm, grouped_int4, grouped_w8a16
+from moeserve.kernels import grouped_fp8, grouped_gemm, grouped_weight_only
 from moeserve.kernels.configs import Config
 from moeserve.kernels.devices import facts_of
 from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
-from moeserve.kernels.tiles import launch_weight_only
 from moeserve.ops.quantised import Quantised, Weight
 
 
@@ -47,12 +45,7 @@ def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
     if isinstance(w2_eDI, Tensor):
         return PLAIN
     rows_too = multiplies_e4m3(w2_eDI.kind, w2_eDI.rows, w2_eDI.group, *w2_eDI.shape[-2:])
-    return W8A8 if rows_too else dense_kernels_for(w2_eDI)
-
-
-def dense_kernels_for(weight: Quantised) -> Kernels:
-    """Those that leave rows as they are, and take any shape that `obstacle` does not name."""
-    return INT4 if weight.kind == "int4" else W8A16
+    return W8A8 if rows_too else WEIGHT_ONLY
 
 
 def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
@@ -67,7 +60,7 @@ def obstacle(kind: str, group: int, inputs: int) -> str:
     """Why no kernel takes weights with so many inputs, and in a group (0: all); empty if one does."""
     if kind == "int4":
         return "" if _int4_group(group or inputs, inputs) else "int4 products take groups of 32s and inputs of 64s"
-    step = grouped_w8a16.LEAST
+    step = grouped_weight_only.LEAST
     return f"{kind} products take groups and inputs of {step}s" if group % step or inputs % step else ""
 
 
@@ -95,7 +88,11 @@ def _words(weight: Weight) -> str:
 
 def _int4_group(group: int, inputs: int) -> int:
     """The kernel's group, a part of the weights' own. 128, 192 inputs -> 32, since 128 are worked off in 128s"""
-    fits = (g for g in grouped_int4.GROUPS[::-1] if group % g == 0 and inputs % (2 * grouped_int4.half_of(g)) == 0)
+    fits = (
+        g
+        for g in grouped_weight_only.GROUPS[::-1]
+        if group % g == 0 and inputs % (2 * grouped_weight_only.half_of(g)) == 0
+    )
     return next(fits, 0)
 
 
@@ -104,12 +101,15 @@ def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor
     return scales_eNG.repeat_interleave(group // step, -1)[..., : inputs // step]
 
 
-def _lay_int4(w: Quantised) -> grouped_int4.Int4:
+def _lay_narrow(w: Quantised) -> grouped_weight_only.Narrow:
     inputs = w.shape[-1]
-    group = _int4_group(w.group, inputs)
-    scales, zeros = (None if part is None else _regrouped(part, w.group, group, inputs) for part in (w.scales, w.zeros))
-    assert scales is not None
-    return grouped_int4.pack_int4(w.values, scales, zeros, group)
+    if w.kind == "int4":
+        group = _int4_group(w.group, inputs)
+        zeros = None if w.zeros is None else _regrouped(w.zeros, w.group, group, inputs)
+        return grouped_weight_only.pack_int4(w.values, _regrouped(w.scales, w.group, group, inputs), zeros, group)
+    values = w.values.view(E4M3) if w.kind == "fp8" else w.values
+    scales = w.scales.transpose(-1, -2).contiguous()
+    return grouped_weight_only.Narrow(w.group or inputs, values.contiguous(), scales)
 
 
 def _lay_e4m3(w: Quantised) -> grouped_fp8.Scaled:
@@ -118,19 +118,10 @@ def _lay_e4m3(w: Quantised) -> grouped_fp8.Scaled:
     return grouped_fp8.Scaled(w.values.view(E4M3).contiguous(), scales.contiguous())
 
 
-def _lay_bytes(w: Quantised) -> grouped_w8a16.Bytes:
-    values = w.values.view(E4M3) if w.kind == "fp8" else w.values
-    return grouped_w8a16.Bytes(w.group, values.contiguous(), w.scales.transpose(-1, -2).contiguous())
-
-
 def _sizes(w2: Any) -> tuple[int, int, int]:
     """e, I and D, as launches have them."""
     slots, dim, width = w2.shape
     return slots, width, dim
-
-
-def _weight_only(family: str, num_rows: int, w2: Any, x: Tensor) -> Config:
-    return launch_weight_only(family, num_rows, *_sizes(w2), w2.group, x.dtype, facts_of(x.device).name)
 
 
 PLAIN = Kernels(
@@ -147,17 +138,12 @@ W8A8 = Kernels(
     gate_up=grouped_fp8.gate_up_fp8,
     down=grouped_fp8.down_fp8,
 )
-W8A16 = Kernels(
-    lay=_lay_bytes,
+WEIGHT_ONLY = Kernels(
+    lay=_lay_narrow,
     rows=lambda x: x,
-    launch=partial(_weight_only, grouped_w8a16.FAMILY),
-    gate_up=grouped_w8a16.gate_up_w8a16,
-    down=grouped_w8a16.down_w8a16,
-)
-INT4 = Kernels(
-    lay=_lay_int4,
-    rows=lambda x: x,
-    launch=partial(_weight_only, grouped_int4.FAMILY),
-    gate_up=grouped_int4.gate_up_int4,
-    down=grouped_int4.down_int4,
+    launch=lambda n, w2, x: grouped_weight_only.launch_narrow_of(
+        n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name
+    ),
+    gate_up=grouped_weight_only.gate_up_narrow,
+    down=grouped_weight_only.down_narrow,
 )

@@ -24,7 +24,7 @@ from moeserve.kernels.fp8 import E4M3, quantise, quantise_reference, widen
 from moeserve.kernels.gate import gated, gated_reference
 from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, gate_up_fp8_reference, launch_fp8_of
 from moeserve.kernels.grouped_gemm import launch_of
-from moeserve.kernels.grouped_int4 import FAMILY, Int4, down_int4, gate_up_int4, widen_int4
+from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of, widen_narrow
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, step_reference
 from moeserve.kernels.linear import linear, linear_reference
 from moeserve.kernels.logprobs import logprobs, logprobs_reference
@@ -36,7 +36,6 @@ from moeserve.kernels.prologue import prologue
 from moeserve.kernels.route import Rule, route_by, route_reference
 from moeserve.kernels.sampling import SamplingRows, sample
 from moeserve.kernels.staged import pack, write, write_reference
-from moeserve.kernels.tiles import launch_weight_only
 from tools.gpu import moe
 from tools.gpu.attention import KV_HEADS, step_of
 from tools.gpu.bench import Bench, error_of
@@ -146,17 +145,17 @@ def experts_int4(bench: Bench) -> tuple[Tensor, Tensor, float]:
     shape, group = moe_shape(bench), size(bench, 128, 32)
     batch = moe.batch_of(bench, shape, size(bench, 100, 3))
 
-    def packed(outputs: int, inputs: int) -> Int4:
+    def packed(outputs: int, inputs: int) -> Narrow:
         values = torch.randint(0, 256, (shape.experts, outputs, inputs // 2), dtype=torch.uint8, device=bench.device)
-        return Int4(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
+        return Narrow(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
 
     w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
     rows, device = batch.ids.numel(), facts_of(bench.device).name
-    config = launch_weight_only(FAMILY, rows, shape.experts, shape.width, shape.dim, group, bench.dtype, device)
+    config = launch_narrow_of(rows, shape.experts, shape.width, shape.dim, "int4", group, bench.dtype, device)
     to = align(batch.ids, shape.experts, config["block_m"])
-    y = down_int4(gate_up_int4(batch.x, w13, to, config, shape.top_k), w2, to, config)
+    y = down_narrow(gate_up_narrow(batch.x, w13, to, config, shape.top_k), w2, to, config)
     found = combine(y.view(*batch.ids.shape, -1), batch.shares, batch.ids)
-    return found, moe.reference(batch, moe.Weights(widen_int4(w13), widen_int4(w2))), PRODUCT
+    return found, moe.reference(batch, moe.Weights(widen_narrow(w13), widen_narrow(w2))), PRODUCT
 
 
 def quantised(bench: Bench) -> tuple[Tensor, Tensor, float]:

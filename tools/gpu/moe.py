@@ -23,8 +23,7 @@ from moeserve.kernels.devices import facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
-from moeserve.kernels.grouped_int4 import FAMILY, Int4, down_int4, gate_up_int4
-from moeserve.kernels.tiles import launch_weight_only
+from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of
 from tools.gpu.bench import Bench, Run, error_of, figures
 from tools.gpu.peers import PeerMoe, load_peers
 
@@ -183,25 +182,17 @@ def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     """Weights of 4 bits, a scale for every 128 inputs; rows in bf16."""
     group = 32 if bench.smoke else 128
 
-    def packed(outputs: int, inputs: int) -> Int4:
+    def packed(outputs: int, inputs: int) -> Narrow:
         size = (shape.experts, outputs, inputs // 2)
         values = torch.randint(0, 256, size, dtype=torch.uint8, device=bench.device)
-        return Int4(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
+        return Narrow(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
 
     w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
     batch = batch_of(bench, shape, tokens)
-    config = launch_weight_only(
-        FAMILY,
-        tokens * shape.top_k,
-        shape.experts,
-        shape.width,
-        shape.dim,
-        group,
-        bench.dtype,
-        facts_of(bench.device).name,
-    )
+    rows, device = tokens * shape.top_k, facts_of(bench.device).name
+    config = launch_narrow_of(rows, shape.experts, shape.width, shape.dim, "int4", group, bench.dtype, device)
     to = align(batch.ids, shape.experts, config["block_m"])
-    run = lambda: down_int4(gate_up_int4(batch.x, w13, to, config, shape.top_k), w2, to, config)  # noqa: E731
+    run = lambda: down_narrow(gate_up_narrow(batch.x, w13, to, config, shape.top_k), w2, to, config)  # noqa: E731
     samples = bench.time({"int4": [run]})["int4"]
     return {"tokens": tokens, "config": dict(config), **figures(samples, **work_of(shape, [batch], 0.25 + 1 / group))}
 
