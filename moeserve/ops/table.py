@@ -152,7 +152,7 @@ def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         exact=exact,
         pad_rows=lambda rows: max(1, rows),
         pack_linear=triton_ops.pack_exact if exact else triton_ops.pack_fast,
-        weight_obstacle=triton_weights.obstacle,
+        weight_obstacle=partial(triton_weights.obstacle, device),
         silu_mul=triton_ops.silu_mul,
         sigmoid_gate=triton_ops.sigmoid_gate,
         rms_norm=triton_ops.rms_norm,

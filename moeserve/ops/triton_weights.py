@@ -6,18 +6,31 @@ included, so a slot is copied tensor by tensor, whatever the format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.kernels import grouped_fp8, grouped_gemm, grouped_weight_only
+from moeserve.kernels import grouped_fp8, grouped_gemm
 from moeserve.kernels.configs import Config
 from moeserve.kernels.devices import facts_of
 from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
+from moeserve.kernels.grouped_weight_only import (
+    GROUPS,
+    LEAST,
+    Narrow,
+    down_narrow,
+    gate_up_narrow,
+    half_of,
+    launch_narrow_of,
+    pack_int4,
+)
 from moeserve.ops.quantised import Quantised, Weight
+
+E4M3_GPUS = (8, 9)  # compute capability of the first whose compiler knows e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +69,29 @@ def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
     return kind == "fp8" and not any(size % BLOCK for size in (rows, group, *sizes))
 
 
-def obstacle(kind: str, group: int, inputs: int) -> str:
+def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
     """Why no kernel takes weights with so many inputs, and in a group (0: all); empty if one does."""
     if kind == "int4":
         return "" if _int4_group(group or inputs, inputs) else "int4 products take groups of 32s and inputs of 64s"
-    step = grouped_weight_only.LEAST
-    return f"{kind} products take groups and inputs of {step}s" if group % step or inputs % step else ""
+    if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_GPUS:
+        return "e4m3 needs a GPU of compute capability 8.9 or more"
+    return f"{kind} products take groups and inputs of {LEAST}s" if group % LEAST or inputs % LEAST else ""
 
 
-def parts_of(weights: Any) -> Iterator[Tensor]:
+def parts_of(weights: Any) -> list[Tensor]:
     """The tensors of a layout."""
-    if isinstance(weights, Tensor):
-        yield weights
-        return
-    for field in fields(weights):
-        if isinstance(part := getattr(weights, field.name), Tensor):
-            yield part
+    return [weights] if isinstance(weights, Tensor) else [getattr(weights, name) for name in _names(weights)]
 
 
 def with_parts(weights: Any, parts: Sequence[Tensor]) -> Any:
     """The same layout of other tensors, in the order of `parts_of`."""
-    if isinstance(weights, Tensor):
-        return parts[0]
-    names = [field.name for field in fields(weights) if isinstance(getattr(weights, field.name), Tensor)]
-    return replace(weights, **dict(zip(names, parts, strict=True)))
+    return (
+        parts[0] if isinstance(weights, Tensor) else replace(weights, **dict(zip(_names(weights), parts, strict=True)))
+    )
+
+
+def _names(weights: Any) -> list[str]:
+    return [field.name for field in fields(weights) if isinstance(getattr(weights, field.name), Tensor)]
 
 
 def _words(weight: Weight) -> str:
@@ -88,12 +100,7 @@ def _words(weight: Weight) -> str:
 
 def _int4_group(group: int, inputs: int) -> int:
     """The kernel's group, a part of the weights' own. 128, 192 inputs -> 32, since 128 are worked off in 128s"""
-    fits = (
-        g
-        for g in grouped_weight_only.GROUPS[::-1]
-        if group % g == 0 and inputs % (2 * grouped_weight_only.half_of(g)) == 0
-    )
-    return next(fits, 0)
+    return next((g for g in GROUPS[::-1] if group % g == 0 and inputs % (2 * half_of(g)) == 0), 0)
 
 
 def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor:
@@ -101,15 +108,15 @@ def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor
     return scales_eNG.repeat_interleave(group // step, -1)[..., : inputs // step]
 
 
-def _lay_narrow(w: Quantised) -> grouped_weight_only.Narrow:
+def _lay_narrow(w: Quantised) -> Narrow:
     inputs = w.shape[-1]
     if w.kind == "int4":
         group = _int4_group(w.group, inputs)
         zeros = None if w.zeros is None else _regrouped(w.zeros, w.group, group, inputs)
-        return grouped_weight_only.pack_int4(w.values, _regrouped(w.scales, w.group, group, inputs), zeros, group)
+        return pack_int4(w.values, _regrouped(w.scales, w.group, group, inputs), zeros, group)
     values = w.values.view(E4M3) if w.kind == "fp8" else w.values
     scales = w.scales.transpose(-1, -2).contiguous()
-    return grouped_weight_only.Narrow(w.group or inputs, values.contiguous(), scales)
+    return Narrow(w.group or inputs, values.contiguous(), scales)
 
 
 def _lay_e4m3(w: Quantised) -> grouped_fp8.Scaled:
@@ -141,9 +148,7 @@ W8A8 = Kernels(
 WEIGHT_ONLY = Kernels(
     lay=_lay_narrow,
     rows=lambda x: x,
-    launch=lambda n, w2, x: grouped_weight_only.launch_narrow_of(
-        n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name
-    ),
-    gate_up=grouped_weight_only.gate_up_narrow,
-    down=grouped_weight_only.down_narrow,
+    launch=lambda n, w2, x: launch_narrow_of(n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name),
+    gate_up=gate_up_narrow,
+    down=down_narrow,
 )

@@ -107,13 +107,16 @@ def test_an_expert_moves_as_a_slot(kind: str) -> None:
         assert all(torch.equal(n.view(torch.uint8), w.view(torch.uint8)) for n, w in zip(new, wanted, strict=True))
 
 
-def test_shapes_that_no_kernel_takes() -> None:
-    assert [obstacle("int4", group, inputs) for group, inputs in ((128, 192), (64, 128), (0, 64))] == [""] * 3
-    assert "inputs of 64s" in obstacle("int4", 32, 96)
-    assert "inputs of 64s" in obstacle("int4", 16, 64)
-    assert [obstacle("fp8", group, inputs) for group, inputs in ((128, 48), (0, 16))] == [""] * 2
-    assert "inputs of 16s" in obstacle("fp8", 128, 72)
-    assert "inputs of 16s" in obstacle("int8", 0, 40)
+def test_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [obstacle(DEVICE, "int4", group, inputs) for group, inputs in ((128, 192), (64, 128), (0, 64))] == [""] * 3
+    assert "inputs of 64s" in obstacle(DEVICE, "int4", 32, 96)
+    assert "inputs of 64s" in obstacle(DEVICE, "int4", 16, 64)
+    assert [obstacle(DEVICE, "fp8", group, inputs) for group, inputs in ((128, 48), (0, 16))] == [""] * 2
+    assert "inputs of 16s" in obstacle(DEVICE, "fp8", 128, 72)
+    assert "inputs of 16s" in obstacle(DEVICE, "int8", 0, 40)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "capability 8.9" in obstacle(torch.device("cuda"), "fp8", 128, 128)
+    assert not obstacle(torch.device("cuda"), "int8", 128, 128)
     mixed = ExpertWeights(weight("plain", E, 2 * I, D), weight("int8", E, D, I))
     with pytest.raises(ConfigError, match=r"gate_up \(float32\) and down \(int8\)"):
         TritonExperts().pack(mixed)
