@@ -71,7 +71,7 @@ SECTIONS: Mapping[str, Section] = {
     "moe": Section(150, 30, lambda bench, args: moe.run(bench, args.peers)),
     "attention": Section(50, 15, lambda bench, args: attention.run(bench)),
     "rows": Section(60, 15, lambda bench, args: rows.run(bench)),
-    "engine": Section(240, 60, lambda bench, args: engine.run(bench.deadline_s - time.monotonic(), bench.smoke)),
+    "engine": Section(330, 60, lambda bench, args: engine.run(bench.deadline_s - time.monotonic(), bench.smoke)),
 }
 COMPILED = ("moe", "attention", "rows")
 

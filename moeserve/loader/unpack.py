@@ -39,7 +39,7 @@ def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:
     if not scales.isfinite().all():
         raise CheckpointError(f"{place(stored.scales)} has NaN or infinity; download it again")
     num_rows = piece.shape[-2]
-    scales = scales.view(*piece.shape[:-2], *stored.scale_shape(piece.shape))
+    scales = scales.view(*piece.shape[:-2], *form.scale_shape(piece.shape))
     scales = scales.repeat_interleave(form.rows or num_rows, -2)[..., :num_rows, :]
     into.scales[piece.at] = scales[piece.take]
     if into.zeros is not None:

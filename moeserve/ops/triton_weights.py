@@ -51,9 +51,10 @@ class Kernels:
 def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
     """Those for experts with such weights. Raises ConfigError where one is quantised and the other is not."""
     if isinstance(w13_eFD, Quantised) != isinstance(w2_eDI, Quantised):
+        up, down = (getattr(weight, "kind", weight.dtype) for weight in (w13_eFD, w2_eDI))
         raise ConfigError(
-            f"of some experts one of gate_up {_words(w13_eFD)} and down {_words(w2_eDI)} is quantised, and Triton's "
-            "kernels take both or none; use another checkpoint, or --device cpu with kernels: native"
+            f"of some experts gate and up are {up} and down is {down}: Triton's kernels take both quantised or "
+            "none; use another checkpoint, or --device cpu with kernels: native"
         )
     if isinstance(w2_eDI, Tensor):
         return PLAIN
@@ -92,10 +93,6 @@ def with_parts(weights: Any, parts: Sequence[Tensor]) -> Any:
 
 def _names(weights: Any) -> list[str]:
     return [field.name for field in fields(weights) if isinstance(getattr(weights, field.name), Tensor)]
-
-
-def _words(weight: Weight) -> str:
-    return f"({weight.kind if isinstance(weight, Quantised) else str(weight.dtype).removeprefix('torch.')})"
 
 
 def _int4_group(group: int, inputs: int) -> int:

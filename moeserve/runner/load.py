@@ -14,7 +14,7 @@ import torch
 
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.dummy import DummyParams
+from moeserve.loader.dummy import DummyParams, imagined
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
 from moeserve.loader.plan import Param, WeightPlan
@@ -32,6 +32,9 @@ from moeserve.runner.memory import MemoryFacts, check_weights_fit
 from moeserve.runner.model import Model
 
 log = logging.getLogger(__name__)
+_DUMMY = (
+    "load_format=dummy is for one rank, weights that are not packed (for int4: --quantization int4) and no packed_cache"
+)
 Progress = Callable[[str, int], None]  # a human's word for the phase, percent of the whole
 READ_FROM, READ_TO = 5, 85  # percent of start-up that reading the weights takes
 
@@ -75,15 +78,16 @@ def load_model(
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
     dummy = load_format == "dummy"
-    if dummy and (spec.stored or packed_cache or shard.world.size > 1):
-        raise ConfigError("load_format=dummy is for one rank, 16- or 32-bit weights and no packed_cache")
+    if dummy and ((spec.stored and spec.stored.packed) or packed_cache or shard.world.size > 1):
+        raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     of = family(spec)
     names = checkpoint.names
     plan = of.weight_plan(spec, names, shard.world, shard.placement)
     check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
     ops = pick_ops(device, dtype, kernels, head_dim=spec.head_dim, exact=exact)
-    _check_kernels(ops, checkpoint, plan, asked, packed_cache)
+    described = imagined(model_dir, plan, spec.stored) if dummy else checkpoint
+    _check_kernels(ops, described, plan, asked, packed_cache)
     if spec.stored and spec.stored.activations and not shard.world.rank:
         log.info("config.json quantises activations, too: %s", _activations(ops, spec))
     files = ExpertFiles(
@@ -103,7 +107,7 @@ def load_model(
             last = percent
             progress("reading and packing the weights", percent)
 
-    with params_of(checkpoint, plan, dtype, device=device, asked=asked, progress=read) as params:
+    with params_of(described, plan, dtype, device=device, asked=asked, progress=read) as params:
         model = of.build(
             spec,
             params,
@@ -154,7 +158,7 @@ def _quantised(checkpoint: Checkpoint, plan: WeightPlan, asked: Asked | None) ->
 def _activations(ops: Ops, spec: ModelSpec) -> str:
     """What becomes of them."""
     form = spec.stored
-    if form and ops.triton:
+    if form and ops.triton and any(spec.moe_layers):
         from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import: only where it serves
 
         if multiplies_e4m3(form.kind, form.rows, form.group, spec.hidden_size, spec.expert_size):

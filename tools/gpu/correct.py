@@ -37,6 +37,7 @@ from moeserve.kernels.route import Rule, route_by, route_reference
 from moeserve.kernels.sampling import SamplingRows, sample
 from moeserve.kernels.staged import pack, write, write_reference
 from tools.gpu import moe
+from tools.gpu import quantised as narrow
 from tools.gpu.attention import KV_HEADS, step_of
 from tools.gpu.bench import Bench, error_of
 
@@ -277,7 +278,7 @@ CHECKS: Mapping[str, Check] = {
     "moe int4": experts_int4, "quantise": quantised, "decode": partial(decoded, invariant=True),
     "decode fast": partial(decoded, invariant=False), "prefill": partial(prefilled, invariant=True),
     "prefill fast": partial(prefilled, invariant=False), "mla": latent, "prologue": rotated, "logprobs": logged,
-    "sample": sampled, "penalties": penalised, "staged": staged, "step": filled,
+    "sample": sampled, "penalties": penalised, "staged": staged, "step": filled, **narrow.CHECKS,
 }  # fmt: skip
 UNFIT_FOR_SMOKE = ("moe w8a8", "quantise")  # the interpreter has no products of e4m3 and rounds to it wrongly
 
@@ -329,7 +330,7 @@ def run(bench: Bench) -> dict[str, Any]:
     NumPy's, which depend on a row's place."""
     checks: dict[str, Any] = {}
     for name in bench.cases(CHECKS):
-        if bench.smoke and name in UNFIT_FOR_SMOKE:
+        if bench.smoke and name.startswith((*UNFIT_FOR_SMOKE, *narrow.UNFIT_FOR_SMOKE)):
             continue
         try:
             found, reference, bound = CHECKS[name](bench)
@@ -337,7 +338,7 @@ def run(bench: Bench) -> dict[str, Any]:
             checks[name] = {"error": error, "bound": bound, "ok": error <= bound}
         except Exception as problem:
             checks[name] = {"ok": False, "problem": f"{type(problem).__name__}: {problem}"[:500]}
-    same = invariance(bench)
+    same = invariance(bench) | narrow.invariance(bench)
     wrong = [name for name, check in checks.items() if not check["ok"]]
     wrong += [f"bits of {name}" for name, equal in same.items() if not equal and not bench.smoke]
     return {"checks": checks, "invariance": same, "wrong": wrong}
