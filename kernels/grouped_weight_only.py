@@ -191,7 +191,7 @@ def launch_narrow_of(
     """As `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once per tile of rows, so many rows want
     large tiles."""
     rows = num_rows / num_slots
-    big = rows > 256
+    big = rows > 256 and dtype != torch.float32  # tiles of such rows would not fit into shared memory
     default = {**tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
     default |= {"down_block_n": 128 if big else 64, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
     default |= {"block_m": 128} if big else {}

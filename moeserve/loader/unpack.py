@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,12 +18,12 @@ from moeserve.ops.quantised import Quantised
 Read = Callable[[TensorInfo, Index], Tensor]
 
 
-def empty(stored: Stored, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None) -> Quantised:
+def empty(stored: Stored, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Quantised:
     """Room for a parameter of this format."""
     form = stored.form
     whole = -(-shape[-1] // 8) * 8  # int4 always has groups
     group = form.group or (whole if form.kind == "int4" else 0)
-    return Quantised.empty(form.kind, group, form.zeros, dtype, shape, device, form.rows)
+    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
 
 
 def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:

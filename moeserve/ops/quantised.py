@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from moeserve.config import INT4_GROUPS
 from moeserve.errors import CheckpointError
@@ -44,18 +45,12 @@ class Quantised:
 
     @staticmethod
     def empty(
-        kind: Kind,
-        group: int,
-        zeros: bool,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        device: torch.device | None = None,
-        rows: int = 1,
+        kind: Kind, group: int, zeros: bool, dtype: torch.dtype, shape: tuple[int, ...], device: Device = None
     ) -> Quantised:
         groups = -(-shape[-1] // group) if group else 1
         values = torch.empty(shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device)
         scales = torch.empty(*shape[:-1], groups, device=device)
-        return Quantised(kind, group, dtype, values, scales, torch.empty_like(scales) if zeros else None, rows)
+        return Quantised(kind, group, dtype, values, scales, torch.empty_like(scales) if zeros else None)
 
     @property
     def shape(self) -> torch.Size:

@@ -23,7 +23,7 @@ from tests.quantised_checkpoints import FORMS, write_quantised
 
 from .conftest import Driver
 
-PROMPT = torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+PROMPT = torch.randint(0, 256, (18,), generator=torch.Generator().manual_seed(1)).tolist()
 SHARED = {"num_hidden_layers": 1, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 BLOCKS = {"num_hidden_layers": 1, "moe_intermediate_size": 128, "hidden_size": 128}  # whole blocks of 128 x 128
 
@@ -88,7 +88,7 @@ def test_bits_depend_on_no_company(form: str, sizes: dict[str, int], make_checkp
     with ordered_dots():
         lone, driver = (Driver(quantised, kernels="triton") for _ in range(2))
         expected = torch.cat([lone.prefill("needle", PROMPT), lone.step([("needle", [3])])[0]])
-        steps = [driver.step([("other", PROMPT * 2), ("needle", PROMPT[:13])])[1]]
+        steps = [driver.step([("other", PROMPT[:18]), ("needle", PROMPT[:13])])[1]]
         steps += [driver.step([("needle", PROMPT[13:]), ("other", [1]), ("third", [2, 3])])[0]]
         steps += [driver.step([("third", [4]), ("needle", [3]), ("other", [5])])[1]]
     assert torch.equal(torch.cat(steps), expected)

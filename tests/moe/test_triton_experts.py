@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def weight(kind: str, *shape: int, seed: int = 0) -> Weight:
         return quantised
     word, rows = kind.split()[0], 128 if kind.endswith("blocks") else 1
     group = {"int4 with zeros": 32, "int4 per channel": shape[-1], "fp8 per channel": 0, "fp8 in blocks": 128}[kind]
-    into = Quantised.empty(word, group, "zeros" in kind, torch.float32, shape, DEVICE, rows)  # type: ignore[arg-type]
+    into = replace(Quantised.empty(word, group, "zeros" in kind, torch.float32, shape, DEVICE), rows=rows)  # type: ignore[arg-type]
     into.values.copy_(torch.randint(0, 16 if word == "int4" else 127, shape, generator=random))
     scales = torch.rand(*shape[:-2], shape[-2] // rows, into.scales.shape[-1], generator=random) * 0.02 + 0.01
     into.scales.copy_(scales.repeat_interleave(rows, -2) / (1 if word == "int4" else 50))

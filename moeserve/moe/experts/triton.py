@@ -40,7 +40,7 @@ class Packed:
 
     def of_parts(self, parts: Sequence[Tensor]) -> Packed:
         """The same of other tensors."""
-        split = len(list(parts_of(self.w13)))
+        split = len(parts_of(self.w13))
         return Packed(self.kernels, with_parts(self.w13, parts[:split]), with_parts(self.w2, parts[split:]))
 
     def launch(self, num_rows: int, x: Tensor) -> Config:
@@ -107,7 +107,7 @@ class TritonBlock:
         routing = self._router(x_TD, tokens if num_tokens is None else num_tokens)
         top_k = routing.ids_TK.shape[1]
         config = packed.launch(tokens * top_k, x_TD)
-        to = align(routing.ids_TK, len(packed.parts[0]), config["block_m"])
+        to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
         y_ND = x_TD.new_empty((tokens * top_k, width))
         packed.run(x_TD, to, config, y_ND, top_k)
         out_TD = combine(y_ND.view(tokens, top_k, width), routing.weights_TK, routing.ids_TK)
