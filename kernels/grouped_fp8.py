@@ -52,8 +52,8 @@ def fp8_kernel(
         return
     sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
     groups, fan = tl.cdiv(inner, BLOCK), 2 if SWIGLU else 1
-    x_ptrs = x_ptr + sources[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
-    x_scale_ptrs = x_scale_ptr + sources * groups
+    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
+    x_scale_ptrs = x_scale_ptr + sources.to(tl.int64) * groups
     base, first, last = slot * (fan * width), block * BLOCK_N, width - 1
     w_scale_ptr += (base + first) // BLOCK * groups
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -72,12 +72,12 @@ def fp8_kernel(
             tile_w = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
             total_up = _step(total_up, tile_w, x, up_scale, x_scales)
     columns = first + tl.arange(0, BLOCK_N)
-    out_ptrs = out_ptr + targets[:, None] * out_stride + columns[None, :]
+    out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     mask = live[:, None] & (columns < width)[None, :]
     if SWIGLU:
         values, scales = round_blocks(total * tl.sigmoid(total) * total_up, 0)
         tl.store(out_ptrs, tl.trans(values), mask=mask)
-        tl.store(out_scale_ptr + targets * (width // BLOCK) + block, scales, mask=live)
+        tl.store(out_scale_ptr + targets.to(tl.int64) * (width // BLOCK) + block, scales, mask=live)
     else:
         tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=mask)
 

@@ -30,7 +30,7 @@ def grouped_kernel(
     if slot < 0:
         return
     sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
-    x_ptrs = x_ptr + sources[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
+    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     base, first, last = slot * width, block * BLOCK_N, width - 1
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if SWIGLU:
@@ -49,7 +49,7 @@ def grouped_kernel(
             down = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
             total = tl.dot(down, x, total, input_precision="ieee")
     columns = first + tl.arange(0, BLOCK_N)
-    out_ptrs = out_ptr + targets[:, None] * out_stride + columns[None, :]
+    out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     y = tl.trans(total.to(out_ptr.dtype.element_ty))
     tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
 

@@ -147,7 +147,7 @@ def weight_only_kernel(
         return
     sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
     outputs = 2 * width if SWIGLU else width
-    x_ptrs = x_ptr + sources[:, None] * x_stride + tl.arange(0, HALF)[None, :]
+    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, HALF)[None, :]
     base, first, last = slot * outputs, block * BLOCK_N, width - 1
     columns = first + tl.arange(0, BLOCK_N)
     mask = columns < width
@@ -180,7 +180,7 @@ def weight_only_kernel(
             )
     if SWIGLU:
         total = total * tl.sigmoid(total) * total_up
-    out_ptrs = out_ptr + targets[:, None] * out_stride + columns[None, :]
+    out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=live[:, None] & mask[None, :])
 
 

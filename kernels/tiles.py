@@ -32,16 +32,17 @@ def tile_of(program, num_tiles, num_blocks, GROUP: tl.constexpr):
 @triton.jit
 def rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, UP: tl.constexpr, BLOCK_M: tl.constexpr):
     """(rows of x, rows of the result, which of both there are) of a tile of the experts' sorted rows. With an order,
-    the first product (UP) fetches its rows through it, the second puts them back."""
+    the first product (UP) fetches its rows through it, the second puts them back. 32 bits each: until the end they take
+    registers from the sums."""
     rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
     live = rows < tl.load(ends_ptr + slot)
-    sources, targets = rows.to(tl.int64), rows.to(tl.int64)
+    sources, targets = rows, rows
     if order_ptr is not None:
         pairs = tl.load(order_ptr + rows, mask=live, other=0)
         if UP:
-            sources = (pairs // top_k).to(tl.int64)
+            sources = pairs // top_k
         else:
-            targets = pairs.to(tl.int64)
+            targets = pairs
     return sources, targets, live
 
 
