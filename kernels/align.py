@@ -6,6 +6,7 @@ T tokens, K experts per token, N = T * K (token, k) pairs, e local slots, C chun
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -14,6 +15,7 @@ from torch import Tensor
 
 FEW = 4096  # pairs that one launch sorts
 CHUNK = 1024  # pairs that one program sorts where there are more
+MOST_ROWS = 1 << 16  # of a dense product, if no larger one comes
 COLUMNS = 32  # slots that one program adds up over the chunks
 
 
@@ -206,3 +208,22 @@ def align_groups(ends_e: Tensor, num_rows: int, block_m: int) -> Alignment:
         SLOTS=max(32, triton.next_power_of_2(num_slots)), num_warps=1,
     )  # fmt: skip
     return found
+
+
+def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
+    """All rows, in one slot, for a dense product: parts of tables that are on the device already, so nothing runs.
+
+    3 rows, tiles of 2 -> ends [3], tiles: slots [0, 0], first rows [0, 2]
+    """
+    most = max(MOST_ROWS, triton.next_power_of_2(num_rows))
+    end, tiles = _table(most + 1, 1, 4, device)[num_rows, :1], triton.cdiv(num_rows, block_m)
+    slots, first = (_table(triton.cdiv(most, block_m), step, 1, device)[:tiles, 0] for step in (0, block_m))
+    return Alignment(block_m, None, end, end, slots, first)
+
+
+@cache
+def _table(rows: int, step: int, columns: int, device: torch.device) -> Tensor:
+    """Row i is i * step, in each column. Four columns: all rows are aligned to 16 bytes, and a kernel is compiled anew
+    where alignment differs."""
+    numbers = torch.arange(rows, dtype=torch.int32, device=device) * step
+    return numbers[:, None].expand(-1, columns).contiguous()

@@ -17,7 +17,7 @@ from torch import Tensor
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
 from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks, widen
-from moeserve.kernels.tiles import load_rows, load_weights, tile_of, weights_argument
+from moeserve.kernels.tiles import load_rows, load_weights, rows_of, tile_of, tile_rows, weights_argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class Scaled:
 
     values: Tensor
     scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
 
 @triton.jit
@@ -46,18 +50,10 @@ def fp8_kernel(
     slot = tl.load(slot_ptr + tile)
     if slot < 0:
         return
-    rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
-    live = rows < tl.load(ends_ptr + slot)
-    sources, targets = rows.to(tl.int64), rows.to(tl.int64)
-    if order_ptr is not None:
-        pairs = tl.load(order_ptr + rows, mask=live, other=0)
-        if SWIGLU:
-            sources = (pairs // top_k).to(tl.int64)
-        else:
-            targets = pairs.to(tl.int64)
+    sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
     groups, fan = tl.cdiv(inner, BLOCK), 2 if SWIGLU else 1
-    x_ptrs = x_ptr + sources[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
-    x_scale_ptrs = x_scale_ptr + sources * groups
+    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
+    x_scale_ptrs = x_scale_ptr + sources.to(tl.int64) * groups
     base, first, last = slot * (fan * width), block * BLOCK_N, width - 1
     w_scale_ptr += (base + first) // BLOCK * groups
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -76,12 +72,12 @@ def fp8_kernel(
             tile_w = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
             total_up = _step(total_up, tile_w, x, up_scale, x_scales)
     columns = first + tl.arange(0, BLOCK_N)
-    out_ptrs = out_ptr + targets[:, None] * out_stride + columns[None, :]
+    out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     mask = live[:, None] & (columns < width)[None, :]
     if SWIGLU:
         values, scales = round_blocks(total * tl.sigmoid(total) * total_up, 0)
         tl.store(out_ptrs, tl.trans(values), mask=mask)
-        tl.store(out_scale_ptr + targets * (width // BLOCK) + block, scales, mask=live)
+        tl.store(out_scale_ptr + targets.to(tl.int64) * (width // BLOCK) + block, scales, mask=live)
     else:
         tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=mask)
 
@@ -110,10 +106,9 @@ def down_fp8_reference(h: Scaled, w2: Scaled, to: Alignment, dtype: torch.dtype)
 @lru_cache(4096)
 def launch_fp8_of(num_rows: int, num_slots: int, width: int, dim: int, device: str) -> Config:
     """As `grouped_gemm.launch_of`; gate and up make whole blocks of 128, of no more than 64 rows for the registers."""
-    rows = num_rows / num_slots
-    block_m = 16 if rows <= 8 else 32 if rows <= 24 else 64
-    default = {"block_m": block_m, "tma": 1, "group": 8 if rows > 64 else 1}
-    default |= {"up_block_n": BLOCK, "up_warps": 8 if block_m == 64 else 4, "up_stages": 4 if block_m == 64 else 3}
+    tiles = tile_rows(num_rows / num_slots)
+    large = tiles["block_m"] == 64
+    default = {**tiles, "up_block_n": BLOCK, "up_warps": 8 if large else 4, "up_stages": 4 if large else 3}
     default |= {"down_block_n": 128, "down_warps": 4, "down_stages": 4}
     return tuned("grouped_fp8", device, f"E{num_slots} I{width} D{dim}", num_rows, default)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
-from moeserve.kernels.tiles import block_k, load_rows, load_weights, tile_of, weights_argument
+from moeserve.kernels.tiles import block_k, load_rows, load_weights, rows_of, tile_of, weights_argument
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -29,15 +29,7 @@ def grouped_kernel(
     slot = tl.load(slot_ptr + tile)
     if slot < 0:
         return
-    rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
-    live = rows < tl.load(ends_ptr + slot)
-    sources, targets = rows, rows
-    if order_ptr is not None:
-        pairs = tl.load(order_ptr + rows, mask=live, other=0)
-        if SWIGLU:
-            sources = pairs // top_k
-        else:
-            targets = pairs
+    sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     base, first, last = slot * width, block * BLOCK_N, width - 1
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -98,11 +90,6 @@ def launch_of(num_rows: int, num_slots: int, width: int, dim: int, dtype: torch.
 def shape_of(num_slots: int, width: int, dim: int, dtype: torch.dtype) -> str:
     """As tables of configurations have it."""
     return f"E{num_slots} I{width} D{dim} {str(dtype).removeprefix('torch.')}"
-
-
-def device_name(device: torch.device) -> str:
-    """As tables of configurations have it. cpu -> "cpu" """
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _launch(

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.kernels.configs import Config, tuned
-from moeserve.kernels.grouped_gemm import device_name
+from moeserve.kernels.devices import facts_of
 from moeserve.kernels.tiles import block_k, load_rows, load_weights, tile_of, weights_argument
 
 
@@ -82,7 +82,7 @@ def linear(
     assert x_MK.dtype == w_NK.dtype, (x_MK.dtype, w_NK.dtype)
     out = x_MK.new_empty((rows, width)) if out_MN is None else out_MN
     assert x_MK.stride(1) == out.stride(1) == 1, (x_MK.stride(), out.stride())
-    config = config or launch_of(rows, width, inner, w_NK.dtype, device_name(x_MK.device))
+    config = config or launch_of(rows, width, inner, w_NK.dtype, facts_of(x_MK.device).name)
     block_m, block_n, depth = config["block_m"], config["block_n"], block_k(inner, w_NK.dtype)
     weights, tma = weights_argument(w_NK, block_n, depth, bool(config["tma"]))
     if rows:

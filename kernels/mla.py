@@ -34,7 +34,7 @@ from moeserve.kernels.attention_sums import (
     zero_padding,
 )
 from moeserve.kernels.configs import tuned
-from moeserve.kernels.paged_attention import device_of
+from moeserve.kernels.devices import facts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ def mla(q_THc: Tensor, cache: Tensor, plan: MlaPlan, out: Tensor | None = None) 
     default = (
         {"num_warps": 8, "num_stages": 2, "programs": 8} if large else {"num_warps": 4, "num_stages": 5, "programs": 8}
     )
-    device, multiprocessors = device_of(q_THc)
+    device, multiprocessors = facts_of(q_THc.device)
     config = tuned("mla", device, f"L{latent} {shape.dtype}".replace("torch.", ""), plan.block_m, default)
     programs = min(plan.work.items_I4.shape[0] * groups, config["programs"] * multiprocessors)
     latent_kernel[(programs,)](

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -23,6 +22,7 @@ from moeserve.kernels.attention_sums import (
     split_space,
 )
 from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.devices import facts_of
 
 SCALE_BYTES = 4
 INVARIANT_M = 64  # the smallest that Hopper's own matrix instruction takes
@@ -99,19 +99,6 @@ def attention_reference(
         probs = scores.softmax(-1)[:, :, : len(keys)]
         out[first:end] = torch.einsum("htl,lhd->thd", probs, v.repeat_interleave(group, 1)).to(out.dtype)
     return out.flatten(1)
-
-
-def device_of(tensor: Tensor) -> tuple[str, int]:
-    """Name and number of multiprocessors of a tensor's device."""
-    return _facts(tensor.device)
-
-
-@lru_cache
-def _facts(device: torch.device) -> tuple[str, int]:
-    if device.type == "cpu":
-        return "cpu", 1
-    properties = torch.cuda.get_device_properties(device)
-    return properties.name, properties.multi_processor_count
 
 
 def _tile_rows(shape: AttentionShape, invariant: bool) -> list[int]:
@@ -196,7 +183,7 @@ def attention(
     if out is None:
         out = q_THd.new_empty((tokens, heads * d))
     for part in plan.passes:
-        how = config or launch_of(plan.shape, k_cache.dtype, part.block_m, device_of(q_THd)[0])
+        how = config or launch_of(plan.shape, k_cache.dtype, part.block_m, facts_of(q_THd.device).name)
         _launch(q_THd, k_cache, v_cache, plan, part, soft_cap, sinks_H, out, how)
     return out
 
@@ -236,7 +223,9 @@ def _launch(
     slots = plan.space.numel() // (shape.kv_heads * part.block_m * row_floats(d))
     values, stats = split_space(plan.space, slots * shape.kv_heads * part.block_m, d)
     quantised = k_cache.dtype == torch.int8
-    programs = min(part.work.items_I4.shape[0] * shape.kv_heads, config["programs"] * device_of(q_THd)[1])
+    programs = min(
+        part.work.items_I4.shape[0] * shape.kv_heads, config["programs"] * facts_of(q_THd.device).multiprocessors
+    )
     attend_kernel[(programs,)](
         q_THd,
         k_cache,

@@ -30,6 +30,23 @@ def tile_of(program, num_tiles, num_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
+def rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, UP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(rows of x, rows of the result, which of both there are) of a tile of the experts' sorted rows. With an order,
+    the first product (UP) fetches its rows through it, the second puts them back. 32 bits each: until the end they take
+    registers from the sums."""
+    rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(ends_ptr + slot)
+    sources, targets = rows, rows
+    if order_ptr is not None:
+        pairs = tl.load(order_ptr + rows, mask=live, other=0)
+        if UP:
+            sources = pairs // top_k
+        else:
+            targets = pairs
+    return sources, targets, live
+
+
+@triton.jit
 def load_rows(ptrs, live, k, inner, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
     """[rows, BLOCK_K] from column k on, zeros where a row is not live or beyond the last column; those are not read."""
     if EVEN:
@@ -55,6 +72,14 @@ def load_weights(
         ptrs = w + rows[:, None] * inner + columns[None, :]
         tile = tl.load(ptrs) if EVEN else tl.load(ptrs, mask=columns[None, :] < inner, other=0.0)
     return tile
+
+
+def tile_rows(rows: float) -> dict[str, int]:
+    """What depends on the number of rows that a slot has on average; of quantised weights, no more than 64 in a tile.
+
+    8 -> block_m 16; 1000 -> block_m 64
+    """
+    return {"block_m": 16 if rows <= 8 else 32 if rows <= 24 else 64, "tma": 1, "group": 8 if rows > 64 else 1}
 
 
 def block_k(inner: int, dtype: torch.dtype) -> int:

@@ -21,6 +21,7 @@ from moeserve.kernels import linear as dense
 from moeserve.kernels.align import align
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.configs import Config
+from moeserve.kernels.devices import facts_of
 from moeserve.kernels.paged_attention import AttentionShape
 
 Choices = Mapping[str, Sequence[int]]
@@ -97,7 +98,7 @@ def grouped_jobs(
     """Both products of a layer of experts, by the number of tokens; rows go to random experts."""
     w13 = random(experts, 2 * width, dim, dtype=dtype, device=device)
     w2 = random(experts, dim, width, dtype=dtype, device=device)
-    name = grouped_gemm.device_name(device)
+    name = facts_of(device).name
     for tokens in TOKENS:
         x = random(tokens, dim, dtype=dtype, device=device)
         ids = torch.rand(tokens, experts, device=device).topk(top_k).indices.int()
@@ -116,7 +117,7 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
     w = random(width, inner, dtype=dtype, device=device)
     for rows in TOKENS:
         x = random(rows, inner, dtype=dtype, device=device)
-        default = dense.launch_of(rows, width, inner, dtype, grouped_gemm.device_name(device))
+        default = dense.launch_of(rows, width, inner, dtype, facts_of(device).name)
 
         def run(config: Config, x: Tensor = x) -> Tensor:
             return dense.linear(x, w, config=config)
@@ -144,7 +145,7 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
         def run(config: Config, q: Tensor = q, plan: paged_attention.AttentionPlan = plan) -> Tensor:
             return paged_attention.attention(q, k, v, plan, config=config)
 
-        default = paged_attention.launch_of(shape, k.dtype, block_m, paged_attention.device_of(q)[0])
+        default = paged_attention.launch_of(shape, k.dtype, block_m, facts_of(device).name)
         name = paged_attention.shape_of(shape, k.dtype)
         yield Job("paged_attention", name, block_m, default, ATTENTION, run)
 

@@ -36,7 +36,7 @@ class ModelConfig:
     )
     dtype: Dtype = _opt("auto", "weights and activations; auto: the checkpoint's own")
     quantization: Literal["none", "int8", "int4"] = _opt(
-        "none", "bits of the linear layers' weights, rounded while they are read (CPU; checkpoints with 16 or 32 bits)"
+        "none", "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)"
     )
     packed_cache: str | None = _opt(None, "folder for packed weights, which the next start maps (CPU)", flag=None)
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)

@@ -72,7 +72,7 @@ SECTIONS: Mapping[str, Section] = {
     "attention": Section(50, 15, lambda bench, args: attention.run(bench)),
     "rows": Section(60, 15, lambda bench, args: rows.run(bench)),
     "ranks": Section(90, 40, lambda bench, args: ranks.run(bench.deadline_s - time.monotonic(), bench.smoke)),
-    "engine": Section(240, 60, lambda bench, args: engine.run(bench.deadline_s - time.monotonic(), bench.smoke)),
+    "engine": Section(330, 60, lambda bench, args: engine.run(bench.deadline_s - time.monotonic(), bench.smoke)),
     "transformers": Section(
         200, 90, lambda bench, args: transformers_peer.run(bench.deadline_s - time.monotonic(), bench.smoke)
     ),

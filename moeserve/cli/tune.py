@@ -108,13 +108,13 @@ def jobs_of(
 def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:
     """Keeps each result as soon as it is there, so that an interrupted search is not lost."""
     from moeserve.kernels.configs import keep
-    from moeserve.kernels.grouped_gemm import device_name
+    from moeserve.kernels.devices import facts_of
     from moeserve.kernels.tuning import search
 
     paths = set()
     for job in jobs:
         found = search(job, timer)
-        paths.add(keep(job.family, device_name(device), job.shape, {job.size: found.config}, folder))
+        paths.add(keep(job.family, facts_of(device).name, job.shape, {job.size: found.config}, folder))
         gain = found.default_ms / found.best_ms
         print(f"{job.family} {job.shape}, {job.size}: {found.default_ms:.4f} -> {found.best_ms:.4f} ms ({gain:.2f} x), "
               f"{found.tried} tried", flush=True)  # fmt: skip

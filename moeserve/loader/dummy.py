@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +14,32 @@ from torch import Tensor
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.plan import Piece, WeightPlan
 from moeserve.loader.safetensors_file import TensorInfo
+from moeserve.loader.spec import StoredFormat
+from moeserve.loader.stored import Stored
 from moeserve.loader.weights import Params, Reader
+from moeserve.ops.quantised import Quantised
+
+
+def imagined(model_dir: Path, plan: WeightPlan, form: StoredFormat | None = None) -> Checkpoint:
+    """A checkpoint that has what the plan asks for. form: of its linear layers, in 8 bits and not packed."""
+    tensors, stored = {}, {}
+    linear = {param.name for param in plan.params if form and param.quantised_on_load}
+    for piece in plan.pieces:
+        name, dtype = piece.source, "BF16" if form is None or piece.param not in linear else form.values_dtype
+        tensors[name] = TensorInfo(name, model_dir, dtype, piece.shape, 0, 0)
+        if form and piece.param in linear:
+            shape = (*piece.shape[:-2], *form.scale_shape(piece.shape))
+            scales = TensorInfo(f"{name}_scale", model_dir, "F32", shape, 0, 0)
+            stored[name] = Stored(form, tensors[name], scales, None, ())
+    return Checkpoint(model_dir, tensors, stored)
 
 
 class DummyParams(Params):
-    """As `Params`, of a checkpoint that has what the plan asks for. Vectors lie around 1; products keep their inputs'
-    size, so that nothing overflows and routers choose all experts alike. The same in every start on a device."""
+    """As `Params`, of an imagined checkpoint. Vectors lie around 1; products keep their inputs' size, so that nothing
+    overflows and routers choose all experts alike. The same in every start on a device."""
 
     def __init__(self, checkpoint: Checkpoint, plan: WeightPlan, dtype: torch.dtype, **options: Any) -> None:
-        tensors = {p.source: TensorInfo(p.source, checkpoint.model_dir, "BF16", p.shape, 0, 0) for p in plan.pieces}
-        super().__init__(replace(checkpoint, tensors=tensors), plan, dtype, **options)
+        super().__init__(checkpoint, plan, dtype, **options)
         self._reader = _Dice(Checkpoint(checkpoint.model_dir, {}))
 
 
@@ -31,7 +47,8 @@ class _Dice(Reader):
     """Reads numbers that no file has."""
 
     def jobs(self, piece: Piece, param: Any, limit: int | None = None) -> Iterator[Callable[[], int]]:
-        yield partial(self._throw, piece.source, param[piece.at])
+        throw = self._throw_narrow if isinstance(param, Quantised) else self._throw
+        yield partial(throw, piece.source, param[piece.at])
 
     @torch.inference_mode()
     def _throw(self, source: str, part: Tensor) -> int:
@@ -40,4 +57,15 @@ class _Dice(Reader):
             part.uniform_(0.5, 1.5, generator=dice)
         else:
             part.normal_(0.0, part.shape[-1] ** -0.5, generator=dice)
+        return 0
+
+    @torch.inference_mode()
+    def _throw_narrow(self, source: str, part: Quantised) -> int:
+        """Values of up to 127 or so, with one scale for all."""
+        plain = torch.empty(part.shape, device=part.values.device)
+        self._throw(source, plain)
+        scale = part.shape[-1] ** -0.5 / 32
+        dtype = torch.int8 if part.kind == "int8" else torch.float8_e4m3fn
+        part.values.copy_((plain / scale).clamp_(-127, 127).to(dtype).view(part.values.dtype))
+        part.scales.fill_(scale)
         return 0

@@ -8,6 +8,7 @@ from moeserve.loader.spec import ModelSpec, StoredFormat
 
 _BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # of a quantised weight without scales
 _USUAL_GROUP = 64  # of int4 weights that are quantised on loading
+_MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +48,5 @@ def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float
         form = StoredFormat(kind="int4", group=_USUAL_GROUP)
     if form is None:
         return _BYTES.get(asked or "", itemsize)
-    return _BYTES[form.kind] + ((8 if form.zeros else 4) / form.group if form.group else 0.0)
+    group = min(form.group or _MOST_GROUP, _MOST_GROUP) if form.kind == "int4" else form.group
+    return _BYTES[form.kind] + ((8 if form.zeros else 4) / group if group else 0.0)

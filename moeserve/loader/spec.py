@@ -36,7 +36,8 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
     """How a checkpoint's quantised weights are stored. packed: in words of 32 bits. rows, group: outputs and inputs
-    that share a scale, 0 for all. zeros: with zero points. activations: the config quantises them; we do not."""
+    that share a scale, 0 for all. zeros: with zero points. activations: the config quantises them, too; not all
+    kernels do."""
 
     kind: Literal["int8", "int4", "fp8"]
     packed: bool = False
@@ -49,6 +50,12 @@ class StoredFormat:
     def values_dtype(self) -> str:
         """In safetensors' words."""
         return "I32" if self.packed else "F8_E4M3" if self.kind == "fp8" else "I8"
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Scales of the outputs and of the inputs of a weight [..., N, K]."""
+        sizes = zip(shape[-2:], (self.rows, self.group), strict=True)
+        rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
+        return rows, columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class Stored:
         """What is wrong with the headers for a weight of `shape`; empty if nothing is."""
         rows, depth = shape[-2:]
         per_word = (8 if self.form.kind == "int4" else 4) if self.form.packed else 1
-        scale_rows, scale_columns = self.scale_shape(shape)
+        scale_rows, scale_columns = self.form.scale_shape(shape)
         zeros = (*shape[:-2], -(-rows // 8), scale_columns)
         scales = [*shape[:-2], scale_rows, scale_columns]
         if self.values.shape != (found := (*shape[:-1], -(-depth // per_word))):
@@ -51,11 +51,6 @@ class Stored:
         if self.form.zeros and (self.zeros is None or (self.zeros.dtype, self.zeros.shape) != ("I32", zeros)):
             return f"{place(self.values)} needs zero points, I32 {list(zeros)}, beside it"
         return ""
-
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        sizes = zip(shape[-2:], (self.form.rows, self.form.group), strict=True)
-        rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
-        return rows, columns
 
 
 def find_stored(tensors: Mapping[str, TensorInfo], form: StoredFormat) -> dict[str, Stored]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from moeserve.ops.quantised import Quantised
 Read = Callable[[TensorInfo, Index], Tensor]
 
 
-def empty(stored: Stored, dtype: torch.dtype, shape: tuple[int, ...]) -> Quantised:
+def empty(stored: Stored, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Quantised:
     """Room for a parameter of this format."""
     form = stored.form
     whole = -(-shape[-1] // 8) * 8  # int4 always has groups
-    return Quantised.empty(form.kind, form.group or (whole if form.kind == "int4" else 0), form.zeros, dtype, shape)
+    group = form.group or (whole if form.kind == "int4" else 0)
+    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
 
 
 def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:
@@ -38,7 +40,7 @@ def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:
     if not scales.isfinite().all():
         raise CheckpointError(f"{place(stored.scales)} has NaN or infinity; download it again")
     num_rows = piece.shape[-2]
-    scales = scales.view(*piece.shape[:-2], *stored.scale_shape(piece.shape))
+    scales = scales.view(*piece.shape[:-2], *form.scale_shape(piece.shape))
     scales = scales.repeat_interleave(form.rows or num_rows, -2)[..., :num_rows, :]
     into.scales[piece.at] = scales[piece.take]
     if into.zeros is not None:

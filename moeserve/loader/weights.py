@@ -108,7 +108,7 @@ def empty_weight(
     stored = checkpoint.stored.get(pieces[0].source) if pieces else None
     if stored is None:
         return torch.empty(param.shape, dtype=dtype, device=device)
-    return unpack.empty(stored, dtype, param.shape)
+    return unpack.empty(stored, dtype, param.shape, device)
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N], both of the weight's dtype
-PackLinear = Callable[[Any, Tensor | None], Linear]  # weight [N, K] (native: Quantised, too), bias [N] or None
+PackLinear = Callable[[Any, Tensor | None], Linear]  # weight [N, K] (native, triton: Quantised, too), bias [N] or None
 
 # torch computes bfloat16 products of fewer multiplications (rows * columns * inner) with another kernel.
 MKLDNN_MIN = 4096

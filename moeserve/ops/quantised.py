@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from moeserve.config import INT4_GROUPS
 from moeserve.errors import CheckpointError
@@ -20,6 +21,7 @@ from moeserve.errors import CheckpointError
 Kind = Literal["int8", "int4", "fp8"]
 Asked = Literal["int8", "int4"]  # what 16 and 32 bits may become here
 PART = 2**18  # elements that one thread rounds at a time: they stay in its cache
+LARGE_PART = 2**21  # likewise on a device, which has no use for less
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class Quantised:
     """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group].
 
     values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8). scales, zeros: fp32 [..., N, G]. zeros None: 8 for
-    int4, otherwise 0. group 0: one scale per output. dtype: of the rows that it is multiplied with.
+    int4, otherwise 0. group 0: one scale per output. dtype: of the rows that it is multiplied with. rows: outputs of a
+    checkpoint's block, whose scales are equal; 0: all of a tensor's.
 
     int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]]
     """
@@ -38,12 +41,15 @@ class Quantised:
     values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    rows: int = 1
 
     @staticmethod
-    def empty(kind: Kind, group: int, zeros: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> Quantised:
+    def empty(
+        kind: Kind, group: int, zeros: bool, dtype: torch.dtype, shape: tuple[int, ...], device: Device = None
+    ) -> Quantised:
         groups = -(-shape[-1] // group) if group else 1
-        values = torch.empty(shape, dtype=torch.int8 if kind == "int8" else torch.uint8)
-        scales = torch.empty(*shape[:-1], groups)
+        values = torch.empty(shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device)
+        scales = torch.empty(*shape[:-1], groups, device=device)
         return Quantised(kind, group, dtype, values, scales, torch.empty_like(scales) if zeros else None)
 
     @property
@@ -86,9 +92,9 @@ def group_of(num_inputs: int) -> int:
 def quantisation_of(weight: Tensor, kind: Asked, name: str) -> tuple[Quantised, list[Callable[[], None]]]:
     """Room for a weight's quantised form, and what fills it: calls of `quantise`, in any order on any thread."""
     group = group_of(weight.shape[-1]) if kind == "int4" else 0
-    into = Quantised.empty(kind, group, False, weight.dtype, tuple(weight.shape))
+    into = Quantised.empty(kind, group, False, weight.dtype, tuple(weight.shape), weight.device)
     rows_NK, into_NK = weight.flatten(0, -2), into.each(lambda part: part.flatten(0, -2))
-    step = max(1, PART // weight.shape[-1])
+    step = max(1, (PART if weight.device.type == "cpu" else LARGE_PART) // weight.shape[-1])
     parts = [slice(i, i + step) for i in range(0, len(rows_NK), step)]
     return into, [partial(quantise, rows_NK[part], into_NK[part], name) for part in parts]
 

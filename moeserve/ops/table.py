@@ -38,7 +38,9 @@ class Ops:
     are the kernels of csrc/, which have a kernel for experts, too; room: where these pack. triton: whether they are
     those of kernels/, likewise. exact: whether a row's bits depend on nothing but the row. attention_block: what joins
     the steps of attention to one call, where there is such a call. trace(function): the same function, compiled where
-    these kernels can be joined (ops/traced.py).
+    these kernels can be joined (ops/traced.py). weight_obstacle(kind, group, inputs): why weights of 4 or 8 bits with
+    so many inputs, and with so many to a scale (0: all), cannot be computed with; empty if they can. None: none of them
+    can.
     """
 
     device: torch.device
@@ -61,6 +63,7 @@ class Ops:
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
     trace: Callable[[Any], Any] = _as_it_is
+    weight_obstacle: Callable[[str, int, int], str] | None = None
 
     def packing_into(self, room: native_linear.Room) -> Ops:
         """The native kernels, with packed weights in memory from `room`."""
@@ -144,7 +147,7 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int | N
 
 
 def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
-    from moeserve.ops import triton_ops
+    from moeserve.ops import triton_ops, triton_weights
 
     products = "triton, batch-invariant" if exact else f"torch on {device.type}"
     ops = Ops(
@@ -154,7 +157,8 @@ def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         triton=True,
         exact=exact,
         pad_rows=lambda rows: max(1, rows),
-        pack_linear=triton_ops.pack_exact if exact else plain_packer(1),
+        pack_linear=triton_ops.pack_exact if exact else triton_ops.pack_fast,
+        weight_obstacle=partial(triton_weights.obstacle, device),
         silu_mul=triton_ops.silu_mul,
         sigmoid_gate=triton_ops.sigmoid_gate,
         rms_norm=triton_ops.rms_norm,
@@ -207,6 +211,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         plan_attention=from_host(native_attention.plan_attention),
         attention=native_attention.attention,
         attention_block=native_layer.AttentionBlock,
+        weight_obstacle=lambda kind, group, inputs: "",
     )
     log.info("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.describe())
     return ops

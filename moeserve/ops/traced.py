@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.ops import elementwise
+from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.table import Ops
 
 logger = logging.getLogger(__name__)
 F_ = TypeVar("F_", bound=Callable[..., Any])
+opaque: Callable[[Any], Any] = torch.compiler.disable
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it from the environment alone
 
 
@@ -47,11 +49,11 @@ def traced(ops: Ops) -> Ops:
     assert not ops.native, "native kernels are joined already"
     folder = os.environ.setdefault(FOLDER, str(cache_folder()))
     logger.info("compiling layers with torch %s; what was compiled is kept in %s", torch.__version__, folder)
-    opaque: Callable[[Any], Any] = torch.compiler.disable
     return replace(
         ops,
         chosen=(*ops.chosen, ("norms and activations", "torch.compile")),
         trace=trace,
+        pack_linear=lambda weight, bias: _plain_or_opaque(ops.pack_linear(weight, bias)),
         rms_norm=elementwise.rms_norm,
         add_rms_norm=elementwise.add_rms_norm,
         silu_mul=silu_mul,
@@ -59,6 +61,14 @@ def traced(ops: Ops) -> Ops:
         prologue=opaque(ops.prologue),
         attention=opaque(ops.attention),
     )
+
+
+def _plain_or_opaque(linear: Linear) -> Linear:
+    """Only torch's own products can be traced."""
+    if isinstance(linear, PlainLinear):
+        return linear
+    packed: Linear = opaque(type(linear).__call__.__get__(linear))
+    return packed
 
 
 def cache_folder() -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeserve.kernels import paged_attention
 from moeserve.kernels.activation import silu_mul
+from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.embedding import embedding
 from moeserve.kernels.linear import linear
@@ -20,13 +21,18 @@ from moeserve.kernels.norms import add_rms_norm, rms_norm
 from moeserve.kernels.paged_attention import AttentionPlan, AttentionShape
 from moeserve.kernels.prologue import prologue as prologue_kernel
 from moeserve.kernels.route import route
-from moeserve.ops.linear import Linear
+from moeserve.ops.linear import Linear, plain_packer
+from moeserve.ops.quantised import Quantised, Weight
+from moeserve.ops.triton_weights import WEIGHT_ONLY
 
 if TYPE_CHECKING:
     from moeserve.ops.prologue import HeadRule
     from moeserve.ops.step import PagedGroup, PlanAttention, StepRows
 
 __all__ = ["add_rms_norm", "attention", "embedding", "prologue", "rms_norm", "route", "sigmoid_gate", "silu_mul"]
+
+BLOCKS_M = (16, 32, 64, 128)  # rows of a tile that launches may ask for
+_pack_plain = plain_packer(1)
 
 
 class TritonLinear:
@@ -44,9 +50,38 @@ class TritonLinear:
         return linear(x_MK, self.weight, self.bias)
 
 
-def pack_exact(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Linear layers by Triton; the weight stays as it is, a copy if it is a part of a larger tensor."""
+class QuantisedLinear:
+    """The same with a weight of 4 or 8 bits, which becomes x's type in registers: a grouped product of one slot.
+
+    x [M, 64] of ones, weight [1, 64] of int8 1 with scale 1/4, bias [5] -> [M, 1] of 21
+    """
+
+    __slots__ = ("_bias", "_num_outputs", "_weight")
+
+    def __init__(self, weight: Quantised, bias: Tensor | None = None) -> None:
+        self._weight, self._bias, self._num_outputs = WEIGHT_ONLY.lay(weight[None]), bias, weight.shape[0]
+        for block_m in BLOCKS_M:
+            align_rows(1, block_m, weight.values.device)  # its tables must not be made while a graph is recorded
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        rows = x_MK.shape[0]
+        config = WEIGHT_ONLY.launch(rows, self._weight, x_MK)
+        to = align_rows(rows, config["block_m"], x_MK.device)
+        y_MN = x_MK.new_empty((rows, self._num_outputs), dtype=x_MK.dtype if self._bias is None else torch.float32)
+        WEIGHT_ONLY.down(x_MK, self._weight, to, config, y_MN)
+        return y_MN if self._bias is None else (y_MN + self._bias).to(x_MK.dtype)
+
+
+def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
+    """Linear layers by Triton; a tensor stays as it is, a copy if it is a part of a larger one."""
+    if isinstance(weight, Quantised):
+        return QuantisedLinear(weight, bias)
     return TritonLinear(weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight, bias)
+
+
+def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
+    """Linear layers by torch, of quantised weights by Triton."""
+    return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else _pack_plain(weight, bias)
 
 
 def sigmoid_gate(logits_TL: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,18 +15,18 @@ import torch
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.dummy import DummyParams
+from moeserve.loader.dummy import DummyParams, imagined
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
-from moeserve.loader.plan import WeightPlan
+from moeserve.loader.plan import Param, WeightPlan
 from moeserve.loader.size import bytes_per_weight
 from moeserve.loader.spec import ModelSpec
 from moeserve.loader.weights import Params
 from moeserve.models.registry import family
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.quantised import Asked
-from moeserve.ops.table import pick_ops
+from moeserve.ops.quantised import Asked, group_of
+from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
 from moeserve.parallel.tensor import TensorParallel
 from moeserve.parallel.world import World
@@ -34,6 +34,9 @@ from moeserve.runner.memory import MemoryFacts, check_weights_fit
 from moeserve.runner.model import Model
 
 log = logging.getLogger(__name__)
+_DUMMY = (
+    "load_format=dummy is for one rank, weights that are not packed (for int4: --quantization int4) and no packed_cache"
+)
 Progress = Callable[[str, int], None]  # a human's word for the phase, percent of the whole
 READ_FROM, READ_TO = 5, 85  # percent of start-up that reading the weights takes
 
@@ -73,8 +76,8 @@ def load_model(
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
     dummy, packed_cache = config.model.load_format == "dummy", config.model.packed_cache
-    if dummy and (spec.stored or packed_cache or shard.world.size > 1):
-        raise ConfigError("load_format=dummy is for one rank, 16- or 32-bit weights and no packed_cache")
+    if dummy and ((spec.stored and spec.stored.packed) or packed_cache or shard.world.size > 1):
+        raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     of = family(spec)
     names = checkpoint.names
@@ -83,10 +86,10 @@ def load_model(
     ops = pick_ops(device, dtype, config.device.kernels, head_dim=spec.head_dim, exact=config.device.exact)
     if config.device.compile:
         ops = traced(ops)
-    if not ops.native:
-        _refuse(asked, spec, packed_cache, f"and here {device.type} serves by {ops.describe()}")
+    described = imagined(model_dir, plan, spec.stored) if dummy else checkpoint
+    _check_kernels(ops, described, plan, asked, packed_cache)
     if spec.stored and spec.stored.activations and not shard.world.rank:
-        log.info("config.json quantises activations, too: they stay %s here, weights alone are quantised", dtype)
+        log.info("config.json quantises activations, too: %s", _activations(ops, spec))
     files = ExpertFiles(
         checkpoint, lambda layer, expert: of.expert_plan(spec, names, layer, [expert]), dtype, device, asked
     )
@@ -104,7 +107,7 @@ def load_model(
             last = percent
             progress("reading and packing the weights", percent)
 
-    with params_of(checkpoint, plan, dtype, device=device, asked=asked, progress=read) as params:
+    with params_of(described, plan, dtype, device=device, asked=asked, progress=read) as params:
         model = of.build(
             spec,
             params,
@@ -123,17 +126,44 @@ def load_model(
     return model, files, cache.mapped_bytes if cache else 0
 
 
-def _refuse(asked: Asked | None, spec: ModelSpec, packed_cache: str | None, here: str) -> None:
-    """What the native kernels alone can do."""
-    for wanted, needs, instead in (
-        (asked, "quantised weights need", "--quantization none"),
-        (spec.stored, "quantised weights need", "the float16 or bfloat16 checkpoint"),
-        (packed_cache, "packed_cache needs", "no packed_cache"),
-    ):
-        if wanted:
+def _check_kernels(
+    ops: Ops, checkpoint: Checkpoint, plan: WeightPlan, asked: Asked | None, packed_cache: str | None
+) -> None:
+    """Raises ConfigError for what these kernels cannot do, before a weight is read."""
+    here, native = f"here {ops.device.type} serves by {ops.describe()}", "--device cpu with kernels: native"
+    if packed_cache and not ops.native:
+        raise ConfigError(f"packed_cache needs the native kernels for CPUs, and {here}; use none, or {native}")
+    instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"
+    for param, kind, group in _quantised(checkpoint, plan, asked):
+        if ops.weight_obstacle is None:
             raise ConfigError(
-                f"{needs} the native kernels for CPUs, {here}; use {instead}, or --device cpu with kernels: native"
+                f"quantised weights need the native kernels for CPUs or Triton's for GPUs, and {here}; use {instead}, "
+                f"or {native}"
             )
+        if why := ops.weight_obstacle(kind, group, param.shape[-1]):
+            what = f"{param.name} has {param.shape[-1]}" + (f", in groups of {group}" if group else "")
+            raise ConfigError(f"{why}, and {what}, {here}; use {instead}, or {native}")
+
+
+def _quantised(checkpoint: Checkpoint, plan: WeightPlan, asked: Asked | None) -> Iterator[tuple[Param, str, int]]:
+    """Each parameter that the model has in 4 or 8 bits, the kind, and inputs that share a scale (0: all)."""
+    stored = {p.param: checkpoint.stored[p.source].form for p in plan.pieces if p.source in checkpoint.stored}
+    for param in plan.params:
+        if param.name in stored:
+            yield param, stored[param.name].kind, stored[param.name].group
+        elif asked and param.quantised_on_load:
+            yield param, asked, group_of(param.shape[-1]) if asked == "int4" else 0
+
+
+def _activations(ops: Ops, spec: ModelSpec) -> str:
+    """What becomes of them."""
+    form = spec.stored
+    if form and ops.triton and any(spec.moe_layers):
+        from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import: only where it serves
+
+        if multiplies_e4m3(form.kind, form.rows, form.group, spec.hidden_size, spec.expert_size):
+            return f"experts' rows become e4m3 with a scale for every 128 elements, all others stay {ops.dtype} here"
+    return f"they stay {ops.dtype} here, weights alone are quantised"
 
 
 def weight_bytes(plan: WeightPlan, dtype: torch.dtype, per_weight: float) -> int:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from moeserve.kernels.align import align, align_groups
 from moeserve.kernels.configs import Config
@@ -27,6 +23,7 @@ from moeserve.kernels.grouped_fp8 import (
 from moeserve.moe.all2all.wire import Fp8Wire
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tests.kernels.interpreted import rounding_to_nearest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
 SMALL: Config = {
@@ -37,16 +34,7 @@ SMALL: Config = {
 
 @pytest.fixture(autouse=True)
 def _rounding_to_nearest() -> Iterator[None]:
-    """The interpreter's own conversion of float32 to e4m3 loses carries: 127.9 becomes 64."""
-    convert = InterpreterBuilder.create_fp_to_fp
-
-    def rounding(self: InterpreterBuilder, source: Any, to: Any, mode: Any) -> Any:
-        if source.dtype.scalar != tl.float32 or to.scalar != tl.float8e4nv:
-            return convert(self, source, to, mode)
-        data = torch.from_numpy(source.data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        return TensorHandle(data, to.scalar)
-
-    with patch.object(InterpreterBuilder, "create_fp_to_fp", rounding):
+    with rounding_to_nearest():
         yield
 
 

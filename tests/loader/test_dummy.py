@@ -12,8 +12,7 @@ import torch
 from moeserve import LLM, SamplingParams
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.dummy import DummyParams
+from moeserve.loader.dummy import DummyParams, imagined
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.models.registry import family
 from moeserve.parallel.world import World
@@ -34,7 +33,7 @@ def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path
     plan = family(spec).weight_plan(spec, set())
     found = []
     for threads in (1, 4):
-        with DummyParams(Checkpoint(config_only, {}), plan, dtype, threads=threads) as params:
+        with DummyParams(imagined(config_only, plan), plan, dtype, threads=threads) as params:
             found.append({param.name: params.pop(param.name) for param in plan.params})
     assert "layers.0.w13" in found[0]
     for name, weight in found[0].items():
@@ -48,8 +47,17 @@ def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path
     assert not torch.equal(w13[0], w13[1])
 
 
-def test_a_model_without_weights_answers(config_only: Path) -> None:
-    with LLM(config_only, load_format="dummy", skip_tokenizer_init=True, max_model_len=64, threads=1) as llm:
+@pytest.mark.parametrize(
+    ("stored", "quantization"),
+    [(None, "none"), (None, "int8"), ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "none")],
+)
+def test_a_model_without_weights_answers(config_only: Path, stored: Any, quantization: Any) -> None:
+    """Also one that is said to be stored in e4m3."""
+    if stored:
+        config = json.loads((config_only / "config.json").read_text())
+        (config_only / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64, "threads": 1}
+    with LLM(config_only, quantization=quantization, **settings) as llm:
         params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
         (out,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 5

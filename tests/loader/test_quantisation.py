@@ -248,7 +248,7 @@ def test_zero_points_of_few_outputs(rows: int) -> None:
     }
     stored = Stored(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"], ())
     assert stored.mismatch(shape) == ""
-    into = unpack.empty(stored, torch.float32, shape)
+    into = unpack.empty(stored, torch.float32, shape, torch.device("cpu"))
 
     def read(info: TensorInfo, take: Any) -> torch.Tensor:
         found = tensors[info.name][take]

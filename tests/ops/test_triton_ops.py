@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from moeserve.errors import ConfigError
+from moeserve.ops.quantised import Quantised
 from moeserve.ops.table import pick_ops
-from moeserve.ops.triton_ops import pack_exact
+from moeserve.ops.triton_ops import pack_exact, pack_fast
+from tests.kernels.device import DEVICE
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 
@@ -46,3 +48,15 @@ def test_a_part_of_a_larger_weight_is_copied() -> None:
     part = pack_exact(large[:4], None)
     assert part.weight.untyped_storage().nbytes() == 4 * 16 * 4  # type: ignore[attr-defined]
     torch.testing.assert_close(part(torch.ones(3, 16)), large[:4].sum(1).expand(3, -1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_quantised_weight_is_a_product_of_one_slot() -> None:
+    """As its example, for any number of rows, strided ones too; and with either table of kernels."""
+    quantised = Quantised("int8", 0, torch.float32, torch.ones(1, 64, dtype=torch.int8), torch.full((1, 1), 0.25)).each(
+        lambda part: part.to(DEVICE)
+    )
+    x = torch.ones(40, 128, device=DEVICE)[:, :64]
+    for pack in (pack_exact, pack_fast):
+        product = pack(quantised, torch.full((1,), 5.0, device=DEVICE))
+        for rows in (0, 1, 17, 40):
+            assert product(x[:rows]).tolist() == [[21.0]] * rows

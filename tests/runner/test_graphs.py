@@ -17,9 +17,11 @@ from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords, step_reference
 from moeserve.kernels.staged import write_reference
 from moeserve.layers.inputs import LayerKV, StepInputs
+from moeserve.loader.plan import LINEAR
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.registry import family
 from moeserve.moe.lane import Lane
+from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
 from moeserve.runner import gpu, recorder, triton_inputs
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
@@ -58,16 +60,21 @@ OnHere: Any = GPUModelRunner if torch.cuda.is_available() else CPUModelRunner
 
 class ByTriton(OnHere):  # type: ignore[misc]
     """CUDA's graphs where there is a GPU, else the stand-in with interpreted kernels. Token 0, which padding is, makes
-    everything NaN that it reaches, and so does the null block."""
+    everything NaN that it reaches, and so does the null block. The first layer's weights are int8."""
 
     def load_model(self, progress: Progress) -> None:
         of = family(self.spec)
         generator = torch.Generator().manual_seed(0)
-        params = {
+        params: dict[str, Any] = {
             param.name: (torch.randn(param.shape, generator=generator) * 0.2 + ("norm" in param.name)).to(self.device)
             for param in of.weight_plan(self.spec, ()).params
         }
         params["embed"][0] = torch.nan
+        for name in params:
+            if name.startswith("layers.0.") and name.rpartition(".")[2] in LINEAR:
+                params[name], rounding = quantisation_of(params[name], "int8", name)
+                for job in rounding:
+                    job()
         self.model = of.build(self.spec, params, pick_ops(self.device, self.dtype, "triton", exact=True), self.dtype)
 
     def warm_up(self) -> None:

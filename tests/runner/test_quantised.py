@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.size import bytes_per_weight, model_size
+from moeserve.loader.spec import StoredFormat
 from moeserve.ops.native import native
 from moeserve.runner.cpu import CPUModelRunner
 from tests.quantised_checkpoints import FORMS, write_quantised
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there Triton is not interpreted")
 
 
 def load(path: Path, **settings: Any) -> None:
@@ -28,6 +33,32 @@ def test_other_kernels_refuse(make_checkpoint: Any, tmp_path: Path) -> None:
     stored, _ = write_quantised(path, tmp_path, FORMS["int8"])
     with pytest.raises(ConfigError, match="use the float16 or bfloat16 checkpoint, or"):
         load(stored, kernels="torch")
+
+
+@needs_no_gpu
+def test_shapes_that_triton_has_no_kernel_for_are_named(make_checkpoint: Any, tmp_path: Path) -> None:
+    """Experts of width 32, of which int4 products would take 64s; int8 ones take them."""
+    path = make_checkpoint("qwen3_moe").path
+    with pytest.raises(ConfigError, match=r"inputs of 64s, and layers.0.w2 has 32, in groups of 32, here.*none, or"):
+        load(path, kernels="triton", quantization="int4")
+    stored, _ = write_quantised(path, tmp_path, FORMS["int4"])
+    with pytest.raises(ConfigError, match=r"layers.0.w2 has 32, in groups of 32, here cpu.*use the float16 or"):
+        load(stored, kernels="triton")
+    with pytest.raises(ConfigError, match="packed_cache needs the native kernels"):
+        load(path, kernels="triton", packed_cache=str(tmp_path))
+    load(path, kernels="triton", quantization="int8")
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(("width", "said"), [(128, "experts' rows become e4m3"), (64, "they stay torch.float32 here")])
+def test_what_becomes_of_activations(
+    width: int, said: str, make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint("qwen3_moe", num_hidden_layers=1, hidden_size=128, moe_intermediate_size=width).path
+    stored, _ = write_quantised(path, tmp_path, FORMS["fp8 in blocks"])
+    with caplog.at_level("INFO"):
+        load(stored, kernels="triton")
+    assert f"config.json quantises activations, too: {said}" in caplog.text
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -49,4 +80,6 @@ def test_bytes_of_a_weight(make_checkpoint: Any, tmp_path: Path) -> None:
     assert [bytes_per_weight(spec, asked, 2) for asked in ("none", "int8", "int4")] == [2, 1.0, 0.5625]
     stored, _ = write_quantised(path, tmp_path, FORMS["fp8"])
     assert bytes_per_weight(read_model_spec(stored), "none", 4) == 1.0
+    channels = StoredFormat(kind="int4", packed=True, zeros=True)
+    assert bytes_per_weight(replace(spec, stored=channels), "none", 2) == 0.5625
     assert model_size(read_model_spec(stored)) == model_size(spec)

@@ -18,12 +18,13 @@ from moeserve.kernels.activation import silu_mul, silu_mul_reference
 from moeserve.kernels.align import align, align_reference
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.combine import combine, combine_reference
+from moeserve.kernels.devices import facts_of
 from moeserve.kernels.embedding import embedding, embedding_reference
 from moeserve.kernels.fp8 import E4M3, quantise, quantise_reference, widen
 from moeserve.kernels.gate import gated, gated_reference
 from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, gate_up_fp8_reference, launch_fp8_of
-from moeserve.kernels.grouped_gemm import device_name, launch_of
-from moeserve.kernels.grouped_int4 import Int4, down_int4, gate_up_int4, launch_int4_of, widen_int4
+from moeserve.kernels.grouped_gemm import launch_of
+from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of, widen_narrow
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, step_reference
 from moeserve.kernels.linear import linear, linear_reference
 from moeserve.kernels.logprobs import logprobs, logprobs_reference
@@ -36,6 +37,7 @@ from moeserve.kernels.route import Rule, route_by, route_reference
 from moeserve.kernels.sampling import SamplingRows, sample
 from moeserve.kernels.staged import pack, write, write_reference
 from tools.gpu import moe
+from tools.gpu import quantised as narrow
 from tools.gpu.attention import KV_HEADS, step_of
 from tools.gpu.bench import Bench, error_of
 
@@ -122,7 +124,7 @@ def experts(bench: Bench, tokens: int) -> tuple[Tensor, Tensor, float]:
     shape = moe_shape(bench)
     w, batch = moe.weights_of(bench, shape), moe.batch_of(bench, shape, size(bench, tokens, 3))
     pairs = batch.ids.numel()
-    config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, device_name(bench.device))
+    config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, facts_of(bench.device).name)
     return moe.whole(batch, w, config, shape), moe.reference(batch, w), PRODUCT
 
 
@@ -134,7 +136,7 @@ def experts_fp8(bench: Bench) -> tuple[Tensor, Tensor, float]:
     values = torch.randn(shape.experts, 2 * shape.width, shape.dim, device=bench.device).to(E4M3)
     scales = torch.rand(shape.experts, 2 * shape.width // 128, groups, device=bench.device) / 64
     w13, x = Scaled(values, scales), Scaled(*quantise(batch.x))
-    config = launch_fp8_of(batch.ids.numel(), shape.experts, shape.width, shape.dim, device_name(bench.device))
+    config = launch_fp8_of(batch.ids.numel(), shape.experts, shape.width, shape.dim, facts_of(bench.device).name)
     to = align(batch.ids, shape.experts, config["block_m"])
     found = gate_up_fp8(x, w13, to, config, shape.top_k)
     return widen(found.values, found.scales), gate_up_fp8_reference(x, w13, to, shape.top_k), 4e-2
@@ -144,17 +146,17 @@ def experts_int4(bench: Bench) -> tuple[Tensor, Tensor, float]:
     shape, group = moe_shape(bench), size(bench, 128, 32)
     batch = moe.batch_of(bench, shape, size(bench, 100, 3))
 
-    def packed(outputs: int, inputs: int) -> Int4:
+    def packed(outputs: int, inputs: int) -> Narrow:
         values = torch.randint(0, 256, (shape.experts, outputs, inputs // 2), dtype=torch.uint8, device=bench.device)
-        return Int4(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
+        return Narrow(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
 
     w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
-    rows, device = batch.ids.numel(), device_name(bench.device)
-    config = launch_int4_of(rows, shape.experts, shape.width, shape.dim, group, bench.dtype, device)
+    rows, device = batch.ids.numel(), facts_of(bench.device).name
+    config = launch_narrow_of(rows, shape.experts, shape.width, shape.dim, "int4", group, bench.dtype, device)
     to = align(batch.ids, shape.experts, config["block_m"])
-    y = down_int4(gate_up_int4(batch.x, w13, to, config, shape.top_k), w2, to, config)
+    y = down_narrow(gate_up_narrow(batch.x, w13, to, config, shape.top_k), w2, to, config)
     found = combine(y.view(*batch.ids.shape, -1), batch.shares, batch.ids)
-    return found, moe.reference(batch, moe.Weights(widen_int4(w13), widen_int4(w2))), PRODUCT
+    return found, moe.reference(batch, moe.Weights(widen_narrow(w13), widen_narrow(w2))), PRODUCT
 
 
 def quantised(bench: Bench) -> tuple[Tensor, Tensor, float]:
@@ -276,7 +278,7 @@ CHECKS: Mapping[str, Check] = {
     "moe int4": experts_int4, "quantise": quantised, "decode": partial(decoded, invariant=True),
     "decode fast": partial(decoded, invariant=False), "prefill": partial(prefilled, invariant=True),
     "prefill fast": partial(prefilled, invariant=False), "mla": latent, "prologue": rotated, "logprobs": logged,
-    "sample": sampled, "penalties": penalised, "staged": staged, "step": filled,
+    "sample": sampled, "penalties": penalised, "staged": staged, "step": filled, **narrow.CHECKS,
 }  # fmt: skip
 UNFIT_FOR_SMOKE = ("moe w8a8", "quantise")  # the interpreter has no products of e4m3 and rounds to it wrongly
 
@@ -294,7 +296,7 @@ def invariance(bench: Bench) -> dict[str, bool]:
     rows = []
     for n in sizes:
         part = moe.Batch(batch.x[:n], batch.ids[:n].contiguous(), batch.shares[:n].contiguous())
-        pairs, device = n * shape.top_k, device_name(bench.device)
+        pairs, device = n * shape.top_k, facts_of(bench.device).name
         config = launch_of(pairs, shape.experts, shape.width, shape.dim, bench.dtype, device)
         to = align(part.ids, shape.experts, config["block_m"])
         y = moe.products(part, of_experts, to, config, shape.top_k)
@@ -327,8 +329,9 @@ def run(bench: Bench) -> dict[str, Any]:
     """`wrong`: names of what failed; an error in one check leaves the others alone. An interpreted product's bits are
     NumPy's, which depend on a row's place."""
     checks: dict[str, Any] = {}
+    unfit = (*UNFIT_FOR_SMOKE, *narrow.UNFIT_FOR_SMOKE)
     for name in bench.cases(CHECKS):
-        if bench.smoke and name in UNFIT_FOR_SMOKE:
+        if bench.smoke and (name.startswith(unfit) or name.endswith(f" {narrow.MANY}")):
             continue
         try:
             found, reference, bound = CHECKS[name](bench)
@@ -336,7 +339,7 @@ def run(bench: Bench) -> dict[str, Any]:
             checks[name] = {"error": error, "bound": bound, "ok": error <= bound}
         except Exception as problem:
             checks[name] = {"ok": False, "problem": f"{type(problem).__name__}: {problem}"[:500]}
-    same = invariance(bench)
+    same = invariance(bench) | narrow.invariance(bench)
     wrong = [name for name, check in checks.items() if not check["ok"]]
     wrong += [f"bits of {name}" for name, equal in same.items() if not equal and not bench.smoke]
     return {"checks": checks, "invariance": same, "wrong": wrong}

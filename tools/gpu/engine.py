@@ -34,6 +34,7 @@ SMALL = {
     "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64,
     "eos_token_id": None, "dtype": "float32",
 }  # fmt: skip
+FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
 CONTEXT, PREFILL, PROMPTS, ROUNDS = 1024, 4096, 16, 3
 FEW, MANY = 64, 192  # new tokens of each request
 BATCHES = (1, 64, 256)
@@ -69,6 +70,16 @@ def main() -> None:
                 keep(**{f"decode_{batch}": decode(llm, batch, context)})
             taken = [generated(llm, prompts, prefill, 1)[0] for _ in range(ROUNDS)]
             keep(prefill={"tokens_per_s": prompts * prefill / min(taken[1:]), "samples_s": taken})
+        for name, stored, quantization in (("fp8", FP8_BLOCKS, "none"), ("int4", {}, "int4")):
+            narrow = {**QWEN3_30B_A3B, **(SMALL if smoke else {}), **stored}
+            Path(folder, "config.json").write_text(json.dumps(narrow))
+            with LLM(
+                folder, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
+                max_model_len=context + MANY + 16, quantization=quantization, determinism="batch", **settings,
+            ) as llm:  # fmt: skip
+                keep(**{f"{name}_alone_as_in_company": same_in_company(llm)})
+                keep(**{f"{name}_decode_{batch}": decode(llm, batch, context) for batch in batches[:2]})
+    keep(wrong=[name for name, value in found.items() if value is False])
 
 
 def decode(llm: LLM, batch: int, context: int) -> dict[str, Any]:
@@ -84,6 +95,17 @@ def decode(llm: LLM, batch: int, context: int) -> dict[str, Any]:
         "tokens_per_s": batch * (MANY - FEW) / seconds, "idle_share": 1 - busy_s / seconds, "context": context,
         "samples_s": rounds,
     }  # fmt: skip
+
+
+def same_in_company(llm: LLM) -> bool:
+    """Whether a request gets the same tokens, and they the same log-probabilities, with others as without."""
+    from moeserve import SamplingParams
+
+    needle, *others = random_prompts(llm, 9, 40)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logprobs=1, ignore_eos=True)
+    alone, company = (llm.generate(prompts, params, use_tqdm=False)[0] for prompts in ([needle], [needle, *others]))
+    found = [(one.outputs[0].token_ids, repr(one.outputs[0].logprobs)) for one in (alone, company)]
+    return found[0] == found[1]
 
 
 def generated(llm: LLM, batch: int, length: int, new: int) -> tuple[float, float]:

@@ -19,10 +19,11 @@ from moeserve.kernels.activation import silu_mul
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
+from moeserve.kernels.devices import facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
-from moeserve.kernels.grouped_gemm import device_name, down, gate_up, launch_of
-from moeserve.kernels.grouped_int4 import Int4, down_int4, gate_up_int4, launch_int4_of
+from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
+from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of
 from tools.gpu.bench import Bench, Run, error_of, figures
 from tools.gpu.peers import PeerMoe, load_peers
 
@@ -125,7 +126,7 @@ def compared(bench: Bench, shape: Shape, w: Weights, tokens: int, skew: float, p
     """Ours and the peers' products on the same choices, each side's rows sorted before; and our whole layer."""
     batches = [batch_of(bench, shape, tokens, skew) for _ in range(ROUTINGS if bench.times else 1)]
     config = launch_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, bench.dtype,
-                       device_name(bench.device))  # fmt: skip
+                       facts_of(bench.device).name)  # fmt: skip
     aligned = [align(batch.ids, shape.experts, config["block_m"]) for batch in batches]
     pairs = list(zip(batches, aligned, strict=True))
     candidates: dict[str, list[Run]] = {
@@ -169,7 +170,7 @@ def fp8_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     w13 = scaled(shape.experts, 2 * shape.width, shape.dim)
     w2 = scaled(shape.experts, shape.dim, shape.width)
     batch = batch_of(bench, shape, tokens)
-    config = launch_fp8_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, device_name(bench.device))
+    config = launch_fp8_of(tokens * shape.top_k, shape.experts, shape.width, shape.dim, facts_of(bench.device).name)
     to, x = align(batch.ids, shape.experts, config["block_m"]), Scaled(*quantise(batch.x))
     out = bench.random(tokens * shape.top_k, shape.dim)
     run = lambda: down_fp8(gate_up_fp8(x, w13, to, config, shape.top_k), w2, to, config, out)  # noqa: E731
@@ -181,18 +182,17 @@ def int4_case(bench: Bench, shape: Shape, tokens: int) -> Any:
     """Weights of 4 bits, a scale for every 128 inputs; rows in bf16."""
     group = 32 if bench.smoke else 128
 
-    def packed(outputs: int, inputs: int) -> Int4:
+    def packed(outputs: int, inputs: int) -> Narrow:
         size = (shape.experts, outputs, inputs // 2)
         values = torch.randint(0, 256, size, dtype=torch.uint8, device=bench.device)
-        return Int4(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
+        return Narrow(group, values, bench.random(shape.experts, inputs // group, outputs, scale=0.01))
 
     w13, w2 = packed(2 * shape.width, shape.dim), packed(shape.dim, shape.width)
     batch = batch_of(bench, shape, tokens)
-    config = launch_int4_of(
-        tokens * shape.top_k, shape.experts, shape.width, shape.dim, group, bench.dtype, device_name(bench.device)
-    )
+    rows, device = tokens * shape.top_k, facts_of(bench.device).name
+    config = launch_narrow_of(rows, shape.experts, shape.width, shape.dim, "int4", group, bench.dtype, device)
     to = align(batch.ids, shape.experts, config["block_m"])
-    run = lambda: down_int4(gate_up_int4(batch.x, w13, to, config, shape.top_k), w2, to, config)  # noqa: E731
+    run = lambda: down_narrow(gate_up_narrow(batch.x, w13, to, config, shape.top_k), w2, to, config)  # noqa: E731
     samples = bench.time({"int4": [run]})["int4"]
     return {"tokens": tokens, "config": dict(config), **figures(samples, **work_of(shape, [batch], 0.25 + 1 / group))}
 

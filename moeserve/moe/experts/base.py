@@ -19,7 +19,7 @@ from moeserve.moe.lane import Scratch
 class ExpertWeights:
     """The weights of one layer's local experts; every tensor has the slot first, so moving an expert copies a slot.
 
-    w13_eFD: gate rows, then up rows, [e, 2I, D]. w2_eDI: [e, D, I]. Tensors, or Quantised with the native products.
+    w13_eFD: gate rows, then up rows, [e, 2I, D]. w2_eDI: [e, D, I]. Tensors, or Quantised with products that take it.
     """
 
     w13_eFD: Any

@@ -1,37 +1,57 @@
 """Experts by the Triton kernels: grouped products over rows sorted by slot, gate and up with SwiGLU in one of them.
 
-Weights stay as checkpoints have them, slot by slot. T tokens, P received rows, D model width, I expert width, e slots.
+Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid out for their kernels, slot by slot.
+
+T tokens, P received rows, D model width, I expert width, e slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeserve.kernels.align import align, align_groups
+from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
-from moeserve.kernels.grouped_gemm import device_name, down, gate_up, launch_of
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
 from moeserve.moe.lane import Scratch
 from moeserve.moe.routing import Router
+from moeserve.ops.quantised import Weight
+from moeserve.ops.triton_weights import Kernels, kernels_for, parts_of, with_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """w13_eFD: gate rows, then up rows. Both contiguous."""
+    """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows, then up rows."""
 
-    w13_eFD: Tensor
-    w2_eDI: Tensor
+    kernels: Kernels
+    w13: Any
+    w2: Any
 
-    def launch(self, num_rows: int) -> Config:
-        """How products of so many rows with these weights run."""
-        (slots, width, inner), like = self.w2_eDI.shape, self.w2_eDI
-        return launch_of(num_rows, slots, inner, width, like.dtype, device_name(like.device))
+    @property
+    def parts(self) -> list[Tensor]:
+        """Every tensor, the slot first in each."""
+        return [*parts_of(self.w13), *parts_of(self.w2)]
+
+    def of_parts(self, parts: Sequence[Tensor]) -> Packed:
+        """The same of other tensors."""
+        split = len(parts_of(self.w13))
+        return Packed(self.kernels, with_parts(self.w13, parts[:split]), with_parts(self.w2, parts[split:]))
+
+    def launch(self, num_rows: int, x: Tensor) -> Config:
+        """How products of so many rows like x with these weights run."""
+        return self.kernels.launch(num_rows, self.w2, x)
+
+    def run(self, x: Tensor, to: Alignment, config: Config, out: Tensor, top_k: int = 1) -> None:
+        """Both products, from rows x to rows of out."""
+        kernels = self.kernels
+        hidden = kernels.gate_up(kernels.rows(x), self.w13, to, config, top_k)
+        kernels.down(hidden, self.w2, to, config, out)
 
 
 class TritonExperts:
@@ -45,29 +65,33 @@ class TritonExperts:
     )
 
     def pack(self, weights: ExpertWeights) -> Packed:
-        return Packed(weights.w13_eFD.contiguous(), weights.w2_eDI.contiguous())
+        kernels = kernels_for(weights.w13_eFD, weights.w2_eDI)
+        return Packed(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI))
 
-    def pack_slot(self, w13_FD: Tensor, w2_DI: Tensor) -> tuple[Tensor, Tensor]:
-        return w13_FD, w2_DI
+    def pack_slot(self, w13_FD: Weight, w2_DI: Weight) -> Packed:
+        return self.pack(ExpertWeights(w13_FD[None], w2_DI[None]))
 
-    def put(self, packed: Packed, slot: int, one: tuple[Tensor, Tensor]) -> None:
-        packed.w13_eFD[slot].copy_(one[0])
-        packed.w2_eDI[slot].copy_(one[1])
+    def put(self, packed: Packed, slot: int, one: Packed) -> None:
+        for into, part in zip(packed.parts, one.parts, strict=True):
+            into[slot].copy_(part[0])
 
-    def take(self, packed: Packed, slot: int) -> tuple[Tensor, Tensor]:
-        return packed.w13_eFD[slot].clone(), packed.w2_eDI[slot].clone()
+    def take(self, packed: Packed, slot: int) -> Packed:
+        return packed.of_parts([part[slot : slot + 1].clone() for part in packed.parts])
 
-    def stack(self, ones: Sequence[tuple[Tensor, Tensor]]) -> Packed:
-        return Packed(*(torch.stack([one[i] for one in ones]) for i in range(2)))
+    def stack(self, ones: Sequence[Packed]) -> Packed:
+        packed = ones[0].of_parts([part.new_empty((len(ones), *part.shape[1:])) for part in ones[0].parts])
+        for slot, one in enumerate(ones):
+            self.put(packed, slot, one)
+        return packed
 
     def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
         rows = int(inbound.ends_e[-1])
         if not rows:
             return
-        config = weights.launch(rows)
-        ends_e = torch.from_numpy(inbound.ends_e).to(inbound.x.device, torch.int32)
-        to = align_groups(ends_e, rows, config["block_m"])
-        down(gate_up(inbound.x[:rows], weights.w13_eFD, to, config), weights.w2_eDI, to, config, out[:rows])
+        x_PD = inbound.x[:rows]
+        config = weights.launch(rows, x_PD)
+        ends_e = torch.from_numpy(inbound.ends_e).to(x_PD.device, torch.int32)
+        weights.run(x_PD, align_groups(ends_e, rows, config["block_m"]), config, out[:rows])
 
 
 class TritonBlock:
@@ -82,8 +106,9 @@ class TritonBlock:
         tokens, width = x_TD.shape
         routing = self._router(x_TD, tokens if num_tokens is None else num_tokens)
         top_k = routing.ids_TK.shape[1]
-        config = packed.launch(tokens * top_k)
-        to = align(routing.ids_TK, len(packed.w2_eDI), config["block_m"])
-        y_ND = down(gate_up(x_TD, packed.w13_eFD, to, config, top_k), packed.w2_eDI, to, config)
+        config = packed.launch(tokens * top_k, x_TD)
+        to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
+        y_ND = x_TD.new_empty((tokens * top_k, width))
+        packed.run(x_TD, to, config, y_ND, top_k)
         out_TD = combine(y_ND.view(tokens, top_k, width), routing.weights_TK, routing.ids_TK)
         return out_TD, to.counts_e

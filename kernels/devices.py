@@ -1,0 +1,24 @@
+"""What launchers ask about a device, remembered: asking CUDA takes longer than a launch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Facts(NamedTuple):
+    """name: as tables of configurations have it."""
+
+    name: str
+    multiprocessors: int
+
+
+@cache
+def facts_of(device: torch.device) -> Facts:
+    """cpu -> ("cpu", 1)"""
+    if device.type != "cuda":
+        return Facts(device.type, 1)
+    properties = torch.cuda.get_device_properties(device)
+    return Facts(properties.name, properties.multi_processor_count)

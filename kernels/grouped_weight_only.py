@@ -1,0 +1,240 @@
+"""The experts' two products with weights in 4 bits, two to a byte, or 8, and scales for groups of inputs. Rows stay as
+they are; weights get their type in registers.
+
+T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local slots, D model width, I expert
+width, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.kernels.align import Alignment
+from moeserve.kernels.configs import Config, tuned
+from moeserve.kernels.fp8 import E4M3
+from moeserve.kernels.tiles import STEP_BYTES, load_rows, load_weights, rows_of, tile_of, tile_rows, weights_argument
+
+GROUPS = (32, 64, 128)  # of int4 weights
+LEAST = 16  # inputs of one instruction: of weights in 8 bits, inputs and those of a group are multiples
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """w[s, n, k] = (value - zeros[s, k // group, n]) * scales[s, k // group, n].
+
+    values: int8 or e4m3 [e, outputs, inputs], whose zeros are None. Or two values of 0 to 15 in a byte, uint8 [e,
+    outputs, inputs / 2]: of every 2 * half inputs, byte j has input j in its low bits and input half + j in its high
+    bits, so that either are a tile of their own. scales: [e, G, outputs], any float. zeros: whole numbers, the same
+    shape and type; None: 8, and 0 for 8 bits.
+    """
+
+    group: int
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return {torch.uint8: "int4", torch.int8: "int8", E4M3: "fp8"}[self.values.dtype]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        slots, outputs, num_bytes = self.values.shape
+        return slots, outputs, num_bytes * (2 if self.kind == "int4" else 1)
+
+    @property
+    def half(self) -> int:
+        """Inputs of one product of tiles, all in one group. fp8, 2,048 inputs, groups of 128 -> 128"""
+        return half_of(self.group) if self.kind == "int4" else math.gcd(self.values.shape[-1], self.group, STEP_BYTES)
+
+
+def half_of(group: int) -> int:
+    """Inputs of one product of tiles of int4 weights. 32 -> 32; 128 -> 64"""
+    assert group in GROUPS, group
+    return min(group, 64)
+
+
+def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Narrow:
+    """From bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole bytes' tiles."""
+    half = half_of(group)
+    assert values.shape[-1] % (2 * half) == 0, (values.shape, group)
+    low, high = values.unflatten(-1, (-1, 2, half)).unbind(-2)
+    moved = [None if part is None else part.transpose(-1, -2).contiguous() for part in (scales, zeros)]
+    assert moved[0] is not None
+    return Narrow(group, (low | high << 4).flatten(-2).contiguous(), moved[0], moved[1])
+
+
+def widen_narrow(w: Narrow) -> Tensor:
+    """What they stand for, in fp64, for references. [e, outputs, inputs]"""
+    values, zeros, inputs = w.values.double(), w.zeros, w.shape[-1]
+    if w.kind == "int4":
+        tiles = w.values.unflatten(-1, (-1, w.half))
+        values = torch.stack([tiles & 15, tiles >> 4], -2).flatten(-3).double()
+        zeros = torch.full_like(w.scales, 8) if zeros is None else zeros
+    parts = (w.scales, torch.zeros_like(w.scales) if zeros is None else zeros)
+    scales, zeros = (part.double().transpose(-1, -2).repeat_interleave(w.group, -1)[..., :inputs] for part in parts)
+    return (values - zeros) * scales
+
+
+@triton.jit
+def _centred(values, zeros, like):
+    """values - zeros in the type of `like`, exactly: 16-bit floats by setting the low bits of 128 or 1,024."""
+    if like.dtype == tl.bfloat16:
+        result = (values.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zeros + 128.0).to(tl.bfloat16)[:, None]
+    elif like.dtype == tl.float16:
+        result = (values.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (zeros + 1024.0).to(tl.float16)[:, None]
+    else:
+        result = values.to(tl.float32) - zeros[:, None]
+    return result
+
+
+@triton.jit
+def _group(scale_ptr, zero_ptr, places, mask):
+    """(scales, zeros) of a group of inputs."""
+    scales = tl.load(scale_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    zeros = tl.full(scales.shape, 8.0, tl.float32)
+    if zero_ptr is not None:
+        zeros = tl.load(zero_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    return scales, zeros
+
+
+@triton.jit
+def _groups(scale_ptr, zero_ptr, places, step, mask, SHARED: tl.constexpr):
+    """(scales, zeros) of the low and of the high inputs' groups, which are one if SHARED."""
+    scales, zeros = _group(scale_ptr, zero_ptr, places, mask)
+    more_scales, more_zeros = scales, zeros
+    if not SHARED:
+        more_scales, more_zeros = _group(scale_ptr, zero_ptr, places + step, mask)
+    return scales, zeros, more_scales, more_zeros
+
+
+@triton.jit
+def _step(
+    total, values, x_low, x_high, scales, zeros, more_scales, more_zeros, SHARED: tl.constexpr, PAIRS: tl.constexpr
+):
+    """total + (value - zero) * scale * x over the low and the high inputs, or, if not PAIRS, over the low ones."""
+    if PAIRS:
+        part = tl.dot(_centred(values & 15, zeros, x_low), x_low, input_precision="ieee")
+        if not SHARED:
+            total += part * scales[:, None]
+            part = tl.zeros_like(part)
+        part = tl.dot(_centred(values >> 4, more_zeros, x_high), x_high, part, input_precision="ieee")
+        total += part * more_scales[:, None]
+    else:
+        total += tl.dot(values.to(x_low.dtype), x_low, input_precision="ieee") * scales[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def weight_only_kernel(
+    x_ptr, w, scale_ptr, zero_ptr, out_ptr, order_ptr, ends_ptr, slot_ptr, row_ptr, num_tiles,
+    x_stride, out_stride, width, inner, top_k,
+    SWIGLU: tl.constexpr, PAIRS: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of weights. PAIRS: two
+    weights in a byte."""
+    tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
+    slot = tl.load(slot_ptr + tile)
+    if slot < 0:
+        return
+    sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
+    outputs = 2 * width if SWIGLU else width
+    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, HALF)[None, :]
+    base, first, last = slot * outputs, block * BLOCK_N, width - 1
+    columns = first + tl.arange(0, BLOCK_N)
+    mask = columns < width
+    scale_ptr += slot.to(tl.int64) * tl.cdiv(inner, INPUTS) * outputs
+    if zero_ptr is not None:
+        zero_ptr += slot.to(tl.int64) * tl.cdiv(inner, INPUTS) * outputs
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    SHARED: tl.constexpr = INPUTS >= EACH * HALF
+    for k in range(0, inner, EACH * HALF):
+        # All scales first: they arrive while the tensor cores work.
+        places = k // INPUTS * outputs + columns
+        scales, zeros, more_scales, more_zeros = _groups(scale_ptr, zero_ptr, places, outputs, mask, SHARED)
+        if SWIGLU:
+            up_scales, up_zeros, up_more_scales, up_more_zeros = _groups(
+                scale_ptr, zero_ptr, places + width, outputs, mask, SHARED
+            )
+        low = tl.trans(load_rows(x_ptrs, live, k, inner, HALF, True))
+        high = low
+        if PAIRS:
+            high = tl.trans(load_rows(x_ptrs, live, k + HALF, inner, HALF, True))
+        at, stride = k // EACH, inner // EACH
+        values = load_weights(w, base, first, last, at, stride, BLOCK_N, HALF, True, TMA)
+        total = _step(total, values, low, high, scales, zeros, more_scales, more_zeros, SHARED, PAIRS)
+        if SWIGLU:
+            values = load_weights(w, base + width, first, last, at, stride, BLOCK_N, HALF, True, TMA)
+            total_up = _step(
+                total_up, values, low, high, up_scales, up_zeros, up_more_scales, up_more_zeros, SHARED, PAIRS
+            )
+    if SWIGLU:
+        total = total * tl.sigmoid(total) * total_up
+    out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=live[:, None] & mask[None, :])
+
+
+@lru_cache(4096)
+def launch_narrow_of(
+    num_rows: int, num_slots: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype, device: str
+) -> Config:
+    """As `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once per tile of rows, so many rows want
+    large tiles."""
+    rows = num_rows / num_slots
+    big = rows > 256 and dtype != torch.float32  # tiles of such rows would not fit into shared memory
+    default = {**tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
+    default |= {"down_block_n": 128 if big else 64, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
+    default |= {"block_m": 128} if big else {}
+    shape = f"E{num_slots} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
+    return tuned("grouped_weight_only", device, shape, num_rows, default)
+
+
+def _launch(x: Tensor, w: Narrow, out: Tensor, to: Alignment, top_k: int, name: str, config: Config) -> None:
+    (slots, outputs, inner), pairs, half = w.shape, w.kind == "int4", w.half
+    width, block_n = outputs // 2 if name == "up" else outputs, config[f"{name}_block_n"]
+    assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
+    assert x.shape[1] == inner, (x.shape, inner)
+    assert half >= LEAST, (inner, w.group)
+    assert inner % (2 * half if pairs else half) == 0, (inner, w.group)
+    for part in (w.scales, w.zeros):
+        assert part is None or part.shape == (slots, triton.cdiv(inner, w.group), outputs), part.shape
+        assert part is None or part.is_contiguous(), part.stride()
+    weights, tma = weights_argument(w.values, block_n, half, bool(config["tma"]))
+    num_tiles = len(to.slot_Z)
+    if not num_tiles:
+        return
+    weight_only_kernel[(num_tiles * triton.cdiv(width, block_n),)](
+        x, weights, w.scales, w.zeros, out, to.order_N, to.ends_e, to.slot_Z, to.row_Z, num_tiles, x.stride(0),
+        out.stride(0), width, inner, top_k, SWIGLU=name == "up", PAIRS=pairs, TMA=tma, GROUP=config["group"],
+        INPUTS=w.group, HALF=half, BLOCK_M=to.block_m, BLOCK_N=block_n,
+        num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
+    )  # fmt: skip
+
+
+def gate_up_narrow(x: Tensor, w13: Narrow, to: Alignment, config: Config, top_k: int = 1) -> Tensor:
+    """As `grouped_gemm.gate_up`. Weights enter the tensor cores without scales; each group's sum is scaled in fp32.
+
+    64 inputs of 1, int4 gate and up weights of value 9 with scales 1/64, groups of 32 -> silu(1) * 1 = 0.7311
+    """
+    rows = x.shape[0] if to.order_N is None else len(to.order_N)
+    out = x.new_empty((rows, w13.shape[1] // 2))
+    _launch(x, w13, out, to, top_k, "up", config)
+    return out
+
+
+def down_narrow(h_NI: Tensor, w2: Narrow, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
+    """As `grouped_gemm.down`, in out's type. 64 inputs of 2, int4 weights of value 7 with scales 1/64 -> -2"""
+    if out is None:
+        out = h_NI.new_empty((h_NI.shape[0], w2.shape[1]))
+    _launch(h_NI, w2, out, to, 1, "down", config)
+    return out

@@ -1,0 +1,151 @@
+"""Weights as the grouped Triton kernels take them: which kernels serve a format, and how its tensors are laid out.
+
+e slots, N outputs, K inputs, I expert width, D model width. Every tensor of a layout has the slot first, scales
+included, so a slot is copied tensor by tensor, whatever the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import ConfigError
+from moeserve.kernels import grouped_fp8, grouped_gemm
+from moeserve.kernels.configs import Config
+from moeserve.kernels.devices import facts_of
+from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
+from moeserve.kernels.grouped_weight_only import (
+    GROUPS,
+    LEAST,
+    Narrow,
+    down_narrow,
+    gate_up_narrow,
+    half_of,
+    launch_narrow_of,
+    pack_int4,
+)
+from moeserve.ops.quantised import Quantised, Weight
+
+E4M3_GPUS = (8, 9)  # compute capability of the first whose compiler knows e4m3
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What serves one kind of weights.
+
+    lay: weights [e, N, K] to the kernels' layout. rows: x to what gate_up takes. launch(num_rows, w2, x): how products
+    of so many rows like x with weights like w2 run. gate_up, down: as those of kernels/grouped_gemm.py.
+    """
+
+    lay: Callable[[Any], Any]
+    rows: Callable[[Tensor], Any]
+    launch: Callable[[int, Any, Tensor], Config]
+    gate_up: Callable[..., Any]
+    down: Callable[..., Tensor]
+
+
+def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
+    """Those for experts with such weights. Raises ConfigError where one is quantised and the other is not."""
+    if isinstance(w13_eFD, Quantised) != isinstance(w2_eDI, Quantised):
+        up, down = (getattr(weight, "kind", weight.dtype) for weight in (w13_eFD, w2_eDI))
+        raise ConfigError(
+            f"of some experts gate and up are {up} and down is {down}: Triton's kernels take both quantised or "
+            "none; use another checkpoint, or --device cpu with kernels: native"
+        )
+    if isinstance(w2_eDI, Tensor):
+        return PLAIN
+    rows_too = multiplies_e4m3(w2_eDI.kind, w2_eDI.rows, w2_eDI.group, *w2_eDI.shape[-2:])
+    return W8A8 if rows_too else WEIGHT_ONLY
+
+
+def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
+    """Whether experts' rows become e4m3, too: their kernel has one scale for 128 x 128 weights, and whole blocks only.
+
+    DeepSeek's and Qwen's blocks, I 768, D 2048 -> True; a scale per output -> False; I 96 -> False
+    """
+    return kind == "fp8" and not any(size % BLOCK for size in (rows, group, *sizes))
+
+
+def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
+    """Why no kernel takes weights with so many inputs, and in a group (0: all); empty if one does."""
+    if kind == "int4":
+        return "" if _int4_group(group or inputs, inputs) else "int4 products take groups of 32s and inputs of 64s"
+    if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_GPUS:
+        return "e4m3 needs a GPU of compute capability 8.9 or more"
+    return f"{kind} products take groups and inputs of {LEAST}s" if group % LEAST or inputs % LEAST else ""
+
+
+def parts_of(weights: Any) -> list[Tensor]:
+    """The tensors of a layout."""
+    return [weights] if isinstance(weights, Tensor) else [getattr(weights, name) for name in _names(weights)]
+
+
+def with_parts(weights: Any, parts: Sequence[Tensor]) -> Any:
+    """The same layout of other tensors, in the order of `parts_of`."""
+    return (
+        parts[0] if isinstance(weights, Tensor) else replace(weights, **dict(zip(_names(weights), parts, strict=True)))
+    )
+
+
+def _names(weights: Any) -> list[str]:
+    return [field.name for field in fields(weights) if isinstance(getattr(weights, field.name), Tensor)]
+
+
+def _int4_group(group: int, inputs: int) -> int:
+    """The kernel's group, a part of the weights' own. 128, 192 inputs -> 32, since 128 are worked off in 128s"""
+    return next((g for g in GROUPS[::-1] if group % g == 0 and inputs % (2 * half_of(g)) == 0), 0)
+
+
+def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor:
+    """Scales of groups for parts of them: for each `step` inputs."""
+    return scales_eNG.repeat_interleave(group // step, -1)[..., : inputs // step]
+
+
+def _lay_narrow(w: Quantised) -> Narrow:
+    inputs = w.shape[-1]
+    if w.kind == "int4":
+        group = _int4_group(w.group, inputs)
+        zeros = None if w.zeros is None else _regrouped(w.zeros, w.group, group, inputs)
+        return pack_int4(w.values, _regrouped(w.scales, w.group, group, inputs), zeros, group)
+    values = w.values.view(E4M3) if w.kind == "fp8" else w.values
+    scales = w.scales.transpose(-1, -2).contiguous()
+    return Narrow(w.group or inputs, values.contiguous(), scales)
+
+
+def _lay_e4m3(w: Quantised) -> grouped_fp8.Scaled:
+    inputs = w.shape[-1]
+    scales = _regrouped(w.scales[..., ::BLOCK, :], w.group or inputs, BLOCK, inputs)
+    return grouped_fp8.Scaled(w.values.view(E4M3).contiguous(), scales.contiguous())
+
+
+def _sizes(w2: Any) -> tuple[int, int, int]:
+    """e, I and D, as launches have them."""
+    slots, dim, width = w2.shape
+    return slots, width, dim
+
+
+PLAIN = Kernels(
+    lay=Tensor.contiguous,
+    rows=lambda x: x,
+    launch=lambda n, w2, x: grouped_gemm.launch_of(n, *_sizes(w2), x.dtype, facts_of(x.device).name),
+    gate_up=grouped_gemm.gate_up,
+    down=grouped_gemm.down,
+)
+W8A8 = Kernels(
+    lay=_lay_e4m3,
+    rows=lambda x: grouped_fp8.Scaled(*quantise(x)),
+    launch=lambda n, w2, x: grouped_fp8.launch_fp8_of(n, *_sizes(w2), facts_of(x.device).name),
+    gate_up=grouped_fp8.gate_up_fp8,
+    down=grouped_fp8.down_fp8,
+)
+WEIGHT_ONLY = Kernels(
+    lay=_lay_narrow,
+    rows=lambda x: x,
+    launch=lambda n, w2, x: launch_narrow_of(n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name),
+    gate_up=gate_up_narrow,
+    down=down_narrow,
+)

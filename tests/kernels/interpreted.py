@@ -1,0 +1,49 @@
+"""Where Triton's interpreter computes otherwise than a GPU, and tests need the GPU's way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+@contextmanager
+def rounding_to_nearest() -> Iterator[None]:
+    """The interpreter's own conversion of float32 to e4m3 loses carries: 127.9 becomes 64."""
+    convert = InterpreterBuilder.create_fp_to_fp
+
+    def rounding(self: InterpreterBuilder, source: Any, to: Any, mode: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or to.scalar != tl.float8e4nv:
+            return convert(self, source, to, mode)
+        data = torch.from_numpy(source.data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return TensorHandle(data, to.scalar)
+
+    with patch.object(InterpreterBuilder, "create_fp_to_fp", rounding):
+        yield
+
+
+@contextmanager
+def ordered_dots() -> Iterator[None]:
+    """The interpreter multiplies tiles by BLAS, where the order of a sum depends on the tile's shape; on tensor cores
+    it does not. Here it is the order of the inputs."""
+
+    def dot(self: Any, a: Any, b: Any, sums: Any, *options: Any) -> Any:
+        if a.dtype.scalar == tl.float8e4nv:
+            a, b = (TensorHandle(e4m3_values(x.data), tl.float32) for x in (a, b))
+        total = sums.data.copy()
+        for k in range(a.data.shape[1]):
+            total += a.data[:, k : k + 1].astype(total.dtype) * b.data[k : k + 1].astype(total.dtype)
+        return TensorHandle(total, sums.dtype.scalar)
+
+    with patch.object(InterpreterBuilder, "create_dot", dot):
+        yield
+
+
+def e4m3_values(data: Any) -> Any:
+    """NumPy's floats of bytes."""
+    return torch.from_numpy(data.copy()).view(torch.float8_e4m3fn).float().numpy()

@@ -1,0 +1,123 @@
+"""The Triton experts with all kinds of weights: beside SwiGLU over what they mean, in any company, and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from moeserve.errors import ConfigError
+from moeserve.kernels.fp8 import quantise_reference, widen
+from moeserve.moe.all2all.base import Inbound, Layout
+from moeserve.moe.experts.base import ExpertWeights
+from moeserve.moe.experts.triton import TritonExperts
+from moeserve.moe.lane import Scratch
+from moeserve.ops.quantised import Quantised, Weight, quantisation_of
+from moeserve.ops.triton_weights import W8A8, obstacle
+from tests.kernels.device import DEVICE
+from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
+from tests.quantised_checkpoints import dequantised
+
+E, D, I = 4, 128, 256  # noqa: E741
+KINDS = ("plain", "int4", "int4 with zeros", "int4 per channel", "int8", "fp8 per channel", "fp8 in blocks")
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu() -> Iterator[None]:
+    with rounding_to_nearest(), ordered_dots():
+        yield
+
+
+def weight(kind: str, *shape: int, seed: int = 0) -> Weight:
+    random = torch.Generator().manual_seed(seed)
+    plain = torch.randn(shape, generator=random) * shape[-1] ** -0.5
+    if kind == "plain":
+        return plain.to(DEVICE)
+    if kind in ("int4", "int8"):
+        quantised, jobs = quantisation_of(plain.to(DEVICE), kind, "w")
+        for job in jobs:
+            job()
+        return quantised
+    word, rows = kind.split()[0], 128 if kind.endswith("blocks") else 1
+    group = {"int4 with zeros": 32, "int4 per channel": shape[-1], "fp8 per channel": 0, "fp8 in blocks": 128}[kind]
+    into = replace(Quantised.empty(word, group, "zeros" in kind, torch.float32, shape, DEVICE), rows=rows)  # type: ignore[arg-type]
+    into.values.copy_(torch.randint(0, 16 if word == "int4" else 127, shape, generator=random))
+    scales = torch.rand(*shape[:-2], shape[-2] // rows, into.scales.shape[-1], generator=random) * 0.02 + 0.01
+    into.scales.copy_(scales.repeat_interleave(rows, -2) / (1 if word == "int4" else 50))
+    if into.zeros is not None:
+        into.zeros.copy_(torch.randint(0, 16, into.zeros.shape, generator=random))
+    return into
+
+
+def weights(kind: str, seed: int = 0) -> ExpertWeights:
+    return ExpertWeights(weight(kind, E, 2 * I, D, seed=seed), weight(kind, E, D, I, seed=seed + 1))
+
+
+def run(packed: Any, x_PD: Tensor, counts: list[int]) -> Tensor:
+    counts_e = np.array(counts)
+    out = torch.full_like(x_PD, torch.nan)
+    TritonExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out, Scratch())
+    return out
+
+
+def rounded(x: Tensor) -> Tensor:
+    return widen(*quantise_reference(x)).float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_with_swiglu_in_any_company(kind: str) -> None:
+    w, counts = weights(kind), [3, 0, 17, 1]
+    packed = TritonExperts().pack(w)
+    assert (packed.kernels is W8A8) == (kind == "fp8 in blocks")
+    fit = rounded if packed.kernels is W8A8 else lambda x: x
+    w13, w2 = (part if isinstance(part, Tensor) else dequantised(part) for part in (w.w13_eFD, w.w2_eDI))
+    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    found = run(packed, x, counts)
+    owners = np.repeat(np.arange(E), counts).tolist()
+    for row, expert in enumerate(owners):
+        gate, up = (w13[expert] @ fit(x[row : row + 1])[0]).chunk(2)
+        expected = w2[expert] @ fit((gate * torch.sigmoid(gate) * up)[None])[0]
+        assert (found[row] - expected).norm() <= (5e-3 if packed.kernels is W8A8 else 1e-5) * expected.norm()
+        if row in (1, 12, 20):
+            assert torch.equal(run(packed, x[row : row + 1], [int(e == expert) for e in range(E)])[0], found[row])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_moves_as_a_slot(kind: str) -> None:
+    """Scales, zero points and all: put, taken and stacked experts are those that were packed together."""
+    experts, a, b = TritonExperts(), weights(kind), weights(kind, seed=7)
+    whole, other = experts.pack(a), experts.pack(b)
+    assert all(len(part) == E and part.is_contiguous() for part in whole.parts)
+    one = experts.pack_slot(b.w13_eFD[2], b.w2_eDI[2])
+    first = experts.take(whole, 1)
+    experts.put(whole, 1, one)
+    stacked = experts.stack([one, first, experts.take(other, 0)])
+    again = experts.pack(weights(kind))
+    for part, before, theirs, new in zip(whole.parts, again.parts, other.parts, stacked.parts, strict=True):
+        kept = [0, 2, 3]
+        assert torch.equal(part[kept].view(torch.uint8), before[kept].view(torch.uint8))
+        assert torch.equal(part[1].view(torch.uint8), theirs[2].view(torch.uint8))
+        wanted = (theirs[2], before[1], theirs[0])
+        assert all(torch.equal(n.view(torch.uint8), w.view(torch.uint8)) for n, w in zip(new, wanted, strict=True))
+
+
+def test_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [obstacle(DEVICE, "int4", group, inputs) for group, inputs in ((128, 192), (64, 128), (0, 64))] == [""] * 3
+    assert "inputs of 64s" in obstacle(DEVICE, "int4", 32, 96)
+    assert "inputs of 64s" in obstacle(DEVICE, "int4", 16, 64)
+    assert [obstacle(DEVICE, "fp8", group, inputs) for group, inputs in ((128, 48), (0, 16))] == [""] * 2
+    assert "inputs of 16s" in obstacle(DEVICE, "fp8", 128, 72)
+    assert "inputs of 16s" in obstacle(DEVICE, "int8", 0, 40)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "capability 8.9" in obstacle(torch.device("cuda"), "fp8", 128, 128)
+    assert not obstacle(torch.device("cuda"), "int8", 128, 128)
+    mixed = ExpertWeights(weight("plain", E, 2 * I, D), weight("int8", E, D, I))
+    with pytest.raises(ConfigError, match=r"gate and up are torch\.float32 and down is int8"):
+        TritonExperts().pack(mixed)
