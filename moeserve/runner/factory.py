@@ -40,6 +40,11 @@ def make_runner(
             "torch and a driver, or use --device cpu."
         )
     if config.device.device == "cpu" or not has_cuda:
+        if config.parallel.comm_sms is not None:
+            raise ConfigError(
+                f"parallel.comm_sms={config.parallel.comm_sms} says what communication takes of a GPU, and the model "
+                "runs on CPUs: leave it out, or use --device cuda"
+            )
         return CPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)
     if world.tp_size > 1:
         raise ConfigError(f"tp={world.tp_size} is not available on CUDA yet: leave it at 1 there, or use --device cpu")

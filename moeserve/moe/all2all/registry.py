@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from moeserve.config import ParallelConfig
+from moeserve.config import COMM_SMS, ParallelConfig
 from moeserve.moe.all2all.allgather import AllGatherAll2All
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Pending, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
@@ -31,7 +31,7 @@ from moeserve.parallel.members import Members
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a backend is made for and what never changes. max_tokens: rows of one step on one rank. num_slots: expert
-    slots of one rank. num_ranks: that the experts are dealt out to."""
+    slots of one rank. num_ranks: that the experts are dealt out to. comm_sms: asked for, None if nothing was."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -41,7 +41,13 @@ class Facts:
     num_ranks: int
     num_hosts: int = 1
     device: str = "cpu"
+    comm_sms: int | None = None
     wire: Wire
+
+    @property
+    def sms(self) -> int:
+        """Multiprocessors of a GPU that this backend's kernels may take at a time."""
+        return COMM_SMS if self.comm_sms is None else self.comm_sms
 
 
 class Unavailable(Exception):
@@ -91,6 +97,7 @@ def make_backends(
         num_ranks=num_ranks or (config.num_ranks if config.ep == "on" else 1),
         num_hosts=config.nnodes,
         device=device,
+        comm_sms=config.comm_sms,
         wire=wire_of(config.wire, dtype),
     )
     check_name(config.all2all)

