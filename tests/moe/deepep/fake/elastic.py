@@ -143,7 +143,6 @@ class ElasticBuffer:
     ):
         exchange = self._alive()
         _check_streams(previous_event, allocate_on_comm_stream)
-        self.num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
         data, scales = check_rows(x)
         trap(not do_zero_padding or do_expand, "do_zero_padding needs do_expand")
         if handle is not None:
@@ -159,6 +158,7 @@ class ElasticBuffer:
         if topk_weights is not None:
             check_weights(topk_weights, topk_idx)
         trap(topk_idx.shape[1] <= MAX_TOP_K, f"more than {MAX_TOP_K} experts per token")
+        self.num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
         trap(len(data) == len(topk_idx) and len(data) <= limit, f"{len(data)} tokens of at most {limit}")
         trap(len(data) > 0 or not do_cpu_sync, "a rank without tokens sends a dummy where the host waits for counts")
         self._check_size(limit, data.shape[1])
