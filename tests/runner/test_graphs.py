@@ -271,9 +271,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     fake = FakeCuda()
     for module in (gpu, recorder):
         monkeypatch.setattr(module, "torch", FakeTorch(fake))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.record_stream(tensor, stream))
     monkeypatch.setattr(graph_inputs, "fill_step", fill)
-    with fake:
+    with fake.watching():
         yield fake
 
 
