@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from moeserve.messages import TraceEvent
+from moeserve.parallel.gloo import ON_DEVICE
 
 SHORTEST_NS = 1000  # a shorter span of work is no work
 WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}
-ON_DEVICE = -1  # the time of arrival of what travels on a device, and nobody waits for on the host
 
 
 class LaneMeter:

@@ -21,11 +21,11 @@ from moeserve.moe.all2all.layout import group_rows_plainly, weighted_sum_plainly
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.lane import Lane, Scratch
 from moeserve.moe.layer import MoELayer
-from moeserve.moe.meter import ON_DEVICE
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
 from moeserve.moe.slots import SlotMap
 from moeserve.moe.streams import Flight, Launched, comm_stream
+from moeserve.parallel.gloo import ON_DEVICE
 from moeserve.runner import lanes
 from moeserve.runner.lanes import LaneRunner, Meter
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
@@ -181,7 +181,7 @@ def computes_elsewhere(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
     ("wrong", "why"),
     [
         (begins_too_early, "clone.* does not wait"),
-        (is_not_waited_for, "mul.* does not wait"),
+        (is_not_waited_for, "does not wait for what another stream writes"),
         (keeps_nothing, "freed that another stream may still use"),
         (computes_elsewhere, "index_copy_.* does not wait"),
     ],

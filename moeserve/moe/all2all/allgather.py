@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,15 +46,19 @@ class AllGatherAll2All:
         self._dtype = dtype
         self._mesh: Mesh | None = None
         self._num_slots = 0
-        self._waiting: list[deque[_Gathered]] = []  # by lane: dispatches whose gather has not begun
+        self._waiting: list[deque[Gathered]] = []  # by lane: dispatches whose gather has not begun
 
     def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
         self._num_slots = slots_per_rank
         self._waiting = [deque() for _ in range(lanes)]
         self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
         terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, {self.caps.max_tokens} tokens"
-        self._mesh = Mesh(members, lanes, "allgather", f"{terms}, {slots_per_rank} slots, {lanes} lanes")
+        self._mesh = self.mesh_of(members, lanes, f"{terms}, {slots_per_rank} slots, {lanes} lanes")
         self._mesh.connect()
+
+    def mesh_of(self, members: Members, lanes: int, terms: str) -> Mesh:
+        """What to meet the others by."""
+        return Mesh(members, lanes, "allgather", terms)
 
     def leave(self) -> None:
         if self._mesh is not None:
@@ -65,7 +70,7 @@ class AllGatherAll2All:
             raise PeerLost("this rank has not joined a group yet")
         return self._mesh
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Gathered:
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Gathered:
         """Tells the others how many rows will come; the gather itself begins with `arrive` or `wait`."""
         mesh = self.mesh
         limit = self.caps.max_tokens
@@ -79,7 +84,7 @@ class AllGatherAll2All:
         mail = channel.post({rank: by_rank[rank] for rank in others}, dict.fromkeys(others, by_rank[me]))
         ids_TB = bytes_of(routing.ids_TK.to(torch.int32))
         rows_TB = torch.cat((self._wire.encode(x_TD), ids_TB), 1)
-        pending = _Gathered(self, channel, mail, routing, rows_TB, tokens_R, self._waiting[lane.index])
+        pending = Gathered(self, channel, mail, routing, rows_TB, tokens_R, self._waiting[lane.index])
         self._waiting[lane.index].append(pending)
         return pending
 
@@ -90,10 +95,10 @@ class AllGatherAll2All:
         launch_all(self._waiting[lane.index])  # they come first on every rank
         pairs = trip.most_tokens * ticket.routing.ids_TK.shape[1]
         row_bytes = self._results.row_bytes(self._width)
-        all_NB = torch.zeros((self.mesh.members.size * pairs, row_bytes), dtype=torch.uint8)
+        all_NB = y.new_zeros((self.mesh.members.size * pairs, row_bytes), dtype=torch.uint8)
         if trip.order_P.numel():
             all_NB[trip.order_P] = self._results.encode(y[: len(trip.order_P)])
-        own_NB = torch.empty((pairs, row_bytes), dtype=torch.uint8)
+        own_NB = all_NB.new_empty((pairs, row_bytes))
         flight = None
         if pairs and self.mesh.members.size > 1:
             flight = channel.reduce_scatter(own_NB.view(torch.int64), all_NB.view(torch.int64))
@@ -116,7 +121,7 @@ class AllGatherAll2All:
         return self._results.decode(own_NB, self._dtype, self._width)
 
 
-def launch_all(waiting: deque[_Gathered]) -> None:
+def launch_all(waiting: deque[Gathered]) -> None:
     """Begin the gathers of a lane in the order of their dispatches, which is the same on every rank."""
     while waiting:
         waiting.popleft().launch()
@@ -131,14 +136,14 @@ class _Trip:
 
 
 @dataclass(slots=True, eq=False)
-class _Gathered:
+class Gathered:
     owner: AllGatherAll2All
     channel: Channel
     mail: Mail
     routing: Routing
     rows_TB: Tensor
     tokens_R: Tensor
-    waiting: deque[_Gathered]
+    waiting: deque[Gathered]
     flight: Collective | None = None
     lost: PeerLost | None = None
     gathered_NB: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -198,8 +203,9 @@ class _Reduced:
     def wait(self, deadline_s: float | None = None) -> Tensor:
         if self.flight is not None:
             self.flight.wait(deadline_s)
-        ids_N = self.routing.ids_TK.reshape(-1)
-        pair_N = torch.arange(len(ids_N))
-        known = ids_N >= 0
-        rows = Grouping(pair_N[known], pair_N.where(known, -1), known.numpy())
-        return weighted_sum(self.owner.results(self.own_NB), rows, self.routing, self.out_TD)
+        # Nobody put anything in place for a pair that went nowhere: its result is zero, whatever its weight.
+        ids_TK, weights_TK = self.routing.ids_TK, self.routing.weights_TK
+        routing = Routing(ids_TK, weights_TK.masked_fill(ids_TK < 0, 0))
+        pair_N = torch.arange(ids_TK.numel(), device=ids_TK.device)
+        rows = Grouping(pair_N, pair_N, np.empty(0, np.int64))
+        return weighted_sum(self.owner.results(self.own_NB), rows, routing, self.out_TD)

@@ -119,7 +119,7 @@ class Pending(Protocol[T_co]):
     @property
     def arrived_ns(self) -> int:
         """After `wait`: the monotonic time at which the last row was here; 0 when nothing travelled or nobody knows,
-        `ON_DEVICE` (moe/meter.py) when `wait` has only told the device to wait."""
+        `ON_DEVICE` (parallel/gloo.py) when `wait` has only told the device to wait."""
         ...
 
     def arrive(self) -> None:

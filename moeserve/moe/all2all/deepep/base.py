@@ -24,9 +24,9 @@ from moeserve.moe.all2all.deepep.group import Group
 from moeserve.moe.all2all.deepep.rows import Packed, next_multiple, pack_fp8, widen
 from moeserve.moe.all2all.wire import FP8
 from moeserve.moe.lane import Lane
-from moeserve.moe.meter import ON_DEVICE
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, Inline, comm_stream
+from moeserve.parallel.gloo import ON_DEVICE
 from moeserve.parallel.members import Members
 
 if TYPE_CHECKING:

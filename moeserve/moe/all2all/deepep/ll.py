@@ -25,8 +25,8 @@ from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.deepep.base import DeepEP, caps_with
 from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
 from moeserve.moe.lane import Lane
-from moeserve.moe.meter import ON_DEVICE
 from moeserve.moe.routing import Routing
+from moeserve.parallel.gloo import ON_DEVICE
 
 if TYPE_CHECKING:
     from moeserve.moe.all2all.registry import Facts

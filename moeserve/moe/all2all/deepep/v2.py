@@ -22,8 +22,8 @@ from moeserve.moe.all2all.deepep.base import Combined, DeepEP, caps_with, pad_of
 from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
 from moeserve.moe.all2all.wire import FP8
 from moeserve.moe.lane import Lane
-from moeserve.moe.meter import ON_DEVICE
 from moeserve.moe.routing import Routing
+from moeserve.parallel.gloo import ON_DEVICE
 
 if TYPE_CHECKING:
     from moeserve.moe.all2all.registry import Facts
