@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels.configs import add_folder, user_folder
+from moeserve.moe.streams import comm_stream
 from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase, dummy_plan
 from moeserve.runner.graphs import MOST_TOKENS
@@ -38,6 +39,7 @@ class GPUModelRunner(ModelRunnerBase):
         sharers = -(-self.world.ranks_on_host // torch.cuda.device_count())
         self.properties = DeviceProperties(name, self._memory, own=True, sharers=sharers)
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.lanes.comm = comm_stream(self.device)
 
     def _memory(self) -> MemoryFacts:
         free, total = torch.cuda.mem_get_info(self.device)

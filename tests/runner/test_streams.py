@@ -19,15 +19,19 @@ from moeserve.moe import streams
 from moeserve.moe.all2all.base import Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows_plainly, weighted_sum_plainly
 from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.all2all.nccl import DeviceAll2All
+from moeserve.moe.all2all.wire import wire_of
 from moeserve.moe.lane import Lane, Scratch
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
 from moeserve.moe.slots import SlotMap
 from moeserve.moe.streams import Flight, Launched, comm_stream
+from moeserve.ops import native_rows
 from moeserve.parallel.gloo import ON_DEVICE
 from moeserve.runner import lanes
 from moeserve.runner.lanes import LaneRunner, Meter
+from tests.parallel.ranks import members_of
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
 
 LAYERS, EXPERTS, TOP_K, WIDTH = 3, 4, 2, 8
@@ -85,12 +89,12 @@ class Scaled:
 class Model:
     """Each layer writes a row per token and adds what all tokens before have written, then its experts."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, backend: Any) -> None:
         self.cuda = cuda
         generator = torch.Generator().manual_seed(0)
         self.embed = torch.randn(50, WIDTH, generator=generator)
         self.gate = torch.randn(WIDTH, EXPERTS, generator=generator)
-        backend, slots = Travelling(), SlotMap(Placement.initial(1, EXPERTS, 1), 0)
+        slots = SlotMap(Placement.initial(1, EXPERTS, 1), 0)
         scale = torch.randn(EXPERTS, generator=generator)
         self.layers = [
             MoELayer(self.route, backend, Scaled(), scale, slots, shared=lambda x: x * 0.1)  # type: ignore[arg-type]
@@ -121,18 +125,28 @@ class Model:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     fake = FakeCuda()
     monkeypatch.setattr(streams, "torch", FakeTorch(fake))
+    monkeypatch.setattr(native_rows, "AVAILABLE", False)  # nobody could watch it
     streams._cuda_stream.cache_clear()
     with fake.watching():
         yield fake
     streams._cuda_stream.cache_clear()
 
 
-def run(cuda: FakeCuda, cut: int | None) -> tuple[list[Tensor], list[Meter]]:
+def by_nccl() -> DeviceAll2All:
+    """Its rows travel from this rank to itself."""
+    backend = DeviceAll2All(wire_of("auto", torch.float32), WIDTH, torch.float32, TOP_K, 12, 24)
+    backend.join(members_of(1)[0], EXPERTS, 2)
+    return backend
+
+
+def run(
+    cuda: FakeCuda, cut: int | None, backend_of: Callable[[], Any] = Travelling
+) -> tuple[list[Tensor], list[Meter]]:
     """Three steps on a stream that is not a thread's first one, in one lane or in two."""
     ids, positions = torch.arange(12) * 3 % 50, torch.arange(12)
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
     step = StepInputs(ids, positions, (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
-    model, runner = Model(cuda), LaneRunner(1 if cut is None else 2)
+    model, runner = Model(cuda, backend_of()), LaneRunner(1 if cut is None else 2)
     runner.comm = comm_stream("cuda")
     agreed = None if cut is None else Agreed(0, 2, (cut, 12 - cut))
     outs, meters, stream = [], [], cuda.Stream()
@@ -151,10 +165,11 @@ def run(cuda: FakeCuda, cut: int | None) -> tuple[list[Tensor], list[Meter]]:
     return outs, meters
 
 
+@pytest.mark.parametrize("backend", [Travelling, by_nccl])
 @pytest.mark.parametrize("cut", [1, 5, 6, 11])
-def test_two_lanes_on_two_streams_give_the_bits_of_one(cut: int, cuda: FakeCuda) -> None:
+def test_two_lanes_on_two_streams_give_the_bits_of_one(cut: int, backend: Any, cuda: FakeCuda) -> None:
     expected, _ = run(cuda, None)
-    found, _ = run(cuda, cut)
+    found, _ = run(cuda, cut, backend)
     assert all(map(torch.equal, found, expected))
     assert not expected[0].isnan().any()
 
@@ -177,19 +192,22 @@ def computes_elsewhere(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lanes, "here", lambda: contextlib.nullcontext)
 
 
+@pytest.mark.parametrize("backend", [Travelling, by_nccl])
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (begins_too_early, "clone.* does not wait"),
+        (begins_too_early, "does not wait for what another stream writes"),
         (is_not_waited_for, "does not wait for what another stream writes"),
         (keeps_nothing, "freed that another stream may still use"),
-        (computes_elsewhere, "index_copy_.* does not wait"),
+        (computes_elsewhere, "does not wait for what another stream writes"),
     ],
 )
-def test_whatever_is_left_out_is_noticed(wrong: Any, why: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_is_left_out_is_noticed(
+    wrong: Any, why: str, backend: Any, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong(cuda, monkeypatch)
     with pytest.raises(Hazard, match=why):
-        run(cuda, 6)
+        run(cuda, 6, backend)
 
 
 def test_rows_travel_while_the_other_lane_computes(cuda: FakeCuda) -> None:

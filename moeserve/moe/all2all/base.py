@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +145,16 @@ class Done(Generic[T]):
 
     def wait(self, deadline_s: float | None = None) -> T:
         return self._value
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """Whose transfers nobody waits for on the host, so that errors may come to light later."""
+
+    def check(self) -> None:
+        """To be called when the host has waited for what was computed from transfers, before it is used: raises
+        PeerLost if one of them came to nothing."""
+        ...
 
 
 class All2All(Protocol):
