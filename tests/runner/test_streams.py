@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.engine.plan import Agreed
+from moeserve.errors import PeerLost
 from moeserve.layers.inputs import LayerKV, StepInputs
 from moeserve.moe import streams
 from moeserve.moe.all2all.base import Inbound, Layout, Ticket
@@ -33,6 +35,7 @@ from moeserve.runner import lanes
 from moeserve.runner.lanes import LaneRunner, Meter
 from tests.parallel.ranks import members_of
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
+from tests.runner.harness import Driver, Request, fake_runner, greedy
 
 LAYERS, EXPERTS, TOP_K, WIDTH = 3, 4, 2, 8
 STARTS, OFFSETS = np.array([0, 4, 0], np.int32), np.array([0, 5, 6, 12], np.int32)
@@ -263,3 +266,23 @@ def test_on_a_cpu_all_is_done_at_once() -> None:
     with comm.watch():
         assert comm.take_flights() == []
     assert streams.here() is contextlib.nullcontext
+
+
+def test_no_result_is_believed_before_its_transfers_are_checked() -> None:
+    """What a lost rank should have sent may be anything, and nobody has waited for it on the host."""
+    driver = Driver(fake_runner())
+    checked: list[bool] = []
+
+    class Broken(DeviceAll2All):
+        def check(self) -> None:
+            checked.append(True)
+            raise PeerLost("NCCL gave up on a rank")
+
+    request = driver.add(Request([3, 4, 5], greedy()))
+    driver.run([(request, 2)])
+    layer = SimpleNamespace(all2all=Broken(wire_of("auto", torch.float32), WIDTH, torch.float32, TOP_K, 12, 24))
+    driver.runner.peers._layers = (layer,)  # type: ignore[assignment]
+    collect = driver.runner.launch(driver.plan([(request, 1)]))
+    assert not checked
+    with pytest.raises(PeerLost, match="gave up"):
+        collect()
