@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -35,10 +35,8 @@ class Flight:
     def __init__(self, work: object = None) -> None:
         self.work = work
         self.is_joined = False
-        self.begun, self.awaited, self.ended = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(3)
-        )
+        event: Any = torch.cuda.Event
+        self.begun, self.awaited, self.ended = (event(enable_timing=True) for _ in range(3))
 
     def join(self) -> None:
         """What comes next on the current stream runs after the transfer."""
@@ -52,6 +50,10 @@ class Flight:
     def __exit__(self, *_: object) -> None:
         self.ended.record()
         self.is_joined = True
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.ended.query())
 
     @property
     def times_us(self) -> tuple[int, int]:
@@ -136,15 +138,10 @@ class CudaStream:
         return flight
 
     def take_flights(self) -> list[Flight]:
-        flights = self._flights
-        joined = [flight for flight in flights if flight.is_joined]
+        joined = [flight for flight in self._flights if flight.is_joined]
         # Those of a step that failed are joined by nobody: they keep what they use until they are over.
-        self._flights = [flight for flight in flights if not flight.is_joined and not _over(flight)]
+        self._flights = [flight for flight in self._flights if not flight.is_joined and not flight.is_over]
         return joined
-
-
-def _over(flight: Flight) -> bool:
-    return bool(flight.ended.query())  # type: ignore[no-untyped-call]
 
 
 def comm_stream(device: torch.device | str) -> CommStream:

@@ -73,23 +73,16 @@ class DeviceMesh(Mesh):
             self.close()
             raise self.lost()
 
-    @property
-    def device_group(self) -> Any:
-        """Raises PeerLost after `close`."""
+    def check(self) -> Any:
+        """To be called once the host has waited for the device: raises PeerLost if what it computed is not to be
+        believed, because this rank left, or NCCL gave up on a peer. Returns NCCL's group."""
         group = self._group
-        if group is None or self.closed:
+        if self.closed or (group is None and self.members.size > 1):
             raise self.lost()
-        return group
-
-    def check(self) -> None:
-        """To be called when the host has waited for the device: raises PeerLost if what it computed is not to be
-        believed, because this rank left, or NCCL gave up on a peer."""
-        if self.members.size == 1:
-            return
-        error = self.device_group.get_error().name
-        if error != "SUCCESS":
+        if group is not None and (error := group.get_error().name) != "SUCCESS":
             self.close()
             raise self.lost(f"NCCL gave up on a rank: {error}")
+        return group
 
     def close(self) -> None:
         super().close()
@@ -128,8 +121,7 @@ class DeviceChannel(Channel):
 
     def _collective(self, start: Callable[[Any], Any]) -> DeviceCollective:
         mesh = self.mesh
-        mesh.check()
-        group = mesh.device_group
+        group = mesh.check()
         try:
             # NCCL's `wait` is the stream's: that one goes on behind the collective, whichever NCCL itself uses.
             return DeviceCollective(mesh, mesh.launch(lambda: start(group).wait()))

@@ -9,6 +9,7 @@ T tokens of this rank, K experts per token, D model width, R ranks, M most token
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import PeerLost
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.rounds import round_tokens
 from moeserve.moe.all2all.wire import RAW, RawWire, Wire, bytes_of
@@ -26,20 +27,25 @@ from moeserve.moe.routing import Routing
 from moeserve.parallel.gloo import Channel, Collective, Mail, Mesh
 from moeserve.parallel.members import Members
 
+Group = Callable[[Tensor, int], Grouping]
+
 
 class AllGatherAll2All:
     """wire: of gathered rows; results travel in the model's dtype. max_tokens: of a step on one rank."""
+
+    name = "allgather"
+    device = "cpu"
 
     def __init__(self, wire: Wire, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
         self._results = RawWire(dtype)
         self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden_size * dtype.itemsize)
         self.caps = All2AllCaps(
-            name="allgather",
+            name=self.name,
             layouts=frozenset({Layout.GROUPED}),
             wires=frozenset({wire.name} if wire.name in RAW else RAW),
             max_tokens=max_tokens,
             copies=6,
-            devices=frozenset({"cpu"}),
+            devices=frozenset({self.device}),
         )
         self._wire = wire
         self._width = hidden_size
@@ -58,7 +64,7 @@ class AllGatherAll2All:
 
     def mesh_of(self, members: Members, lanes: int, terms: str) -> Mesh:
         """What to meet the others by."""
-        return Mesh(members, lanes, "allgather", terms)
+        return Mesh(members, lanes, self.name, terms)
 
     def leave(self) -> None:
         if self._mesh is not None:
@@ -70,11 +76,9 @@ class AllGatherAll2All:
             raise PeerLost("this rank has not joined a group yet")
         return self._mesh
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Gathered:
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
         """Tells the others how many rows will come; the gather itself begins with `arrive` or `wait`."""
         mesh = self.mesh
-        limit = self.caps.max_tokens
-        assert limit is None or x_TD.shape[0] <= limit, f"{x_TD.shape[0]} tokens of at most {limit}"
         size, me = mesh.members.size, mesh.members.rank
         tokens_R = torch.empty(size, dtype=torch.int32)
         tokens_R[me] = x_TD.shape[0]
@@ -82,13 +86,12 @@ class AllGatherAll2All:
         others = [rank for rank in range(size) if rank != me]
         channel = mesh.channel(lane.index)
         mail = channel.post({rank: by_rank[rank] for rank in others}, dict.fromkeys(others, by_rank[me]))
-        ids_TB = bytes_of(routing.ids_TK.to(torch.int32))
-        rows_TB = torch.cat((self._wire.encode(x_TD), ids_TB), 1)
+        rows_TB = self.encode(x_TD, routing)
         pending = Gathered(self, channel, mail, routing, rows_TB, tokens_R, self._waiting[lane.index])
         self._waiting[lane.index].append(pending)
         return pending
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Reduced:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
         ticket.use()
         trip: _Trip = ticket.private
         channel = self.mesh.channel(lane.index)
@@ -106,13 +109,19 @@ class AllGatherAll2All:
             own_NB = all_NB
         return _Reduced(self, flight, ticket.routing, own_NB, out_TD)
 
-    def inbound(self, gathered_NB: Tensor, top_k: int) -> tuple[Inbound, Tensor]:
+    def encode(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Rows as they travel, each with its ids."""
+        limit = self.caps.max_tokens
+        assert limit is None or x_TD.shape[0] <= limit, f"{x_TD.shape[0]} tokens of at most {limit}"
+        return torch.cat((self._wire.encode(x_TD), bytes_of(routing.ids_TK.to(torch.int32))), 1)
+
+    def inbound(self, gathered_NB: Tensor, top_k: int, group: Group = group_rows) -> tuple[Inbound, Tensor]:
         """This rank's rows among all, and where their pairs are among all pairs."""
         row_bytes = self._wire.row_bytes(self._width)
         slots_NK = gathered_NB[:, row_bytes:].contiguous().view(torch.int32)
         slots_NK = slots_NK - self.mesh.members.rank * self._num_slots
         elsewhere = (slots_NK < 0) | (slots_NK >= self._num_slots)
-        rows = group_rows(slots_NK.masked_fill_(elsewhere, -1), self._num_slots)
+        rows = group(slots_NK.masked_fill_(elsewhere, -1), self._num_slots)
         encoded_PB = gathered_NB.index_select(0, rows.order_P // top_k)[:, :row_bytes].contiguous()
         x_PD = self._wire.decode(encoded_PB, self._dtype, self._width)
         return Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum()), rows.order_P
