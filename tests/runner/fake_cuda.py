@@ -113,6 +113,8 @@ class _Watch(TorchDispatchMode):
 class FakeCuda:
     """What `torch.cuda` offers. Every access to a tensor's memory is watched in threads that are `watching`."""
 
+    device = "cpu"
+
     def __init__(self) -> None:
         self.default = Stream()
         self._thread = _Thread(self.default)

@@ -95,10 +95,10 @@ class Model:
     def __init__(self, cuda: FakeCuda, backend: Any) -> None:
         self.cuda = cuda
         generator = torch.Generator().manual_seed(0)
-        self.embed = torch.randn(50, WIDTH, generator=generator)
-        self.gate = torch.randn(WIDTH, EXPERTS, generator=generator)
-        slots = SlotMap(Placement.initial(1, EXPERTS, 1), 0)
-        scale = torch.randn(EXPERTS, generator=generator)
+        self.embed = torch.randn(50, WIDTH, generator=generator).to(cuda.device)
+        self.gate = torch.randn(WIDTH, EXPERTS, generator=generator).to(cuda.device)
+        slots = SlotMap(Placement.initial(1, EXPERTS, 1), 0, cuda.device)
+        scale = torch.randn(EXPERTS, generator=generator).to(cuda.device)
         self.layers = [
             MoELayer(self.route, backend, Scaled(), scale, slots, shared=lambda x: x * 0.1)  # type: ignore[arg-type]
             for _ in range(LAYERS)
@@ -113,7 +113,7 @@ class Model:
             x = self.embed.index_select(0, step.ids_T)
             for layer, cache in zip(self.layers, kv, strict=True):
                 cache.k.index_copy_(0, step.positions_T, x)
-                seen_TC = torch.arange(len(cache.k)) <= step.positions_T[:, None]
+                seen_TC = torch.arange(len(cache.k), device=x.device) <= step.positions_T[:, None]
                 x = x + (seen_TC[:, :, None] * cache.k).sum(1)
                 x = x + layer(x, len(x), lane)
             return x
@@ -146,18 +146,18 @@ def run(
     cuda: FakeCuda, cut: int | None, backend_of: Callable[[], Any] = Travelling
 ) -> tuple[list[Tensor], list[Meter]]:
     """Three steps on a stream that is not a thread's first one, in one lane or in two."""
-    ids, positions = torch.arange(12) * 3 % 50, torch.arange(12)
+    ids, positions = (torch.arange(12).to(cuda.device) * factor % 50 for factor in (3, 1))
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
     step = StepInputs(ids, positions, (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
     model, runner = Model(cuda, backend_of()), LaneRunner(1 if cut is None else 2)
     runner.comm = comm_stream("cuda")
     agreed = None if cut is None else Agreed(0, 2, (cut, 12 - cut))
     outs, meters, stream = [], [], cuda.Stream()
-    stream.wait_stream(cuda.default)
+    stream.wait_stream(cuda.current_stream())
     try:
         with cuda.stream(stream), torch.inference_mode():
             for _ in range(3):
-                kv = [LayerKV(k := torch.zeros(12, WIDTH), k) for _ in range(LAYERS)]
+                kv = [LayerKV(k := torch.zeros(12, WIDTH, device=cuda.device), k) for _ in range(LAYERS)]
                 outs.append(runner.forward(model, step, cut or 0, agreed, kv))
                 meters.append(runner.take_meter())
             done = cuda.Event()
@@ -286,3 +286,25 @@ def test_no_result_is_believed_before_its_transfers_are_checked() -> None:
     assert not checked
     with pytest.raises(PeerLost, match="gave up"):
         collect()
+
+
+class RealCuda:
+    """A GPU as `run` uses it."""
+
+    device = "cuda"
+    Event, Stream = torch.cuda.Event, torch.cuda.Stream
+    stream, current_stream = staticmethod(torch.cuda.stream), staticmethod(torch.cuda.current_stream)
+    watching = staticmethod(contextlib.nullcontext)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", [Travelling, by_nccl])
+def test_on_a_gpu(backend: Any) -> None:
+    cuda: Any = RealCuda()
+    expected, _ = run(cuda, None)
+    found, meters = run(cuda, 6, backend)
+    for one, other in zip(found, expected, strict=True):  # torch's own sums depend on the number of rows there
+        torch.testing.assert_close(one, other)
+    assert all(exposed_us <= took_us for took_us, exposed_us in (meter.times_us() for meter in meters))
+    assert min(meter.times_us()[0] for meter in meters) > 0

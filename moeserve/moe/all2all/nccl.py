@@ -87,12 +87,12 @@ class DeviceAll2All(DeviceAllGather):
         flight = channel.all_to_all(taken_NB, letter_MB, theirs[:, -1].tolist(), ours[:, -1].tolist())
         home = _sorted(rank_TK, size, ours[:, :-1].sum(1))
 
-        def open() -> Ticket:
+        def receive() -> Ticket:
             group = partial(_sorted, counts_e=theirs[:, :-1].sum(0))
             inbound, order_P = self.inbound(taken_NB, ids_TK.shape[1], group)
             return Ticket(inbound, routing, _Trip(channel, theirs[:, :-1].sum(1), order_P.argsort(), home))
 
-        return _Flying(flight, open)
+        return _Flying(flight, receive)
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
         ticket.use()
@@ -117,10 +117,10 @@ class _Trip:
 
 @dataclass(slots=True)
 class _Flying(Generic[T]):
-    """All is launched; `open` makes of it what was asked for."""
+    """All is launched; `then` makes of it what was asked for."""
 
     flight: DeviceCollective
-    open: Callable[[], T]
+    then: Callable[[], T]
     arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
@@ -128,7 +128,7 @@ class _Flying(Generic[T]):
 
     def wait(self, deadline_s: float | None = None) -> T:
         self.flight.wait()
-        return self.open()
+        return self.then()
 
 
 def _exchange(channel: Channel, ours: I64) -> I64:
