@@ -18,7 +18,8 @@ from tests.parallel.ranks import members_of, together
 
 T = TypeVar("T")
 BY_NCCL = {"torch by nccl": DeviceAll2All, "allgather by nccl": DeviceAllGather}  # over tests/parallel/fake_nccl.py
-NAMES = ("torch", "allgather", *(("shm",) if native() is not None else ()), *BY_NCCL)
+ON_CPU = ("torch", "allgather", *(("shm",) if native() is not None else ()))
+NAMES = (*ON_CPU, *BY_NCCL)
 WIDTH = 24
 SLOTS = 3  # of one rank
 TOP_K = 3
