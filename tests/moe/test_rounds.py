@@ -66,7 +66,9 @@ def test_the_group_that_is_joined_decides_not_the_one_at_start(
     assert [meet(2, 1), meet(3, 2), meet(2, 3)] == [{8}, {5}, {8}]
 
 
-@pytest.mark.parametrize(("name", "wire"), [*((name, "auto") for name in NAMES), (ON_CPU[-1], "fp8_b128")])
+@pytest.mark.parametrize(
+    ("name", "wire"), [*((name, "auto") for name in (*ON_CPU, "torch by nccl")), (ON_CPU[-1], "fp8_b128")]
+)
 def test_memory_at_the_peak_is_within_the_plan(
     name: str, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,8 +28,7 @@ from moeserve.moe.routing import Router
 from moeserve.moe.slots import SlotMap
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.parallel.members import Members
-from tests.moe.contract.backends import NAMES, SLOTS, TOP_K, WIDTH, group, make
-from tests.parallel import fake_nccl
+from tests.moe.contract.backends import NAMES, ON_CPU, SLOTS, TOP_K, WIDTH, group, make
 from tests.parallel.ranks import members_of, together
 
 EXPERTS = 5
@@ -150,7 +149,6 @@ here.run_process(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Members), sy
 
 
 def run_process(name: str, members: Members, path: str) -> None:
-    fake_nccl.use(pytest.MonkeyPatch())
     backend = make(name, torch.float32, members.size)
     backend.join(members, SLOTS, 1)
     outs = outputs(backend, random_placement(members.size, 1), members.rank)
@@ -158,7 +156,7 @@ def run_process(name: str, members: Members, path: str) -> None:
     backend.leave()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_ranks_in_processes(name: str, tmp_path: Path) -> None:
     children = [
         subprocess.Popen(
