@@ -69,7 +69,7 @@ def test_backends_are_told_how_many_multiprocessors_they_may_take(
     monkeypatch.setattr(names, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:make_mine", "g")])
     monkeypatch.setattr(EntryPoint, "load", lambda self: lambda facts: told.append(facts) or make_mine(facts))
     offered("cuda", dp=2, all2all="mine", comm_sms=asked)
-    assert [facts.sms for facts in told] == [expected]
+    assert [(facts.comm_sms, facts.sms_asked) for facts in told] == [(expected, asked is not None)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"dp": 4, "ep": "off"}, {"all2all": "local"}])

@@ -34,7 +34,8 @@ from moeserve.parallel.nccl import why_not
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a backend is made for and what never changes. max_tokens: rows of one step on one rank. num_slots: expert
-    slots of one rank. num_ranks: that the experts are dealt out to. comm_sms: asked for, None if nothing was."""
+    slots of one rank. num_ranks: that the experts are dealt out to. comm_sms: multiprocessors that moving rows may
+    take; sms_asked: whether the user said so."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -44,13 +45,9 @@ class Facts:
     num_ranks: int
     num_hosts: int = 1
     device: str = "cpu"
-    comm_sms: int | None = None
+    comm_sms: int = COMM_SMS
+    sms_asked: bool = False
     wire: Wire
-
-    @property
-    def sms(self) -> int:
-        """Multiprocessors of a GPU that this backend's kernels may take at a time."""
-        return COMM_SMS if self.comm_sms is None else self.comm_sms
 
 
 class Unavailable(Exception):
@@ -100,7 +97,8 @@ def make_backends(
         num_ranks=num_ranks or (config.num_ranks if config.ep == "on" else 1),
         num_hosts=config.nnodes,
         device=device,
-        comm_sms=config.comm_sms,
+        comm_sms=config.comm_sms or COMM_SMS,
+        sms_asked=config.comm_sms is not None,
         wire=wire_of(config.wire, dtype),
     )
     check_name(config.all2all)
@@ -139,7 +137,7 @@ def _collective(by_gloo: Callable[..., All2All], by_nccl: Callable[..., All2All]
         return by_gloo(*what)
     if (why := why_not(-(-facts.num_ranks // facts.num_hosts))) is not None:
         raise Unavailable(f"{why}; use --all2all cuda_ipc, which serves ranks of one machine")
-    return by_nccl(*what, facts.sms)
+    return by_nccl(*what, facts.comm_sms)
 
 
 def _shm(facts: Facts) -> All2All:

@@ -48,7 +48,7 @@ class DeepEPHighThroughput(DeepEP):
 
     def open(self, group: Any) -> Any:
         lib, size = self.lib.Buffer, group.size()
-        lib.set_num_sms(self.facts.sms)
+        lib.set_num_sms(self.facts.comm_sms)
         row_bytes = self.width * torch.bfloat16.itemsize
         configs = lib.get_dispatch_config(size), lib.get_combine_config(size)
         return lib(

@@ -62,7 +62,7 @@ class DeepEPElastic(DeepEP):
             num_cpu_timeout_secs=math.ceil(self.deadline_s),
             explicitly_destroy=True,
         )
-        self._sms = min(self.facts.sms, buffer.get_theoretical_num_sms(self.num_experts, self.facts.top_k))
+        self._sms = min(self.facts.comm_sms, buffer.get_theoretical_num_sms(self.num_experts, self.facts.top_k))
         return buffer
 
     def leave(self) -> None:
