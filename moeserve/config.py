@@ -18,6 +18,7 @@ from moeserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO = "demo"
+COMM_SMS = 24  # what DeepEP's published bandwidths take; of an H100's or H200's 132, computation keeps four fifths
 INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the first that divides those of a layer
 
 
@@ -120,6 +121,10 @@ class ParallelConfig:
     dbo: Literal["auto", "on", "off"] = _opt(
         "auto", "dual-batch overlap: one half of the batch computes while the other one's rows travel"
     )
+    comm_sms: int | None = _opt(
+        None, "multiprocessors (SMs) that communication may take beside computation (CUDA; default: 24)",
+        flag=None, low=1, high=132,
+    )  # fmt: skip
     redundant_experts: int = _opt(0, "expert slots beyond one per expert, for replicas of busy experts")
     rebalance: Literal["auto", "off"] = _opt("auto", "move experts between ranks when the load is uneven and it pays")
     fork_server: Literal["on", "off"] = _opt(

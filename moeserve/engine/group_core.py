@@ -179,7 +179,7 @@ class GroupCore(EngineCore):
     def _next_plan(self) -> StepPlan | None:
         if self._next_join is not None:
             return None
-        return self._again.popleft() if self._again else self.scheduler.plan()
+        return self.scheduler.again(self._again.popleft()) if self._again else self.scheduler.plan()
 
     def _vote(self, plan: StepPlan | None) -> Vote:
         assert self._join is not None

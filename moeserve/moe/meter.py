@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from moeserve.messages import TraceEvent
+from moeserve.parallel.gloo import ON_DEVICE
 
 SHORTEST_NS = 1000  # a shorter span of work is no work
 WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}
@@ -17,6 +18,9 @@ class LaneMeter:
     the lane stood in `wait`, or in `arrive` for its sibling. It has the turn then, so no other lane computes either:
     time in which a sibling works is spent before `wait`. What `wait` does once all rows are here is work. `events` is a
     list while a step is traced.
+
+    Where the host only launches, its times say nothing of rows: transfers that arrive `ON_DEVICE` are not among them
+    (moe/streams.py times those that it launches, by events), and a trace shows when work was launched.
     """
 
     __slots__ = ("_resumed_ns", "_track", "comm_ns", "events", "exposed_ns")
@@ -47,6 +51,8 @@ class LaneMeter:
 
     def transfer(self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int) -> None:
         """A transfer began at start_ns, was waited for from wait_ns to end_ns, and was here at arrived_ns."""
+        if arrived_ns == ON_DEVICE:
+            return
         arrived_ns = min(arrived_ns or end_ns, end_ns)  # a backend that cannot tell says 0
         self.comm_ns += max(0, arrived_ns - start_ns)
         self.exposed_ns += max(0, arrived_ns - wait_ns)

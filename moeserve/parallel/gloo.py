@@ -33,6 +33,7 @@ CONNECT_S = 10.0  # limit on connecting once all ranks have answered the roll ca
 LOOK_S = 0.2  # how often who waits looks whether the group is still there
 POLL_S = 0.01
 NUM_TAGS = 1 << 16  # far more than are ever in flight
+ON_DEVICE = -1  # when what travels on a device arrived: nobody waits for it on the host
 BREAK_TAG = (1 << 31) - 1  # nobody sends with it
 
 
@@ -56,6 +57,11 @@ class Mesh:
         self._line: Any | None = None
 
     @property
+    def kind(self) -> type[Channel]:
+        """Of its channels."""
+        return Channel
+
+    @property
     def closed(self) -> bool:
         return self._closed.is_set()
 
@@ -71,7 +77,7 @@ class Mesh:
         """Meets the other ranks. Raises PeerLost naming those that did not come, ConfigError when terms differ."""
         members = self.members
         if members.size == 1:
-            self._channels = [Channel(self, index, None) for index in range(self.num_channels)]
+            self._channels = [self.kind(self, index, None) for index in range(self.num_channels)]
             return
         deadline = time.monotonic() + members.deadline_s
         host, port = _address(members.store)
@@ -87,7 +93,7 @@ class Mesh:
                 own = dist.PrefixStore(f"{self._prefix}/{index}", store)
                 group = dist.ProcessGroupGloo(own, members.rank, members.size, options)
                 group.set_timeout(timedelta(seconds=members.deadline_s))  # of collectives, from here on
-                self._channels.append(Channel(self, index, group))
+                self._channels.append(self.kind(self, index, group))
                 self._line = self._line or group
         except RuntimeError as error:
             self.close()

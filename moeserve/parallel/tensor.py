@@ -18,6 +18,7 @@ from torch import Tensor
 from moeserve.errors import PeerLost
 from moeserve.parallel.gloo import Mesh, dist
 from moeserve.parallel.members import Members
+from moeserve.parallel.nccl import DeviceMesh
 
 
 class TensorParallel(Protocol):
@@ -97,14 +98,14 @@ class GlooTensor:
         self.rank = rank
         self.size = size
         self._num_channels = num_channels
-        self._mesh: _EngineMesh | None = None
+        self._mesh: Mesh | None = None
         self._first_rank = 0  # of the engine
 
     def join(self, members: Members) -> None:
         assert (members.tp_rank, members.tp_size) == (self.rank, self.size), members
         self.leave()
         self._first_rank = members.tp_ranks[0]
-        self._mesh = _EngineMesh(members, self._num_channels)
+        self._mesh = self._new_mesh(members)
         try:
             self._mesh.connect()
         except PeerLost as error:
@@ -133,6 +134,9 @@ class GlooTensor:
         self._exchange(x_TD, [out_TD[end - count : end] for end, count in zip(ends, counts, strict=True)], channel)
         return out_TD
 
+    def _new_mesh(self, members: Members) -> Mesh:
+        return _EngineMesh(members, self._num_channels)
+
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
         """Fills parts[r] with rank r's `mine`; empty parts do not travel."""
         assert self._mesh is not None
@@ -151,6 +155,32 @@ class GlooTensor:
         return PeerLost(f"tensor parallelism: {error}", tuple(self._first_rank + rank for rank in error.missing))
 
 
+class DeviceTensor(GlooTensor):
+    """Gathers by NCCL on the stream that computes, which has nothing else to do; nobody waits on the host. One GPU per
+    rank."""
+
+    def check(self) -> None:
+        """See `DeviceMesh`."""
+        if isinstance(self._mesh, DeviceMesh):
+            self._mesh.check()
+
+    def _new_mesh(self, members: Members) -> Mesh:
+        return _EngineDeviceMesh(members, self._num_channels)
+
+    def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
+        """As many rows of every rank as the one with most has: all know how many of them count."""
+        assert self._mesh is not None
+        most = max(len(part) for part in parts)
+        all_RTN = mine.new_empty((self.size, most, mine.shape[1]))
+        sent_TN = torch.nn.functional.pad(mine, (0, 0, 0, most - len(mine))).contiguous()
+        try:
+            self._mesh.channel(channel).all_gather(_bytes(all_RTN), _bytes(sent_TN)).wait()
+        except PeerLost as error:
+            raise self._of_group(error) from None
+        for part, found_TN in zip(parts, all_RTN, strict=True):
+            part.copy_(found_TN[: len(part)])
+
+
 class _EngineMesh(Mesh):
     """The ranks of one engine. They share a machine, so they meet over a file in the epoch's folder."""
 
@@ -162,6 +192,10 @@ class _EngineMesh(Mesh):
 
     def _open_store(self, host: str, port: int, deadline: float) -> Any:
         return dist.FileStore(str(self._file), self.members.size)
+
+
+class _EngineDeviceMesh(_EngineMesh, DeviceMesh):
+    pass
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 ONE = World()
 
 
@@ -117,7 +115,7 @@ class ModelRunnerBase(ABC):
         self.deals_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
         num_lanes = 2 if self.deals_experts and config.parallel.dbo != "off" else 1
         self.lanes = LaneRunner(num_lanes, world.tp_size)
-        self.tp = make_tensor(world, num_lanes)
+        self.tp = make_tensor(world, num_lanes, self.device_is_async)
         self.notes: list[str] = []
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
@@ -364,12 +362,13 @@ class ModelRunnerBase(ABC):
         outputs = self._sample(plan, host, step, hidden_TD)
         end = self._mark()
         wait = self._fetch(outputs.tensors())
+        return lambda: self._result(outputs, wait(), start, end)
 
-        def collect() -> StepResult:
-            fetched = wait()
-            return to_result(outputs, fetched, self._elapsed_us(start, end))
-
-        return collect
+    def _result(self, outputs: StepOutputs, fetched: Sequence[Tensor], start: Any, end: Any) -> StepResult:
+        """Once the device has done all of a step. Raises PeerLost if a rank was lost meanwhile."""
+        elapsed_us = self._elapsed_us(start, end)
+        self.peers.check()
+        return to_result(outputs, fetched, elapsed_us)
 
     def _add(self, added: Sequence[Added]) -> None:
         for one in added:
@@ -389,8 +388,8 @@ class ModelRunnerBase(ABC):
             self.tables.update(group, diff)
 
     def _move(self, plan: StepPlan) -> None:
-        # Not again for a step that failed: it may have overwritten the blocks that it was to save.
-        if (plan.stores or plan.loads) and plan.step != self._moved_step:
+        # Not again for steps that failed: they may have overwritten the blocks that they were to save.
+        if (plan.stores or plan.loads) and plan.step > self._moved_step:
             self.kv.move(plan.stores, plan.loads)
             self._moved_step = plan.step
 
@@ -403,7 +402,7 @@ class ModelRunnerBase(ABC):
         self.lanes.serve(self.model, plan.agreed)
         end = self._mark()
         outputs = StepOutputs(step=plan.step, slots_S=np.zeros(0, np.int64), failed={}, meter=self.lanes.take_meter())
-        return lambda: to_result(outputs, (), self._elapsed_us(start, end))
+        return lambda: self._result(outputs, (), start, end)
 
     def _forward(self, plan: StepPlan, shape: Descriptor, step: StepInputs) -> Tensor:
         def forward(inputs: StepInputs) -> Tensor:

@@ -10,6 +10,7 @@ from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
 from moeserve.moe.placement.placement import Placement
+from moeserve.parallel.nccl import why_not
 from moeserve.parallel.world import World
 from moeserve.runner.base import ONE, ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
@@ -47,9 +48,14 @@ def make_runner(
             "depend on the batch; leave one of them out"
         )
     if config.device.device == "cpu" or not has_cuda:
+        if config.parallel.comm_sms is not None:
+            raise ConfigError(
+                f"parallel.comm_sms={config.parallel.comm_sms} says what communication takes of a GPU, and the model "
+                "runs on CPUs: leave it out, or use --device cuda"
+            )
         return CPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)
-    if world.tp_size > 1:
-        raise ConfigError(f"tp={world.tp_size} is not available on CUDA yet: leave it at 1 there, or use --device cpu")
+    if world.tp_size > 1 and (why := why_not(max(world.tp_size, world.ranks_on_host))) is not None:
+        raise ConfigError(f"tp={world.tp_size}: {why}; use fewer ranks, or --device cpu")
     if config.device.kernels != "torch" and SPLIT % config.cache.block_size:
         raise ConfigError(f"block_size={config.cache.block_size} must divide {SPLIT} on CUDA, e.g. 16, 32 or 64")
     return GPUModelRunner(config, spec, model_dir, world, placement, grouped=grouped)

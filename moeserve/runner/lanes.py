@@ -22,6 +22,7 @@ from moeserve.layers.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.messages import TraceEvent
 from moeserve.moe.baton import Baton
 from moeserve.moe.lane import Lane, Load
+from moeserve.moe.streams import CommStream, Flight, Inline, here
 from moeserve.runner.model import Model
 
 T = TypeVar("T")
@@ -30,26 +31,37 @@ ALONE = Agreed(step=0)
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """What the lanes of one step measured together. load_LE: rows per MoE layer and logical expert, [0, 0] if none; a
-    tensor if they are still on the device."""
+    """What the lanes of one step measured together. comm_us, exposed_us: by the host. flights: what the device can
+    tell of transfers. load_LE: rows per MoE layer and logical expert, [0, 0] if none; a tensor if they are still on the
+    device."""
 
     comm_us: int
     exposed_us: int
     load_LE: Load
     events: tuple[TraceEvent, ...]
+    flights: Sequence[Flight] = ()
+
+    def times_us(self) -> tuple[int, int]:
+        """(communication, the part of it that was not hidden), by host and device, once the step's results are here."""
+        comm_us, exposed_us = self.comm_us, self.exposed_us
+        for took_us, stood_us in (flight.times_us for flight in self.flights):
+            comm_us, exposed_us = comm_us + took_us, exposed_us + stood_us
+        return comm_us, exposed_us
 
 
 class LaneRunner:
     """Runs steps in `lanes`, of which a step uses the first or all. To be used by one thread at a time.
 
-    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `round_up`: to a number
-    of tokens that ranks make room for, given that of the rank with most; the same function on all ranks.
+    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `comm`: where transfers
+    run, once the device is known. `round_up`: to a number of tokens that ranks make room for, given that of the rank
+    with most; the same function on all ranks.
     """
 
     def __init__(self, num_lanes: int = 1, tp_size: int = 1) -> None:
         assert 1 <= num_lanes <= 2, num_lanes
         self.lanes = tuple(Lane(index) for index in range(num_lanes))
         self.round_up: Callable[[int], int] = lambda tokens: tokens
+        self.comm: CommStream = Inline()
         self._tp_size = tp_size
         self._second = _LaneThread()
 
@@ -86,6 +98,7 @@ class LaneRunner:
             exposed_us=min(comm_ns, exposed_ns) // 1000,  # looking takes its time also when all rows are here already
             load_LE=load_LE,
             events=tuple(event for meter in meters for event in meter.events or ()),
+            flights=self.comm.take_flights(),
         )
         for one in meters:
             one.reset(trace=False)
@@ -99,6 +112,7 @@ class LaneRunner:
         """What each lane's work returned."""
         # The same number of rounds in both lanes: with fewer, one would run ahead of the other, layer by layer.
         most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
+        self.comm.take_flights()  # of a step that failed
         for lane in self.lanes:
             lane.most_tokens = most_tokens
             lane.take_load()
@@ -191,13 +205,13 @@ def _timed(work: Callable[[Lane], T], lane: Lane) -> T:
 
 
 def _like_here(job: Callable[[], None]) -> Callable[[], None]:
-    """The job for another thread, with this one's torch settings: both are per thread."""
-    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+    """The job for another thread, with this one's torch settings: all are per thread."""
+    threads, inference, place = torch.get_num_threads(), torch.is_inference_mode_enabled(), here()
 
     def run() -> None:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        with torch.inference_mode(inference):
+        with torch.inference_mode(inference), place():
             job()
 
     return run

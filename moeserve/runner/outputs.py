@@ -106,6 +106,7 @@ def to_result(outputs: StepOutputs, fetched: Sequence[Tensor], device_us: int) -
     arrays = [tensor.numpy() for tensor in fetched]
     meter = outputs.meter
     load_LE = arrays.pop().astype(np.int64) if isinstance(meter.load_LE, Tensor) else meter.load_LE
+    comm_us, exposed_us = meter.times_us()
     failed = dict(outputs.failed)
     tokens_S = np.zeros(0, dtype=np.int32)
     logprobs: dict[int, Logprobs] = {}
@@ -127,8 +128,8 @@ def to_result(outputs: StepOutputs, fetched: Sequence[Tensor], device_us: int) -
         prompt,
         failed,
         device_us,
-        meter.comm_us,
-        meter.exposed_us,
+        comm_us,
+        exposed_us,
         load_LE if load_LE.size else None,
         meter.events,
     )

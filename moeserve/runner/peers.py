@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.messages import Placed, PlacementTable
-from moeserve.moe.all2all.base import All2All, Done, Ticket
+from moeserve.moe.all2all.base import All2All, Checked, Done, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.wire import Wire
 from moeserve.moe.lane import Lane
@@ -19,18 +19,19 @@ from moeserve.moe.routing import Routing
 from moeserve.ops.native import native
 from moeserve.parallel.members import Members
 from moeserve.parallel.shm import ShmTensor
-from moeserve.parallel.tensor import ALONE, GlooTensor, TensorParallel
+from moeserve.parallel.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel
 from moeserve.parallel.world import World
 from moeserve.runner.experts import ExpertStore, Read
 
 log = logging.getLogger(__name__)
 
 
-def make_tensor(world: World, num_channels: int) -> TensorParallel:
-    """How the ranks of an engine gather what each has computed. They share a machine, so shared memory serves best."""
+def make_tensor(world: World, num_channels: int, on_device: bool = False) -> TensorParallel:
+    """How the ranks of an engine gather what each has computed. They share a machine, so shared memory serves best,
+    and NCCL between devices."""
     if world.tp_size == 1:
         return ALONE
-    kind = GlooTensor if native() is None else ShmTensor
+    kind = DeviceTensor if on_device else GlooTensor if native() is None else ShmTensor
     return kind(world.tp_rank, world.tp_size, num_channels)
 
 
@@ -114,6 +115,12 @@ class Peers:
         if self._all2all is not None:
             self._all2all.leave()
         self._tp.leave()
+
+    def check(self) -> None:
+        """Once the host has waited for a step: raises PeerLost if one of its transfers came to nothing."""
+        for user in (*(layer.all2all for layer in self._layers[:1]), self._tp):
+            if isinstance(user, Checked):
+                user.check()
 
     def prepare(self, table: PlacementTable) -> None:
         """Begins to bring a placement here in the background."""

@@ -16,7 +16,7 @@ from moeserve.moe.lane import Lane
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
 from moeserve.moe.slots import SlotMap
-from tests.moe.contract.backends import NAMES
+from tests.moe.contract.backends import ON_CPU
 from tests.parallel.ranks import members_of, together
 
 PAGE = Path(__file__).parents[2] / "docs" / "expert-parallelism.md"
@@ -47,7 +47,7 @@ def expert(number: int, x: torch.Tensor) -> torch.Tensor:
     return x * (10.0**number)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_the_page_tells_what_happens(name: str, tmp_path: Path) -> None:
     chosen, arrives = routing_table(), inbound_table()
     assert set(chosen) == set(TOKENS)

@@ -10,13 +10,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all import rounds
+from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.all2all.wire import wire_of
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from tests.moe.contract.backends import BY_NCCL
+from tests.parallel import fake_nccl
 from tests.parallel.ranks import members_of
 
 WIDTH, TOP_K, SLOTS, LANES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
@@ -29,16 +34,23 @@ def peak_bytes() -> int:
     return int(lines["VmHWM"].split()[0]) << 10
 
 
+def backend_of(name: str, wire: str) -> All2All:
+    if name in BY_NCCL:
+        return BY_NCCL[name](wire_of(wire, DTYPE), WIDTH, DTYPE, TOP_K, TOKENS, 24)
+    (backend,) = make_backends(
+        ParallelConfig(dp=RANKS, all2all=name, wire=wire),  # type: ignore[arg-type]
+        hidden_size=WIDTH,
+        dtype=DTYPE,
+        top_k=TOP_K,
+        max_tokens=TOKENS,
+        num_slots=SLOTS,
+    )
+    return backend
+
+
 class Rank:
     def __init__(self, rank: int, name: str, wire: str, directory: str, store: str) -> None:
-        (self.backend,) = make_backends(
-            ParallelConfig(dp=RANKS, all2all=name, wire=wire),  # type: ignore[arg-type]
-            hidden_size=WIDTH,
-            dtype=DTYPE,
-            top_k=TOP_K,
-            max_tokens=TOKENS,
-            num_slots=SLOTS,
-        )
+        self.backend = backend_of(name, wire)
         self.backend.join(replace(members_of(RANKS, directory)[rank], store=store), SLOTS, LANES)
         self.lanes = [Lane(index) for index in range(LANES)]
 
@@ -70,6 +82,7 @@ class Rank:
 def main(name: str, wire: str, directory: str, store: str) -> None:
     torch.set_num_threads(1)
     rounds.ROUND_BYTES = ROUND_BYTES
+    fake_nccl.use(pytest.MonkeyPatch())
     rank = Rank(0, name, wire, directory, store)
     rank.turn(8)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here

@@ -16,6 +16,7 @@ from moeserve.moe.all2all.adapters import GroupedFromSlotted
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Done, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows, grouped_of, slotted_of, weighted_sum
 from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.grouped_mm import GroupedMM
 from moeserve.moe.experts.reference import ReferenceExperts
@@ -49,6 +50,28 @@ def test_auto_prefers_shared_memory_on_one_machine() -> None:
     assert plan.reasons[0] == ("shm", "reference", "shm serves one machine, these ranks are on 2")
 
 
+def test_between_gpus_collectives_are_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [type(b) for b in offered("cuda", dp=2)[-2:]] == [DeviceAll2All, DeviceAllGather]
+    assert [type(b) for b in offered("cuda", dp=4, nnodes=2)[-2:]] == [DeviceAll2All, DeviceAllGather]
+    plan = plan_moe(needs(world_size=2, device="cuda"), offered("cuda", dp=2, all2all="torch"), [reference()])
+    assert isinstance(plan.all2all, DeviceAll2All)
+    with pytest.raises(ConfigError, match="4 ranks share 2 here; use --all2all cuda_ipc"):
+        plan_moe(needs(world_size=4, device="cuda"), offered("cuda", dp=4, all2all="allgather"), [reference()])
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 24), (8, 8)])
+def test_backends_are_told_how_many_multiprocessors_they_may_take(
+    asked: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[registry.Facts] = []
+    monkeypatch.setattr(names, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:make_mine", "g")])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: lambda facts: told.append(facts) or make_mine(facts))
+    offered("cuda", dp=2, all2all="mine", comm_sms=asked)
+    assert [(facts.comm_sms, facts.sms_asked) for facts in told] == [(expected, asked is not None)]
+
+
 @pytest.mark.parametrize("settings", [{}, {"dp": 4, "ep": "off"}, {"all2all": "local"}])
 def test_one_rank_needs_no_transport(settings: dict[str, Any]) -> None:
     assert [type(b) for b in offered(**settings)] == [LocalAll2All]
@@ -65,7 +88,7 @@ def test_what_was_asked_of_one_rank_is_answered() -> None:
     [
         ({"all2all": "shm", "nnodes": 2}, "cpu", "shm serves one machine, these ranks are on 2"),
         ({"all2all": "shm"}, "cuda", "shm moves rows between CPU ranks, these are on cuda"),
-        ({"all2all": "torch"}, "cuda", "torch does not serve cuda"),
+        ({"all2all": "torch"}, "cuda", "this build of torch has no NCCL; .*; use --all2all cuda_ipc"),
         ({"all2all": "deepep_ll"}, "cpu", "deepep_ll needs CUDA and the package deep_ep"),
         ({"all2all": "local"}, "cpu", "local does not serve 2 ranks"),
     ],

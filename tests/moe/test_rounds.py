@@ -15,8 +15,9 @@ import torch
 from moeserve.models.workspace import Inflow, workspace_bytes
 from moeserve.moe.all2all import rounds
 from moeserve.moe.all2all.rounds import USUAL_RANKS, most_rows, round_tokens
-from tests.moe.contract.backends import NAMES, make
+from tests.moe.contract.backends import NAMES, ON_CPU, make
 from tests.moe.inflow_rank import DTYPE, LANES, RANKS, ROUND_BYTES, SLOTS, TOKENS, TOP_K, WIDTH, Rank
+from tests.parallel import fake_nccl
 from tests.parallel.ranks import free_port, members_of, together
 from tests.runner.expert_checkpoint import SPEC
 
@@ -48,6 +49,7 @@ def test_the_group_that_is_joined_decides_not_the_one_at_start(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "ROUND_BYTES", 4800)
+    fake_nccl.use(monkeypatch)
     old = [make(name, torch.float32, 2) for _ in range(2)]
     new = [make(name, torch.float32, 3)]
 
@@ -64,11 +66,14 @@ def test_the_group_that_is_joined_decides_not_the_one_at_start(
     assert [meet(2, 1), meet(3, 2), meet(2, 3)] == [{8}, {5}, {8}]
 
 
-@pytest.mark.parametrize(("name", "wire"), [*((name, "auto") for name in NAMES), (NAMES[-1], "fp8_b128")])
+@pytest.mark.parametrize(
+    ("name", "wire"), [*((name, "auto") for name in (*ON_CPU, "torch by nccl")), (ON_CPU[-1], "fp8_b128")]
+)
 def test_memory_at_the_peak_is_within_the_plan(
     name: str, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "ROUND_BYTES", ROUND_BYTES)
+    fake_nccl.use(monkeypatch)
     meeting = name, wire, str(tmp_path), f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tests.moe.inflow_rank", *meeting]
     # Else the C library keeps up to 34 MiB of what was freed in some runs and nothing in others: the plan is about use.

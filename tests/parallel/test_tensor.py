@@ -18,20 +18,26 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import PeerLost
-from moeserve.parallel.tensor import ALONE, GlooTensor, TensorParallel, share
+from moeserve.parallel.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel, share
+from tests.parallel import fake_nccl
 from tests.parallel.ranks import members_of, together
 
 Engine = list[TensorParallel]
+Kind = type[GlooTensor]
+EVERY_KIND = pytest.mark.parametrize("kind", [GlooTensor, DeviceTensor])
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     """engine(size, first=0, channels=1): the joined ranks of one engine, which is the `first / size`-th of two."""
     made: Engine = []
+    fake_nccl.use(monkeypatch)
 
-    def make(size: int, *, first: int = 0, channels: int = 1, deadline_s: float = 20.0) -> Engine:
+    def make(
+        size: int, kind: Kind = GlooTensor, *, first: int = 0, channels: int = 1, deadline_s: float = 20.0
+    ) -> Engine:
         members = members_of(2 * size, str(tmp_path), tp_size=size, deadline_s=deadline_s)[first : first + size]
-        ranks: Engine = [GlooTensor(rank, size, channels) for rank in range(size)]
+        ranks: Engine = [kind(rank, size, channels) for rank in range(size)]
         together([functools.partial(rank.join, m) for rank, m in zip(ranks, members, strict=True)])
         made.extend(ranks)
         return ranks
@@ -45,10 +51,11 @@ def each(ranks: Engine, call: Callable[[TensorParallel], Any]) -> list[Any]:
     return together([functools.partial(call, rank) for rank in ranks])
 
 
+@EVERY_KIND
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [2, 3])
-def test_columns_in_rank_order(size: int, dtype: torch.dtype, engine: Callable[..., Engine]) -> None:
-    ranks = engine(size)
+def test_columns_in_rank_order(size: int, dtype: torch.dtype, kind: Kind, engine: Callable[..., Engine]) -> None:
+    ranks = engine(size, kind)
     for rows, columns in ((1, 1), (1, 7), (5, 3), (0, 4), (3, 0), (257, 1000)):
         whole = torch.randn(rows, size * columns).to(dtype)
         parts = [whole[:, rank * columns : (rank + 1) * columns] for rank in range(size)]
@@ -57,9 +64,10 @@ def test_columns_in_rank_order(size: int, dtype: torch.dtype, engine: Callable[.
             assert torch.equal(found, whole)
 
 
+@EVERY_KIND
 @pytest.mark.parametrize("counts", [(2, 2, 1), (1, 0, 0), (0, 0, 0), (0, 5, 1), (300, 300, 299)])
-def test_rows_of_uneven_counts(counts: tuple[int, ...], engine: Callable[..., Engine]) -> None:
-    ranks = engine(3)
+def test_rows_of_uneven_counts(counts: tuple[int, ...], kind: Kind, engine: Callable[..., Engine]) -> None:
+    ranks = engine(3, kind)
     whole = torch.randn(sum(counts), 9).bfloat16()
     for found in each(ranks, lambda tp: tp.gather_rows(whole.split(counts)[tp.rank], counts, 0)):
         assert torch.equal(found, whole)
@@ -121,10 +129,11 @@ def lost(call: Callable[[], Tensor]) -> PeerLost:
     return caught.value
 
 
+@EVERY_KIND
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_leaving_wakes_who_waits_here_and_at_the_peer(leaver: int, engine: Callable[..., Engine]) -> None:
+def test_leaving_wakes_who_waits_here_and_at_the_peer(leaver: int, kind: Kind, engine: Callable[..., Engine]) -> None:
     """Rank 0 waits for rank 1, which never calls; either of them leaves."""
-    ranks = engine(2, first=2)
+    ranks = engine(2, kind, first=2)
     x = torch.ones(2, 2)
     began = time.monotonic()
     timer = threading.Timer(0.3, ranks[leaver].leave)

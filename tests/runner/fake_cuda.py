@@ -1,8 +1,13 @@
-"""CUDA's streams, events and graphs on a CPU: everything is computed at once, but what no event puts in order fails."""
+"""CUDA's streams, events and graphs on a CPU: everything is computed at once, but what no event puts in order fails.
+
+Freed memory is given to the next tensor on the stream that it came from, as torch's allocator does: freeing what
+another stream may still use fails as well. As in torch, each thread has a current stream of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,18 +22,20 @@ class Hazard(AssertionError):
 
 
 class Stream:
-    """done: how many accesses of each stream lie behind what comes here next."""
+    """done: how many accesses of each stream lie behind what comes here next. now_ms: when that can begin; every access
+    takes `pace_ms`."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.done: dict[Stream, int] = {self: 0}
+        self.now_ms, self.pace_ms = 0.0, 1.0
 
     def wait_event(self, event: Event) -> None:
-        for stream, count in event.done.items():
-            self.done[stream] = max(self.done.get(stream, 0), count)
+        _merge(self.done, event.done)
+        self.now_ms = max(self.now_ms, event.at_ms)
 
     def wait_stream(self, other: Stream) -> None:
         event = Event()
-        event.done = dict(other.done)
+        event.done, event.at_ms = dict(other.done), other.now_ms
         self.wait_event(event)
 
 
@@ -37,15 +44,24 @@ class Event:
 
     def __init__(self, **options: bool) -> None:
         self.done: dict[Stream, int] = {}
+        self.at_ms = 0.0
 
     def record(self) -> None:
-        self.done = dict(self.cuda.current_stream().done)
+        here = self.cuda.current_stream()
+        self.done, self.at_ms = dict(here.done), here.now_ms
 
     def synchronize(self) -> None:
         assert self.done, "waited for an event that was never recorded"
+        _merge(self.cuda.host, self.done)
+
+    def query(self) -> bool:
+        """Whether the host has waited for it, or for something behind it."""
+        return all(self.cuda.host.get(stream, 0) >= count for stream, count in self.done.items())
 
     def elapsed_time(self, end: Event) -> float:
-        return 0.0
+        assert self.query(), "nobody has waited for it"
+        assert end.query(), "nobody has waited for the end"
+        return end.at_ms - self.at_ms
 
 
 class Graph:
@@ -72,17 +88,43 @@ class Graph:
                 place.copy_(result)
 
 
-class FakeCuda(TorchDispatchMode):
-    """What `torch.cuda` offers; while entered, it watches every access to a tensor's memory."""
+def _merge(done: dict[Stream, int], more: dict[Stream, int]) -> None:
+    for stream, count in more.items():
+        done[stream] = max(done.get(stream, 0), count)
+
+
+class _Thread(threading.local):
+    """A thread's streams, the current one last, and whether its accesses are watched."""
+
+    def __init__(self, default: Stream) -> None:
+        self.stack = [default]
+        self.is_watched = False
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self.cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.cuda.call(func, args, kwargs or {})
+
+
+class FakeCuda:
+    """What `torch.cuda` offers. Every access to a tensor's memory is watched in threads that are `watching`."""
+
+    device = "cpu"
 
     def __init__(self) -> None:
-        super().__init__()
         self.default = Stream()
-        self.stack = [self.default]
+        self._thread = _Thread(self.default)
+        self.host: dict[Stream, int] = {}  # what the host has waited for, and so all that it launches from now on
         self.tape: list[tuple[Any, Any, Any, Sequence[Tensor]]] | None = None
-        self.kept: dict[int, torch.UntypedStorage] = {}  # so that no address is used again
+        self.kept: dict[int, torch.UntypedStorage] = {}  # so that no address is used again unnoticed
+        self.made: dict[int, Stream] = {}  # where memory is given to anew
         self.written: dict[int, tuple[Stream, int]] = {}
         self.read: dict[int, dict[Stream, int]] = {}
+        self.peak_bytes: int | None = None  # once somebody wants to know
         self.Stream = Stream
         self.Event = type("Event", (Event,), {"cuda": self})
         self.CUDAGraph = type("CUDAGraph", (Graph,), {"cuda": self})
@@ -91,29 +133,59 @@ class FakeCuda(TorchDispatchMode):
 
     def empty_cache(self) -> None: ...
 
-    def reset_peak_memory_stats(self, device: Any) -> None: ...
-
-    def memory_allocated(self, device: Any) -> int:
-        """All that was ever there: nothing is freed here."""
+    def memory_allocated(self, device: Any = None) -> int:
         return sum(storage.nbytes() for storage in self.kept.values())
 
-    max_memory_allocated = memory_allocated
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        self.peak_bytes = self.memory_allocated()
+
+    def max_memory_allocated(self, device: Any) -> int:
+        return self.peak_bytes
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.tape is not None
 
     def current_stream(self) -> Stream:
-        return self.stack[-1]
+        return self._thread.stack[-1]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """This thread's accesses are watched; again is no difference."""
+        if self._thread.is_watched:
+            yield
+            return
+        self._thread.is_watched = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._thread.is_watched = False
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        self.stack.append(stream)
+        self._thread.stack.append(stream)
         try:
             yield
         finally:
-            self.stack.pop()
+            self._thread.stack.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Instead of Tensor.record_stream: the allocator takes care."""
+        self.made.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What torch was asked to do, in a thread that is watched."""
         if self.tape is not None and func is torch.ops.aten._local_scalar_dense.default:
             raise Hazard("asks the device while a graph is captured")
+        _merge(self.current_stream().done, self.host)
+        if self.tape is None:  # a graph's memory stays its own
+            self._free(self.current_stream())
         result = func(*args, **kwargs)
         named = zip(func._schema.arguments, args, strict=False)
         named_too = [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
@@ -125,6 +197,8 @@ class FakeCuda(TorchDispatchMode):
                     into = changed if argument.alias_info is not None and argument.alias_info.is_write else used
                     into.add(self._memory(tensor))
         places = [t for t in tree_leaves(result) if isinstance(t, Tensor) and self._memory(t) not in changed | used]
+        if self.peak_bytes is not None:
+            self.peak_bytes = max(self.peak_bytes, self.memory_allocated())
         if places or changed:  # others only look at the same memory in another way
             self._follow(used, changed, {self._memory(place) for place in places}, str(func))
         if self.tape is not None:
@@ -136,9 +210,22 @@ class FakeCuda(TorchDispatchMode):
         self.kept[storage.data_ptr()] = storage
         return storage.data_ptr()
 
+    def _free(self, here: Stream) -> None:
+        """Memory that this stream gives to whatever comes next."""
+        for memory in [memory for memory, stream in self.made.items() if stream is here]:
+            if torch._C._storage_Use_Count(self.kept[memory]._cdata) > 1:  # type: ignore[attr-defined]
+                continue
+            uses = dict([self.written[memory]]) if memory in self.written else {}
+            for stream, when in [*uses.items(), *self.read.get(memory, {}).items()]:
+                if here.done.get(stream, 0) < when:
+                    raise Hazard("memory was freed that another stream may still use")
+            for known in (self.made, self.kept, self.written, self.read):
+                known.pop(memory, None)
+
     def _follow(self, used: set[int], changed: set[int], new: set[int], name: str) -> None:
         here = self.current_stream()
         here.done[here] += 1
+        here.now_ms += here.pace_ms
         for memory in used | changed:
             stream, when = self.written.get(memory, (here, 0))
             if here.done.get(stream, 0) < when:
@@ -146,6 +233,8 @@ class FakeCuda(TorchDispatchMode):
         for memory in changed:
             if any(here.done.get(stream, 0) < when for stream, when in self.read.get(memory, {}).items()):
                 raise Hazard(f"{name} overwrites what another stream may still read")
+        for memory in new:
+            self.made[memory] = here
         for memory in new | changed:
             self.read[memory] = {}
             self.written[memory] = here, here.done[here]

@@ -12,6 +12,7 @@ import torch
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.kernels.attention_plan import SPLIT
+from moeserve.parallel.tensor import DeviceTensor
 from moeserve.parallel.world import World
 from moeserve.runner import factory
 from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
@@ -90,6 +91,14 @@ def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
     assert allowed_cores(tmp_path, tmp_path / "membership") == allowed_cores(tmp_path, tmp_path / "missing") >= 1
 
 
+def test_what_is_meant_for_gpus_is_refused_on_cpus() -> None:
+    with pytest.raises(ConfigError, match=r"comm_sms=24 .* runs on CPUs: leave it out, or use --device cuda"):
+        make_runner(config_of(None, comm_sms=24, device="cpu"), spec_of(), Path())
+    for wrong in (0, 133):
+        with pytest.raises(ConfigError, match=f"comm_sms: must be from 1 to 132, got {wrong}"):
+            config_of(None, comm_sms=wrong)
+
+
 def test_what_cuda_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="block_size=192 must divide 512 on CUDA"):
@@ -97,12 +106,21 @@ def test_what_cuda_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     for settings in ({"determinism": "batch"}, {"kv_cache_dtype": "int8"}, {"kernels": "torch", "block_size": 192}):
         assert type(make_runner(config_of(None, **settings), spec_of(), Path())) is GPUModelRunner
     assert factory.SPLIT == SPLIT
-    with pytest.raises(ConfigError, match="tp=2 is not available on CUDA yet"):
+    with pytest.raises(ConfigError, match="tp=2: this build of torch has no NCCL"):
         make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
     with pytest.raises(ConfigError, match=r"compile with determinism=full: .* leave one of them out"):
         make_runner(config_of(None, compile=True, determinism="full"), spec_of(), Path())
     with pytest.raises(ConfigError, match="compile is for CUDA"):
         make_runner(config_of(None, compile=True, device="cpu"), spec_of(), Path())
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ConfigError, match="one GPU per rank, and 2 ranks share 1 here; use fewer ranks, or --device cpu"
+    ):
+        make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    runner = make_runner(config_of(None), spec_of(), Path(), World(size=2, tp_size=2))
+    assert type(runner.tp) is DeviceTensor
     assert type(make_runner(config_of(None, determinism="batch", device="cpu"), spec_of(), Path())) is CPUModelRunner
 
 

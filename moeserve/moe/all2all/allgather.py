@@ -9,14 +9,16 @@ T tokens of this rank, K experts per token, D model width, R ranks, M most token
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moeserve.errors import PeerLost
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.rounds import round_tokens
 from moeserve.moe.all2all.wire import RAW, RawWire, Wire, bytes_of
@@ -25,35 +27,44 @@ from moeserve.moe.routing import Routing
 from moeserve.parallel.gloo import Channel, Collective, Mail, Mesh
 from moeserve.parallel.members import Members
 
+Group = Callable[[Tensor, int], Grouping]
+
 
 class AllGatherAll2All:
     """wire: of gathered rows; results travel in the model's dtype. max_tokens: of a step on one rank."""
+
+    name = "allgather"
+    device = "cpu"
 
     def __init__(self, wire: Wire, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
         self._results = RawWire(dtype)
         self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden_size * dtype.itemsize)
         self.caps = All2AllCaps(
-            name="allgather",
+            name=self.name,
             layouts=frozenset({Layout.GROUPED}),
             wires=frozenset({wire.name} if wire.name in RAW else RAW),
             max_tokens=max_tokens,
             copies=6,
-            devices=frozenset({"cpu"}),
+            devices=frozenset({self.device}),
         )
         self._wire = wire
         self._width = hidden_size
         self._dtype = dtype
         self._mesh: Mesh | None = None
         self._num_slots = 0
-        self._waiting: list[deque[_Gathered]] = []  # by lane: dispatches whose gather has not begun
+        self._waiting: list[deque[Gathered]] = []  # by lane: dispatches whose gather has not begun
 
     def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
         self._num_slots = slots_per_rank
         self._waiting = [deque() for _ in range(lanes)]
         self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
         terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, {self.caps.max_tokens} tokens"
-        self._mesh = Mesh(members, lanes, "allgather", f"{terms}, {slots_per_rank} slots, {lanes} lanes")
+        self._mesh = self.mesh_of(members, lanes, f"{terms}, {slots_per_rank} slots, {lanes} lanes")
         self._mesh.connect()
+
+    def mesh_of(self, members: Members, lanes: int, terms: str) -> Mesh:
+        """What to meet the others by."""
+        return Mesh(members, lanes, self.name, terms)
 
     def leave(self) -> None:
         if self._mesh is not None:
@@ -65,11 +76,9 @@ class AllGatherAll2All:
             raise PeerLost("this rank has not joined a group yet")
         return self._mesh
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Gathered:
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
         """Tells the others how many rows will come; the gather itself begins with `arrive` or `wait`."""
         mesh = self.mesh
-        limit = self.caps.max_tokens
-        assert limit is None or x_TD.shape[0] <= limit, f"{x_TD.shape[0]} tokens of at most {limit}"
         size, me = mesh.members.size, mesh.members.rank
         tokens_R = torch.empty(size, dtype=torch.int32)
         tokens_R[me] = x_TD.shape[0]
@@ -77,23 +86,22 @@ class AllGatherAll2All:
         others = [rank for rank in range(size) if rank != me]
         channel = mesh.channel(lane.index)
         mail = channel.post({rank: by_rank[rank] for rank in others}, dict.fromkeys(others, by_rank[me]))
-        ids_TB = bytes_of(routing.ids_TK.to(torch.int32))
-        rows_TB = torch.cat((self._wire.encode(x_TD), ids_TB), 1)
-        pending = _Gathered(self, channel, mail, routing, rows_TB, tokens_R, self._waiting[lane.index])
+        rows_TB = self.encode(x_TD, routing)
+        pending = Gathered(self, channel, mail, routing, rows_TB, tokens_R, self._waiting[lane.index])
         self._waiting[lane.index].append(pending)
         return pending
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Reduced:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
         ticket.use()
         trip: _Trip = ticket.private
         channel = self.mesh.channel(lane.index)
         launch_all(self._waiting[lane.index])  # they come first on every rank
         pairs = trip.most_tokens * ticket.routing.ids_TK.shape[1]
         row_bytes = self._results.row_bytes(self._width)
-        all_NB = torch.zeros((self.mesh.members.size * pairs, row_bytes), dtype=torch.uint8)
+        all_NB = y.new_zeros((self.mesh.members.size * pairs, row_bytes), dtype=torch.uint8)
         if trip.order_P.numel():
             all_NB[trip.order_P] = self._results.encode(y[: len(trip.order_P)])
-        own_NB = torch.empty((pairs, row_bytes), dtype=torch.uint8)
+        own_NB = all_NB.new_empty((pairs, row_bytes))
         flight = None
         if pairs and self.mesh.members.size > 1:
             flight = channel.reduce_scatter(own_NB.view(torch.int64), all_NB.view(torch.int64))
@@ -101,13 +109,19 @@ class AllGatherAll2All:
             own_NB = all_NB
         return _Reduced(self, flight, ticket.routing, own_NB, out_TD)
 
-    def inbound(self, gathered_NB: Tensor, top_k: int) -> tuple[Inbound, Tensor]:
+    def encode(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Rows as they travel, each with its ids."""
+        limit = self.caps.max_tokens
+        assert limit is None or x_TD.shape[0] <= limit, f"{x_TD.shape[0]} tokens of at most {limit}"
+        return torch.cat((self._wire.encode(x_TD), bytes_of(routing.ids_TK.to(torch.int32))), 1)
+
+    def inbound(self, gathered_NB: Tensor, top_k: int, group: Group = group_rows) -> tuple[Inbound, Tensor]:
         """This rank's rows among all, and where their pairs are among all pairs."""
         row_bytes = self._wire.row_bytes(self._width)
         slots_NK = gathered_NB[:, row_bytes:].contiguous().view(torch.int32)
         slots_NK = slots_NK - self.mesh.members.rank * self._num_slots
         elsewhere = (slots_NK < 0) | (slots_NK >= self._num_slots)
-        rows = group_rows(slots_NK.masked_fill_(elsewhere, -1), self._num_slots)
+        rows = group(slots_NK.masked_fill_(elsewhere, -1), self._num_slots)
         encoded_PB = gathered_NB.index_select(0, rows.order_P // top_k)[:, :row_bytes].contiguous()
         x_PD = self._wire.decode(encoded_PB, self._dtype, self._width)
         return Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum()), rows.order_P
@@ -116,7 +130,7 @@ class AllGatherAll2All:
         return self._results.decode(own_NB, self._dtype, self._width)
 
 
-def launch_all(waiting: deque[_Gathered]) -> None:
+def launch_all(waiting: deque[Gathered]) -> None:
     """Begin the gathers of a lane in the order of their dispatches, which is the same on every rank."""
     while waiting:
         waiting.popleft().launch()
@@ -131,14 +145,14 @@ class _Trip:
 
 
 @dataclass(slots=True, eq=False)
-class _Gathered:
+class Gathered:
     owner: AllGatherAll2All
     channel: Channel
     mail: Mail
     routing: Routing
     rows_TB: Tensor
     tokens_R: Tensor
-    waiting: deque[_Gathered]
+    waiting: deque[Gathered]
     flight: Collective | None = None
     lost: PeerLost | None = None
     gathered_NB: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -198,8 +212,9 @@ class _Reduced:
     def wait(self, deadline_s: float | None = None) -> Tensor:
         if self.flight is not None:
             self.flight.wait(deadline_s)
-        ids_N = self.routing.ids_TK.reshape(-1)
-        pair_N = torch.arange(len(ids_N))
-        known = ids_N >= 0
-        rows = Grouping(pair_N[known], pair_N.where(known, -1), known.numpy())
-        return weighted_sum(self.owner.results(self.own_NB), rows, self.routing, self.out_TD)
+        # Nobody put anything in place for a pair that went nowhere: its result is zero, whatever its weight.
+        ids_TK, weights_TK = self.routing.ids_TK, self.routing.weights_TK
+        routing = Routing(ids_TK, weights_TK.masked_fill(ids_TK < 0, 0))
+        pair_N = torch.arange(ids_TK.numel(), device=ids_TK.device)
+        rows = Grouping(pair_N, pair_N, np.empty(0, np.int64))
+        return weighted_sum(self.owner.results(self.own_NB), rows, routing, self.out_TD)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +118,8 @@ class Pending(Protocol[T_co]):
 
     @property
     def arrived_ns(self) -> int:
-        """After `wait`: the monotonic time at which the last row was here; 0 when nothing travelled."""
+        """After `wait`: the monotonic time at which the last row was here; 0 when nothing travelled or nobody knows,
+        `ON_DEVICE` (parallel/gloo.py) when `wait` has only told the device to wait."""
         ...
 
     def arrive(self) -> None:
@@ -144,6 +145,16 @@ class Done(Generic[T]):
 
     def wait(self, deadline_s: float | None = None) -> T:
         return self._value
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """Whose transfers nobody waits for on the host, so that errors may come to light later."""
+
+    def check(self) -> None:
+        """To be called when the host has waited for what was computed from transfers, before it is used: raises
+        PeerLost if one of them came to nothing."""
+        ...
 
 
 class All2All(Protocol):

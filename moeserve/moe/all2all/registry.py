@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -15,23 +16,26 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from moeserve.config import ParallelConfig
+from moeserve.config import COMM_SMS, ParallelConfig
 from moeserve.moe.all2all.allgather import AllGatherAll2All
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Pending, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.names import AUTO, DEEPEP, check_name, foreign
+from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire import Wire, wire_of
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
 from moeserve.ops.native import native
 from moeserve.parallel.members import Members
+from moeserve.parallel.nccl import why_not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a backend is made for and what never changes. max_tokens: rows of one step on one rank. num_slots: expert
-    slots of one rank. num_ranks: that the experts are dealt out to."""
+    slots of one rank. num_ranks: that the experts are dealt out to. comm_sms: multiprocessors that moving rows may
+    take; sms_asked: whether the user said so."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -41,6 +45,8 @@ class Facts:
     num_ranks: int
     num_hosts: int = 1
     device: str = "cpu"
+    comm_sms: int = COMM_SMS
+    sms_asked: bool = False
     wire: Wire
 
 
@@ -91,6 +97,8 @@ def make_backends(
         num_ranks=num_ranks or (config.num_ranks if config.ep == "on" else 1),
         num_hosts=config.nnodes,
         device=device,
+        comm_sms=config.comm_sms or COMM_SMS,
+        sms_asked=config.comm_sms is not None,
         wire=wire_of(config.wire, dtype),
     )
     check_name(config.all2all)
@@ -113,14 +121,23 @@ def _makers() -> dict[str, Callable[[Facts], All2All]]:
     makers: dict[str, Callable[[Facts], All2All]] = {
         "local": lambda facts: LocalAll2All(facts.num_slots, facts.wire),
         "shm": _shm,
-        "torch": lambda f: TorchAll2All(f.wire, f.hidden_size, f.dtype, f.top_k, f.max_tokens),
-        "allgather": lambda f: AllGatherAll2All(f.wire, f.hidden_size, f.dtype, f.top_k, f.max_tokens),
+        "torch": partial(_collective, TorchAll2All, DeviceAll2All),
+        "allgather": partial(_collective, AllGatherAll2All, DeviceAllGather),
     }
     for name in DEEPEP:
         makers[name] = _deepep(name)
     for entry in foreign():
         makers.setdefault(entry.name, _third_party(entry))
     return makers
+
+
+def _collective(by_gloo: Callable[..., All2All], by_nccl: Callable[..., All2All], facts: Facts) -> All2All:
+    what = facts.wire, facts.hidden_size, facts.dtype, facts.top_k, facts.max_tokens
+    if facts.device == "cpu":
+        return by_gloo(*what)
+    if (why := why_not(-(-facts.num_ranks // facts.num_hosts))) is not None:
+        raise Unavailable(f"{why}; use --all2all cuda_ipc, which serves ranks of one machine")
+    return by_nccl(*what, facts.comm_sms)
 
 
 def _shm(facts: Facts) -> All2All:

@@ -10,12 +10,16 @@ import torch
 
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
 from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.all2all.wire import wire_of
 from moeserve.ops.native import native
 from tests.parallel.ranks import members_of, together
 
 T = TypeVar("T")
-NAMES = ("torch", "allgather", *(("shm",) if native() is not None else ()))
+BY_NCCL = {"torch by nccl": DeviceAll2All, "allgather by nccl": DeviceAllGather}  # over tests/parallel/fake_nccl.py
+ON_CPU = ("torch", "allgather", *(("shm",) if native() is not None else ()))
+NAMES = (*ON_CPU, *BY_NCCL)
 WIDTH = 24
 SLOTS = 3  # of one rank
 TOP_K = 3
@@ -24,6 +28,8 @@ MAX_TOKENS = 40
 
 def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS) -> All2All:
     """The backend itself where one rank would be given `local`."""
+    if name in BY_NCCL:
+        return BY_NCCL[name](wire_of(wire, dtype), WIDTH, dtype, TOP_K, max_tokens, 24)
     (backend,) = make_backends(
         ParallelConfig(dp=max(2, ranks), all2all=name, wire=wire),  # type: ignore[arg-type]
         hidden_size=WIDTH,

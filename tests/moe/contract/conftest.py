@@ -1,4 +1,4 @@
-"""Ranks are threads here; OpenMP teams of several of them would fight for the cores."""
+"""Ranks are threads here, on CPUs; OpenMP teams of several of them would fight for the cores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.parallel import fake_nccl
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -14,3 +16,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nccl_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nccl.use(monkeypatch)

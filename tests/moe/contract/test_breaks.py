@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2All, Pending, Ticket
 from moeserve.moe.lane import Lane
-from tests.moe.contract.backends import NAMES, SLOTS, group, make
+from tests.moe.contract.backends import NAMES, ON_CPU, SLOTS, group, make
 from tests.moe.contract.test_contract import Batch, alone, batch, cases, experts, same_bits
 from tests.parallel.ranks import members_of, together
 
@@ -82,11 +82,11 @@ def broken(name: str, folder: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_that_breaks_at_any_moment(name: str, tmp_path: Path) -> None:
-    for seed in range(5):
+    for seed in range(5 if name in ON_CPU else 2):
         broken(name, tmp_path, seed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)  # by NCCL, a dispatch waits for all ranks
 def test_a_receive_that_was_launched_for_another_lane_still_fails_as_a_loss(name: str, tmp_path: Path) -> None:
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
     with group(name, torch.float32, 2, str(tmp_path), lanes=2) as ranks_of:

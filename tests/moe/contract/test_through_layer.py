@@ -28,7 +28,7 @@ from moeserve.moe.routing import Router
 from moeserve.moe.slots import SlotMap
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.parallel.members import Members
-from tests.moe.contract.backends import NAMES, SLOTS, TOP_K, WIDTH, group, make
+from tests.moe.contract.backends import NAMES, ON_CPU, SLOTS, TOP_K, WIDTH, group, make
 from tests.parallel.ranks import members_of, together
 
 EXPERTS = 5
@@ -156,7 +156,7 @@ def run_process(name: str, members: Members, path: str) -> None:
     backend.leave()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_ranks_in_processes(name: str, tmp_path: Path) -> None:
     children = [
         subprocess.Popen(

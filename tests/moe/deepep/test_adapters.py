@@ -314,3 +314,19 @@ def test_widths_and_rounds() -> None:
     assert [caps(name, max_tokens=5001).max_tokens for name in NAMES] == [5001, 128, 4096]
     assert [caps(name, max_tokens=37).max_tokens for name in NAMES] == [37, 40, 64]
     assert not any(caps(name).exact for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [({}, (24, 12)), ({"comm_sms": 8}, (8, 8)), ({"comm_sms": 40}, (40, 12))]
+)
+def test_kernels_take_no_more_multiprocessors_than_they_may(asked: dict[str, int], expected: tuple[int, int]) -> None:
+    """ElasticBuffer knows how many it needs, which may be fewer."""
+    x, routing = some(5, 2, 0)
+    found = []
+    for name in ("deepep_ht", "deepep_v2"):
+        backends = [ADAPTERS[name](fake, facts(2, **asked)) for _ in range(2)]
+        together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+        on_all(backends, lambda rank, backend: there_and_back(backend, Lane(), (x, routing), rank * SLOTS))
+        found.append(backends[0].buffer.num_sms)
+        together([backend.leave for backend in backends])
+    assert tuple(found) == expected

@@ -22,9 +22,11 @@ from tests.moe.deepep import fake
 from tests.moe.deepep.ranks import NAMES
 
 
-def offer(name: str, top_k: int = 2, device: str = "cuda", wire: Any = "auto") -> list[All2All]:
+def offer(
+    name: str, top_k: int = 2, device: str = "cuda", wire: Any = "auto", comm_sms: int | None = None
+) -> list[All2All]:
     return make_backends(
-        ParallelConfig(dp=2, all2all=name, wire=wire),  # type: ignore[arg-type]
+        ParallelConfig(dp=2, all2all=name, wire=wire, comm_sms=comm_sms),
         hidden_size=2880,
         dtype=torch.bfloat16,
         top_k=top_k,
@@ -94,6 +96,19 @@ def test_what_it_cannot_do(name: str, changes: dict[str, Any], why: str) -> None
 def test_more_experts_per_token_than_there_are_kernels_for() -> None:
     with pytest.raises(ConfigError, match="deepep_ll takes 11 experts per token at most, the model has 12"):
         plan(offer("deepep_ll", top_k=12))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "sms", "why"),
+    [
+        ("deepep_ht", 21, "takes an even number of multiprocessors, parallel.comm_sms is 21"),
+        ("deepep_ll", 20, "kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out"),
+    ],
+)
+def test_numbers_of_multiprocessors_that_cannot_be_kept(name: str, sms: int, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan(offer(name, comm_sms=sms))
 
 
 @pytest.mark.parametrize("has", [{}, {"Buffer": lambda group, num_nvl_bytes=0: None}])

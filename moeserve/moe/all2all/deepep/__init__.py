@@ -35,4 +35,8 @@ def make(name: str, facts: Facts) -> All2All:
         raise Unavailable(f"{name} needs the {adapter.needs} of deep_ep 2.1 or newer; installed is {version}")
     if facts.top_k > adapter.max_top_k:
         raise Unavailable(f"{name} takes {adapter.max_top_k} experts per token at most, the model has {facts.top_k}")
+    if facts.comm_sms % 2:
+        raise Unavailable(f"{name} takes an even number of multiprocessors, parallel.comm_sms is {facts.comm_sms}")
+    if facts.sms_asked and not adapter.takes_sms:
+        raise Unavailable(f"{name}'s kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out")
     return adapter(lib, facts)

@@ -11,7 +11,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,8 @@ from moeserve.moe.all2all.deepep.rows import Packed, next_multiple, pack_fp8, wi
 from moeserve.moe.all2all.wire import FP8
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from moeserve.moe.streams import CommStream, Inline, comm_stream
+from moeserve.parallel.gloo import ON_DEVICE
 from moeserve.parallel.members import Members
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class DeepEP(ABC):
     needs: ClassVar[str]  # of the package
     max_top_k: ClassVar[int]
     whole_nodes: ClassVar[bool] = True  # whether every 8 ranks must share a machine
+    takes_sms: ClassVar[bool] = True  # whether the number of multiprocessors can be limited
     nccl: ClassVar[bool] = False  # whether the buffer works on an NCCL communicator
 
     def __init__(self, lib: Any, facts: Facts) -> None:
@@ -58,6 +61,7 @@ class DeepEP(ABC):
         self.num_experts = 0  # slots of all ranks
         self.num_slots = 0
         self.deadline_s = 0.0  # of the members
+        self.comm: CommStream = Inline()  # deep_ep has streams of its own; this one times them
         self._ids_dtype = getattr(lib, "topk_idx_t", torch.int64)
         self._group: Group | None = None
         self._buffer: Any | None = None
@@ -82,6 +86,7 @@ class DeepEP(ABC):
         self.num_experts = members.size * slots_per_rank
         facts = self.facts
         self.deadline_s = members.deadline_s
+        self.comm = comm_stream(facts.device)
         terms = f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, {self.max_tokens} tokens"
         group = Group(members, self.name, f"{terms}, {slots_per_rank} slots, {lanes} lanes")
         try:
@@ -174,13 +179,14 @@ class Combined:
     home_TW: Tensor
     event: Any
     out_TD: Tensor
-    arrived_ns: int = 0
+    flight: AbstractContextManager[None]
+    arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
         """The receiving kernel was launched with the sending one."""
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
-        with self.owner.calling(self.buffer):
+        with self.owner.calling(self.buffer), self.flight:
             self.event.current_stream_wait()
         tokens, width = self.out_TD.shape
         return self.out_TD.copy_(self.home_TW[:tokens, :width])

@@ -8,6 +8,7 @@ T tokens of this rank, K experts per token, D model width, W width that travels,
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.wire import FP8
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from moeserve.parallel.gloo import ON_DEVICE
 
 if TYPE_CHECKING:
     from moeserve.moe.all2all.registry import Facts
@@ -46,6 +48,7 @@ class DeepEPHighThroughput(DeepEP):
 
     def open(self, group: Any) -> Any:
         lib, size = self.lib.Buffer, group.size()
+        lib.set_num_sms(self.facts.comm_sms)
         row_bytes = self.width * torch.bfloat16.itemsize
         configs = lib.get_dispatch_config(size), lib.get_combine_config(size)
         return lib(
@@ -57,6 +60,7 @@ class DeepEPHighThroughput(DeepEP):
 
     def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Dispatched:
         buffer, ids_TK, rows = self.buffer, self.ids_of(routing), self.rows_of(x_TD)
+        flight = self.comm.watch()
         with self.calling(buffer):
             per_rank, per_node, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
                 ids_TK, self.num_experts, **_overlapping(buffer.capture())
@@ -71,18 +75,19 @@ class DeepEPHighThroughput(DeepEP):
                 topk_weights=routing.weights_TK.contiguous(),
                 **_overlapping(event),
             )
-        return _Dispatched(self, buffer, routing, received, x_TD.shape[1])
+        return _Dispatched(self, buffer, routing, received, x_TD.shape[1], flight)
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Combined:
         ticket.use()
         trip: _Trip = ticket.private
         sum_ND = y.new_empty((trip.routing.ids_TK.shape[0], y.shape[1]))
         weighted_sum(y, trip.pairs, trip.routing, sum_ND)
+        flight = self.comm.watch()
         with self.calling(trip.buffer):
             home_TW, _, event = trip.buffer.combine(
                 widen(sum_ND, self.width), trip.handle, **_overlapping(trip.buffer.capture())
             )
-        return Combined(self, trip.buffer, home_TW, event, out_TD)
+        return Combined(self, trip.buffer, home_TW, event, out_TD, flight)
 
 
 def _overlapping(event: Any) -> dict[str, Any]:
@@ -108,14 +113,15 @@ class _Dispatched:
     routing: Routing
     received: tuple[Packed, Tensor, Tensor, list[int], Any, Any]
     width: int
-    arrived_ns: int = 0
+    flight: AbstractContextManager[None]
+    arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
         """The receiving kernel was launched with the sending one."""
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         rows, ids_NK, weights_NK, counts, handle, event = self.received
-        with self.owner.calling(self.buffer):
+        with self.owner.calling(self.buffer), self.flight:
             event.current_stream_wait()
         pairs = group_rows(ids_NK, self.owner.num_slots)
         assert pairs.counts_e.tolist() == counts, (pairs.counts_e, counts)

@@ -12,6 +12,7 @@ the most tokens of a dispatch times the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from moeserve.moe.all2all.deepep.base import DeepEP, caps_with
 from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from moeserve.parallel.gloo import ON_DEVICE
 
 if TYPE_CHECKING:
     from moeserve.moe.all2all.registry import Facts
@@ -41,6 +43,7 @@ class DeepEPLowLatency(DeepEP):
     name = "deepep_ll"
     needs = "Buffer"
     max_top_k = 11
+    takes_sms = False
 
     def __init__(self, lib: Any, facts: Facts) -> None:
         super().__init__(lib, facts)
@@ -74,6 +77,7 @@ class DeepEPLowLatency(DeepEP):
         tokens, width = x_TD.shape
         assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
         assert self._in_flight < IN_FLIGHT, f"{IN_FLIGHT} dispatches wait to be combined already"
+        flight = self.comm.watch()
         with self.calling(buffer):
             self._receive_last()
             rows, counts_e, handle, _, hook = buffer.low_latency_dispatch(
@@ -86,12 +90,13 @@ class DeepEPLowLatency(DeepEP):
             )
         self._in_flight += 1
         trip = _Trip(buffer, handle, ids_TK)
-        self._last = pending = _Dispatched(self, buffer, hook, routing, rows, counts_e, trip, width)
+        self._last = pending = _Dispatched(self, buffer, hook, flight, routing, rows, counts_e, trip, width)
         return pending
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Combined:
         ticket.use()
         trip: _Trip = ticket.private
+        flight = self.comm.watch()
         in_place = out_TD.shape[1] == self.width and out_TD.is_contiguous()
         with self.calling(trip.buffer):
             self._receive_last()
@@ -104,7 +109,7 @@ class DeepEPLowLatency(DeepEP):
                 out=out_TD if in_place else None,
             )
         self._in_flight -= 1
-        self._last = pending = _Combined(self, trip.buffer, hook, home_TW, out_TD)
+        self._last = pending = _Combined(self, trip.buffer, hook, flight, home_TW, out_TD)
         return pending
 
     def _receive_last(self) -> None:
@@ -128,15 +133,16 @@ class _Received:
     owner: DeepEPLowLatency
     buffer: Any
     hook: Callable[[], None] | None
+    flight: AbstractContextManager[None]
 
     @property
     def arrived_ns(self) -> int:
-        return 0  # the device knows
+        return ON_DEVICE
 
     def arrive(self) -> None:
         hook, self.hook = self.hook, None
         if hook is not None:
-            with self.owner.calling(self.buffer):
+            with self.owner.calling(self.buffer), self.flight:
                 hook()
 
 

@@ -9,6 +9,7 @@ T tokens of this rank, K experts per token, D model width, W width that travels,
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
 from moeserve.moe.all2all.wire import FP8
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from moeserve.parallel.gloo import ON_DEVICE
 
 if TYPE_CHECKING:
     from moeserve.moe.all2all.registry import Facts
@@ -37,6 +39,7 @@ class DeepEPElastic(DeepEP):
     max_top_k = 32
     whole_nodes = False
     nccl = True
+    _sms = 0  # as many as the buffer thinks that it needs, but not more than it may; `combine` takes as many
 
     def caps_of(self, facts: Facts) -> All2AllCaps:
         power = 1 << max(0, facts.max_tokens - 1).bit_length()  # a kernel is compiled for every number there is
@@ -49,7 +52,7 @@ class DeepEPElastic(DeepEP):
         )
 
     def open(self, group: Any) -> Any:
-        return self.lib.ElasticBuffer(
+        buffer = self.lib.ElasticBuffer(
             group,
             num_max_tokens_per_rank=self.max_tokens,
             hidden=self.width,
@@ -59,6 +62,8 @@ class DeepEPElastic(DeepEP):
             num_cpu_timeout_secs=math.ceil(self.deadline_s),
             explicitly_destroy=True,
         )
+        self._sms = min(self.facts.comm_sms, buffer.get_theoretical_num_sms(self.num_experts, self.facts.top_k))
+        return buffer
 
     def leave(self) -> None:
         super().leave()
@@ -68,6 +73,7 @@ class DeepEPElastic(DeepEP):
         buffer = self.buffer
         x_TD, ids_TK, weights_TK = _something(x_TD, self.ids_of(routing), routing.weights_TK.contiguous())
         rows = self.rows_of(x_TD)
+        flight = self.comm.watch()
         with self.calling(buffer):
             received = buffer.dispatch(
                 rows,
@@ -78,9 +84,10 @@ class DeepEPElastic(DeepEP):
                 expert_alignment=1,
                 do_cpu_sync=True,
                 do_expand=True,
+                num_sms=self._sms,
                 **_overlapping(buffer.capture()),
             )
-        return _Dispatched(self, buffer, routing, received, x_TD.shape[1])
+        return _Dispatched(self, buffer, routing, received, x_TD.shape[1], flight)
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Combined:
         ticket.use()
@@ -88,11 +95,12 @@ class DeepEPElastic(DeepEP):
         rows = trip.weights_P.shape[0]
         weighted_PD = y.new_empty((rows, y.shape[1]))
         torch.mul(y[:rows], trip.weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
+        flight = self.comm.watch()
         with self.calling(trip.buffer):
             home_TW, _, event = trip.buffer.combine(
                 widen(weighted_PD, self.width), trip.handle, **_overlapping(trip.buffer.capture())
             )
-        return Combined(self, trip.buffer, home_TW, event, out_TD)
+        return Combined(self, trip.buffer, home_TW, event, out_TD, flight)
 
 
 def _overlapping(event: Any) -> dict[str, Any]:
@@ -124,14 +132,15 @@ class _Dispatched:
     routing: Routing
     received: tuple[Packed, None, Tensor, Any, Any]
     width: int
-    arrived_ns: int = 0
+    flight: AbstractContextManager[None]
+    arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
         """The receiving kernel was launched with the sending one."""
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         rows, _, weights_P, handle, event = self.received
-        with self.owner.calling(self.buffer):
+        with self.owner.calling(self.buffer), self.flight:
             event.current_stream_wait()
         counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
         inbound = Inbound(Layout.GROUPED, unpack(rows, self.width), counts_e, counts_e.cumsum())

@@ -113,6 +113,12 @@ class ElasticBuffer:
         rows = num_max_tokens_per_rank * group.size() * max(1, min(group.size(), num_topk or MAX_TOP_K))
         return -(-rows * hidden * 2 // ALIGNMENT) * ALIGNMENT
 
+    def get_theoretical_num_sms(
+        self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, sm_read_gbs=200, sm_write_gbs=50
+    ):
+        trap(num_experts % self.num_ranks == 0, "every rank has as many experts")
+        return 12
+
     def dispatch(
         self,
         x,
@@ -152,6 +158,7 @@ class ElasticBuffer:
         if topk_weights is not None:
             check_weights(topk_weights, topk_idx)
         trap(topk_idx.shape[1] <= MAX_TOP_K, f"more than {MAX_TOP_K} experts per token")
+        self.num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
         trap(len(data) == len(topk_idx) and len(data) <= limit, f"{len(data)} tokens of at most {limit}")
         trap(len(data) > 0 or not do_cpu_sync, "a rank without tokens sends a dummy where the host waits for counts")
         self._check_size(limit, data.shape[1])

@@ -1,0 +1,155 @@
+"""`torch` and `allgather` between GPUs by NCCL, one GPU per rank: rows stay on the device, the host learns how many.
+
+Both say on the host how many rows there are, so neither can be part of a graph. The host waits in `dispatch`: `torch`'s
+for the own routing to be computed, and both for the others' numbers, which come over Gloo. A rank that is gone or
+silent is named there. `wait` waits for nobody, but for `allgather`'s, which looks at the ids that it has gathered.
+
+T tokens of this rank, K experts per token, D model width, R ranks, e slots of one rank, N rows received, P pairs for
+this rank's experts, B bytes of a row on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.moe.all2all.allgather import AllGatherAll2All, launch_all
+from moeserve.moe.all2all.base import Pending, Ticket
+from moeserve.moe.all2all.layout import Grouping, weighted_sum
+from moeserve.moe.all2all.wire import Wire, bytes_of
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from moeserve.moe.streams import comm_stream
+from moeserve.parallel.gloo import ON_DEVICE, Channel
+from moeserve.parallel.members import Members
+from moeserve.parallel.nccl import DeviceChannel, DeviceCollective, DeviceMesh
+
+I64 = NDArray[np.int64]
+T = TypeVar("T")
+
+
+class DeviceAllGather(AllGatherAll2All):
+    """Its sums are of integers of which one is not zero, so NCCL may add them up in any order.
+
+    max_sms: multiprocessors that collectives take at most.
+    """
+
+    device = "cuda"
+
+    def __init__(
+        self, wire: Wire, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int, max_sms: int
+    ) -> None:
+        super().__init__(wire, hidden_size, dtype, top_k, max_tokens)
+        self._max_sms = max_sms
+
+    def mesh_of(self, members: Members, lanes: int, terms: str) -> DeviceMesh:
+        comm = comm_stream("cuda")
+        launch = lambda work: comm.launch(work).join  # noqa: E731
+        return DeviceMesh(members, lanes, self.name, terms, launch=launch, max_sms=self._max_sms)
+
+    def check(self) -> None:
+        mesh = self.mesh
+        assert isinstance(mesh, DeviceMesh)
+        mesh.check()
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
+        """The gather begins at once: later, it would come behind what the other lane has launched meanwhile."""
+        pending = super().dispatch(x_TD, routing, lane)
+        launch_all(self._waiting[lane.index])
+        return pending
+
+
+class DeviceAll2All(DeviceAllGather):
+    """A token's row travels once to each rank that has experts for it, with all of its ids; results come home one per
+    (token, k) pair. Both by `all_to_all_single`."""
+
+    name = "torch"
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
+        rows_TB, ids_TK = self.encode(x_TD, routing), routing.ids_TK
+        channel, size = self.mesh.channel(lane.index), self.mesh.members.size
+        assert isinstance(channel, DeviceChannel)
+        rank_TK = ids_TK.div(self._num_slots, rounding_mode="floor")
+        is_for_RT = (rank_TK == torch.arange(size, device=ids_TK.device)[:, None, None]).any(2)
+        pairs_Re = _counts(ids_TK, size * self._num_slots).view(size, -1)
+        ours = torch.cat((pairs_Re, is_for_RT.sum(1, keepdim=True)), 1).cpu().numpy()
+        theirs = _exchange(channel, ours)
+        place_M = (~is_for_RT).flatten().to(torch.uint8).sort(stable=True).indices[: int(ours[:, -1].sum())]
+        letter_MB = rows_TB.index_select(0, place_M % max(1, len(x_TD)))
+        taken_NB = rows_TB.new_empty((int(theirs[:, -1].sum()), rows_TB.shape[1]))
+        flight = channel.all_to_all(taken_NB, letter_MB, theirs[:, -1].tolist(), ours[:, -1].tolist())
+        home = _sorted(rank_TK, size, ours[:, :-1].sum(1))
+
+        def receive() -> Ticket:
+            group = partial(_sorted, counts_e=theirs[:, :-1].sum(0))
+            inbound, order_P = self.inbound(taken_NB, ids_TK.shape[1], group)
+            return Ticket(inbound, routing, _Trip(channel, theirs[:, :-1].sum(1), order_P.argsort(), home))
+
+        return _Flying(flight, receive)
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
+        ticket.use()
+        trip: _Trip = ticket.private
+        home, back_PD = trip.home, y.index_select(0, trip.place_P)
+        home_PD = y.new_empty((len(home.order_P), y.shape[1]))
+        splits = home.counts_e.tolist(), trip.pairs_R.tolist()
+        flight = trip.channel.all_to_all(bytes_of(home_PD), bytes_of(back_PD), *splits)
+        return _Flying(flight, lambda: weighted_sum(home_PD, home, ticket.routing, out_TD))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """The way back. pairs_R: of each rank. place_P: where the inbound rows hold them, in the order in which they came.
+    home: own pairs as they come home, by rank."""
+
+    channel: DeviceChannel
+    pairs_R: I64
+    place_P: Tensor
+    home: Grouping
+
+
+@dataclass(slots=True)
+class _Flying(Generic[T]):
+    """All is launched; `then` makes of it what was asked for."""
+
+    flight: DeviceCollective
+    then: Callable[[], T]
+    arrived_ns: int = ON_DEVICE
+
+    def arrive(self) -> None:
+        pass
+
+    def wait(self, deadline_s: float | None = None) -> T:
+        self.flight.wait()
+        return self.then()
+
+
+def _exchange(channel: Channel, ours: I64) -> I64:
+    """Row r: what rank r says of this one, in its row for it [R, X]. The host waits. Raises PeerLost."""
+    me, sent = channel.mesh.members.rank, torch.from_numpy(ours).view(torch.uint8)
+    taken = sent.clone()
+    others = [rank for rank in range(len(ours)) if rank != me]
+    channel.post({rank: taken[rank] for rank in others}, {rank: sent[rank] for rank in others}).wait()
+    return taken.numpy().view(np.int64)
+
+
+def _counts(ids_TK: Tensor, num_ids: int) -> Tensor:
+    """Pairs of each id, int64 [num_ids]. `bincount` would ask the device."""
+    ids_N = ids_TK.flatten().long() + 1
+    return ids_N.new_zeros(num_ids + 1).index_add_(0, ids_N, torch.ones_like(ids_N))[1:]
+
+
+def _sorted(ids_TK: Tensor, num_ids: int, counts_e: I64) -> Grouping:
+    """`group_rows` where the host knows the counts: nobody asks the device."""
+    ids_N = ids_TK.flatten()
+    order_N = ids_N.where(ids_N >= 0, num_ids).sort(stable=True).indices
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return Grouping(order_N[: int(counts_e.sum())], place_N.where(ids_N >= 0, -1), counts_e)

@@ -1,0 +1,310 @@
+"""Two lanes that compute on one stream while rows travel on another: on a device that notices what no event puts in
+order, and memory that is given away too early."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.engine.plan import Agreed
+from moeserve.errors import PeerLost
+from moeserve.layers.inputs import LayerKV, StepInputs
+from moeserve.moe import streams
+from moeserve.moe.all2all.base import Inbound, Layout, Ticket
+from moeserve.moe.all2all.layout import group_rows_plainly, weighted_sum_plainly
+from moeserve.moe.all2all.local import LocalAll2All
+from moeserve.moe.all2all.nccl import DeviceAll2All
+from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.lane import Lane, Scratch
+from moeserve.moe.layer import MoELayer
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.routing import Routing
+from moeserve.moe.slots import SlotMap
+from moeserve.moe.streams import Flight, Launched, comm_stream
+from moeserve.ops import native_rows
+from moeserve.parallel.gloo import ON_DEVICE
+from moeserve.runner import lanes
+from moeserve.runner.lanes import LaneRunner, Meter
+from tests.parallel.ranks import members_of
+from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
+from tests.runner.harness import Driver, Request, fake_runner, greedy
+
+LAYERS, EXPERTS, TOP_K, WIDTH = 3, 4, 2, 8
+STARTS, OFFSETS = np.array([0, 4, 0], np.int32), np.array([0, 5, 6, 12], np.int32)
+
+
+class Travelling(LocalAll2All):
+    """What is sorted on the computing stream travels as a copy on the other one, there and back."""
+
+    caps = replace(LocalAll2All.caps, name="travelling")
+
+    def __init__(self) -> None:
+        super().__init__(EXPERTS)
+        self.comm = comm_stream("cuda")
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Pending:  # type: ignore[override]
+        rows = group_rows_plainly(routing.ids_TK, EXPERTS)
+        sorted_PD = x_TD.index_select(0, rows.order_P // TOP_K)
+        launched = self.comm.launch(lambda: sorted_PD.clone())
+        ends_e = rows.counts_e.cumsum()
+        return _Pending(
+            launched, lambda x: Ticket(Inbound(Layout.GROUPED, x, rows.counts_e, ends_e), routing, rows)
+        )  # fmt: skip
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Pending:  # type: ignore[override]
+        ticket.use()
+        home_PD = torch.empty_like(y)
+        launched = self.comm.launch(lambda: home_PD.copy_(y))
+        return _Pending(launched, lambda y: weighted_sum_plainly(y, ticket.private, ticket.routing, out_TD))
+
+
+@dataclass
+class _Pending:
+    launched: Launched[Tensor]
+    then: Callable[[Tensor], Any]
+    arrived_ns = ON_DEVICE
+
+    def arrive(self) -> None: ...
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        return self.then(self.launched.join())
+
+
+class Scaled:
+    """Experts of one number each, by way of the lane's scratch."""
+
+    def run(self, inbound: Inbound, weights: Tensor, out: Tensor, scratch: Scratch) -> None:
+        half = scratch.take("half", inbound.x.shape, inbound.x)
+        torch.mul(inbound.x, 0.5, out=half)
+        for slot, end in enumerate(inbound.ends_e.tolist()):
+            rows = slice(end - int(inbound.counts_e[slot]), end)
+            out[rows] = half[rows] * weights[slot]
+
+
+class Model:
+    """Each layer writes a row per token and adds what all tokens before have written, then its experts."""
+
+    def __init__(self, cuda: FakeCuda, backend: Any) -> None:
+        self.cuda = cuda
+        generator = torch.Generator().manual_seed(0)
+        self.embed = torch.randn(50, WIDTH, generator=generator).to(cuda.device)
+        self.gate = torch.randn(WIDTH, EXPERTS, generator=generator).to(cuda.device)
+        slots = SlotMap(Placement.initial(1, EXPERTS, 1), 0, cuda.device)
+        scale = torch.randn(EXPERTS, generator=generator).to(cuda.device)
+        self.layers = [
+            MoELayer(self.route, backend, Scaled(), scale, slots, shared=lambda x: x * 0.1)  # type: ignore[arg-type]
+            for _ in range(LAYERS)
+        ]
+
+    def route(self, x_TD: Tensor, num_tokens: int | Tensor) -> Routing:
+        weights_TK, ids_TK = (x_TD[:, :, None] * self.gate).sum(1).topk(TOP_K)
+        return Routing(ids_TK.int(), weights_TK)
+
+    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
+        with self.cuda.watching():
+            x = self.embed.index_select(0, step.ids_T)
+            for layer, cache in zip(self.layers, kv, strict=True):
+                cache.k.index_copy_(0, step.positions_T, x)
+                seen_TC = torch.arange(len(cache.k), device=x.device) <= step.positions_T[:, None]
+                x = x + (seen_TC[:, :, None] * cache.k).sum(1)
+                x = x + layer(x, len(x), lane)
+            return x
+
+    def serve(self, lane: Lane) -> None: ...
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        return hidden_SD
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    fake = FakeCuda()
+    monkeypatch.setattr(streams, "torch", FakeTorch(fake))
+    monkeypatch.setattr(native_rows, "AVAILABLE", False)  # nobody could watch it
+    streams._cuda_stream.cache_clear()
+    with fake.watching():
+        yield fake
+    streams._cuda_stream.cache_clear()
+
+
+def by_nccl() -> DeviceAll2All:
+    """Its rows travel from this rank to itself."""
+    backend = DeviceAll2All(wire_of("auto", torch.float32), WIDTH, torch.float32, TOP_K, 12, 24)
+    backend.join(members_of(1)[0], EXPERTS, 2)
+    return backend
+
+
+def run(
+    cuda: FakeCuda, cut: int | None, backend_of: Callable[[], Any] = Travelling
+) -> tuple[list[Tensor], list[Meter]]:
+    """Three steps on a stream that is not a thread's first one, in one lane or in two."""
+    ids, positions = (torch.arange(12).to(cuda.device) * factor % 50 for factor in (3, 1))
+    on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
+    step = StepInputs(ids, positions, (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
+    model, runner = Model(cuda, backend_of()), LaneRunner(1 if cut is None else 2)
+    runner.comm = comm_stream("cuda")
+    agreed = None if cut is None else Agreed(0, 2, (cut, 12 - cut))
+    outs, meters, stream = [], [], cuda.Stream()
+    stream.wait_stream(cuda.current_stream())
+    try:
+        with cuda.stream(stream), torch.inference_mode():
+            for _ in range(3):
+                kv = [LayerKV(k := torch.zeros(12, WIDTH, device=cuda.device), k) for _ in range(LAYERS)]
+                outs.append(runner.forward(model, step, cut or 0, agreed, kv))
+                meters.append(runner.take_meter())
+            done = cuda.Event()
+            done.record()
+            done.synchronize()
+    finally:
+        runner.close()
+    return outs, meters
+
+
+@pytest.mark.parametrize("backend", [Travelling, by_nccl])
+@pytest.mark.parametrize("cut", [1, 5, 6, 11])
+def test_two_lanes_on_two_streams_give_the_bits_of_one(cut: int, backend: Any, cuda: FakeCuda) -> None:
+    expected, _ = run(cuda, None)
+    found, _ = run(cuda, cut, backend)
+    assert all(map(torch.equal, found, expected))
+    assert not expected[0].isnan().any()
+
+
+def begins_too_early(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
+    comm, original = streams._cuda_stream(0)._stream, cuda.Stream.wait_event
+    patch.setattr(cuda.Stream, "wait_event", lambda s, event: None if s is comm else original(s, event))
+
+
+def is_not_waited_for(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Flight, "join", lambda flight: None)
+
+
+def keeps_nothing(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
+    original = Flight.__init__
+    patch.setattr(Flight, "__init__", lambda flight, work=None: original(flight))
+
+
+def computes_elsewhere(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lanes, "here", lambda: contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("backend", [Travelling, by_nccl])
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (begins_too_early, "does not wait for what another stream writes"),
+        (is_not_waited_for, "does not wait for what another stream writes"),
+        (keeps_nothing, "freed that another stream may still use"),
+        (computes_elsewhere, "does not wait for what another stream writes"),
+    ],
+)
+def test_whatever_is_left_out_is_noticed(
+    wrong: Any, why: str, backend: Any, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong(cuda, monkeypatch)
+    with pytest.raises(Hazard, match=why):
+        run(cuda, 6, backend)
+
+
+def test_rows_travel_while_the_other_lane_computes(cuda: FakeCuda) -> None:
+    """The device's own times: an operation takes 1 ms, and a transfer about as long as a lane's part of a layer."""
+    streams._cuda_stream(0)._stream.pace_ms = 10.0  # type: ignore[attr-defined]
+    found = []
+    for cut in (None, 6):
+        _, meters = run(cuda, cut)
+        assert [(meter.comm_us, meter.exposed_us) for meter in meters] == [(0, 0)] * 3, "the host cannot tell"
+        assert [len(meter.flights) for meter in meters] == [2 * LAYERS * (1 if cut is None else 2)] * 3
+        found.append(meters[1].times_us())
+    (one_us, exposed_us), (_, hidden_us) = found
+    assert one_us > exposed_us > 0.8 * one_us, "all but what the shared expert hides"
+    assert hidden_us < 0.5 * exposed_us
+
+
+def test_a_transfer_that_nobody_waits_for_keeps_what_it_uses(cuda: FakeCuda) -> None:
+    """As in a step that fails: until the device has come by, and no longer."""
+    comm = comm_stream("cuda")
+    with pytest.raises(ZeroDivisionError):
+        comm.launch(lambda: torch.ones(3).div_(2) / (1 // 0))
+    comm.launch((torch.ones(3) * 2).clone)
+    assert comm.take_flights() == []
+    torch.ones(3)  # would be given x's memory
+    over = cuda.Event()
+    with cuda.stream(streams._cuda_stream(0)._stream):  # type: ignore[arg-type]
+        over.record()
+    over.synchronize()
+    assert len(streams._cuda_stream(0)._flights) == 2
+    assert comm.take_flights() == []
+    assert not streams._cuda_stream(0)._flights
+
+
+def test_a_transfer_of_others_is_timed_by_the_wait_for_it(cuda: FakeCuda) -> None:
+    comm, theirs, over = comm_stream("cuda"), cuda.Stream(), cuda.Event()
+    theirs.pace_ms = 7.0
+    flight = comm.watch()
+    with cuda.stream(theirs):
+        torch.ones(1)
+        over.record()
+    torch.ones(1)
+    with flight:
+        cuda.current_stream().wait_event(over)
+    (taken,) = comm.take_flights()
+    over.record()
+    over.synchronize()
+    assert taken.times_us == (7000, 6000)
+
+
+def test_on_a_cpu_all_is_done_at_once() -> None:
+    comm = comm_stream("cpu")
+    assert comm.launch(lambda: 5).join() == 5
+    with comm.watch():
+        assert comm.take_flights() == []
+    assert streams.here() is contextlib.nullcontext
+
+
+def test_no_result_is_believed_before_its_transfers_are_checked() -> None:
+    """What a lost rank should have sent may be anything, and nobody has waited for it on the host."""
+    driver = Driver(fake_runner())
+    checked: list[bool] = []
+
+    class Broken(DeviceAll2All):
+        def check(self) -> None:
+            checked.append(True)
+            raise PeerLost("NCCL gave up on a rank")
+
+    request = driver.add(Request([3, 4, 5], greedy()))
+    driver.run([(request, 2)])
+    layer = SimpleNamespace(all2all=Broken(wire_of("auto", torch.float32), WIDTH, torch.float32, TOP_K, 12, 24))
+    driver.runner.peers._layers = (layer,)  # type: ignore[assignment]
+    collect = driver.runner.launch(driver.plan([(request, 1)]))
+    assert not checked
+    with pytest.raises(PeerLost, match="gave up"):
+        collect()
+
+
+class RealCuda:
+    """A GPU as `run` uses it."""
+
+    device = "cuda"
+    Event, Stream = torch.cuda.Event, torch.cuda.Stream
+    stream, current_stream = staticmethod(torch.cuda.stream), staticmethod(torch.cuda.current_stream)
+    watching = staticmethod(contextlib.nullcontext)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", [Travelling, by_nccl])
+def test_on_a_gpu(backend: Any) -> None:
+    cuda: Any = RealCuda()
+    expected, _ = run(cuda, None)
+    found, meters = run(cuda, 6, backend)
+    for one, other in zip(found, expected, strict=True):  # torch's own sums depend on the number of rows there
+        torch.testing.assert_close(one, other)
+    assert all(exposed_us <= took_us for took_us, exposed_us in (meter.times_us() for meter in meters))
+    assert min(meter.times_us()[0] for meter in meters) > 0
