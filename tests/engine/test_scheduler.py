@@ -393,3 +393,31 @@ def test_abort_rows_carry_no_token() -> None:
     assert np.frombuffer(output.rids, "<i8").tolist() == [7]
     assert np.frombuffer(output.tokens, "<i4").tolist() == [-1]
     assert list(output.finish) == [FinishReason.ABORT]
+
+
+def test_a_step_that_is_run_again_has_no_rows_of_requests_that_left() -> None:
+    """Their slots and blocks may be others' by now."""
+    harness = Harness(limits_of(depth=2))
+    for rid in range(3):
+        harness.submit(submit_of(rid, prompt_of(6, 20 + rid)))
+    scheduler = harness.scheduler
+    plan = scheduler.plan()
+    assert plan is not None
+    assert scheduler.again(plan) is plan
+    gone = scheduler.residents.columns.slot_of[1]
+    harness.abort(1)
+    harness.submit(submit_of(9, prompt_of(5, 33)))
+    later = scheduler.plan()  # the newcomer's, in the same slot
+    assert later is not None
+    assert gone in later.slots_R
+    again = scheduler.again(plan)
+    assert sorted(again.slots_R.tolist()) == sorted(set(plan.slots_R.tolist()) - {gone})
+    assert len(again.starts_R) == len(again.counts_R) == len(again.samples_R) == 2
+    assert (again.step, again.added) == (plan.step, plan.added)
+    for one in (again, scheduler.again(later)):
+        harness.plans.append(one)
+        harness.runner.start(one)
+        harness.in_flight.append(one)
+    harness.settle()
+    harness.run()
+    harness.check_answers()
