@@ -179,7 +179,7 @@ class GroupCore(EngineCore):
     def _next_plan(self) -> StepPlan | None:
         if self._next_join is not None:
             return None
-        return self.scheduler.again(self._again.popleft()) if self._again else self.scheduler.plan()
+        return self._again.popleft() if self._again else self.scheduler.plan()
 
     def _vote(self, plan: StepPlan | None) -> Vote:
         assert self._join is not None
@@ -285,7 +285,11 @@ class GroupCore(EngineCore):
             else:
                 assert not failed, f"step {step.plan.step} had a result, but one before it failed"
                 self._settle(step, result)
-        self._again.extendleft(reversed(failed))
+        if self._group_runner.overtaken:  # by steps that wrote where this one is to read
+            self._again.clear()
+            self.scheduler.start_over()
+        else:
+            self._again.extendleft(reversed(failed))
         self._tell_parted(str(error), missing)
 
     def _tell_parted(self, cause: str, missing: tuple[int, ...]) -> None:

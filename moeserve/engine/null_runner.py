@@ -54,6 +54,8 @@ class NullRunner:
     def close(self) -> None:
         """Nothing to give back."""
 
+    overtaken = False
+
     async def join(self, join: Join) -> None:
         """Nobody to connect with."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -136,18 +135,14 @@ class Scheduler:
         self._flights.append(Flight(plan, slots, columns.generation[slots], draft))
         return plan
 
-    def again(self, plan: StepPlan) -> StepPlan:
-        """A plan whose step failed, for another try: without rows whose request has left since. What they would write
-        may belong to others by now."""
-        at = next(i for i, flight in enumerate(self._flights) if flight.plan is plan)
-        flight = self._flights[at]
-        live = self.residents.columns.generation[flight.slots] == flight.generation
-        if live.all():
-            return plan
-        rows = {name: getattr(plan, name)[live] for name in ("slots_R", "starts_R", "counts_R", "samples_R")}
-        left = replace(plan, **rows)
-        self._flights[at] = Flight(left, flight.slots[live], flight.generation[live], flight.draft)
-        return left
+    def start_over(self) -> None:
+        """Forgets the steps in flight and all that was computed: every running request waits again, with all that is
+        known of it, and comes out the same."""
+        self._flights.clear()
+        nobody = Draft(len(self.groups), 0)
+        for slot in self.residents.columns.order.tolist():
+            self._preempt(slot, nobody)
+        self.reset_prefix_cache()
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Takes the result of the oldest plan: appends tokens, ends requests, frees what they held."""

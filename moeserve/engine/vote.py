@@ -124,11 +124,18 @@ class GroupRunner(Runner, Protocol):
     """What the core needs of a runner whose steps are run together with other engines'.
 
     A step that fails with PeerLost leaves the runner able to run the same plan again after the next `join`. From such
-    a failure until then, later steps fail with PeerLost as well, and before they touch tables or blocks. A plan that
-    comes again must not repeat its `stores`: the blocks that they save may be overwritten by its first attempt.
+    a failure until then, later steps fail with PeerLost as well, and before they touch tables or blocks; if one has
+    touched them, the runner was `overtaken`. A plan that comes again must not repeat its `stores`: the blocks that they
+    save may be overwritten by its first attempt.
     """
 
     on_placed: Callable[[Placed], None] | None  # set by the core, called from any thread
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether a step of this epoch had begun when one before it failed. Then no plan can be run again: what was to
+        be computed for a request that has left may be gone, and others may count on it."""
+        ...
 
     @property
     def placed(self) -> int:

@@ -42,6 +42,8 @@ class GroupedRunner(ThreadedRunner):
         self.team = team
         self.on_traced: Callable[[Traced], object] | None = None
         self._lost: PeerLost | None = PeerLost("this engine has not joined its group yet")
+        self.overtaken = False
+        self._newest: StepPlan | None = None  # of those that have begun
         self._dp_rank = 0
         self._policy = OverlapPolicy("off" if len(model.lanes.lanes) == 1 else model.config.parallel.dbo)
 
@@ -87,7 +89,7 @@ class GroupedRunner(ThreadedRunner):
         return own if self.team is None else min(own, self.team.placed)
 
     async def join(self, join: Join) -> None:
-        self._lost = None
+        self._lost, self.overtaken = None, False
         self._dp_rank = join.dp_rank
         self._policy.restart()
         others = self._ask(Meet(join))
@@ -152,6 +154,7 @@ class GroupedRunner(ThreadedRunner):
     # In the runner's thread.
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        self._newest = plan
         team = self.team
         if team is None:
             return super()._begin(plan)
@@ -184,6 +187,7 @@ class GroupedRunner(ThreadedRunner):
     def _fail(self, plan: StepPlan, handle: Handle[StepResult], exc: BaseException) -> None:
         if isinstance(exc, PeerLost):
             self._lost = self._lost or exc
+            self.overtaken = self.overtaken or self._newest is not plan
             handle.fail(exc)
         else:
             super()._fail(plan, handle, exc)

@@ -70,6 +70,8 @@ class GroupModel:
     """A GroupRunner around the fake model. A step that fails has applied its tables and spoiled its K/V cells."""
 
     on_placed: Callable[[Placed], None] | None = None
+    overtaken = False
+    ahead = False  # whether a step begins before the one before it is over, so that both fail, and both spoil
 
     def __init__(self, limits: Limits, rank: int, exchanges: dict[int, Exchange], rng: random.Random) -> None:
         self.model = FakeModelRunner(limits, FULL)
@@ -86,17 +88,20 @@ class GroupModel:
         self._moved = -1
 
     def start(self, plan: StepPlan) -> Step:
-        self._last = asyncio.create_task(self._run(plan, self._last))
+        self._last = asyncio.create_task(self._run(plan, self._last, self.exchange))
         self._last.add_done_callback(lambda task: task.cancelled() or task.exception())
         return Step(self._last)
 
-    async def _run(self, plan: StepPlan, before: asyncio.Task[StepResult] | None) -> StepResult:
+    async def _run(self, plan: StepPlan, before: asyncio.Task[StepResult] | None, began: Exchange | None) -> StepResult:
         if before is not None:
             await asyncio.wait({before})
         if self.failing is not None:
             raise self.failing
         exchange, agreed = self.exchange, plan.agreed
         if exchange is None or exchange.broken:
+            if self.ahead and began is not None:
+                self._execute(plan, spoil=True)
+                self.overtaken = True
             raise PeerLost("not connected")
         assert agreed is not None
         assert not self.seen or agreed.step > self.seen[-1].step
@@ -126,7 +131,7 @@ class GroupModel:
             self.model.tokens = np.where(tokens >= 0, tokens, self.model.tokens)
             for slot, start, count in zip(plan.slots_R, plan.starts_R, plan.counts_R, strict=True):
                 if plan.samples_R[plan.slots_R.tolist().index(slot)]:
-                    self.model.tokens[slot, start + count] = -1
+                    self.model.tokens[slot, start + count] = 3 if self.ahead else -1  # a wrong one, or none
                 where = np.arange(start, start + count)
                 blocks = self.model.tables[:, slot, where // self.model.block_size]
                 self.model.kv[:, blocks, where % self.model.block_size] = 666
@@ -134,7 +139,7 @@ class GroupModel:
 
     async def join(self, join: Join) -> None:
         self.exchange = self.exchanges.setdefault(join.epoch, Exchange(join.dp_size))
-        self.seen = []
+        self.seen, self.overtaken = [], False
 
     async def leave(self) -> None:
         if self.exchange is not None:

@@ -13,7 +13,7 @@ import pytest
 from moeserve.engine.group_core import GroupCore
 from moeserve.errors import PeerLost
 from moeserve.messages import Abort, Drain, Ping, Place, PlacementTable, Pong, StepOutput, Stopped, TraceNext
-from tests.engine.group_harness import Group
+from tests.engine.group_harness import Group, GroupModel
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 
@@ -212,8 +212,11 @@ async def test_a_trace_is_taken_by_all_engines_in_one_step() -> None:
         assert len(traced[0]) == 1
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_traffic_under_breaks_and_kills(seed: int) -> None:
+async def test_random_traffic_under_breaks_and_kills(seed: int, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ahead: steps fail after later ones have begun, as on a device that runs behind the host."""
+    monkeypatch.setattr(GroupModel, "ahead", ahead)
     rng = random.Random(seed)
     size = rng.choice([2, 3, 4])
     tight = {"num_blocks": 24, "store_cells": 12} if seed % 2 else {"store_cells": 20}

@@ -395,29 +395,23 @@ def test_abort_rows_carry_no_token() -> None:
     assert list(output.finish) == [FinishReason.ABORT]
 
 
-def test_a_step_that_is_run_again_has_no_rows_of_requests_that_left() -> None:
-    """Their slots and blocks may be others' by now."""
+def test_starting_over_computes_everything_anew_and_finds_nothing_old() -> None:
+    """Steps in flight count for nothing, and neither does what they were to leave in blocks."""
     harness = Harness(limits_of(depth=2))
-    for rid in range(3):
-        harness.submit(submit_of(rid, prompt_of(6, 20 + rid)))
-    scheduler = harness.scheduler
-    plan = scheduler.plan()
-    assert plan is not None
-    assert scheduler.again(plan) is plan
-    gone = scheduler.residents.columns.slot_of[1]
-    harness.abort(1)
-    harness.submit(submit_of(9, prompt_of(5, 33)))
-    later = scheduler.plan()  # the newcomer's, in the same slot
-    assert later is not None
-    assert gone in later.slots_R
-    again = scheduler.again(plan)
-    assert sorted(again.slots_R.tolist()) == sorted(set(plan.slots_R.tolist()) - {gone})
-    assert len(again.starts_R) == len(again.counts_R) == len(again.samples_R) == 2
-    assert (again.step, again.added) == (plan.step, plan.added)
-    for one in (again, scheduler.again(later)):
-        harness.plans.append(one)
-        harness.runner.start(one)
-        harness.in_flight.append(one)
-    harness.settle()
+    for rid in range(6):
+        harness.submit(submit_of(rid, prompt_of(9, 20 + rid // 2), max_tokens=12))
+    steps(harness, 5)
+    harness.plan()
+    known = {rid: len(answer.tokens) for rid, answer in harness.answers.items()}
+    assert any(known.values())
+    assert harness.in_flight
+    harness.scheduler.start_over()
+    harness.in_flight.clear()
+    harness.runner.catch_up()
+    harness.runner.done.clear()
+    harness.runner.kv[:] = 666
+    harness.num_resets += 1
+    assert not running(harness)
+    harness.scheduler.audit()
     harness.run()
     harness.check_answers()
