@@ -42,6 +42,7 @@ class TritonExperts:
         layouts=frozenset({Layout.GROUPED}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         devices=frozenset({"cuda", "cpu"}),  # cpu: interpreted, in tests
+        device_counts=True,
     )
 
     def pack(self, weights: ExpertWeights) -> Packed:
@@ -61,11 +62,15 @@ class TritonExperts:
         return Packed(*(torch.stack([one[i] for one in ones]) for i in range(2)))
 
     def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
-        rows = int(inbound.ends_e[-1])
+        ends_e = inbound.ends_e
+        if isinstance(ends_e, Tensor):
+            rows, expected = inbound.x.shape[0], inbound.expected
+        else:
+            rows = expected = int(ends_e[-1])
+            ends_e = torch.from_numpy(ends_e).to(inbound.x.device, torch.int32)
         if not rows:
             return
-        config = weights.launch(rows)
-        ends_e = torch.from_numpy(inbound.ends_e).to(inbound.x.device, torch.int32)
+        config = weights.launch(expected)
         to = align_groups(ends_e, rows, config["block_m"])
         down(gate_up(inbound.x[:rows], weights.w13_eFD, to, config), weights.w2_eDI, to, config, out[:rows])
 

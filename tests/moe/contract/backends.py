@@ -10,12 +10,15 @@ import torch
 
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
+from moeserve.moe.all2all.registry import Facts, make_backends
+from moeserve.moe.all2all.wire import wire_of
 from moeserve.ops.native import native
+from tests.parallel.host_memory import host_symmetric
 from tests.parallel.ranks import members_of, together
 
 T = TypeVar("T")
-NAMES = ("torch", "allgather", *(("shm",) if native() is not None else ()))
+NAMES = ("torch", "allgather", *(("shm", "cuda_ipc") if native() is not None else ()))
 WIDTH = 24
 SLOTS = 3  # of one rank
 TOP_K = 3
@@ -23,7 +26,13 @@ MAX_TOKENS = 40
 
 
 def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS) -> All2All:
-    """The backend itself where one rank would be given `local`."""
+    """The backend itself where one rank would be given `local`; `cuda_ipc` with interpreted kernels."""
+    if name == "cuda_ipc":
+        facts = Facts(
+            hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=max_tokens, num_slots=SLOTS, num_ranks=ranks,
+            wire=wire_of(wire, dtype), comm_sms=1,
+        )  # fmt: skip
+        return CudaIpcAll2All(facts, *host_symmetric())
     (backend,) = make_backends(
         ParallelConfig(dp=max(2, ranks), all2all=name, wire=wire),  # type: ignore[arg-type]
         hidden_size=WIDTH,

@@ -60,7 +60,7 @@ def cases(ranks: int) -> dict[str, list[np.ndarray]]:
 def experts(inbound: Inbound, first: int) -> Tensor:
     """Stands in for experts: slot s multiplies by s + 1/2. Results of rows beyond the last are NaN."""
     assert inbound.layout is Layout.GROUPED
-    assert inbound.ends_e.tolist() == np.cumsum(inbound.counts_e).tolist()
+    assert inbound.ends_e.tolist() == np.cumsum(inbound.host_counts_e).tolist()
     y = torch.full_like(inbound.x, torch.nan)
     start = 0
     for slot, end in enumerate(inbound.ends_e.tolist()):
@@ -129,7 +129,7 @@ def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: 
         routing = Routing(torch.from_numpy(ids[rank].astype(np.int32)), torch.ones(9, TOP_K))
         lane = Lane()
         ticket = backend.dispatch(x.contiguous(), routing, lane).wait()
-        rows = [part.tolist() for part in np.split(ticket.inbound.x[:, 0].numpy(), ticket.inbound.ends_e)][:SLOTS]
+        rows = [part.tolist() for part in np.split(ticket.inbound.x[:, 0].numpy(), np.asarray(ticket.inbound.ends_e))][:SLOTS]
         backend.combine(ticket, ticket.inbound.x, torch.empty(9, WIDTH), lane).wait()
         return rows
 

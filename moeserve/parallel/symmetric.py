@@ -1,0 +1,219 @@
+"""Symmetric memory: a region of each rank of one host that all others have mapped, and how their streams meet there.
+
+A region is made once, offered again in every epoch, and lives as long as the process: nobody can be about to write to
+memory that is gone. Nor can what is left of an old epoch be taken for something of a new one: before a rank meets the
+others again its device has done all that it was given, and flags hold numbers that grow from epoch to epoch.
+
+R ranks, B bytes of one lane's part of a region.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moeserve.errors import ConfigError, PeerLost
+from moeserve.kernels.exchange import FAILED, LATE, TOLD, meet
+from moeserve.parallel.cudart import CudaRuntime, tensor_at
+from moeserve.parallel.members import Members
+from moeserve.parallel.shm import Meeting, module
+
+if TYPE_CHECKING:
+    from moeserve._native import Region
+
+HEAD_BYTES = 4096  # of each lane's part: a flag of 8 bytes per rank
+MEETINGS = 40  # bits for the number of a meeting within its epoch
+
+
+class Memory(Protocol):
+    """What regions are made of."""
+
+    device: torch.device
+
+    def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
+        """This rank's region, uint8, zeroed when it was made, the same each time; and what lets others open it."""
+        ...
+
+    def open(self, rank: int, fd: int) -> int:
+        """The address of another rank's region, of which `fd` is the offer. Raises ConfigError: out of reach."""
+        ...
+
+    def close(self) -> None:
+        """Waits until this rank's device has nothing left to do, and unmaps all that `open` mapped."""
+        ...
+
+    def words(self, count: int) -> Tensor:
+        """int32 zeros that host and device both see at once."""
+        ...
+
+    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float) -> None:
+        """As `kernels.exchange.meet`, on the current stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One lane's part of all regions, and the lane's state; see kernels/exchange.py. own_B: this rank's part.
+    meet: makes what comes next on the current stream wait until the same was said on all other ranks."""
+
+    rank: int
+    bases_R: Tensor
+    own_B: Tensor
+    state: Tensor
+    control: Tensor
+    meet: Callable[[], None]
+
+
+class Symmetric:
+    """All of this rank's windows. A group that failed stays so until the next `join`: kernels then move nothing more,
+    and each wait ends at once. Three things make one fail: a rank leaves, a rank ends (its connections do, and a thread
+    of ours sees that), a rank stays away for longer than the members' deadline."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._meeting: Meeting | None = None
+        self._watcher: threading.Thread | None = None
+        self._windows: list[Window] = []
+        self._deadline_s = 0.0
+        self._left = threading.Event()
+        self._gone: tuple[int, ...] = ()
+
+    def join(self, members: Members, lanes: int, lane_bytes: int, facts: str) -> list[Window]:
+        """A window for each lane. facts: what must be the same on all ranks. Raises PeerLost, ConfigError."""
+        self._forget()
+        self._deadline_s, self._left, self._gone = members.deadline_s, threading.Event(), ()
+        meeting = self._meeting = Meeting(members, range(members.size), "symmetric", 1)
+        region_B, offer = self._memory.allocate(lanes * lane_bytes)
+        peers = meeting.connect([offer], f"{lanes} lanes of {lane_bytes} bytes, {facts}")
+        bases = dict.fromkeys(range(members.size), region_B.data_ptr())
+        bases |= {rank: self._memory.open(rank, fd) for rank, (_, fd) in peers.items()}
+        bases_R = torch.tensor(list(bases.values()), device=self._memory.device)
+        self._windows = [
+            self._window(members, bases_R + lane * lane_bytes, region_B[lane * lane_bytes :][:lane_bytes])
+            for lane in range(lanes)
+        ]
+        links = {connection: rank for rank, (connection, _) in peers.items()}
+        watch = (links, self._windows, self._left, meeting)
+        self._watcher = threading.Thread(target=self._watch, args=watch, name="peers", daemon=True)
+        self._watcher.start()
+        return self._windows
+
+    def _window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
+        memory, rank, timeout_s = self._memory, members.rank, members.deadline_s
+        assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
+        state = torch.tensor([members.epoch << MEETINGS, 0], device=memory.device)
+        control = memory.words(LATE + members.size)
+        return Window(
+            rank, bases_R, own_B, state, control, lambda: memory.meet(bases_R, state, rank, control, timeout_s)
+        )
+
+    def _watch(
+        self, links: Mapping[socket.socket, int], windows: list[Window], left: threading.Event, meeting: Meeting
+    ) -> None:
+        """The first rank that is gone ends this epoch for all; but ours stays connected until it leaves itself."""
+        with selectors.DefaultSelector() as selector:
+            for connection in links:
+                selector.register(connection, selectors.EVENT_READ)
+            if links:
+                ready = [key.fileobj for key, _ in selector.select()]
+                self._gone = tuple(sorted(links[at] for at in ready if isinstance(at, socket.socket)))
+                _tell(windows)
+        left.wait()
+        meeting.close()
+
+    def leave(self) -> None:
+        """Any thread, any time: who waits, here or at a peer, on the device or for the others to come, gives up."""
+        _tell(self._windows)
+        self._left.set()
+        if self._meeting is not None:
+            self._meeting.leave()
+
+    def check(self) -> None:
+        """Raises PeerLost if kernels have given up since `join`: what they, and all after them, left is not to be used.
+        It looks at host memory and waits for nothing, so wait first: for an event behind the results in question."""
+        failed = [window for window in self._windows if window.control[FAILED]]
+        if not failed:
+            return
+        if self._left.is_set():
+            raise PeerLost("this rank left its group")
+        late = {rank for window in failed for rank in window.control[LATE:].nonzero().flatten().tolist()}
+        missing = self._gone or tuple(sorted(late))
+        why = "are gone" if self._gone else f"did not come in {self._deadline_s:g} s"
+        raise PeerLost(f"ranks that {why}: {', '.join(map(str, missing))}", missing)
+
+    def _forget(self) -> None:
+        self.leave()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._memory.close()
+        self._windows = []
+
+
+def _tell(windows: list[Window]) -> None:
+    for window in windows:
+        window.control[TOLD] = 1
+
+
+class Offer(msgspec.Struct, frozen=True):
+    handle: bytes
+    device: str  # its UUID, the same in all processes
+
+
+class CudaMemory:
+    """Device memory over CUDA IPC, between processes; their GPUs are the same, or reach each other's memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._runtime = CudaRuntime()
+        self._region: tuple[Tensor, Region] | None = None
+        self._opened: list[int] = []
+
+    def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
+        if self._region is None or self._region[0].nbytes != num_bytes:
+            address = self._runtime.allocate(num_bytes)
+            uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+            offer = msgspec.msgpack.encode(Offer(self._runtime.handle(address), uuid))
+            region = module().Region(len(offer))
+            memoryview(region)[:] = offer
+            self._region = tensor_at(address, num_bytes, self.device), region
+        return self._region
+
+    def open(self, rank: int, fd: int) -> int:
+        offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
+        here = torch.cuda.current_device()
+        seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+        there = seen.get(offer.device)
+        if there is None:
+            raise ConfigError(
+                f"cuda_ipc: GPU {offer.device} of rank {rank} is hidden from this rank; let all ranks of a host see "
+                "all their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
+            )
+        if there != here and not torch.cuda.can_device_access_peer(here, there):
+            raise ConfigError(
+                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
+                "peer access; use --all2all deepep_ht, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
+            )
+        address = self._runtime.open(offer.handle, f"rank {rank}'s memory stays out of reach; use another --all2all")
+        self._opened.append(address)
+        return address
+
+    def close(self) -> None:
+        if self._region is not None:
+            torch.cuda.synchronize(self.device)
+        while self._opened:
+            self._runtime.close(self._opened.pop())
+
+    def words(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float) -> None:
+        meet(bases_R, state, rank, control, timeout_s)
