@@ -22,9 +22,10 @@ from triton.language.extra.cuda import globaltimer
 
 from moeserve.kernels.combine import combine_reference
 
-POLLS = tl.constexpr(64)  # between two looks at the host's word and the clock: those take a trip over the bus
+POLLS = 64  # between two looks at the host's word and the clock: those take a trip over the bus
 PAIRS = 1024  # ids that a program sends at a time
 TILE = 8192  # words that a program copies at a time: 64 bytes of each of 512 threads are under way
+SUMS = 1024  # outputs that a program adds up at a time: 8 of a thread, so that all K rows of them are under way
 TOLD, FAILED, LATE = 0, 1, 2  # places in `control`: the host's word to give up, the kernel's that it did, who was late
 
 
@@ -35,14 +36,15 @@ def _at(base, offset, like_ptr):
 
 
 @triton.jit(do_not_specialize=["rank", "num_ranks", "timeout_ns"])
-def meet_kernel(bases_ptr, state_ptr, control_ptr, rank, num_ranks, timeout_ns, RANKS: tl.constexpr):
+def meet_kernel(
+    bases_ptr, state_ptr, control_ptr, rank, num_ranks, timeout_ns, RANKS: tl.constexpr, POLLS: tl.constexpr
+):
     """One program of one warp, a thread per rank: says to all that this rank is here, and waits until all have."""
     if tl.load(state_ptr + 1) != 0:
         return
     ranks = tl.arange(0, RANKS)
     there = ranks < num_ranks
     number = tl.load(state_ptr) + 1
-    tl.store(state_ptr, number)
     theirs = tl.load(bases_ptr + ranks, mask=there, other=0).to(state_ptr.dtype) + rank
     ours = tl.load(bases_ptr + rank).to(state_ptr.dtype) + ranks
     numbers = tl.zeros((RANKS,), tl.int64) + number
@@ -58,6 +60,7 @@ def meet_kernel(bases_ptr, state_ptr, control_ptr, rank, num_ranks, timeout_ns, 
         polls += 1
         if polls % POLLS == 0:
             gave_up = (tl.load(control_ptr, volatile=True) != 0) | (globaltimer() - begun > timeout_ns)
+    tl.store(state_ptr, number)  # behind the sums, for which all threads have come: each has read the last number
     if missing > 0:
         tl.store(control_ptr + 2 + ranks, late.to(tl.int32), mask=there)
         tl.store(control_ptr + 1, 1)
@@ -124,28 +127,30 @@ def gather_kernel(
 @triton.jit(do_not_specialize=["rank", "tokens", "num_slots", "known"])
 def collect_kernel(
     bases_ptr, state_ptr, weights_ptr, ids_ptr, out_ptr, rank, tokens, num_slots, known, places_at, y_at, out_stride,
-    width, K: tl.constexpr, BLOCK: tl.constexpr,
+    width, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some of the blocks of outputs, added up as in `combine_kernel`. known: slots of all ranks."""
+    """Each program: some of the tiles of outputs, added up as in `combine_kernel`. known: slots of all ranks."""
     if tl.load(state_ptr + 1) != 0:
         return
     blocks = tl.cdiv(width, BLOCK)
     places = _at(tl.load(bases_ptr + rank), places_at, ids_ptr)
-    for tile in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
-        token = (tile // blocks).to(tl.int64)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS) * blocks, tl.num_programs(0)):
+        rows = (tile // blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         columns = tile % blocks * BLOCK + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
+        inside = (rows < tokens)[:, None] & (columns < width)[None, :]
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
         for k in tl.static_range(K):
-            pair = token * K + k
-            slot = tl.load(ids_ptr + pair)
-            is_there = (slot >= 0) & (slot < known)
-            y = _at(tl.load(bases_ptr + tl.where(is_there, slot // num_slots, rank)), y_at, out_ptr)
-            row = tl.where(is_there, tl.load(places + pair), 0).to(tl.int64)
-            readable = columns < tl.where(is_there, width, 0)
-            value = tl.load(y + row * width + columns, mask=readable, other=0.0).to(tl.float32)
-            term = value * tl.where(is_there, tl.load(weights_ptr + pair), 0.0)
+            pairs = rows * K + k
+            slots = tl.load(ids_ptr + pairs, mask=rows < tokens, other=-1)
+            is_there = (slots >= 0) & (slots < known)
+            y = _at(tl.load(bases_ptr + tl.where(is_there, slots // num_slots, rank)), y_at, out_ptr)
+            y += tl.load(places + pairs, mask=is_there, other=0).to(tl.int64) * width
+            readable = is_there[:, None] & (columns < width)[None, :]
+            value = tl.load(y[:, None] + columns[None, :], mask=readable, other=0.0).to(tl.float32)
+            term = value * tl.load(weights_ptr + pairs, mask=is_there, other=0.0)[:, None]
             total = term if k == 0 else total + term  # 0 + -0 would lose the sign
-        tl.store(out_ptr + token * out_stride + columns, total.to(out_ptr.dtype.element_ty), mask=columns < width)
+        to_ptrs = out_ptr + rows[:, None] * out_stride + columns[None, :]
+        tl.store(to_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def publish_reference(ids_TK: Tensor, most_tokens: int, num_slots: int, num_ranks: int) -> Tensor:
@@ -185,7 +190,8 @@ def meet(bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: 
     num_ranks = len(bases_R)
     assert len(control) == LATE + num_ranks, (control.shape, num_ranks)
     room = max(32, triton.next_power_of_2(num_ranks))  # no two threads for one rank
-    meet_kernel[(1,)](bases_R, state, control, rank, num_ranks, int(timeout_s * 1e9), RANKS=room, num_warps=1)
+    timeout_ns = int(timeout_s * 1e9)
+    meet_kernel[(1,)](bases_R, state, control, rank, num_ranks, timeout_ns, RANKS=room, POLLS=POLLS, num_warps=1)
 
 
 def publish(
@@ -243,8 +249,9 @@ def collect(
     assert ids_TK.is_contiguous(), ids_TK.stride()
     assert weights_TK.dtype == torch.float32, weights_TK.dtype
     if tokens:
-        block = min(1024, triton.next_power_of_2(width))
+        block = min(SUMS, triton.next_power_of_2(width))
         collect_kernel[(programs,)](
             bases_R, state, weights_TK, ids_TK, out_TD, rank, tokens, num_slots, len(bases_R) * num_slots, places_at,
-            y_at, out_TD.stride(0), width, K=top_k, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+            y_at, out_TD.stride(0), width,
+            K=top_k, ROWS=SUMS // block, BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

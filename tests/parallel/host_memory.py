@@ -1,7 +1,7 @@
 """Symmetric memory of CPU ranks, and streams for them: what stands in for CUDA's where there is none.
 
-Regions are shared memory, so ranks may be threads or processes. Kernels are interpreted, one at a time in a process: the
-interpreter belongs to one thread. Waiting for others is done here, or nobody else could be interpreted meanwhile.
+Regions are shared memory, so ranks may be threads or processes. Kernels are interpreted, one at a time in a process:
+the interpreter belongs to one thread. Waiting for others is done here, or nobody else could be interpreted meanwhile.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-import triton.language as tl
 from moeserve.kernels.exchange import FAILED, LATE, TOLD
 from moeserve.moe.streams import Launched
 from moeserve.parallel.shm import module

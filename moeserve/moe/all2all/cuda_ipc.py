@@ -6,9 +6,10 @@ combine is two: meet again; pull and add up the results from where the experts w
 the host plans for the most rows there can be.
 
 Why a turn may be written again without asking. A meeting ends when every rank's stream has done what it was given
-before, and a turn has two: D of its dispatch, C of its combine. What the next dispatch writes before its D, rows and
-ids, was last read before this C: by peers that pulled rows and sorted ids. What it writes after its D, places and
-results, was last read before that D: by the sums of this combine. All ranks call in one order, so numbers suffice.
+before, and a turn has two: D in its dispatch, C in its combine. What the next dispatch writes before its D, rows and
+ids, was last read before this C: by peers that pulled rows and sorted ids. What comes after its D, places and results,
+was last read before that D: by the sums of this combine. All ranks make the same calls in one order, so a number says
+which meeting is meant.
 
 T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that R * M tokens can make.
 """

@@ -19,6 +19,7 @@ from tests.parallel.ranks import members_of, together
 
 T = TypeVar("T")
 NAMES = ("torch", "allgather", *(("shm", "cuda_ipc") if native() is not None else ()))
+INTERPRETED = frozenset({"cuda_ipc"})  # slow: fewer of the larger cases
 WIDTH = 24
 SLOTS = 3  # of one rank
 TOP_K = 3
