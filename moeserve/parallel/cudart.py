@@ -57,6 +57,7 @@ class CudaRuntime:
     def allocate(self, num_bytes: int) -> int:
         """The address of zeroed memory on the current device, which lives as long as the process."""
         address = ctypes.c_void_p()
+        torch.cuda.empty_cache()  # what torch holds in reserve nobody else can have
         whole = -(-num_bytes // WHOLE) * WHOLE
         remedy = f"{whole >> 20} MiB are asked for; lower --memory-utilization, or --max-num-batched-tokens"
         self._call("cudaMalloc", ctypes.byref(address), whole, remedy=remedy)

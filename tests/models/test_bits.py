@@ -141,17 +141,8 @@ def test_every_instruction_set_has_the_same_bits(name: str, isa: Any, make_check
 
 @pytest.fixture
 def _ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies tiles by BLAS, where the order of a sum depends on the tile's shape; on tensor cores
-    it does not. Here it is the order of the inputs."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-
-    def dot(self: Any, a: Any, b: Any, sums: Any, *options: Any) -> Any:
-        total = sums.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k : k + 1].astype(total.dtype) * b.data[k : k + 1].astype(total.dtype)
-        return interpreter.TensorHandle(total, sums.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    interpreting = pytest.importorskip("tests.kernels.interpreting")  # needs triton
+    monkeypatch.setattr(interpreting.interpreter.InterpreterBuilder, "create_dot", interpreting.ordered_dot)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")

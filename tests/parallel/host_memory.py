@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -26,18 +25,10 @@ from moeserve.kernels.exchange import FAILED, LATE, TOLD
 from moeserve.moe.streams import Launched
 from moeserve.parallel.shm import module
 from moeserve.parallel.symmetric import Symmetric
+from tests.kernels.interpreting import rounded
 
 T = TypeVar("T")
 INTERPRETER = threading.Lock()
-CUT: Any = interpreter._convert_float
-
-
-def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
-    """NumPy cuts off what bfloat16 has no room for; devices round."""
-    if source == tl.float32 and target == tl.bfloat16:
-        with np.errstate(all="ignore"):
-            return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
-    return CUT(data, source, target, mode)
 
 
 @contextmanager

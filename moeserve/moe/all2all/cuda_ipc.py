@@ -8,10 +8,10 @@ the host plans for the most rows there can be.
 Why a turn may be written again without asking. A meeting ends when every rank's stream has done what it was given
 before, and a turn has two: D in its dispatch, C in its combine. What the next dispatch writes before its D, rows and
 ids, was last read before this C: by peers that pulled rows and sorted ids. What comes after its D, places and results,
-was last read before that D: by the sums of this combine. All ranks make the same calls in one order, so a number says
-which meeting is meant.
+was last read before that D: by all ranks' sums of this combine. All make the same calls in the same order, so a number
+says which meeting is meant.
 
-T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that R * M tokens can make.
+T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that there can be.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class CudaIpcAll2All:
             layouts=frozenset({Layout.GROUPED}),
             wires=frozenset(RAW),
             max_tokens=facts.max_tokens,
-            copies=2 * TURNS,
+            copies=2 * TURNS + facts.wire.lossy,
             pad_hidden=lambda width: width if width * dtype.itemsize % 16 == 0 else None,
             graph_safe=True,
             device_counts=True,
