@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 
-HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 WHOLE = 2 << 20  # smaller allocations may share a block with others, which would be opened with them
 
@@ -18,11 +17,11 @@ WHOLE = 2 << 20  # smaller allocations may share a block with others, which woul
 class Handle(ctypes.Structure):
     """cudaIpcMemHandle_t; calls take it by value."""
 
-    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+    _fields_ = (("bytes", ctypes.c_ubyte * 64),)
 
 
 class CudaRuntime:
-    """Raises ConfigError with the runtime's own words; `remedy` of a call says what to do about it."""
+    """Errors are ConfigErrors with the runtime's own words and what to do about it."""
 
     def __init__(self) -> None:
         major = (torch.version.cuda or "").partition(".")[0]
@@ -33,21 +32,15 @@ class CudaRuntime:
                 f"cuda_ipc needs the CUDA runtime that torch {torch.__version__} uses ({error}); install a wheel of "
                 "torch for CUDA, or put libcudart on LD_LIBRARY_PATH"
             ) from None
-        pointer = ctypes.c_void_p
-        calls: dict[str, tuple[Any, ...]] = {
-            "cudaMalloc": (ctypes.POINTER(pointer), ctypes.c_size_t),
-            "cudaMemset": (pointer, ctypes.c_int, ctypes.c_size_t),
-            "cudaIpcGetMemHandle": (ctypes.POINTER(Handle), pointer),
-            "cudaIpcOpenMemHandle": (ctypes.POINTER(pointer), Handle, ctypes.c_uint),
-            "cudaIpcCloseMemHandle": (pointer,),
-        }
-        for name, types in calls.items():
-            call = getattr(self._lib, name)
-            call.argtypes, call.restype = types, ctypes.c_int
-        self._lib.cudaGetErrorString.argtypes = (ctypes.c_int,)
+        address = ctypes.c_void_p
+        self._lib.cudaMalloc.argtypes = (ctypes.POINTER(address), ctypes.c_size_t)
+        self._lib.cudaMemset.argtypes = (address, ctypes.c_int, ctypes.c_size_t)
+        self._lib.cudaIpcGetMemHandle.argtypes = (ctypes.POINTER(Handle), address)
+        self._lib.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(address), Handle, ctypes.c_uint)
+        self._lib.cudaIpcCloseMemHandle.argtypes = (address,)
         self._lib.cudaGetErrorString.restype = ctypes.c_char_p
 
-    def _call(self, name: str, *arguments: Any, remedy: str) -> None:
+    def _call(self, remedy: str, name: str, *arguments: Any) -> None:
         code = getattr(self._lib, name)(*arguments)
         if code:
             self._lib.cudaGetLastError()  # else the next launch would report it again
@@ -56,12 +49,11 @@ class CudaRuntime:
 
     def allocate(self, num_bytes: int) -> int:
         """The address of zeroed memory on the current device, which lives as long as the process."""
-        address = ctypes.c_void_p()
-        torch.cuda.empty_cache()  # what torch holds in reserve nobody else can have
-        whole = -(-num_bytes // WHOLE) * WHOLE
+        address, whole = ctypes.c_void_p(), -(-num_bytes // WHOLE) * WHOLE
         remedy = f"{whole >> 20} MiB are asked for; lower --memory-utilization, or --max-num-batched-tokens"
-        self._call("cudaMalloc", ctypes.byref(address), whole, remedy=remedy)
-        self._call("cudaMemset", address, 0, whole, remedy="report this")
+        torch.cuda.empty_cache()  # what torch holds in reserve nobody else can have
+        self._call(remedy, "cudaMalloc", ctypes.byref(address), whole)
+        self._call(remedy, "cudaMemset", address, 0, whole)
         torch.cuda.synchronize()
         return int(address.value or 0)
 
@@ -69,28 +61,29 @@ class CudaRuntime:
         """What lets another process open memory that `allocate` returned."""
         found = Handle()
         remedy = "this system lends no device memory between processes (WSL, some virtual GPUs); use another --all2all"
-        self._call("cudaIpcGetMemHandle", ctypes.byref(found), address, remedy=remedy)
+        self._call(remedy, "cudaIpcGetMemHandle", ctypes.byref(found), address)
         return bytes(found.bytes)
 
     def open(self, handle: bytes, remedy: str) -> int:
         """The address at which another process's memory is from now on seen here."""
-        address = ctypes.c_void_p()
-        asked = Handle.from_buffer_copy(handle)
-        self._call("cudaIpcOpenMemHandle", ctypes.byref(address), asked, LAZY_PEER_ACCESS, remedy=remedy)
+        address, asked = ctypes.c_void_p(), Handle.from_buffer_copy(handle)
+        self._call(remedy, "cudaIpcOpenMemHandle", ctypes.byref(address), asked, LAZY_PEER_ACCESS)
         return int(address.value or 0)
 
     def close(self, address: int) -> None:
-        self._call("cudaIpcCloseMemHandle", address, remedy="report this")
+        self._call("the device failed before; start again", "cudaIpcCloseMemHandle", address)
 
 
 class _Array:
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_bytes] over device memory that somebody else owns."""
-    found: Tensor = torch.as_tensor(_Array(address, num_bytes), device=device)
-    return found
+    return torch.as_tensor(_Array(address, num_bytes), device=device)

@@ -4,7 +4,7 @@ A region is made once, offered again in every epoch, and lives as long as the pr
 memory that is gone. Nor can what is left of an old epoch be taken for something of a new one: before a rank meets the
 others again its device has done all that it was given, and flags hold numbers that grow from epoch to epoch.
 
-R ranks, B bytes of one lane's part of a region.
+R ranks, B bytes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.errors import ConfigError, PeerLost
@@ -34,42 +37,78 @@ HEAD_BYTES = 4096  # of each lane's part: a flag of 8 bytes per rank
 MEETINGS = 40  # bits for the number of a meeting within its epoch
 
 
-class Memory(Protocol):
-    """What regions are made of."""
+class Offer(msgspec.Struct, frozen=True):
+    handle: bytes
+    gpu: str  # its UUID, the same in all processes
 
-    device: torch.device
+
+class CudaMemory:
+    """What regions are made of: device memory over CUDA IPC, between processes whose GPUs are one, or reach each other.
+    Tests have another, of host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._runtime = CudaRuntime()
+        self._region: tuple[Tensor, Region] | None = None
+        self._opened: list[int] = []
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
         """This rank's region, uint8, zeroed when it was made, the same each time; and what lets others open it."""
-        ...
+        if self._region is None or self._region[0].nbytes != num_bytes:
+            address = self._runtime.allocate(num_bytes)
+            offer = msgspec.msgpack.encode(Offer(self._runtime.handle(address), _uuid(self.device)))
+            region = module().Region(len(offer))
+            memoryview(region)[:] = offer
+            self._region = tensor_at(address, num_bytes, self.device), region
+        return self._region
 
     def open(self, rank: int, fd: int) -> int:
         """The address of another rank's region, of which `fd` is the offer. Raises ConfigError: out of reach."""
-        ...
+        offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
+        here = torch.cuda.current_device()
+        there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
+        if there is None:
+            raise ConfigError(
+                f"cuda_ipc: GPU {offer.gpu} of rank {rank} is hidden from this rank; let all ranks of a host see all "
+                "their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
+            )
+        if there != here and not torch.cuda.can_device_access_peer(here, there):
+            raise ConfigError(
+                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
+                "peer access; use --all2all deepep_ht, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
+            )
+        self._opened.append(self._runtime.open(offer.handle, f"rank {rank}'s memory is out of reach"))
+        return self._opened[-1]
 
     def close(self) -> None:
         """Waits until this rank's device has nothing left to do, and unmaps all that `open` mapped."""
-        ...
+        if self._region is not None:
+            torch.cuda.synchronize(self.device)
+        while self._opened:
+            self._runtime.close(self._opened.pop())
 
     def words(self, count: int) -> Tensor:
         """int32 zeros that host and device both see at once."""
-        ...
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
     def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float) -> None:
-        """As `kernels.exchange.meet`, on the current stream."""
-        ...
+        meet(bases_R, state, rank, control, timeout_s)
+
+
+def _uuid(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One lane's part of all regions, and the lane's state; see kernels/exchange.py. own_B: this rank's part.
-    meet: makes what comes next on the current stream wait until the same was said on all other ranks."""
+    """One lane's part of all regions, and the lane's state; see kernels/exchange.py. own_B: this rank's part. control:
+    for the host, in any thread. meet: makes what comes next on the current stream wait until all ranks have met."""
 
     rank: int
     bases_R: Tensor
     own_B: Tensor
     state: Tensor
-    control: Tensor
+    control: NDArray[np.int32]
     meet: Callable[[], None]
 
 
@@ -78,7 +117,7 @@ class Symmetric:
     and each wait ends at once. Three things make one fail: a rank leaves, a rank ends (its connections do, and a thread
     of ours sees that), a rank stays away for longer than the members' deadline."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: CudaMemory) -> None:
         self._memory = memory
         self._meeting: Meeting | None = None
         self._watcher: threading.Thread | None = None
@@ -89,18 +128,20 @@ class Symmetric:
 
     def join(self, members: Members, lanes: int, lane_bytes: int, facts: str) -> list[Window]:
         """A window for each lane. facts: what must be the same on all ranks. Raises PeerLost, ConfigError."""
-        self._forget()
-        self._deadline_s, self._left, self._gone = members.deadline_s, threading.Event(), ()
+        assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
+        self.leave()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._memory.close()
+        self._deadline_s, self._left, self._gone, self._windows = members.deadline_s, threading.Event(), (), []
         meeting = self._meeting = Meeting(members, range(members.size), "symmetric", 1)
         region_B, offer = self._memory.allocate(lanes * lane_bytes)
         peers = meeting.connect([offer], f"{lanes} lanes of {lane_bytes} bytes, {facts}")
         bases = dict.fromkeys(range(members.size), region_B.data_ptr())
         bases |= {rank: self._memory.open(rank, fd) for rank, (_, fd) in peers.items()}
         bases_R = torch.tensor(list(bases.values()), device=self._memory.device)
-        self._windows = [
-            self._window(members, bases_R + lane * lane_bytes, region_B[lane * lane_bytes :][:lane_bytes])
-            for lane in range(lanes)
-        ]
+        parts = region_B.view(lanes, lane_bytes)
+        self._windows = [self._window(members, bases_R + lane * lane_bytes, own_B) for lane, own_B in enumerate(parts)]
         links = {connection: rank for rank, (connection, _) in peers.items()}
         watch = (links, self._windows, self._left, meeting)
         self._watcher = threading.Thread(target=self._watch, args=watch, name="peers", daemon=True)
@@ -108,13 +149,10 @@ class Symmetric:
         return self._windows
 
     def _window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
-        memory, rank, timeout_s = self._memory, members.rank, members.deadline_s
-        assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
-        state = torch.tensor([members.epoch << MEETINGS, 0], device=memory.device)
-        control = memory.words(LATE + members.size)
-        return Window(
-            rank, bases_R, own_B, state, control, lambda: memory.meet(bases_R, state, rank, control, timeout_s)
-        )
+        state = torch.tensor([members.epoch << MEETINGS, 0], device=self._memory.device)
+        control = self._memory.words(LATE + members.size)
+        say = partial(self._memory.meet, bases_R, state, members.rank, control, members.deadline_s)
+        return Window(members.rank, bases_R, own_B, state, control.numpy(), say)
 
     def _watch(
         self, links: Mapping[socket.socket, int], windows: list[Window], left: threading.Event, meeting: Meeting
@@ -125,7 +163,7 @@ class Symmetric:
                 selector.register(connection, selectors.EVENT_READ)
             if links:
                 ready = [key.fileobj for key, _ in selector.select()]
-                self._gone = tuple(sorted(links[at] for at in ready if isinstance(at, socket.socket)))
+                self._gone = tuple(sorted(rank for connection, rank in links.items() if connection in ready))
                 _tell(windows)
         left.wait()
         meeting.close()
@@ -145,75 +183,12 @@ class Symmetric:
             return
         if self._left.is_set():
             raise PeerLost("this rank left its group")
-        late = {rank for window in failed for rank in window.control[LATE:].nonzero().flatten().tolist()}
+        late = {rank for window in failed for rank in window.control[LATE:].nonzero()[0].tolist()}
         missing = self._gone or tuple(sorted(late))
         why = "are gone" if self._gone else f"did not come in {self._deadline_s:g} s"
         raise PeerLost(f"ranks that {why}: {', '.join(map(str, missing))}", missing)
-
-    def _forget(self) -> None:
-        self.leave()
-        if self._watcher is not None:
-            self._watcher.join()
-        self._memory.close()
-        self._windows = []
 
 
 def _tell(windows: list[Window]) -> None:
     for window in windows:
         window.control[TOLD] = 1
-
-
-class Offer(msgspec.Struct, frozen=True):
-    handle: bytes
-    device: str  # its UUID, the same in all processes
-
-
-class CudaMemory:
-    """Device memory over CUDA IPC, between processes; their GPUs are the same, or reach each other's memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._runtime = CudaRuntime()
-        self._region: tuple[Tensor, Region] | None = None
-        self._opened: list[int] = []
-
-    def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
-        if self._region is None or self._region[0].nbytes != num_bytes:
-            address = self._runtime.allocate(num_bytes)
-            uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-            offer = msgspec.msgpack.encode(Offer(self._runtime.handle(address), uuid))
-            region = module().Region(len(offer))
-            memoryview(region)[:] = offer
-            self._region = tensor_at(address, num_bytes, self.device), region
-        return self._region
-
-    def open(self, rank: int, fd: int) -> int:
-        offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
-        here = torch.cuda.current_device()
-        seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-        there = seen.get(offer.device)
-        if there is None:
-            raise ConfigError(
-                f"cuda_ipc: GPU {offer.device} of rank {rank} is hidden from this rank; let all ranks of a host see "
-                "all their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
-            )
-        if there != here and not torch.cuda.can_device_access_peer(here, there):
-            raise ConfigError(
-                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
-                "peer access; use --all2all deepep_ht, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
-            )
-        address = self._runtime.open(offer.handle, f"rank {rank}'s memory stays out of reach; use another --all2all")
-        self._opened.append(address)
-        return address
-
-    def close(self) -> None:
-        if self._region is not None:
-            torch.cuda.synchronize(self.device)
-        while self._opened:
-            self._runtime.close(self._opened.pop())
-
-    def words(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
-
-    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float) -> None:
-        meet(bases_R, state, rank, control, timeout_s)

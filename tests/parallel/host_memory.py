@@ -24,7 +24,7 @@ from triton.runtime import interpreter
 from moeserve.kernels.exchange import FAILED, LATE, TOLD
 from moeserve.moe.streams import Launched
 from moeserve.parallel.shm import module
-from moeserve.parallel.symmetric import Symmetric
+from moeserve.parallel.symmetric import CudaMemory, Symmetric
 from tests.kernels.interpreting import rounded
 
 T = TypeVar("T")
@@ -37,12 +37,11 @@ def interpreting() -> Iterator[None]:
         yield
 
 
-class HostMemory:
-    """`Memory` in which `meet` is what the kernel does, in Python."""
-
-    device = torch.device("cpu")
+class HostMemory(CudaMemory):
+    """In which `meet` is what the kernel does, in Python."""
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self._region: tuple[Tensor, Any] | None = None
         self._mapped: list[mmap.mmap] = []
 
@@ -62,7 +61,8 @@ class HostMemory:
     def words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
 
-    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float) -> None:
+    def meet(self, bases_R: Tensor, state: Any, rank: int, control: Any, timeout_s: float) -> None:
+        control, state = control.numpy(), state.numpy()
         if state[1]:
             return
         state[0] += 1
@@ -78,7 +78,7 @@ class HostMemory:
         finally:
             INTERPRETER.acquire()
         if late.any():
-            control[LATE:] = torch.from_numpy(late)
+            control[LATE:] = late
             control[FAILED] = state[1] = 1
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from moeserve.parallel.symmetric import HEAD_BYTES, Symmetric, Window
 if TYPE_CHECKING:
     from moeserve.moe.all2all.registry import Facts
 
+T = TypeVar("T")
 TURNS = 2  # dispatches of a lane that may be in flight
 PART = 256  # bytes that parts of a region begin at multiples of
 
@@ -73,9 +74,18 @@ class _Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
-    seat: _Seat
-    turn: _Turn
+class _Pending(Generic[T]):
+    """All is launched. kept: what the device may have yet to read."""
+
+    launched: Launched[T]
+    kept: tuple[object, ...]
+    arrived_ns = 0  # only the device knows
+
+    def arrive(self) -> None:
+        """Nothing is left to launch."""
+
+    def wait(self, deadline_s: float | None = None) -> T:
+        return self.launched.join()
 
 
 class CudaIpcAll2All:
@@ -155,7 +165,7 @@ class CudaIpcAll2All:
         """As `Symmetric.check`."""
         self._memory.check()
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Arriving:
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Pending[Ticket]:
         if not self._is_member:
             raise PeerLost("this rank is in no group")
         limit, seat = self.caps.max_tokens, self._seats[lane.index]
@@ -170,10 +180,11 @@ class CudaIpcAll2All:
         if turn is None:
             raise RuntimeError(f"{TURNS} dispatches of lane {lane.index} are in flight; combine one of them first")
         turn.busy = True
-        launched = seat.stream.launch(lambda: self._exchange(seat, turn, x_TD, routing, most_tokens))
-        return _Arriving(launched, x_TD, routing, _Trip(seat, turn))
+        return _Pending(
+            seat.stream.launch(lambda: self._exchange(seat, turn, x_TD, routing, most_tokens)), (x_TD, routing)
+        )
 
-    def _exchange(self, seat: _Seat, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int) -> Inbound:
+    def _exchange(self, seat: _Seat, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int) -> Ticket:
         window, programs, num_slots = seat.window, self._programs, self._num_slots
         num_ranks, top_k = len(window.bases_R), routing.ids_TK.shape[1]
         regions = window.bases_R, window.state
@@ -188,20 +199,20 @@ class CudaIpcAll2All:
         assert found.order_N is not None
         gather(*regions, found.order_N, found.ends_e, most_tokens, top_k, turn.at.x, turn.at.places, rows_PW, programs)
         x_PD = self._wire.decode(rows_PW.view(torch.uint8), self._dtype, self._hidden)
-        return Inbound(Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k)
+        inbound = Inbound(Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k)
+        return Ticket(inbound, routing, (seat, turn), turn.y[: len(x_PD)])
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Returning:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Pending[Tensor]:
         ticket.use()
-        trip: _Trip = ticket.private
+        seat, turn = ticket.private
         assert ticket.y is not None
         if y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: len(ticket.y)])
-        launched = trip.seat.stream.launch(lambda: self._sum(trip, ticket.routing, out_TD))
-        trip.turn.busy = False  # for what this lane's stream is given from now on
-        return _Returning(launched, ticket)
+        launched = seat.stream.launch(lambda: self._sum(seat.window, turn, ticket.routing, out_TD))
+        turn.busy = False  # for what this lane's stream is given from now on
+        return _Pending(launched, (ticket,))
 
-    def _sum(self, trip: _Trip, routing: Routing, out_TD: Tensor) -> Tensor:
-        window, turn = trip.seat.window, trip.turn
+    def _sum(self, window: Window, turn: _Turn, routing: Routing, out_TD: Tensor) -> Tensor:
         window.meet()
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         weights_TK = routing.weights_TK.float().contiguous()
@@ -210,34 +221,3 @@ class CudaIpcAll2All:
             out_TD, self._programs,
         )  # fmt: skip
         return out_TD
-
-
-@dataclass(frozen=True, slots=True)
-class _Arriving:
-    """A dispatch on its way; it keeps the rows that the device has yet to read."""
-
-    launched: Launched[Inbound]
-    x_TD: Tensor
-    routing: Routing
-    trip: _Trip
-    arrived_ns = 0  # only the device knows
-
-    def arrive(self) -> None:
-        """All is launched."""
-
-    def wait(self, deadline_s: float | None = None) -> Ticket:
-        inbound = self.launched.join()
-        return Ticket(inbound, self.routing, self.trip, self.trip.turn.y[: len(inbound.x)])
-
-
-@dataclass(frozen=True, slots=True)
-class _Returning:
-    launched: Launched[Tensor]
-    ticket: Ticket
-    arrived_ns = 0
-
-    def arrive(self) -> None:
-        """All is launched."""
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        return self.launched.join()
