@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from moeserve.errors import PeerLost
+from moeserve.kernels.exchange import TOLD
 from moeserve.moe.all2all.base import All2All, Checked
 from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
 from moeserve.moe.all2all.local import LocalAll2All
@@ -23,10 +24,12 @@ from moeserve.moe.experts.triton import TritonExperts
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
 from moeserve.ops.native import native
+from moeserve.parallel.symmetric import Symmetric
 from tests.kernels.interpreting import ordered_dot
-from tests.moe.contract.backends import SLOTS, TOP_K, WIDTH, group
+from tests.moe.contract.backends import SLOTS, WIDTH, group
 from tests.moe.contract.test_contract import batch, cases
-from tests.parallel.host_memory import HostStream, interpreting
+from tests.parallel.host_memory import HostMemory, HostStream, interpreting
+from tests.parallel.ranks import members_of
 
 pytestmark = [
     pytest.mark.skipif(native() is None, reason="the native module was not built"),
@@ -97,9 +100,8 @@ def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.Mon
             x.copy_(torch.from_numpy(random.random((4, WIDTH), np.float32)))
             ids.copy_(torch.from_numpy(random.integers(-1, 2 * SLOTS, (4, 1))))
             (stream, dispatch), (_, combine) = tapes[threading.get_ident()][:2]
-            inbound: Any = launch(stream, dispatch).join()
-            assert ticket.y is not None
-            ticket.y.copy_(inbound.x)
+            again: Any = launch(stream, dispatch).join()
+            again.y.copy_(again.inbound.x)
             launch(stream, combine).join()
             seen.append((x.clone(), ids.clone(), out.clone()))
         return seen
@@ -136,6 +138,16 @@ def test_who_is_gone_is_named_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 10
 
 
+def test_leaving_needs_nothing_of_the_runners_thread(tmp_path: Path) -> None:
+    """There inference mode is on, and nobody else may write to its tensors."""
+    memory = Symmetric(HostMemory())
+    with torch.inference_mode():
+        (window,) = memory.join(members_of(1, str(tmp_path))[0], 1, 1 << 16, "")
+    memory.leave()
+    assert window.control[TOLD]
+    memory.check()
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     x, routing = batch(cases(1)["uneven"][0], torch.float32, 0)
     with group("cuda_ipc", torch.float32, 1, str(tmp_path)) as ranks_of:
@@ -154,4 +166,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
             backend.dispatch(x, routing, lane)
         backend.combine(tickets[1], tickets[1].inbound.x, torch.empty_like(x), lane).wait()
         backend.dispatch(x, routing, lane).wait()
-    assert routing.ids_TK.shape[1] == TOP_K
