@@ -26,7 +26,8 @@ POLLS = 64  # between two looks at the host's word and the clock: those take a t
 PAIRS = 1024  # ids that a program sends at a time
 TILE = 8192  # words that a program copies at a time: 64 bytes of each of 512 threads are under way
 SUMS = 1024  # outputs that a program adds up at a time: 8 of a thread, so that all K rows of them are under way
-TOLD, FAILED, LATE = 0, 1, 2  # places in `control`: the host's word to give up, the kernel's that it did, who was late
+TOLD, FAILED, WRONG = 0, 1, 2  # places in `control`: the host's word to give up, the kernel's that it did, and why
+CALLS = 1024  # what a flag tells beside the number of a meeting
 
 
 @triton.jit
@@ -35,10 +36,11 @@ def _at(base, offset, like_ptr):
     return tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
 
 
-@triton.jit(do_not_specialize=["rank", "num_ranks", "timeout_ns"])
+@triton.jit(do_not_specialize=["rank", "num_ranks", "call", "timeout_ns"])
 def meet_kernel(
-    bases_ptr, state_ptr, control_ptr, rank, num_ranks, timeout_ns, RANKS: tl.constexpr, POLLS: tl.constexpr
-):
+    bases_ptr, state_ptr, control_ptr, rank, num_ranks, call, timeout_ns,
+    RANKS: tl.constexpr, CALLS: tl.constexpr, POLLS: tl.constexpr,
+):  # fmt: skip
     """One program of one warp, a thread per rank: says to all that this rank is here, and waits until all have."""
     if tl.load(state_ptr + 1) != 0:
         return
@@ -47,22 +49,23 @@ def meet_kernel(
     number = tl.load(state_ptr) + 1
     theirs = tl.load(bases_ptr + ranks, mask=there, other=0).to(state_ptr.dtype) + rank
     ours = tl.load(bases_ptr + rank).to(state_ptr.dtype) + ranks
-    numbers = tl.zeros((RANKS,), tl.int64) + number
+    says = tl.zeros((RANKS,), tl.int64) + number * CALLS + call
     # Release: what this rank's earlier kernels wrote, here and at peers, is there for who has acquired the number.
-    tl.atomic_xchg(theirs, numbers, mask=there, sem="release", scope="sys")
+    tl.atomic_xchg(theirs, says, mask=there, sem="release", scope="sys")
     begun = globaltimer()
-    late = there
+    seen = tl.zeros((RANKS,), tl.int64)
     missing, polls, gave_up = num_ranks, 0, num_ranks < 0
     while (missing > 0) & (not gave_up):
         seen = tl.atomic_add(ours, tl.zeros((RANKS,), tl.int64), mask=there, sem="acquire", scope="sys")
-        late = there & (seen < number)
-        missing = tl.sum(late.to(tl.int32), 0)
+        missing = tl.sum((there & (seen // CALLS < number)).to(tl.int32), 0)
         polls += 1
         if polls % POLLS == 0:
             gave_up = (tl.load(control_ptr, volatile=True) != 0) | (globaltimer() - begun > timeout_ns)
     tl.store(state_ptr, number)  # behind the sums, for which all threads have come: each has read the last number
-    if missing > 0:
-        tl.store(control_ptr + 2 + ranks, late.to(tl.int32), mask=there)
+    wrong = tl.where(seen // CALLS < number, 1, tl.where((seen // CALLS == number) & (seen != says), 2, 0))
+    wrong = tl.where(there, wrong, 0)
+    if tl.sum(wrong, 0) > 0:
+        tl.store(control_ptr + 2 + ranks, wrong, mask=there)
         tl.store(control_ptr + 1, 1)
         tl.store(state_ptr + 1, 1)
 
@@ -180,18 +183,22 @@ def _tile(words: int) -> dict[str, int]:
     return {"ROWS": TILE // block, "BLOCK": block}
 
 
-def meet(bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float) -> None:
-    """Waits on the device until every rank's stream is here for as many times as this one's.
+def meet(bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
+    """Waits on the device until every rank's stream is here for as many times as this one's, and in the same call.
 
-    Gives up when the host says so (control[TOLD], pinned) or after timeout_s. Then control[FAILED] is 1,
-    control[LATE + r] tells for each rank whether it had not come, and nothing moves from now on.
-    state [6, 0], and flags of the own region [7, 7, 8] -> state [7, 0]: rank 2 was first and has gone on to the next.
+    Gives up when the host says so (control[TOLD], pinned) or after timeout_s, and where ranks are in different calls
+    (call % CALLS). Then control[FAILED] is 1 and control[WRONG + r] says of each rank whether it had not come (1), or
+    in another call (2); and nothing moves from now on.
+    state [6, 0], call 5, flags of the own region [7, 7, 8] * CALLS + [5, 5, 9] -> state [7, 0]: rank 2 was first and
+    has gone on to the next.
     """
     num_ranks = len(bases_R)
-    assert len(control) == LATE + num_ranks, (control.shape, num_ranks)
+    assert len(control) == WRONG + num_ranks, (control.shape, num_ranks)
     room = max(32, triton.next_power_of_2(num_ranks))  # no two threads for one rank
-    timeout_ns = int(timeout_s * 1e9)
-    meet_kernel[(1,)](bases_R, state, control, rank, num_ranks, timeout_ns, RANKS=room, POLLS=POLLS, num_warps=1)
+    meet_kernel[(1,)](
+        bases_R, state, control, rank, num_ranks, call % CALLS, int(timeout_s * 1e9),
+        RANKS=room, CALLS=CALLS, POLLS=POLLS, num_warps=1,
+    )  # fmt: skip
 
 
 def publish(

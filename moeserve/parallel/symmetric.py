@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.errors import ConfigError, PeerLost
-from moeserve.kernels.exchange import FAILED, LATE, TOLD, meet
+from moeserve.kernels.exchange import FAILED, TOLD, WRONG, meet
 from moeserve.parallel.cudart import CudaRuntime, tensor_at
 from moeserve.parallel.members import Members
 from moeserve.parallel.shm import Meeting, module
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moeserve._native import Region
 
 HEAD_BYTES = 4096  # of each lane's part: a flag of 8 bytes per rank
-MEETINGS = 40  # bits for the number of a meeting within its epoch
+MEETINGS = 38  # bits for the number of a meeting within its epoch, of the 53 that a flag has for numbers
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -91,8 +91,8 @@ class CudaMemory:
         """int32 zeros that host and device both see at once."""
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
-    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float) -> None:
-        meet(bases_R, state, rank, control, timeout_s)
+    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
+        meet(bases_R, state, rank, control, timeout_s, call)
 
 
 def _uuid(device: torch.device | int) -> str:
@@ -102,14 +102,14 @@ def _uuid(device: torch.device | int) -> str:
 @dataclass(frozen=True, slots=True)
 class Window:
     """One lane's part of all regions, and the lane's state; see kernels/exchange.py. own_B: this rank's part. control:
-    for the host, in any thread. meet: makes what comes next on the current stream wait until all ranks have met."""
+    for the host, in any thread. meet: what comes next on the current stream waits until all ranks are in this call."""
 
     rank: int
     bases_R: Tensor
     own_B: Tensor
     state: Tensor
     control: NDArray[np.int32]
-    meet: Callable[[], None]
+    meet: Callable[[int], None]
 
 
 class Symmetric:
@@ -150,7 +150,7 @@ class Symmetric:
 
     def _window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
         state = torch.tensor([members.epoch << MEETINGS, 0], device=self._memory.device)
-        control = self._memory.words(LATE + members.size)
+        control = self._memory.words(WRONG + members.size)
         say = partial(self._memory.meet, bases_R, state, members.rank, control, members.deadline_s)
         return Window(members.rank, bases_R, own_B, state, control.numpy(), say)
 
@@ -176,15 +176,20 @@ class Symmetric:
             self._meeting.leave()
 
     def check(self) -> None:
-        """Raises PeerLost if kernels have given up since `join`: what they, and all after them, left is not to be used.
+        """Raises PeerLost if kernels have given up since `join`: what they, and all after them, left is not to be used
+        (RuntimeError: because ranks differ in what they do, a bug of ours).
         It looks at host memory and waits for nothing, so wait first: for an event behind the results in question."""
         failed = [window for window in self._windows if window.control[FAILED]]
         if not failed:
             return
         if self._left.is_set():
             raise PeerLost("this rank left its group")
-        late = {rank for window in failed for rank in window.control[LATE:].nonzero()[0].tolist()}
-        missing = self._gone or tuple(sorted(late))
+        wrong_WR = np.stack([window.control[WRONG:] for window in failed])
+        if (wrong_WR == 2).any():
+            strangers = (wrong_WR == 2).any(0).nonzero()[0].tolist()
+            raise RuntimeError(f"ranks {strangers} make other calls than this one, or for other numbers of tokens")
+        late = (wrong_WR == 1).any(0).nonzero()[0].tolist()
+        missing = self._gone or tuple(late)
         why = "are gone" if self._gone else f"did not come in {self._deadline_s:g} s"
         raise PeerLost(f"ranks that {why}: {', '.join(map(str, missing))}", missing)
 

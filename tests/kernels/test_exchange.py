@@ -15,9 +15,10 @@ from torch import Tensor
 from moeserve.kernels import exchange as module
 from moeserve.kernels.align import align, align_reference
 from moeserve.kernels.exchange import (
+    CALLS,
     FAILED,
-    LATE,
     TOLD,
+    WRONG,
     collect,
     collect_reference,
     gather,
@@ -43,7 +44,7 @@ class Ranks:
         self.regions = [torch.zeros(BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(self.size)]
         self.bases = torch.tensor([region.data_ptr() for region in self.regions], device=DEVICE)
         self.states = [torch.tensor([6, 0], device=DEVICE) for _ in range(self.size)]
-        self.control = torch.zeros(LATE + self.size, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
+        self.control = torch.zeros(WRONG + self.size, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
 
     def part(self, rank: int, at: int, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
         return self.regions[rank][at:].view(dtype)[: math.prod(shape)].view(shape)
@@ -52,7 +53,7 @@ class Ranks:
         return self.part(rank, 0, (self.size,), torch.int64)
 
     def meet(self, rank: int, timeout_s: float = 1.0) -> None:
-        meet(self.bases, self.states[rank], rank, self.control, timeout_s)
+        meet(self.bases, self.states[rank], rank, self.control, timeout_s, 5)
 
 
 def ints(*rows: list[int]) -> Tensor:
@@ -146,23 +147,23 @@ def test_there_and_back(
 def test_who_is_last_waits_for_nobody() -> None:
     """The example: one of the others has gone on to the next meeting already."""
     ranks = Ranks(3)
-    ranks.flags(0).copy_(torch.tensor([6, 7, 8]))
+    ranks.flags(0).copy_(torch.tensor([6, 7, 8]) * CALLS + torch.tensor([9, 5, 9]))
     ranks.meet(0)
     assert ranks.states[0].tolist() == [7, 0]
-    assert [ranks.flags(r)[0].item() for r in range(3)] == [7, 7, 7]
+    assert [ranks.flags(r)[0].item() for r in range(3)] == [7 * CALLS + 5] * 3
     assert not ranks.control.any()
 
 
-@pytest.mark.parametrize("why", ["told", "deadline"])
+@pytest.mark.parametrize("why", ["told", "deadline", "another call"])
 def test_giving_up(why: str) -> None:
-    """Names who was late; from then on nothing is said and nothing moved."""
-    ranks = Ranks(3)
-    ranks.flags(1).copy_(torch.tensor([7, 6, 6]))
+    """Names who was late, or elsewhere; from then on nothing is said and nothing moved."""
+    ranks, strange = Ranks(3), why == "another call"
+    ranks.flags(1).copy_(torch.tensor([7, 6, 7 if strange else 6]) * CALLS + torch.tensor([5, 5, 6]))
     ranks.control[TOLD] = why == "told"
     ranks.meet(1, timeout_s=0.0 if why == "deadline" else 1e6)
     assert ranks.states[1].tolist() == [7, 1]
-    assert ranks.control.tolist() == [why == "told", 1, 0, 0, 1]
-    assert (FAILED, LATE) == (1, 2)
+    assert ranks.control.tolist() == [why == "told", 1, 0, 0, 2 if strange else 1]
+    assert (FAILED, WRONG) == (1, 2)
     before = [region.clone() for region in ranks.regions]
     ranks.meet(1)
     row, out = torch.ones(1, 4, dtype=torch.int32, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
@@ -181,7 +182,7 @@ def test_exchange_compiles_for_hopper() -> None:
     regions = {"bases_ptr": "*i64", "state_ptr": "*i64"}
     ids = {"ids_ptr": "*i32", "rank": "i32", "tokens": "i32", "num_slots": "i32"}
     sizes = dict.fromkeys(("most_tokens", "top_k", "num_slots", "x_at", "words"), "i32")
-    waits = {**regions, "control_ptr": "*i32", "rank": "i32", "num_ranks": "i32", "timeout_ns": "i64"}
+    waits = {**regions, "control_ptr": "*i32", "rank": "i32", "num_ranks": "i32", "call": "i32", "timeout_ns": "i64"}
     sends = {**regions, **ids, **sizes, "x_ptr": "*i32", "num_ranks": "i32", "ids_at": "i32"}
     pulls = {**regions, **sizes, "order_ptr": "*i32", "ends_ptr": "*i32", "out_ptr": "*i32", "places_at": "i32"}
     sums = {
@@ -192,7 +193,7 @@ def test_exchange_compiles_for_hopper() -> None:
     rows = {"ROWS": 4, "BLOCK": 2048}
     met, *moved = compile_all(
         [
-            Case("exchange:meet_kernel", waits, {"RANKS": 32, "POLLS": 64}, num_warps=1),
+            Case("exchange:meet_kernel", waits, {"RANKS": 32, "CALLS": 1024, "POLLS": 64}, num_warps=1),
             Case("exchange:publish_kernel", sends, {"PAIRS": 1024, **rows}, at, num_warps=16),
             Case("exchange:gather_kernel", pulls, rows, at, num_warps=16),
             Case("exchange:collect_kernel", sums, {"K": 8, "ROWS": 1, "BLOCK": 1024}, at),

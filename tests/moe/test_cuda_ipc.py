@@ -138,6 +138,20 @@ def test_who_is_gone_is_named_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 10
 
 
+def test_ranks_that_do_not_agree_on_the_most_tokens_are_told(tmp_path: Path) -> None:
+    """Instead of reading each other's rows from the wrong places."""
+    part = batch(cases(2)["uneven"][0], torch.float32, 0)
+
+    def work(rank: int, backend: All2All) -> None:
+        lane = Lane()
+        lane.most_tokens = 5 + rank
+        with pytest.raises(RuntimeError, match=rf"ranks \[{1 - rank}\] make other calls"):
+            backend.dispatch(*part, lane).wait()
+
+    with group("cuda_ipc", torch.float32, 2, str(tmp_path)) as ranks_of:
+        ranks_of.run(work)
+
+
 def test_leaving_needs_nothing_of_the_runners_thread(tmp_path: Path) -> None:
     """There inference mode is on, and nobody else may write to its tensors."""
     memory = Symmetric(HostMemory())

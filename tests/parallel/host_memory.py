@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from moeserve.kernels.exchange import FAILED, LATE, TOLD
+from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG
 from moeserve.moe.streams import Launched
 from moeserve.parallel.shm import module
 from moeserve.parallel.symmetric import CudaMemory, Symmetric
@@ -61,24 +61,25 @@ class HostMemory(CudaMemory):
     def words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
 
-    def meet(self, bases_R: Tensor, state: Any, rank: int, control: Any, timeout_s: float) -> None:
+    def meet(self, bases_R: Tensor, state: Any, rank: int, control: Any, timeout_s: float, call: int) -> None:
         control, state = control.numpy(), state.numpy()
         if state[1]:
             return
         state[0] += 1
         number, bases = int(state[0]), bases_R.tolist()
         for base in bases:
-            ctypes.c_int64.from_address(base + 8 * rank).value = number
+            ctypes.c_int64.from_address(base + 8 * rank).value = number * CALLS + call % CALLS
         flags = np.ctypeslib.as_array((ctypes.c_int64 * len(bases)).from_address(bases[rank]))
         until_s = time.monotonic() + timeout_s
         INTERPRETER.release()
         try:
-            while (late := flags < number).any() and not control[TOLD] and time.monotonic() < until_s:
+            while (late := flags // CALLS < number).any() and not control[TOLD] and time.monotonic() < until_s:
                 time.sleep(1e-4)
         finally:
             INTERPRETER.acquire()
-        if late.any():
-            control[LATE:] = late
+        strange = (flags // CALLS == number) & (flags % CALLS != call % CALLS)
+        if late.any() or strange.any():
+            control[WRONG:] = late + 2 * strange
             control[FAILED] = state[1] = 1
 
 

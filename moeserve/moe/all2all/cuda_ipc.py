@@ -191,7 +191,7 @@ class CudaIpcAll2All:
         x_TW = self._wire.encode(x_TD).contiguous().view(torch.int32)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         publish(*regions, window.rank, x_TW, ids_TK, most_tokens, num_slots, turn.at.x, turn.at.ids, programs)
-        window.meet()
+        window.meet(most_tokens)
         room = num_ranks * most_tokens
         ids_NK = window.own_B[turn.at.ids :][: 4 * room * top_k].view(torch.int32).view(room, top_k)
         found = align(ids_NK, num_slots, 128)
@@ -213,7 +213,7 @@ class CudaIpcAll2All:
         return _Pending(launched, (ticket,))
 
     def _sum(self, window: Window, turn: _Turn, routing: Routing, out_TD: Tensor) -> Tensor:
-        window.meet()
+        window.meet(0)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         weights_TK = routing.weights_TK.float().contiguous()
         collect(
