@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,7 +30,7 @@ from moeserve.ops.native import native
 from moeserve.parallel.symmetric import Symmetric
 from tests.kernels.interpreting import ordered_dot
 from tests.moe.contract.backends import SLOTS, WIDTH, group
-from tests.moe.contract.test_contract import batch, cases
+from tests.moe.contract.test_contract import alone, batch, cases, same_bits
 from tests.parallel.host_memory import HostMemory, HostStream, interpreting
 from tests.parallel.ranks import members_of
 
@@ -35,6 +38,9 @@ pytestmark = [
     pytest.mark.skipif(native() is None, reason="the native module was not built"),
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy, which interprets
 ]
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 
 
 @pytest.fixture
@@ -59,6 +65,7 @@ def layer(backend: All2All, x_TD: Tensor, routing: Routing, slots: slice, most_t
     return backend.combine(ticket, y, torch.full_like(x_TD, torch.nan), lane).wait()
 
 
+@interpreted
 @pytest.mark.usefixtures("_ordered_dots")
 def test_experts_that_learn_the_counts_from_the_device(tmp_path: Path) -> None:
     """The bits of one rank whose host knows all counts."""
@@ -78,6 +85,7 @@ def test_experts_that_learn_the_counts_from_the_device(tmp_path: Path) -> None:
             assert torch.equal(out.nan_to_num().view(torch.int32), alone.nan_to_num().view(torch.int32))
 
 
+@interpreted
 def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that the host does between launches matters: the same launches, other inputs in the same places."""
     tapes: dict[int, list[tuple[HostStream, Callable[[], object]]]] = {}
@@ -112,6 +120,7 @@ def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.Mon
                 assert torch.equal(out, torch.where(ids < 0, 0.0, x))
 
 
+@interpreted
 def test_who_is_gone_is_named_at_once(tmp_path: Path) -> None:
     """Also to a rank whose device waits already; and what was complete before stays valid."""
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
@@ -138,6 +147,26 @@ def test_who_is_gone_is_named_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 10
 
 
+def test_ranks_in_processes(tmp_path: Path) -> None:
+    """Also where there is a GPU: then this is CUDA IPC, and what the interpreter cannot tell."""
+    everyone, root = members_of(2, str(tmp_path)), Path(__file__).parents[2]
+    children = []
+    for members in everyone:
+        told = [msgspec.json.encode(members).decode(), str(tmp_path / f"{members.rank}.pt")]
+        children.append(subprocess.Popen([sys.executable, "-m", "tests.moe.ipc_rank", *told], cwd=root))
+    try:
+        assert [child.wait(50) for child in children] == [0, 0]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    for rank in range(2):
+        outs = torch.load(tmp_path / f"{rank}.pt")
+        for (case, by_rank), out in zip(cases(2).items(), outs, strict=True):
+            assert same_bits(out, alone(2, batch(by_rank[rank], torch.float32, rank))), (case, rank)
+
+
+@interpreted
 def test_ranks_that_do_not_agree_on_the_most_tokens_are_told(tmp_path: Path) -> None:
     """Instead of reading each other's rows from the wrong places."""
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
@@ -152,6 +181,7 @@ def test_ranks_that_do_not_agree_on_the_most_tokens_are_told(tmp_path: Path) -> 
         ranks_of.run(work)
 
 
+@interpreted
 def test_leaving_needs_nothing_of_the_runners_thread(tmp_path: Path) -> None:
     """There inference mode is on, and nobody else may write to its tensors."""
     memory = Symmetric(HostMemory())
@@ -162,6 +192,7 @@ def test_leaving_needs_nothing_of_the_runners_thread(tmp_path: Path) -> None:
     memory.check()
 
 
+@interpreted
 def test_what_is_refused(tmp_path: Path) -> None:
     x, routing = batch(cases(1)["uneven"][0], torch.float32, 0)
     with group("cuda_ipc", torch.float32, 1, str(tmp_path)) as ranks_of:

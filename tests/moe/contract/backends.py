@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
 
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
 from moeserve.moe.all2all.registry import Facts, make_backends
 from moeserve.moe.all2all.wire import wire_of
 from moeserve.ops.native import native
-from tests.parallel.host_memory import host_symmetric
 from tests.parallel.ranks import members_of, together
 
 T = TypeVar("T")
-NAMES = ("torch", "allgather", *(("shm", "cuda_ipc") if native() is not None else ()))
+NAMES = ("torch", "allgather", *(("shm",) if native() is not None else ()))
 INTERPRETED = frozenset({"cuda_ipc"})  # slow: fewer of the larger cases
+if native() is not None and find_spec("triton") is not None and not torch.cuda.is_available():
+    NAMES += tuple(INTERPRETED)
 WIDTH = 24
 SLOTS = 3  # of one rank
 TOP_K = 3
@@ -29,6 +30,9 @@ MAX_TOKENS = 40
 def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS) -> All2All:
     """The backend itself where one rank would be given `local`; `cuda_ipc` with interpreted kernels."""
     if name == "cuda_ipc":
+        from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
+        from tests.parallel.host_memory import host_symmetric
+
         facts = Facts(
             hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=max_tokens, num_slots=SLOTS, num_ranks=ranks,
             wire=wire_of(wire, dtype), comm_sms=1,

@@ -91,7 +91,7 @@ def random_placement(ranks: int, seed: int) -> Placement:
 
 
 SIZES = [(2, 40), (2, 10), (4, 33), (4, 8), (3, 1)]
-LAYERS = [(name, *size) for name in NAMES for size in (SIZES[1:2] if name in INTERPRETED else SIZES)]
+LAYERS = [(name, *size) for name in NAMES for size in (SIZES[:1] if name in INTERPRETED else SIZES)]
 
 
 @pytest.mark.parametrize(("name", "ranks", "max_tokens"), LAYERS)
@@ -159,7 +159,7 @@ def run_process(name: str, members: Members, path: str) -> None:
     backend.leave()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in INTERPRETED])  # see test_cuda_ipc.py
 def test_ranks_in_processes(name: str, tmp_path: Path) -> None:
     children = [
         subprocess.Popen(
