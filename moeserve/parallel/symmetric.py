@@ -130,8 +130,6 @@ class Symmetric:
         """A window for each lane. facts: what must be the same on all ranks. Raises PeerLost, ConfigError."""
         assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
         self.leave()
-        if self._watcher is not None:
-            self._watcher.join()
         self._memory.close()
         self._deadline_s, self._left, self._gone, self._windows = members.deadline_s, threading.Event(), (), []
         meeting = self._meeting = Meeting(members, range(members.size), "symmetric", 1)
@@ -144,8 +142,9 @@ class Symmetric:
         self._windows = [self._window(members, bases_R + lane * lane_bytes, own_B) for lane, own_B in enumerate(parts)]
         links = {connection: rank for rank, (connection, _) in peers.items()}
         watch = (links, self._windows, self._left, meeting)
-        self._watcher = threading.Thread(target=self._watch, args=watch, name="peers", daemon=True)
-        self._watcher.start()
+        watcher = threading.Thread(target=self._watch, args=watch, name="peers", daemon=True)
+        watcher.start()
+        self._watcher = watcher
         return self._windows
 
     def _window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
@@ -174,6 +173,8 @@ class Symmetric:
         self._left.set()
         if self._meeting is not None:
             self._meeting.leave()
+        if self._watcher is not None:
+            self._watcher.join()  # it ends at once, and not while the process does
 
     def check(self) -> None:
         """Raises PeerLost if kernels have given up since `join`: what they, and all after them, left is not to be used
