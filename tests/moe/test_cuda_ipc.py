@@ -153,7 +153,9 @@ def test_ranks_in_processes(tmp_path: Path) -> None:
     children = []
     for members in everyone:
         told = [msgspec.json.encode(members).decode(), str(tmp_path / f"{members.rank}.pt")]
-        children.append(subprocess.Popen([sys.executable, "-m", "tests.moe.ipc_rank", *told], cwd=root))
+        children.append(
+            subprocess.Popen([sys.executable, "-X", "faulthandler", "-m", "tests.moe.ipc_rank", *told], cwd=root)
+        )
     try:
         assert [child.wait(50) for child in children] == [0, 0]
     finally:
