@@ -143,17 +143,6 @@ class Pending(Protocol[T_co]):
         ...
 
 
-@runtime_checkable
-class Checked(Protocol):
-    """A backend whose waiting is done by the device: the host learns of a loss when it asks."""
-
-    def check(self) -> None:
-        """Raises PeerLost naming the ranks that are missing if a wait since `join` was given up; its results, and all
-        later ones, are undefined then. Costs nothing: call it after any wait for the device, before results are used.
-        """
-        ...
-
-
 class Done(Generic[T]):
     """A result that needed no communication."""
 
@@ -168,6 +157,16 @@ class Done(Generic[T]):
 
     def wait(self, deadline_s: float | None = None) -> T:
         return self._value
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """Whose transfers nobody waits for on the host, so that errors may come to light later."""
+
+    def check(self) -> None:
+        """To be called when the host has waited for what was computed from transfers, before it is used: raises
+        PeerLost if one of them came to nothing."""
+        ...
 
 
 class All2All(Protocol):
