@@ -125,6 +125,10 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
             bool(wire.layouts & compute.layouts) or _regroups(backend, kernel),
             f"{wire.name} and {compute.name} share no layout",
         ),
+        (
+            compute.device_counts or not wire.device_counts,
+            f"{wire.name} counts rows on the device, {compute.name} must know them on the host",
+        ),
         (not needs.graphs or (wire.graph_safe and compute.graph_safe), "not both can be captured in a graph"),
     )
     return next((why for holds, why in checks if not holds), None)

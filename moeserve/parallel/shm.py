@@ -65,13 +65,22 @@ class Meeting:
         self._channels: list[Channel] = []
 
     def meet(self, region_bytes: int, facts: str) -> list[tuple[Channel, Region]]:
-        """A channel and this rank's own region for each lane.
+        """A channel and this rank's own region for each lane. Raises what `connect` raises."""
+        regions = [module().Region(region_bytes) for _ in range(self._num_lanes)]
+        self.connect(regions, facts)
+        try:
+            return self._open(regions)
+        except BaseException:
+            self.close()
+            raise
+
+    def connect(self, regions: list[Region], facts: str) -> dict[int, tuple[socket.socket, int]]:
+        """Each other rank's connection and the descriptor of its region, of lane 0; all stay the meeting's.
 
         Every rank listens, connects to all ranks before it and accepts all after it. Raises PeerLost naming the ranks
         that did not come before the members' deadline, ConfigError when a rank's facts differ.
         """
         until_s = time.monotonic() + self._members.deadline_s
-        regions = [module().Region(region_bytes) for _ in range(self._num_lanes)]
         folder = os.open(self._members.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with ExitStack() as stack:
@@ -81,13 +90,15 @@ class Meeting:
                 self._connect_to_earlier(folder, regions, facts, until_s)
                 self._accept_later(listener, regions, facts, until_s)
                 self._read_replies(facts, until_s)
-            return self._open(regions)
         except BaseException:
-            self.leave()
-            self._close()
+            self.close()
             raise
+        with self._lock:
+            return {rank: (link, self._fds[rank, lane]) for (rank, lane), link in self._sockets.items() if lane == 0}
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Leaves, and lets go of all that channels do not own."""
+        self.leave()
         with self._lock:
             for connection in self._sockets.values():
                 connection.close()

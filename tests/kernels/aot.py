@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,8 @@ class Case:
 @dataclass(frozen=True)
 class Report:
     """registers, stack_bytes (spills): per thread. shared_bytes: per program. wgmma, mma: whether
-    products run on tensor cores, by Hopper's own or the older instruction. tma: whether tiles come by bulk copy."""
+    products run on tensor cores, by Hopper's own or the older instruction. tma: whether tiles come by bulk copy.
+    accesses: the kinds of instructions that read and write global memory."""
 
     registers: int
     stack_bytes: int
@@ -42,6 +44,7 @@ class Report:
     wgmma: bool
     mma: bool
     tma: bool
+    accesses: list[str]
 
 
 def compile_all(cases: Sequence[Case]) -> list[Report]:
@@ -86,6 +89,7 @@ def _compile(case: Case) -> Report:
         wgmma="wgmma.mma_async" in ptx,
         mma="mma.sync" in ptx,
         tma="cp.async.bulk" in ptx,
+        accesses=sorted(set(re.findall(r"(?:ld|st|atom|red)\.[\w.]*global[\w.]*", ptx))),
     )
 
 

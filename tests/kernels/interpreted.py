@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -47,3 +49,13 @@ def ordered_dots() -> Iterator[None]:
 def e4m3_values(data: Any) -> Any:
     """NumPy's floats of bytes."""
     return torch.from_numpy(data.copy()).view(torch.float8_e4m3fn).float().numpy()
+
+
+CUT: Any = interpreter._convert_float
+
+
+def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+    """For `interpreter._convert_float`: NumPy cuts off what bfloat16 has no room for; devices round."""
+    if source == tl.float32 and target == tl.bfloat16:
+        return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return CUT(data, source, target, mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
 from moeserve.ops.native import native
 from moeserve.ops.table import pick_ops
+from moeserve.parallel import cudart
 
 FACTS: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32, "top_k": 2, "max_tokens": 64, "num_slots": 4}
 
@@ -89,6 +91,8 @@ def test_what_was_asked_of_one_rank_is_answered() -> None:
         ({"all2all": "shm", "nnodes": 2}, "cpu", "shm serves one machine, these ranks are on 2"),
         ({"all2all": "shm"}, "cuda", "shm moves rows between CPU ranks, these are on cuda"),
         ({"all2all": "torch"}, "cuda", "this build of torch has no NCCL; .*; use --all2all cuda_ipc"),
+        ({"all2all": "cuda_ipc"}, "cpu", "cuda_ipc moves rows between GPUs, these ranks are on cpu; use shm"),
+        ({"all2all": "cuda_ipc", "nnodes": 2}, "cuda", "cuda_ipc serves one machine, these ranks are on 2"),
         ({"all2all": "deepep_ll"}, "cpu", "deepep_ll needs CUDA and the package deep_ep"),
         ({"all2all": "local"}, "cpu", "local does not serve 2 ranks"),
     ],
@@ -96,6 +100,25 @@ def test_what_was_asked_of_one_rank_is_answered() -> None:
 def test_a_backend_that_was_asked_for_and_cannot_serve(settings: dict[str, Any], device: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         plan_moe(needs(world_size=2, device=device), offered(device, dp=2, **settings), [reference()])
+
+
+def test_gpus_of_one_machine_read_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With experts that need not know how many rows came."""
+    triton = pytest.importorskip("moeserve.moe.experts.triton")
+    monkeypatch.setattr(cudart.ctypes, "CDLL", lambda name: MagicMock())
+    backends = offered("cuda", dp=2)
+    assert [b.caps.name for b in backends] == ["deepep_v2", "deepep_ht", "deepep_ll", "cuda_ipc", "torch", "allgather"]
+    kernels = [reference(), triton.TritonExperts()]
+    plan = plan_moe(needs(world_size=2, device="cuda", exact=True), backends, kernels)
+    assert (plan.all2all.caps.name, plan.experts.caps.name) == ("cuda_ipc", "triton")
+    why = "cuda_ipc counts rows on the device, reference must know them on the host"
+    assert ("cuda_ipc", "reference", why) in plan.reasons
+
+
+def test_where_torch_has_no_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "0.0")
+    (backend,) = offered("cuda", dp=2, all2all="cuda_ipc")
+    assert "cuda_ipc needs the CUDA runtime that torch" in (backend.caps.obstacle or "")
 
 
 @pytest.mark.parametrize(

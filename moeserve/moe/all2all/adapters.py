@@ -38,7 +38,7 @@ class GroupedFromSlotted:
         ticket.use()
         inner: Ticket = ticket.private
         slots_eCD = torch.empty_like(inner.inbound.x) if inner.y is None else inner.y
-        slotted_of(y, inner.inbound.counts_e, slots_eCD)
+        slotted_of(y, inner.inbound.host_counts_e, slots_eCD)
         return self._inner.combine(inner, slots_eCD, out_TD, lane)
 
 
@@ -56,5 +56,6 @@ class _Grouped:
     def wait(self, deadline_s: float | None = None) -> Ticket:
         ticket = self.inner.wait(deadline_s)
         slots = ticket.inbound
-        rows = Inbound(Layout.GROUPED, grouped_of(slots.x, slots.counts_e), slots.counts_e, slots.counts_e.cumsum())
+        counts_e = slots.host_counts_e
+        rows = Inbound(Layout.GROUPED, grouped_of(slots.x, counts_e), counts_e, counts_e.cumsum())
         return Ticket(rows, ticket.routing, ticket)

@@ -39,7 +39,8 @@ class All2AllCaps:
     max_tokens: of one dispatch on one rank, the same on all ranks from `join` on (which may change it); a larger step
     goes in several rounds. copies: how many times received rows are in memory at once, results included. pad_hidden:
     the width that rows are filled up to, None where they are too wide. exact: it keeps the order of rows and sums that
-    `Inbound` and `combine` promise, so bits do not depend on where experts are. obstacle: why it cannot serve here.
+    `Inbound` and `combine` promise, so bits do not depend on where experts are. device_counts: counts of rows stay on
+    the device, see `Inbound`. obstacle: why it cannot serve here.
     """
 
     name: str
@@ -52,6 +53,7 @@ class All2AllCaps:
     world_sizes: Callable[[int], bool] = lambda size: size >= 1
     max_in_flight: int | None = None
     graph_safe: bool = False
+    device_counts: bool = False
     exact: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     obstacle: str | None = None
@@ -62,18 +64,27 @@ class Inbound:
     """What the experts consume. Rows of one expert keep the order (source rank, token, k).
 
     x: GROUPED [P', D] with P' >= P (rows beyond the last end hold anything finite), SLOTTED [e, C, D].
-    counts_e: valid rows of each local expert, int64 on the host. ends_e: inclusive prefix ends, the same for GROUPED.
+    counts_e: valid rows of each local expert, int64 on the host, or int32 on the device where the host is not to wait
+    for them. ends_e: inclusive prefix ends, the same for GROUPED. expected: for counts on the device, how many rows P
+    would be if all experts got as many.
     """
 
     layout: Layout
     x: Tensor
-    counts_e: NDArray[np.int64]
-    ends_e: NDArray[np.int64]
+    counts_e: NDArray[np.int64] | Tensor
+    ends_e: NDArray[np.int64] | Tensor
+    expected: int = 0
+
+    @property
+    def host_counts_e(self) -> NDArray[np.int64]:
+        """For kernels that must know them; waits for the device if that has them."""
+        counts_e = self.counts_e
+        return counts_e.cpu().numpy().astype(np.int64) if isinstance(counts_e, Tensor) else counts_e
 
     def split(self, slots: int) -> tuple[Inbound, Inbound]:
         """The rows of the first slots and the others, GROUPED; both have all slots, some without rows."""
         assert self.layout is Layout.GROUPED
-        first_e, rest_e = self.counts_e.copy(), self.counts_e.copy()
+        first_e, rest_e = self.host_counts_e.copy(), self.host_counts_e.copy()
         first_e[slots:] = rest_e[:slots] = 0
         rows = int(first_e.sum())
         return (
@@ -127,7 +138,9 @@ class Pending(Protocol[T_co]):
 
     def wait(self, deadline_s: float | None = None) -> T_co:
         """The result, once. Raises PeerLost naming the ranks that are missing: at once when they are gone, after
-        `deadline_s` seconds (default: the members' own) when they are silent."""
+        `deadline_s` seconds (default: the members' own) when they are silent.
+
+        Of a backend that is `Checked` it only makes the current stream wait, under the members' deadline."""
         ...
 
 

@@ -8,8 +8,11 @@ from importlib.metadata import EntryPoint, entry_points
 from moeserve.errors import ConfigError
 
 GROUP = "moeserve.all2all"  # of entry points, by which other packages add theirs
-AUTO = ("shm", "torch", "allgather")  # in order of preference
 DEEPEP = ("deepep_ht", "deepep_ll", "deepep_v2")
+AUTO = {  # by device, in order of preference
+    "cpu": ("shm", "torch", "allgather"),
+    "cuda": ("deepep_v2", "deepep_ht", "deepep_ll", "cuda_ipc", "torch", "allgather"),
+}
 
 
 def foreign() -> list[EntryPoint]:
@@ -19,7 +22,7 @@ def foreign() -> list[EntryPoint]:
 
 def check_name(asked: str) -> None:
     """Raises ConfigError for a backend that nobody offers."""
-    known = list(dict.fromkeys(("local", *AUTO, *DEEPEP, *(entry.name for entry in foreign()))))
+    known = list(dict.fromkeys(("local", *AUTO["cpu"], *AUTO["cuda"], *(entry.name for entry in foreign()))))
     if asked not in ("auto", *known):
         near = get_close_matches(asked, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""

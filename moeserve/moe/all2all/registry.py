@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moeserve.config import COMM_SMS, ParallelConfig
+from moeserve.errors import ConfigError
 from moeserve.moe.all2all.allgather import AllGatherAll2All
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Pending, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
@@ -107,7 +108,7 @@ def make_backends(
     if facts.num_ranks == 1:
         unused = [] if asked in ("auto", "local") else [Absent(asked, "one rank has all experts: nothing travels")]
         return [*unused, _make(facts, "local", makers["local"])]
-    return [_make(facts, name, makers[name]) for name in (AUTO if asked == "auto" else (asked,))]
+    return [_make(facts, name, makers[name]) for name in (AUTO[device] if asked == "auto" else (asked,))]
 
 
 def _make(facts: Facts, name: str, maker: Callable[[Facts], All2All]) -> All2All:
@@ -121,6 +122,7 @@ def _makers() -> dict[str, Callable[[Facts], All2All]]:
     makers: dict[str, Callable[[Facts], All2All]] = {
         "local": lambda facts: LocalAll2All(facts.num_slots, facts.wire),
         "shm": _shm,
+        "cuda_ipc": _cuda_ipc,
         "torch": partial(_collective, TorchAll2All, DeviceAll2All),
         "allgather": partial(_collective, AllGatherAll2All, DeviceAllGather),
     }
@@ -150,6 +152,25 @@ def _shm(facts: Facts) -> All2All:
     from moeserve.moe.all2all.shm import ShmAll2All
 
     return ShmAll2All(facts.hidden_size, facts.dtype, facts.top_k, facts.max_tokens, facts.wire)
+
+
+def _cuda_ipc(facts: Facts) -> All2All:
+    if facts.num_hosts > 1:
+        raise Unavailable(f"cuda_ipc serves one machine, these ranks are on {facts.num_hosts}; use deepep_ht")
+    if facts.device != "cuda":
+        raise Unavailable(f"cuda_ipc moves rows between GPUs, these ranks are on {facts.device}; use shm")
+    if find_spec("triton") is None:
+        raise Unavailable("cuda_ipc needs the package triton; pip install triton")
+    if native() is None:
+        raise Unavailable("cuda_ipc needs moeserve's native code; reinstall moeserve with a C++20 compiler")
+    from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
+    from moeserve.parallel.symmetric import CudaMemory, Symmetric
+
+    try:
+        memory = Symmetric(CudaMemory(torch.device(facts.device)))
+    except ConfigError as error:
+        raise Unavailable(str(error)) from None
+    return CudaIpcAll2All(facts, memory)
 
 
 def _deepep(name: str) -> Callable[[Facts], All2All]:

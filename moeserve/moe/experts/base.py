@@ -35,7 +35,7 @@ class ExpertsCaps:
     """What a kernel can compute; `plan_moe` compares it with backends and model once at start.
 
     not_on: why it does not run on a device, where that needs a reason. width_step: elements that the model's width and
-    an expert's must be multiples of.
+    an expert's must be multiples of. device_counts: it takes counts that only the device knows, see `Inbound`.
     """
 
     name: str
@@ -45,6 +45,7 @@ class ExpertsCaps:
     graph_safe: bool = False
     not_on: Mapping[str, str] = field(default_factory=dict)
     width_step: int = 1
+    device_counts: bool = False
 
 
 class Experts(Protocol):

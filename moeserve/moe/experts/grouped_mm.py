@@ -59,9 +59,10 @@ class GroupedMM:
         return self.pack(ExpertWeights(w13_eFD, w2_eDI))
 
     def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
-        rows = int(inbound.ends_e[-1])
+        ends = inbound.host_counts_e.cumsum()
+        rows = int(ends[-1])
         if not rows:
             return
-        ends_e = torch.from_numpy(inbound.ends_e).to(inbound.x.device, torch.int32)
+        ends_e = torch.from_numpy(ends).to(inbound.x.device, torch.int32)
         hidden_PF = torch._grouped_mm(inbound.x[:rows], weights.w13_eDF, offs=ends_e)
         out[:rows] = torch._grouped_mm(self._ops.silu_mul(hidden_PF), weights.w2_eID, offs=ends_e)

@@ -97,5 +97,5 @@ class NativeExperts:
         module: Any = native()
         module.experts(
             weights.type, weights.gate_up, weights.down, weights.bytes_eS.data_ptr(), weights.bytes_eS.shape[1],
-            inbound.counts_e, x_PD.data_ptr(), x_PD.stride(0), out.data_ptr(), out.stride(0),
+            inbound.host_counts_e, x_PD.data_ptr(), x_PD.stride(0), out.data_ptr(), out.stride(0),
         )  # fmt: skip

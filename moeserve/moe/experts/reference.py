@@ -53,8 +53,9 @@ class ReferenceExperts:
         ops = self._ops
         x_PD = inbound.x
         start = 0
-        for slot in inbound.counts_e.nonzero()[0].tolist():
-            end = int(inbound.ends_e[slot])
+        counts_e = inbound.host_counts_e
+        for slot in counts_e.nonzero()[0].tolist():
+            end = start + int(counts_e[slot])
             padded = start + ops.pad_rows(end - start)
             w13, w2 = weights[slot]
             if padded <= x_PD.shape[0]:

@@ -62,6 +62,7 @@ class TritonExperts:
         layouts=frozenset({Layout.GROUPED}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         devices=frozenset({"cuda", "cpu"}),  # cpu: interpreted, in tests
+        device_counts=True,
     )
 
     def pack(self, weights: ExpertWeights) -> Packed:
@@ -85,12 +86,16 @@ class TritonExperts:
         return packed
 
     def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
-        rows = int(inbound.ends_e[-1])
+        ends_e = inbound.ends_e
+        if isinstance(ends_e, Tensor):
+            rows, expected = inbound.x.shape[0], inbound.expected
+        else:
+            rows = expected = int(ends_e[-1])
+            ends_e = torch.from_numpy(ends_e).to(inbound.x.device, torch.int32)
         if not rows:
             return
         x_PD = inbound.x[:rows]
-        config = weights.launch(rows, x_PD)
-        ends_e = torch.from_numpy(inbound.ends_e).to(x_PD.device, torch.int32)
+        config = weights.launch(expected, x_PD)
         weights.run(x_PD, align_groups(ends_e, rows, config["block_m"]), config, out[:rows])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
-from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.all2all.registry import Facts, make_backends
 from moeserve.moe.all2all.wire import wire_of
 from moeserve.ops.native import native
 from tests.parallel.ranks import members_of, together
@@ -19,7 +20,10 @@ from tests.parallel.ranks import members_of, together
 T = TypeVar("T")
 BY_NCCL = {"torch by nccl": DeviceAll2All, "allgather by nccl": DeviceAllGather}  # over tests/parallel/fake_nccl.py
 ON_CPU = ("torch", "allgather", *(("shm",) if native() is not None else ()))
-NAMES = (*ON_CPU, *BY_NCCL)
+INTERPRETED = frozenset({"cuda_ipc"})  # slow: fewer of the larger cases
+NAMES: tuple[str, ...] = (*ON_CPU, *BY_NCCL)
+if native() is not None and find_spec("triton") is not None and not torch.cuda.is_available():
+    NAMES += tuple(INTERPRETED)
 WIDTH = 24
 SLOTS = 3  # of one rank
 TOP_K = 3
@@ -27,9 +31,18 @@ MAX_TOKENS = 40
 
 
 def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS) -> All2All:
-    """The backend itself where one rank would be given `local`."""
+    """The backend itself where one rank would be given `local`; `cuda_ipc` with interpreted kernels."""
     if name in BY_NCCL:
         return BY_NCCL[name](wire_of(wire, dtype), WIDTH, dtype, TOP_K, max_tokens, 24)
+    if name == "cuda_ipc":
+        from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
+        from tests.parallel.host_memory import host_symmetric
+
+        facts = Facts(
+            hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=max_tokens, num_slots=SLOTS, num_ranks=ranks,
+            wire=wire_of(wire, dtype), comm_sms=1,
+        )  # fmt: skip
+        return CudaIpcAll2All(facts, *host_symmetric())
     (backend,) = make_backends(
         ParallelConfig(dp=max(2, ranks), all2all=name, wire=wire),  # type: ignore[arg-type]
         hidden_size=WIDTH,

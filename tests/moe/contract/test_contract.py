@@ -17,7 +17,7 @@ from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.wire import wire_of
 from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
-from tests.moe.contract.backends import MAX_TOKENS, NAMES, SLOTS, TOP_K, WIDTH, group
+from tests.moe.contract.backends import INTERPRETED, MAX_TOKENS, NAMES, SLOTS, TOP_K, WIDTH, group
 
 Batch = tuple[Tensor, Routing]
 EVERY_BACKEND = pytest.mark.parametrize("name", NAMES)
@@ -60,7 +60,7 @@ def cases(ranks: int) -> dict[str, list[np.ndarray]]:
 def experts(inbound: Inbound, first: int) -> Tensor:
     """Stands in for experts: slot s multiplies by s + 1/2. Results of rows beyond the last are NaN."""
     assert inbound.layout is Layout.GROUPED
-    assert inbound.ends_e.tolist() == np.cumsum(inbound.counts_e).tolist()
+    assert inbound.ends_e.tolist() == np.cumsum(inbound.host_counts_e).tolist()
     y = torch.full_like(inbound.x, torch.nan)
     start = 0
     for slot, end in enumerate(inbound.ends_e.tolist()):
@@ -91,9 +91,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num().view(whole), b.nan_to_num().view(whole)) and torch.equal(a.isnan(), b.isnan())
 
 
-@EVERY_BACKEND
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+BITS = [
+    (name, dtype, ranks)
+    for name in NAMES
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for ranks in (1, 2, 3, 4)
+    if name not in INTERPRETED or (dtype, ranks) in ((torch.float32, 3), (torch.bfloat16, 2))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "ranks"), BITS)
 def test_bits_are_those_of_one_rank(name: str, dtype: torch.dtype, ranks: int, tmp_path: Path) -> None:
     parts = [[batch(ids, dtype, 7 * r) for r, ids in enumerate(by_rank)] for by_rank in cases(ranks).values()]
     expected = [[alone(ranks, part) for part in by_rank] for by_rank in parts]
@@ -129,7 +136,9 @@ def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: 
         routing = Routing(torch.from_numpy(ids[rank].astype(np.int32)), torch.ones(9, TOP_K))
         lane = Lane()
         ticket = backend.dispatch(x.contiguous(), routing, lane).wait()
-        rows = [part.tolist() for part in np.split(ticket.inbound.x[:, 0].numpy(), ticket.inbound.ends_e)][:SLOTS]
+        rows = [part.tolist() for part in np.split(ticket.inbound.x[:, 0].numpy(), np.asarray(ticket.inbound.ends_e))][
+            :SLOTS
+        ]
         backend.combine(ticket, ticket.inbound.x, torch.empty(9, WIDTH), lane).wait()
         return rows
 
@@ -153,7 +162,7 @@ def test_two_in_flight_do_not_mix(name: str, lanes: int, tmp_path: Path) -> None
     def work(rank: int, backend: All2All) -> list[Tensor]:
         own = [Lane(0), Lane(1) if lanes == 2 else Lane(0)]
         outs = [torch.full_like(by_rank[rank][0], torch.nan) for by_rank in parts]
-        for _ in range(5):
+        for _ in range(2 if name in INTERPRETED else 5):
             sent = [backend.dispatch(*by_rank[rank], lane) for by_rank, lane in zip(parts, own, strict=True)]
             for pending in sent:
                 pending.arrive()

@@ -1,0 +1,224 @@
+"""CUDA ranks of one host: rows are pulled from each other's device memory, and the host never waits.
+
+Kernels do all (kernels/exchange.py), on a stream per lane beside the one that computes. A dispatch is four steps: copy
+the rows to the own region and send the ids; meet the others; sort all ranks' pairs by local slot; pull the rows. A
+combine is two: meet again; pull and add up the results from where the experts wrote them. Counts stay on the device, so
+the host plans for the most rows there can be.
+
+Why a turn may be written again without asking. A meeting ends when every rank's stream has done what it was given
+before, and a turn has two: D in its dispatch, C in its combine. What the next dispatch writes before its D, rows and
+ids, was last read before this C: by peers that pulled rows and sorted ids. What comes after its D, places and results,
+was last read before that D: by all ranks' sums of this combine. All make the same calls in the same order, so a number
+says which meeting is meant.
+
+T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that there can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from moeserve.errors import PeerLost
+from moeserve.kernels.align import align
+from moeserve.kernels.exchange import collect, gather, publish
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.rounds import most_rows, round_tokens
+from moeserve.moe.all2all.wire import RAW, RawWire
+from moeserve.moe.lane import Lane
+from moeserve.moe.routing import Routing
+from moeserve.moe.streams import CommStream, Launched, comm_stream
+from moeserve.parallel.gloo import ON_DEVICE
+from moeserve.parallel.members import Members
+from moeserve.parallel.symmetric import HEAD_BYTES, Symmetric, Window
+
+if TYPE_CHECKING:
+    from moeserve.moe.all2all.registry import Facts
+
+T = TypeVar("T")
+TURNS = 2  # dispatches of a lane that may be in flight
+PART = 256  # bytes that parts of a region begin at multiples of
+
+
+class _Parts(NamedTuple):
+    """Where the parts of a turn begin in each region, in bytes."""
+
+    ids: int
+    places: int
+    x: int
+    y: int
+
+
+@dataclass(slots=True)
+class _Turn:
+    """y [P', D]: this rank's part of that name. rows_PW: buffer that rows are pulled into."""
+
+    at: _Parts
+    y: Tensor
+    rows_PW: Tensor
+    busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """One lane's end."""
+
+    window: Window
+    stream: CommStream
+    turns: list[_Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending(Generic[T]):
+    """All is launched. kept: what the device may have yet to read."""
+
+    launched: Launched[T]
+    kept: tuple[object, ...]
+    arrived_ns = ON_DEVICE
+
+    def arrive(self) -> None:
+        """Nothing is left to launch."""
+
+    def wait(self, deadline_s: float | None = None) -> T:
+        return self.launched.join()
+
+
+class CudaIpcAll2All:
+    """For ranks on GPUs of one host, or on one GPU. On a failure `wait` returns like always and results are undefined:
+    whoever has waited for the device asks `check`.
+
+    All ranks agree on `lane.most_tokens`, of which each has as many or fewer (0: as many as a round may have).
+    """
+
+    def __init__(
+        self, facts: Facts, memory: Symmetric, new_stream: Callable[[torch.device], CommStream] = comm_stream
+    ) -> None:
+        dtype, row_bytes = facts.dtype, facts.hidden_size * facts.dtype.itemsize
+        self._hidden = facts.hidden_size
+        self._dtype = dtype
+        self._top_k = facts.top_k
+        self._wire = facts.wire if facts.wire.lossy else RawWire(dtype)
+        self._row_words = self._wire.row_bytes(facts.hidden_size) // 4
+        self._round_tokens = partial(round_tokens, facts.max_tokens, facts.top_k, row_bytes)
+        self._most_rows = most_rows(facts.max_tokens, facts.top_k, row_bytes)
+        self._programs = facts.comm_sms
+        self._device = torch.device(facts.device)
+        self._memory = memory
+        self._new_stream = new_stream
+        self.caps = All2AllCaps(
+            name="cuda_ipc",
+            layouts=frozenset({Layout.GROUPED}),
+            wires=frozenset(RAW),
+            max_tokens=facts.max_tokens,
+            copies=2 * TURNS + facts.wire.lossy,
+            pad_hidden=lambda width: width if width * dtype.itemsize % 16 == 0 else None,
+            graph_safe=True,
+            device_counts=True,
+            devices=frozenset({"cuda"}),
+        )
+        self._num_slots = 0
+        self._num_rows = 0  # P' at most
+        self._seats: list[_Seat] = []
+        self._is_member = False
+
+    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+        self._num_slots = slots_per_rank
+        self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
+        self._num_rows = max(self._most_rows, members.size * self._top_k)
+        parts, lane_bytes = self._layout()
+        facts = f"{slots_per_rank} slots, {self._row_words} words of {self._wire.name}, {self._hidden} {self._dtype}"
+        terms = f"{facts}, {self.caps.max_tokens} tokens to {self._top_k} experts"
+        windows = self._memory.join(members, lanes, lane_bytes, terms)
+        self._seats = []  # not before: the device might still have been filling their buffers
+        self._seats = [
+            _Seat(window, self._new_stream(self._device), [self._turn(window, at) for at in parts])
+            for window in windows
+        ]
+        self._is_member = True
+
+    def _layout(self) -> tuple[list[_Parts], int]:
+        """Each turn's parts of a lane's regions, and the bytes of all; the same for all groups but very large ones."""
+        tokens = self._round_tokens(1)
+        sizes = (4 * self._num_rows, 4 * tokens * self._top_k, 4 * self._row_words * tokens, self._y_bytes)
+        starts = list(accumulate((-(-size // PART) * PART for size in sizes * TURNS), initial=HEAD_BYTES))
+        return [_Parts(*starts[4 * turn :][:4]) for turn in range(TURNS)], starts[-1]
+
+    @property
+    def _y_bytes(self) -> int:
+        return self._num_rows * self._hidden * self._dtype.itemsize
+
+    def _turn(self, window: Window, at: _Parts) -> _Turn:
+        y = window.own_B[at.y :][: self._y_bytes].view(self._dtype).view(-1, self._hidden)
+        rows_PW = torch.zeros((self._num_rows, self._row_words), dtype=torch.int32, device=self._device)
+        return _Turn(at, y, rows_PW)
+
+    def leave(self) -> None:
+        self._is_member = False
+        self._memory.leave()
+
+    def check(self) -> None:
+        """As `Symmetric.check`."""
+        self._memory.check()
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Pending[Ticket]:
+        if not self._is_member:
+            raise PeerLost("this rank is in no group")
+        limit, seat = self.caps.max_tokens, self._seats[lane.index]
+        assert limit is not None
+        tokens = routing.ids_TK.shape[0]
+        most_tokens = min(lane.most_tokens or limit, limit)
+        if x_TD.shape != (tokens, self._hidden) or x_TD.dtype != self._dtype or tokens > most_tokens:
+            asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
+            takes = f"[T, {self._hidden}] {self._dtype} with T <= {most_tokens}"
+            raise ValueError(f"cannot dispatch {asked}; this backend takes {takes}")
+        turn = next((turn for turn in seat.turns if not turn.busy), None)
+        if turn is None:
+            raise RuntimeError(f"{TURNS} dispatches of lane {lane.index} are in flight; combine one of them first")
+        turn.busy = True
+        return _Pending(
+            seat.stream.launch(lambda: self._exchange(seat, turn, x_TD, routing, most_tokens)), (x_TD, routing)
+        )
+
+    def _exchange(self, seat: _Seat, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int) -> Ticket:
+        window, programs, num_slots = seat.window, self._programs, self._num_slots
+        num_ranks, top_k = len(window.bases_R), routing.ids_TK.shape[1]
+        regions = window.bases_R, window.state
+        x_TW = self._wire.encode(x_TD).contiguous().view(torch.int32)
+        ids_TK = routing.ids_TK.to(torch.int32).contiguous()
+        publish(*regions, window.rank, x_TW, ids_TK, most_tokens, num_slots, turn.at.x, turn.at.ids, programs)
+        window.meet(most_tokens)
+        room = num_ranks * most_tokens
+        ids_NK = window.own_B[turn.at.ids :][: 4 * room * top_k].view(torch.int32).view(room, top_k)
+        found = align(ids_NK, num_slots, 128)
+        rows_PW = turn.rows_PW[: room * top_k]
+        assert found.order_N is not None
+        gather(*regions, found.order_N, found.ends_e, most_tokens, top_k, turn.at.x, turn.at.places, rows_PW, programs)
+        x_PD = self._wire.decode(rows_PW.view(torch.uint8), self._dtype, self._hidden)
+        inbound = Inbound(Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k)
+        return Ticket(inbound, routing, (seat, turn), turn.y[: len(x_PD)])
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Pending[Tensor]:
+        ticket.use()
+        seat, turn = ticket.private
+        assert ticket.y is not None
+        if y.data_ptr() != ticket.y.data_ptr():
+            ticket.y.copy_(y[: len(ticket.y)])
+        launched = seat.stream.launch(lambda: self._sum(seat.window, turn, ticket.routing, out_TD))
+        turn.busy = False  # for what this lane's stream is given from now on
+        return _Pending(launched, (ticket,))
+
+    def _sum(self, window: Window, turn: _Turn, routing: Routing, out_TD: Tensor) -> Tensor:
+        window.meet(0)
+        ids_TK = routing.ids_TK.to(torch.int32).contiguous()
+        weights_TK = routing.weights_TK.float().contiguous()
+        collect(
+            window.bases_R, window.state, window.rank, weights_TK, ids_TK, self._num_slots, turn.at.places, turn.at.y,
+            out_TD, self._programs,
+        )  # fmt: skip
+        return out_TD
