@@ -359,16 +359,19 @@ class ModelRunnerBase(ABC):
         shape = self.graphs.shape(plan)
         step = self.graphs.inputs(shape, plan, lambda: self.step_inputs(plan, host))
         hidden_TD = self._forward(plan, shape, step)
-        outputs = self._sample(plan, host, step, hidden_TD)
+        return self._result(self._sample(plan, host, step, hidden_TD), start)
+
+    def _result(self, outputs: StepOutputs, start: Any) -> Callable[[], StepResult]:
+        """Waits until the device has done all of a step. Raises PeerLost if a rank was lost meanwhile."""
         end = self._mark()
         wait = self._fetch(outputs.tensors())
-        return lambda: self._result(outputs, wait(), start, end)
 
-    def _result(self, outputs: StepOutputs, fetched: Sequence[Tensor], start: Any, end: Any) -> StepResult:
-        """Once the device has done all of a step. Raises PeerLost if a rank was lost meanwhile."""
-        elapsed_us = self._elapsed_us(start, end)
-        self.peers.check()
-        return to_result(outputs, fetched, elapsed_us)
+        def collect() -> StepResult:
+            fetched, elapsed_us = wait(), self._elapsed_us(start, end)
+            self.peers.check()
+            return to_result(outputs, fetched, elapsed_us)
+
+        return collect
 
     def _add(self, added: Sequence[Added]) -> None:
         for one in added:
@@ -400,9 +403,8 @@ class ModelRunnerBase(ABC):
             return lambda: StepResult(plan.step, nothing)
         start = self._mark()
         self.lanes.serve(self.model, plan.agreed)
-        end = self._mark()
         outputs = StepOutputs(step=plan.step, slots_S=np.zeros(0, np.int64), failed={}, meter=self.lanes.take_meter())
-        return lambda: self._result(outputs, (), start, end)
+        return self._result(outputs, start)
 
     def _forward(self, plan: StepPlan, shape: Descriptor, step: StepInputs) -> Tensor:
         def forward(inputs: StepInputs) -> Tensor:
