@@ -47,6 +47,7 @@ class SlotMap:
         self._table = torch.from_numpy(padded.ravel()).to(self.device)
         self._turns = turns
         self._starts_T1 = torch.empty((0, 1), dtype=torch.int32, device=self.device)
+        self._outgrown: list[torch.Tensor] = []  # recorded steps still read them
 
     def __call__(self, routing: Routing) -> Routing:
         """The routing with slots for experts; -1 stays -1."""
@@ -73,6 +74,7 @@ class SlotMap:
         """Where each token's part of the table begins, and one more, so that id -1 finds the entry of padding."""
         if tokens > self._starts_T1.shape[0]:
             upto = -(-tokens // _GROW) * _GROW
+            self._outgrown.append(self._starts_T1)
             turn_T = (torch.arange(upto, dtype=torch.int32, device=self.device) + self.layer) % self._turns
             self._starts_T1 = (turn_T * (self.num_experts + 1) + 1)[:, None]
         return self._starts_T1[:tokens]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -99,3 +101,12 @@ def test_loads_counted_on_the_device_are_those_counted_on_the_host() -> None:
     assert isinstance(counts, torch.Tensor)
     assert counts.tolist() == host.load(routing).tolist() == [2, 0, 1, 0, 0, 3]
     assert isinstance(host.after(placement).load(routing), np.ndarray)
+
+
+def test_what_a_recorded_step_reads_stays_where_it_is() -> None:
+    """A recording knows an address, and keeps nothing alive."""
+    slots = SlotMap(Placement(1, 2, 2, np.array([[0, 1, 1, 0]], np.int32)), 0, counts_on_device=True)
+    slots(routing(8, 2, 1, seed=0))
+    recorded = weakref.ref(slots._starts_T1)
+    slots(routing(3000, 2, 1, seed=0))
+    assert recorded() is not None
