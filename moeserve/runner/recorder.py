@@ -60,6 +60,8 @@ class CudaRecorder:
         self._warm = warm
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # torch gives up a pool with its last graph, and fails if one more is recorded into it: this one stays.
+        self._anchor = self.record(lambda pause: (torch.zeros(1, device=device),))
 
     def record(self, work: Work) -> Recording:
         if self._warm:

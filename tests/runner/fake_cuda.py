@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,12 +65,23 @@ class Event:
         return end.at_ms - self.at_ms
 
 
+class Pool:
+    """Memory that graphs share. As torch's, it ends with the last of them."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.is_used = False
+
+
 class Graph:
     """What torch was asked to do, to be done again with results in the same places. Until then they are not there."""
 
     cuda: FakeCuda
 
-    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+    def capture_begin(self, pool: Pool, capture_error_mode: str) -> None:
+        assert pool.graphs or not pool.is_used, "records into a pool whose last graph is gone"
+        pool.graphs.add(self)
+        pool.is_used = True
         assert self.cuda.tape is None, "captures two graphs at once"
         assert self.cuda.current_stream() is not self.cuda.default, "captures on the default stream"
         self.cuda.tape = []
@@ -129,7 +141,8 @@ class FakeCuda:
         self.Event = type("Event", (Event,), {"cuda": self})
         self.CUDAGraph = type("CUDAGraph", (Graph,), {"cuda": self})
 
-    def graph_pool_handle(self) -> None: ...
+    def graph_pool_handle(self) -> Pool:
+        return Pool()
 
     def empty_cache(self) -> None: ...
 

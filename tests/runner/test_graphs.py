@@ -3,6 +3,7 @@ too late."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -342,6 +343,18 @@ def test_the_fake_device_notices_each_of_them(cuda: FakeCuda, monkeypatch: pytes
             lambda pause: (x * (1 if cuda.tape is None else x[0].item()),)
         )
     assert cuda.tape is None
+
+
+def test_what_is_dropped_can_be_recorded_again(cuda: FakeCuda) -> None:
+    """As after every change of the placement or the group."""
+    settings = {"spec": spec_of(windows=(None, None)), "block_size": 16, "cls": ExactOnFake}
+    driver = Driver(fake_runner(graphs="auto", **settings))
+    manager = driver.runner.graphs
+    assert isinstance(manager, GraphManager)
+    manager.drop()
+    gc.collect()
+    assert serve_ahead(driver)
+    assert manager._recordings
 
 
 def test_the_largest_step_is_run_to_measure_it(cuda: FakeCuda) -> None:
