@@ -270,8 +270,9 @@ class ModelRunnerBase(ABC):
         if not self.deals_experts:
             return None
         assert self.placement is not None
+        row_bytes = self.spec.hidden_size * self.dtype.itemsize
         return Inflow(
-            rows=most_rows(self.max_tokens, self.spec.experts_per_token, self.spec.hidden_size * self.dtype.itemsize),
+            rows=most_rows(self.max_tokens, self.spec.experts_per_token, row_bytes, self.device.type),
             lanes=len(self.lanes.lanes),
             copies=self.peers.copies,
             slots=self.placement.slots_per_rank,

@@ -105,8 +105,8 @@ class CudaIpcAll2All:
         self._top_k = facts.top_k
         self._wire = facts.wire if facts.wire.lossy else RawWire(dtype)
         self._row_words = self._wire.row_bytes(facts.hidden_size) // 4
-        self._round_tokens = partial(round_tokens, facts.max_tokens, facts.top_k, row_bytes)
-        self._most_rows = most_rows(facts.max_tokens, facts.top_k, row_bytes)
+        self._round_tokens = partial(round_tokens, facts.max_tokens, facts.top_k, row_bytes, device="cuda")
+        self._most_rows = most_rows(facts.max_tokens, facts.top_k, row_bytes, "cuda")
         self._programs = facts.comm_sms
         self._device = torch.device(facts.device)
         self._memory = memory

@@ -7,14 +7,16 @@ ranks of all epochs share; how many tokens that allows, on the size of the group
 from __future__ import annotations
 
 ROUND_BYTES = 128 << 20  # of the rows that one dispatch may bring to a rank
+ON_GPUS = 4  # times as many: each round reads all experts' weights, and there is more memory
 USUAL_RANKS = 8  # that are planned for where rows are so small that the bytes would be far too many
 
 
-def most_rows(max_tokens: int, top_k: int, row_bytes: int) -> int:
+def most_rows(max_tokens: int, top_k: int, row_bytes: int, device: str = "cpu") -> int:
     """Rows that one dispatch may bring to a rank. max_tokens: of a step on one rank. row_bytes: before encoding."""
-    return max(top_k, min(ROUND_BYTES // row_bytes, USUAL_RANKS * max_tokens * top_k))
+    budget = ROUND_BYTES if device == "cpu" else ON_GPUS * ROUND_BYTES
+    return max(top_k, min(budget // row_bytes, USUAL_RANKS * max_tokens * top_k))
 
 
-def round_tokens(max_tokens: int, top_k: int, row_bytes: int, num_ranks: int) -> int:
+def round_tokens(max_tokens: int, top_k: int, row_bytes: int, num_ranks: int, device: str = "cpu") -> int:
     """Tokens that each of num_ranks ranks may dispatch at once; 1 at least."""
-    return max(1, min(max_tokens, most_rows(max_tokens, top_k, row_bytes) // (num_ranks * top_k)))
+    return max(1, min(max_tokens, most_rows(max_tokens, top_k, row_bytes, device) // (num_ranks * top_k)))
