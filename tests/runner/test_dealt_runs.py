@@ -55,7 +55,6 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_bytes": 1 << 20,
     "kernels": "triton",
     "determinism": "full",
-    "dbo": "off",
 }
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
 
@@ -120,8 +119,8 @@ def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def driver_of(world: World, graphs: str) -> Driver:
-    spec, config = spec_of(**SPEC), config_of(None, graphs=graphs, dp=world.size, **SETTINGS)
+def driver_of(world: World, graphs: str, dbo: str = "off") -> Driver:
+    spec, config = spec_of(**SPEC), config_of(None, graphs=graphs, dbo=dbo, dp=world.size, **SETTINGS)
     placement = first_placement(config, spec, world)
     runner = Rank(config, spec, Path(), world, placement)
     runner.prepare()
@@ -140,7 +139,12 @@ def alone() -> list[Request]:
 def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number: int) -> None:
     """One that the ranks agreed on; one of them may have no tokens."""
     plans = [driver.plan(mine) for driver, mine in zip(drivers, chunks, strict=True)]
-    agreed = Agreed(number, most_tokens=(max(plan.num_tokens for plan in plans), 0))
+    if len(drivers[0].runner.lanes.lanes) == 1:
+        agreed = Agreed(number, most_tokens=(max(plan.num_tokens for plan in plans), 0))
+    else:
+        plans = [replace(plan, cut=(plan.num_tokens + 1) // 2) for plan in plans]
+        first, second = max(plan.cut for plan in plans), max(plan.num_tokens - plan.cut for plan in plans)
+        agreed = Agreed(number, 2, (first, second))
 
     def run(driver: Driver, plan: StepPlan) -> Callable[[], StepResult]:
         return lambda: driver.runner.execute(replace(plan, agreed=agreed))
@@ -151,10 +155,10 @@ def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("graphs", ["off", "full", "piecewise"])
-def test_two_ranks_give_the_bits_of_one(graphs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off")])
+def test_two_ranks_give_the_bits_of_one(graphs: str, dbo: str, tmp_path: Path) -> None:
     expected = alone()
-    drivers = [driver_of(World(rank=rank, size=2, ranks_on_host=2), graphs) for rank in range(2)]
+    drivers = [driver_of(World(rank=rank, size=2, ranks_on_host=2), graphs, dbo) for rank in range(2)]
     members = members_of(2, str(tmp_path))
     together([lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)])  # type: ignore[misc]
     (left, right), (a, b, c) = drivers, [Request(list(prompt), greedy()) for prompt in PROMPTS]
