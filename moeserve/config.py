@@ -52,7 +52,7 @@ class ModelConfig:
 class CacheConfig:
     block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64", low=1)
     kv_cache_dtype: Literal["auto", "int8"] = _opt(
-        "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded (CPU)", flag=None
+        "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded", flag=None
     )
     kv_cache_bytes: int | None = _opt(None, "bytes for KV blocks (default: from free memory), e.g. 2GiB", low=1)
     memory_utilization: float = _opt(
