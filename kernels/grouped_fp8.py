@@ -110,7 +110,12 @@ def launch_fp8_of(num_rows: int, num_slots: int, width: int, dim: int, device: s
     large = tiles["block_m"] == 64
     default = {**tiles, "up_block_n": BLOCK, "up_warps": 8 if large else 4, "up_stages": 4 if large else 3}
     default |= {"down_block_n": 128, "down_warps": 4, "down_stages": 4}
-    return tuned("grouped_fp8", device, f"E{num_slots} I{width} D{dim}", num_rows, default)
+    return tuned("grouped_fp8", device, shape_of(num_slots, width, dim), num_rows, default)
+
+
+def shape_of(num_slots: int, width: int, dim: int) -> str:
+    """As tables of configurations have it."""
+    return f"E{num_slots} I{width} D{dim}"
 
 
 def _launch(

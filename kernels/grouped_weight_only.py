@@ -195,8 +195,13 @@ def launch_narrow_of(
     default = {**tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
     default |= {"down_block_n": 128 if big else 64, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
     default |= {"block_m": 128} if big else {}
-    shape = f"E{num_slots} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
+    shape = shape_of(num_slots, width, dim, kind, group, dtype)
     return tuned("grouped_weight_only", device, shape, num_rows, default)
+
+
+def shape_of(num_slots: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype) -> str:
+    """As tables of configurations have it."""
+    return f"E{num_slots} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
 
 
 def _launch(x: Tensor, w: Narrow, out: Tensor, to: Alignment, top_k: int, name: str, config: Config) -> None:

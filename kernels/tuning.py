@@ -10,18 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from moeserve.kernels import grouped_gemm, paged_attention
+from moeserve.kernels import grouped_fp8, grouped_gemm, paged_attention
+from moeserve.kernels import grouped_weight_only as narrow
 from moeserve.kernels import linear as dense
-from moeserve.kernels.align import align
+from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.configs import Config
 from moeserve.kernels.devices import facts_of
+from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
 from moeserve.kernels.paged_attention import AttentionShape
 
 Choices = Mapping[str, Sequence[int]]
@@ -33,6 +37,7 @@ GROUPED: Choices = {
     "block_m": (16, 32, 64, 128), "up_block_n": BLOCKS, "up_warps": WARPS, "up_stages": (2, 3, 4, 5),
     "down_block_n": BLOCKS, "down_warps": WARPS, "down_stages": (2, 3, 4, 5), "group": GROUPS, "tma": (0, 1),
 }  # fmt: skip
+FP8: Choices = {**GROUPED, "block_m": (16, 32, 64), "up_block_n": (128,)}
 LINEAR: Choices = {
     "block_m": (16, 32, 64, 128), "block_n": BLOCKS, "warps": WARPS, "stages": (3, 4, 5, 6), "group": GROUPS,
     "tma": (0, 1),
@@ -93,23 +98,83 @@ def search(job: Job, timer: Timer) -> Found:
 
 
 def grouped_jobs(
-    experts: int, width: int, dim: int, top_k: int, dtype: torch.dtype, device: torch.device
+    experts: int, width: int, dim: int, top_k: int, dtype: torch.dtype, device: torch.device, kind: str = "plain"
 ) -> Iterator[Job]:
-    """Both products of a layer of experts, by the number of tokens; rows go to random experts."""
-    w13 = random(experts, 2 * width, dim, dtype=dtype, device=device)
-    w2 = random(experts, dim, width, dtype=dtype, device=device)
-    name = facts_of(device).name
+    """Both products of a layer of experts, by the number of tokens; rows go to random experts. kind: of the weights,
+    plain, fp8 (in blocks, with rows in e4m3), int8 (a scale for each output) or int4 (one for each 128 inputs)."""
+    make = {"plain": _plain, "fp8": _fp8}.get(kind, partial(_narrow, kind))
+    products = make(experts, width, dim, dtype, device)
     for tokens in TOKENS:
         x = random(tokens, dim, dtype=dtype, device=device)
         ids = torch.rand(tokens, experts, device=device).topk(top_k).indices.int()
 
         def run(config: Config, x: Tensor = x, ids: Tensor = ids) -> Tensor:
-            to = align(ids, experts, config["block_m"])
-            return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
+            return products.run(x, align(ids, experts, config["block_m"]), config, top_k)
 
-        default = grouped_gemm.launch_of(tokens * top_k, experts, width, dim, dtype, name)
-        shape = grouped_gemm.shape_of(experts, width, dim, dtype)
-        yield Job("grouped_gemm", shape, tokens * top_k, default, GROUPED, run)
+        size = tokens * top_k
+        yield Job(products.family, products.shape, size, products.default(size), products.choices, run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """run: rows, alignment, parameters, choices per row. default: by the number of rows."""
+
+    family: str
+    shape: str
+    choices: Choices
+    default: Callable[[int], Config]
+    run: Callable[[Tensor, Alignment, Config, int], Tensor]
+
+
+def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
+    w13, w2 = (random(experts, *size, dtype=dtype, device=device) for size in ((2 * width, dim), (dim, width)))
+    about, name = (experts, width, dim, dtype), facts_of(device).name
+
+    def run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
+        return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
+
+    default = partial(_default, grouped_gemm.launch_of, *about, name)
+    return _Products("grouped_gemm", grouped_gemm.shape_of(*about), GROUPED, default, run)
+
+
+def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
+    def weights(rows: int, columns: int) -> grouped_fp8.Scaled:
+        values = random(experts, rows, columns, dtype=dtype, device=device).to(E4M3)
+        return grouped_fp8.Scaled(values, torch.ones((experts, rows // BLOCK, columns // BLOCK), device=device))
+
+    w13, w2 = weights(2 * width, dim), weights(dim, width)
+
+    def run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
+        hidden = grouped_fp8.gate_up_fp8(grouped_fp8.Scaled(*quantise(x)), w13, to, config, top_k)
+        return grouped_fp8.down_fp8(hidden, w2, to, config, x.new_zeros((len(hidden.values), dim)))
+
+    default = partial(_default, grouped_fp8.launch_fp8_of, experts, width, dim, facts_of(device).name)
+    return _Products("grouped_fp8", grouped_fp8.shape_of(experts, width, dim), FP8, default, run)
+
+
+def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
+    def weights(rows: int, columns: int) -> narrow.Narrow:
+        values = torch.randint(0, 16, (experts, rows, columns), dtype=torch.uint8, device=device)
+        group = 128 if kind == "int4" else columns
+        scales = torch.full((experts, rows, -(-columns // group)), columns**-0.5 / 8, device=device)
+        if kind == "int4":
+            return narrow.pack_int4(values, scales, None, group)
+        return narrow.Narrow(group, values.view(torch.int8), scales.transpose(1, 2).contiguous())
+
+    w13, w2 = weights(2 * width, dim), weights(dim, width)
+
+    def run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
+        hidden = narrow.gate_up_narrow(x, w13, to, config, top_k)
+        return narrow.down_narrow(hidden, w2, to, config, x.new_zeros((len(hidden), dim)))
+
+    about = experts, width, dim, kind, w2.group, dtype
+    default = partial(_default, narrow.launch_narrow_of, *about, facts_of(device).name)
+    return _Products("grouped_weight_only", narrow.shape_of(*about), GROUPED, default, run)
+
+
+def _default(launch: Callable[..., Config], *rest: Any) -> Config:
+    *about, rows = rest
+    return launch(rows, *about)
 
 
 def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:

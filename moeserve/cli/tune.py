@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FAMILIES = ("grouped_gemm", "linear", "paged_attention")
 DTYPES = ("bfloat16", "float16", "float32")
+WEIGHTS = ("plain", "fp8", "int8", "int4")
 BLOCK_SIZE = 16
 _SHAPE = re.compile(r"E(\d+) +I(\d+) +D(\d+) +K(\d+)")
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="model directory, of which config.json is read")
     parser.add_argument("--shape", metavar="'E128 I768 D2048 K8'", help="experts, their width, model width, top-k")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations [the model's own, or bfloat16]")
+    parser.add_argument("--weights", choices=WEIGHTS, help="of experts; fp8: in blocks of 128 x 128 [as 16 bits]")
     parser.add_argument("--only", choices=FAMILIES, help="one family of kernels")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the tables [the user's cache: they are used]")
 
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = getattr(torch, args.dtype or (spec.dtype if spec else "bfloat16"))
     device = torch.device("cuda", torch.cuda.current_device())
-    jobs = jobs_of(spec, experts, dtype, device, args.only)
+    jobs = jobs_of(spec, experts, dtype, device, args.only, args.weights or "plain")
     return tune(jobs, lambda call: float(do_bench(call, return_mode="median")), device, args.out or user_folder())
 
 
@@ -88,7 +90,12 @@ def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def jobs_of(
-    spec: ModelSpec | None, experts: Experts | None, dtype: torch.dtype, device: torch.device, only: str | None
+    spec: ModelSpec | None,
+    experts: Experts | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    only: str | None,
+    weights: str,
 ) -> Iterator[Job]:
     from moeserve.kernels import tuning
     from moeserve.kernels.paged_attention import AttentionShape
@@ -96,13 +103,23 @@ def jobs_of(
     if experts is None and spec is not None and spec.num_experts:
         experts = Experts(spec.num_experts, spec.expert_size, spec.hidden_size, spec.experts_per_token)
     if experts is not None and only in (None, "grouped_gemm"):
-        yield from tuning.grouped_jobs(experts.count, experts.width, experts.dim, experts.top_k, dtype, device)
+        check_weights(experts, weights)
+        yield from tuning.grouped_jobs(experts.count, experts.width, experts.dim, experts.top_k, dtype, device, weights)
     if spec is not None and only in (None, "linear"):
         for shape in linear_shapes(spec):
             yield from tuning.linear_jobs(*shape, dtype, device)
     if spec is not None and only in (None, "paged_attention"):
         attention = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype)
         yield from tuning.attention_jobs(attention, device)
+
+
+def check_weights(experts: Experts, weights: str) -> None:
+    """Raises ConfigError for widths that kernels of such weights do not take."""
+    step = {"plain": 1, "int8": 16, "int4": 128, "fp8": 128}[weights]
+    if experts.width % step or experts.dim % step:
+        raise ConfigError(
+            f"--weights {weights} takes widths of {step}s, and these are {experts.width} and {experts.dim}"
+        )
 
 
 def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:
