@@ -105,7 +105,7 @@ class ThreadedRunner:
         self.runner = runner
         self._cause: str | None = None
         self._launcher = JobThread("model runner", runner.enter_thread)
-        self._collector = JobThread("step results") if runner.device_is_async else None
+        self._collector = JobThread("step results", runner.enter_thread) if runner.device_is_async else None
 
     def start(self, plan: StepPlan) -> Handle[StepResult]:
         """Returns at once. To be called on the loop that awaits the result."""
