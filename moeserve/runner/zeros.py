@@ -8,6 +8,9 @@ import mmap
 import torch
 from torch import Tensor
 
+from moeserve.errors import ConfigError
+
+PORTABLE = 1  # of cudaHostRegister: for all contexts
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that on the host take memory only where they are touched (`torch.zeros` writes every page)."""
@@ -19,5 +22,14 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Host memory that a GPU copies from and to by itself; it holds whatever was there before."""
-    return torch.empty(shape, dtype=dtype, pin_memory=math.prod(shape) > 0)
+    """Zeros on the host that a GPU copies from and to by itself. Raises ConfigError where they cannot be had.
+
+    Registered, not torch's own page-locked memory: of that there are powers of two, 64 GiB for 40.
+    """
+    memory = lazy_zeros(shape, dtype, torch.device("cpu"))
+    if memory.nbytes and int(code := torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)):
+        raise ConfigError(
+            f"{memory.nbytes >> 20:,} MiB of host memory cannot be locked for the GPU (CUDA error {int(code)}); lower "
+            "cache.host_store_bytes, or raise the limit on locked memory (ulimit -l)"
+        )
+    return memory

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moeserve.engine.groups import KVGroup, groups_of
-from moeserve.errors import DoesNotFit
+from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions
 from moeserve.runner.memory import (
     KVAsked,
@@ -21,6 +22,7 @@ from moeserve.runner.memory import (
     longest_context,
     plan_kv,
 )
+from moeserve.runner.zeros import page_locked
 from tests.runner.harness import spec_of
 
 GIB = 2**30
@@ -195,3 +197,19 @@ def test_kv_memory_is_taken_only_where_it_is_touched() -> None:
     assert cache.layers[0].k.nbytes > GIB
     cache.layers[0].k[5] = 1.0
     assert host_memory().used - before < GIB // 8
+
+
+def test_locked_host_memory_is_what_was_asked_for_or_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[int, int]] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        registered.append((address, size))
+        return 2 if size > 1 << 20 else 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    memory = page_locked((5, 3), torch.float32)
+    assert registered == [(memory.data_ptr(), 60)]
+    assert not memory.any()
+    assert page_locked((0, 3), torch.float32).shape == (0, 3)
+    with pytest.raises(ConfigError, match=r"5 MiB .*CUDA error 2.*host_store_bytes"):
+        page_locked((5, 1 << 20), torch.int8)
