@@ -12,6 +12,7 @@ from moeserve.errors import ConfigError
 
 PORTABLE = 1  # of cudaHostRegister: for all contexts
 
+
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that on the host take memory only where they are touched (`torch.zeros` writes every page)."""
     count = math.prod(shape)
