@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Registered, not torch's own page-locked memory: of that there are powers of two, 64 GiB for 40.
     """
     memory = lazy_zeros(shape, dtype, torch.device("cpu"))
-    if memory.nbytes and int(code := torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)):
+    runtime: Any = torch.cuda.cudart
+    if memory.nbytes and int(code := runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)):
         raise ConfigError(
             f"{memory.nbytes >> 20:,} MiB of host memory cannot be locked for the GPU (CUDA error {int(code)}); lower "
             "cache.host_store_bytes, or raise the limit on locked memory (ulimit -l)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
+from moeserve.engine.plan import Agreed
 from moeserve.runner import gpu, recorder
 from moeserve.runner.base import DeviceProperties
+from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.gpu import GPUModelRunner
 from moeserve.runner.load import Progress
 from moeserve.runner.memory import host_memory
@@ -107,6 +110,20 @@ def test_no_step_asks_the_device(model: str, guard: Guard) -> None:
         guard.armed = False
         driver.settle(chunks, plan, collect())
     assert [len(request.output) for request in (*requests, newcomer)] == [4, 2, 3, 2, 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there test_gpu.py asks the driver")
+def test_a_step_that_only_serves_others_has_a_result(guard: Guard) -> None:
+    """Its loads, all zero, are on the device as those of any step are."""
+    runner = driver_of("qwen3_moe", "float32", OnHere, kernels="triton", determinism="batch", graphs="off").runner
+    nothing = dummy_plan(len(runner.groups), 0, [])
+    guard.armed = True
+    collect = runner.launch(replace(nothing, agreed=Agreed(1, most_tokens=(5, 0))))
+    guard.armed = False
+    result = collect()
+    assert not len(result.tokens_S)
+    assert result.load_LE is not None
+    assert not result.load_LE.any()
 
 
 def test_the_guard_notices(guard: Guard) -> None:
