@@ -153,6 +153,9 @@ class ModelRunnerBase(ABC):
         if self.deals_experts:
             self.graphs = dealt = DealtGraphs(*parts, common_sizes(asked, self.limits), self.peers)
             self.lanes.round_up = dealt.round_up
+            # Steps without graphs never take the kernels that learn the number of tokens from the device, and nothing
+            # may be compiled while a step is recorded.
+            self.lanes.forward(self.model, self.fixed_inputs.largest(1, 1), 0, None, self.kv.layers)
             return
         self.graphs = graphs = GraphManager(*parts, sizes_of(asked, self.limits))
         graphs.capture(lambda step: self.lanes.forward(self.model, step, 0, None, self.kv.layers))

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+
+from moeserve.config import config_of
 
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
 from moeserve.moe.lane import Lane
 from moeserve.runner.dealt_graphs import DealtGraphs
+from moeserve.ops import triton_ops
 from moeserve.runner.graphs import Mode, common_sizes
-from tests.runner.test_graphs import LIMITS, Nothing
+from moeserve.runner.peers import Peers
+from tests.runner.harness import spec_of
+from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
 
 
 @dataclass
@@ -82,3 +90,21 @@ def test_recordings_go_with_the_group_and_the_placement() -> None:
         shape = graphs.shape(step)
         assert shape.mode is Mode.FULL
         graphs._recordings[shape] = None  # type: ignore[assignment]
+
+
+def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router of a recorded step learns the number of tokens from the device, by a kernel of its own."""
+    real, on_device = triton_ops.route, []
+
+    def route(*args: Any) -> Any:
+        on_device.append(isinstance(args[-1], torch.Tensor))
+        return real(*args)
+
+    monkeypatch.setattr(triton_ops, "route", route)
+    monkeypatch.setattr(Peers, "graph_safe", True)
+    runner = ByTriton(config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True)
+    runner.prepare()
+    assert isinstance(runner.graphs, DealtGraphs)
+    assert not runner.graphs._recordings
+    assert any(on_device)
+    runner.close()
