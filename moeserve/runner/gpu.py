@@ -52,9 +52,11 @@ class GPUModelRunner(ModelRunnerBase):
 
     def _memory(self) -> MemoryFacts:
         free, total = torch.cuda.mem_get_info(self.device)
-        # What torch holds in reserve can be had as well.
-        reserve = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return MemoryFacts(limit=total, used=total - free - reserve, free=free + reserve)
+        own = torch.cuda.memory_allocated(self.device)
+        reserve = torch.cuda.memory_reserved(self.device) - own  # can be had as well
+        # Against a part of a device counts what this rank takes, not what the others do, whoever was here first.
+        used = total - free - reserve if self.properties.sharers == 1 else own
+        return MemoryFacts(limit=total, used=used, free=free + reserve)
 
     def profile_run(self) -> int:
         """What the largest step really takes, or more where the estimate says so; the request tables; what attention to

@@ -15,11 +15,13 @@ from moeserve.kernels.attention_plan import SPLIT
 from moeserve.parallel.tensor import DeviceTensor
 from moeserve.parallel.world import World
 from moeserve.runner import factory
+from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.factory import make_runner
 from moeserve.runner.gpu import GPUModelRunner
 from moeserve.runner.limits import chunk_tokens, step_tokens, with_step_tokens
+from moeserve.runner.memory import kv_budget
 from tests.runner.harness import FakeRunner, fake_runner, spec_of
 
 
@@ -80,6 +82,21 @@ def test_memory_is_shared_among_the_ranks_of_a_host() -> None:
         runner = FakeRunner(config_of(None), spec_of(), Path(), world)
         budgets.append(runner.load(lambda name, percent: None))
     assert 0 < budgets[1] <= budgets[0] / 3
+
+
+def test_what_others_take_of_a_shared_device_does_not_count_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on a GPU of 140: this one has 30, the other one 60 or nothing yet; alone, all that is taken counts."""
+    facts = {"memory_allocated": 30, "memory_reserved": 32}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    budgets = {}
+    for sharers, taken in ((2, 92), (2, 32), (1, 92)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, taken=taken: (140 - taken, 140))
+        runner = GPUModelRunner(config_of(None), spec_of(), Path())
+        runner.device = torch.device("cuda", 0)
+        runner.properties = DeviceProperties("fake", runner._memory, own=True, sharers=sharers)
+        budgets[sharers, taken] = kv_budget(runner.properties.memory().shared(sharers), 0.9, 10)
+    assert budgets == {(2, 92): 12, (2, 32): 23, (1, 92): 26}
 
 
 def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
