@@ -57,7 +57,7 @@ class Attention:
         head_norms: Tensor | None = None,
         full_norms: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self._ops = ops
+        self._ops, self._attend = ops, ops.opaque(AttentionStep.attend)  # which may end one recording and begin another
         self._tp = tp
         self._qkv = qkv
         self._out = out
@@ -79,7 +79,7 @@ class Attention:
         qkv_THd = qkv.view(qkv.shape[0], -1, self._dim)
         normed = None if self._full_norms is None else self._normalise_fully(qkv_THd, self._full_norms, channel)
         q_THd = self._ops.prologue(qkv_THd, self._rule, step.cos_Td, step.sin_Td, kv.k, kv.v, step.cells_T, normed)
-        attended = step.attend(self._ops, q_THd, kv)
+        attended = self._attend(step, self._ops, q_THd, kv)
         return self._out(self._tp.gather_columns(attended, channel), channel)
 
     def _normalise_fully(self, qkv_THd: Tensor, weights: tuple[Tensor, Tensor], channel: int) -> Tensor:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ def traced(ops: Ops) -> Ops:
         ops,
         chosen=(*ops.chosen, ("norms and activations", "torch.compile")),
         trace=trace,
+        opaque=cache(opaque),  # one for all layers: a trace is of the very function
         pack_linear=lambda weight, bias: _plain_or_opaque(ops.pack_linear(weight, bias)),
         rms_norm=elementwise.rms_norm,
         add_rms_norm=elementwise.add_rms_norm,

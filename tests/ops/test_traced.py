@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from moeserve.engine.groups import groups_of
-from moeserve.layers.inputs import GroupInputs, StepInputs
+from moeserve.layers.inputs import Cut, GroupInputs, StepInputs
 from moeserve.models.registry import family
 from moeserve.moe.lane import Lane
 from moeserve.ops.table import Ops, pick_ops
@@ -35,7 +35,7 @@ MODEL: dict[str, Any] = {
 }
 
 
-def hidden(ops: Ops, layers: int, tokens: int) -> torch.Tensor:
+def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None) -> torch.Tensor:
     """What a model with random weights makes of one request's first tokens; every other layer has experts."""
     moe_layers = tuple(i % 2 == 0 for i in range(layers))
     spec = spec_of(**MODEL, num_layers=layers, moe_layers=moe_layers, windows=(None,) * layers)
@@ -56,6 +56,7 @@ def hidden(ops: Ops, layers: int, tokens: int) -> torch.Tensor:
         offsets_R1=offsets_R1,
         starts_R=starts_R,
         rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets_R1)),
+        cut=cut,
     )
     with torch.inference_mode():
         return model.forward(step, kv.layers, Lane())
@@ -81,3 +82,25 @@ def test_layers_share_traces_and_results_stay(tmp_path: Path, monkeypatch: pytes
     hidden(traced(plain), 4, 7)
     assert counters["stats"]["unique_graphs"] > graphs[4]
     assert counters["inductor"]["fxgraph_cache_miss"] == misses, "compiled again"
+
+
+def test_no_trace_looks_into_what_cuts_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each recording brings a function of its own, and its warm-up another: compiled into the layers, they would be
+    compiled anew for each, while the stream is captured."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    torch._dynamo.reset()
+    compiled = traced(pick_ops(CPU, torch.float32, "torch"))
+    calls: list[str] = []
+
+    def cut_of(name: str) -> Cut:
+        def cut(q_THd: torch.Tensor, plan: Any, attend: Any) -> torch.Tensor:
+            calls.append(name)
+            return q_THd.flatten(1) * 2
+
+        return cut
+
+    hidden(compiled, 2, 7, cut_of("warm-up"))
+    graphs = counters["stats"]["unique_graphs"]
+    hidden(compiled, 2, 7, cut_of("recording"))
+    assert calls == ["warm-up"] * 2 + ["recording"] * 2
+    assert counters["stats"]["unique_graphs"] == graphs
