@@ -38,9 +38,9 @@ class Ops:
     are the kernels of csrc/, which have a kernel for experts, too; room: where these pack. triton: whether they are
     those of kernels/, likewise. exact: whether a row's bits depend on nothing but the row. attention_block: what joins
     the steps of attention to one call, where there is such a call. trace(function): the same function, compiled where
-    these kernels can be joined (ops/traced.py); opaque(function): the same, into which no trace looks. weight_obstacle(kind, group, inputs): why weights of 4 or 8 bits with
-    so many inputs, and with so many to a scale (0: all), cannot be computed with; empty if they can. None: none of them
-    can.
+    these kernels can be joined (ops/traced.py). opaque(function): the same, into which no trace looks.
+    weight_obstacle(kind, group, inputs): why weights of 4 or 8 bits with so many inputs, and with so many to a scale
+    (0: all), cannot be computed with; empty if they can. None: none of them can.
     """
 
     device: torch.device

@@ -12,6 +12,7 @@ from moeserve.engine.plan import Added, BlockDiff, StepPlan
 from moeserve.sampling import TokenSampling
 
 PROMPT = 4  # tokens of a request that samples in a way of its own
+MANY_ROWS = 256  # up to which attention is planned by one variant of its kernel
 
 
 def dummy_plan(num_groups: int, start: int, counts: Sequence[int], added: tuple[Added, ...] = ()) -> StepPlan:
@@ -55,6 +56,10 @@ def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
         tokens *= 2
     yield dummy_plan(num_groups, 0, spread(limits.max_num_batched_tokens, limits))
     yield dummy_plan(num_groups, max(0, limits.max_model_len - 2), [1])
+    rows = MANY_ROWS
+    while rows < min(limits.max_num_seqs, limits.max_num_batched_tokens):
+        rows = min(2 * rows, limits.max_num_seqs, limits.max_num_batched_tokens)
+        yield dummy_plan(num_groups, 0, [1] * rows)
     count = max(1, min(PROMPT, limits.prefill_chunk, limits.max_num_batched_tokens, limits.max_model_len - 1))
     for sampling in (
         TokenSampling(seed=0, max_tokens=1, temperature=0.0),

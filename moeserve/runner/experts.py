@@ -319,7 +319,7 @@ class ExpertStore:
             ones, num_bytes = self._bring(index, local, pace)
             staged = _Layer(local, ones, layer.slots.after(target))
             if staged.slots.device.type == "cuda":
-                torch.cuda.synchronize(staged.slots.device)
+                torch.cuda.current_stream(staged.slots.device).synchronize()  # not the device: a step may be recorded
             self._offer(move, staged, num_bytes)
 
     def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:

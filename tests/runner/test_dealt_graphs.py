@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from moeserve.config import config_of
-
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
 from moeserve.moe.lane import Lane
-from moeserve.runner.dealt_graphs import DealtGraphs
 from moeserve.ops import triton_ops
+from moeserve.runner.dealt_graphs import DealtGraphs
 from moeserve.runner.graphs import Mode, common_sizes
 from moeserve.runner.peers import Peers
 from tests.runner.harness import spec_of

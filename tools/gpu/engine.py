@@ -35,7 +35,7 @@ SMALL = {
     "eos_token_id": None, "dtype": "float32",
 }  # fmt: skip
 FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
-CONTEXT, PREFILL, PROMPTS, ROUNDS = 1024, 4096, 16, 3
+CONTEXT, PREFILL, PROMPTS, ROUNDS = 1024, 4096, 16, 4
 FEW, MANY = 64, 192  # new tokens of each request
 BATCHES = (1, 64, 256)
 STEP_TOKENS = 8192
@@ -90,7 +90,7 @@ def decode(llm: LLM, batch: int, context: int) -> dict[str, Any]:
         short_s, short_busy_s = generated(llm, batch, context, FEW)
         long_s, long_busy_s = generated(llm, batch, context, MANY)
         rounds.append((long_s - short_s, long_busy_s - short_busy_s))
-    seconds, busy_s = sorted(rounds[1:])[0]
+    seconds, busy_s = sorted(rounds[1:])[(len(rounds) - 1) // 2]
     return {
         "tokens_per_s": batch * (MANY - FEW) / seconds, "idle_share": 1 - busy_s / seconds, "context": context,
         "samples_s": rounds,
