@@ -132,7 +132,9 @@ def _check_kernels(
     """Raises ConfigError for what these kernels cannot do, before a weight is read."""
     here, native = f"here {ops.device.type} serves by {ops.describe()}", "--device cpu with kernels: native"
     if packed_cache and not ops.native:
-        raise ConfigError(f"packed_cache needs the native kernels for CPUs, and {here}; use no packed_cache, or {native}")
+        raise ConfigError(
+            f"packed_cache needs the native kernels for CPUs, and {here}; use no packed_cache, or {native}"
+        )
     instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"
     for param, kind, group in _quantised(checkpoint, plan, asked):
         if ops.weight_obstacle is None:
