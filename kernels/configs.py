@@ -25,9 +25,14 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
+def cache_folder(name: str) -> Path:
+    """Where moeserve keeps for a user what it would have to find again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve" / name
+
+
 def user_folder() -> Path:
     """Where `moeserve tune` keeps what it finds."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve" / "configs"
+    return cache_folder("configs")
 
 
 def add_folder(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,15 @@ from tests.checkpoints import FAMILIES, SMALL, Checkpoint, randomise
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Where many small products, or ranks as threads, would only wait for torch's pool."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -161,7 +161,7 @@ def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         pack_linear=triton_ops.pack_exact if exact else triton_ops.pack_fast,
         weight_obstacle=partial(triton_weights.obstacle, device),
         silu_mul=triton_ops.silu_mul,
-        sigmoid_gate=triton_ops.sigmoid_gate,
+        sigmoid_gate=elementwise.plain_sigmoid_gate,
         rms_norm=triton_ops.rms_norm,
         add_rms_norm=triton_ops.add_rms_norm,
         embedding=triton_ops.embedding,

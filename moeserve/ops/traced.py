@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.kernels.configs import cache_folder
 from moeserve.ops import elementwise
 from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.table import Ops
@@ -34,11 +34,6 @@ def silu_mul(gate_up_MI: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def sigmoid_gate(logits_TL: Tensor) -> Tensor:
-    """As elementwise.sigmoid_gate."""
-    return logits_TL[:, :1].float().sigmoid()
-
-
 def trace(function: F_) -> F_:
     """Compiled when first called; sizes of steps are variables of the trace."""
     return torch.compile(function, dynamic=True)  # type: ignore[return-value]
@@ -48,7 +43,7 @@ def traced(ops: Ops) -> Ops:
     """The same kernels, and `trace` for what model code says is worth it. Not for tables whose bits must not depend on
     the batch: generated code promises nothing of the kind."""
     assert not ops.native, "native kernels are joined already"
-    folder = os.environ.setdefault(FOLDER, str(cache_folder()))
+    folder = os.environ.setdefault(FOLDER, str(cache_folder("compiled")))
     logger.info("compiling layers with torch %s; what was compiled is kept in %s", torch.__version__, folder)
     return replace(
         ops,
@@ -59,7 +54,7 @@ def traced(ops: Ops) -> Ops:
         rms_norm=elementwise.rms_norm,
         add_rms_norm=elementwise.add_rms_norm,
         silu_mul=silu_mul,
-        sigmoid_gate=sigmoid_gate,
+        sigmoid_gate=elementwise.plain_sigmoid_gate,
         prologue=opaque(ops.prologue),
         attention=opaque(ops.attention),
     )
@@ -71,7 +66,3 @@ def _plain_or_opaque(linear: Linear) -> Linear:
         return linear
     packed: Linear = opaque(type(linear).__call__.__get__(linear))
     return packed
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve" / "compiled"

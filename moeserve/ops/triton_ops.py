@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moeserve.ops.prologue import HeadRule
     from moeserve.ops.step import PagedGroup, PlanAttention, StepRows
 
-__all__ = ["add_rms_norm", "attention", "embedding", "prologue", "rms_norm", "route", "sigmoid_gate", "silu_mul"]
+__all__ = ["add_rms_norm", "attention", "embedding", "prologue", "rms_norm", "route", "silu_mul"]
 
 BLOCKS_M = (16, 32, 64, 128)  # rows of a tile that launches may ask for
 _pack_plain = plain_packer(1)
@@ -82,11 +82,6 @@ def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
 def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
     """Linear layers by torch, of quantised weights by Triton."""
     return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else _pack_plain(weight, bias)
-
-
-def sigmoid_gate(logits_TL: Tensor) -> Tensor:
-    """As ops.elementwise.sigmoid_gate; on this device no column meets other code than its neighbours."""
-    return logits_TL[:, :1].float().sigmoid()
 
 
 def prologue(

@@ -1,7 +1,7 @@
 """Makes one plan happen on one device: everything that does not depend on which device it is.
 
-A device is a subclass that overrides two methods: `_cache_device_properties` and `capture_model`, plus three small
-seams (`upload`, `_fetch`, `_mark`). Life: `prepare` once, then `launch` per plan.
+A device is a subclass that overrides two methods: `_cache_device_properties` and `capture_model`, plus what it does in
+a way of its own (`upload`, `_fetch`, `_mark`; tables, inputs, sampler). Life: `prepare` once, then `launch` per plan.
 """
 
 from __future__ import annotations

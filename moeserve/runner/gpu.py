@@ -117,8 +117,8 @@ class GPUModelRunner(ModelRunnerBase):
             return super().make_tables()
         from moeserve.runner.triton_inputs import scatter  # slow to import, as all that uses triton
 
-        limits = self.limits
-        return Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload, scatter)
+        size = self.limits.max_num_seqs, self.limits.max_model_len
+        return Tables(*size, self.groups, self.device, self.upload, scatter)
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
         return self.fixed_inputs.exact(plan) if self.by_triton else super().step_inputs(plan, host)

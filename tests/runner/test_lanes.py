@@ -323,15 +323,6 @@ def overlapped_ns(events: Sequence[TraceEvent], transfer: int) -> int:
     )  # fmt: skip
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_rows_travel_while_the_other_lane_computes(make_checkpoint: Any, in_lanes: Any) -> None:
     path = make_checkpoint("qwen2_moe", hidden_size=256, moe_intermediate_size=256, num_hidden_layers=3).path
     tokens = (PROMPTS["long"] * 4)[:320]
