@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import ROOT, free_port, parser, save
+from moeserve.comm.members import Members
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.names import AUTO
 from moeserve.moe.all2all.registry import make_backends
-from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
-from moeserve.parallel.members import Members
+from moeserve.moe.ubatch import UBatch
 
 WARM_UP = 0.1  # share of the samples that is thrown away
 SLOTS = 16  # per rank
@@ -121,18 +121,18 @@ def inputs(rank: int, num_slots: int, size: Size) -> tuple[Tensor, Routing]:
 
 
 def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) -> dict[str, Any]:
-    lane, out_TD = Lane(), torch.empty_like(x_TD)
+    ubatch, out_TD = UBatch(), torch.empty_like(x_TD)
     marks_ns = []
     for _ in range(samples):
         begun = time.perf_counter_ns()
-        rows = backend.dispatch(x_TD, routing, lane)
+        rows = backend.dispatch(x_TD, routing, ubatch)
         sent = time.perf_counter_ns()
         ticket = rows.wait()
         arrived = time.perf_counter_ns()
         y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
         y.copy_(ticket.inbound.x)  # stands for the experts
         written = time.perf_counter_ns()
-        sums = backend.combine(ticket, y, out_TD, lane)
+        sums = backend.combine(ticket, y, out_TD, ubatch)
         returned = time.perf_counter_ns()
         sums.wait()
         done = time.perf_counter_ns()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parser, save
-from moeserve.ops.cells import cell_width, to_cells
+from moeserve.ops.kv_entries import entry_width, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.native_attention import attention, plan_attention
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 def decode(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     requests, context, heads, kv_heads, dim = size
-    layer_bytes = 2 * requests * context * kv_heads * cell_width(dim, dtype) * dtype.itemsize
+    layer_bytes = 2 * requests * context * kv_heads * entry_width(dim, dtype) * dtype.itemsize
     layers = max(2, min(64, CACHE_BYTES // layer_bytes))
     caches = [make_cache(requests, context, kv_heads, dim, dtype) for _ in range(layers)]
     q = torch.randn(requests, heads, dim).bfloat16() * dim**-0.5
@@ -94,7 +94,7 @@ def prefill(size: Size, dtype: torch.dtype) -> dict[str, Any]:
 
 def make_cache(requests: int, context: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (requests * -(-context // BLOCK) + 1, BLOCK, kv_heads, dim)
-    one = to_cells(torch.randn(shape), dtype)
+    one = to_entries(torch.randn(shape), dtype)
     return one, one.clone()
 
 

@@ -7,14 +7,17 @@ has a third of the work; one thread and one core per rank, rows by the `torch` b
 so that communication takes `--ratio` of the time that computing takes. DBO off, on and auto run in turns. Then decode
 steps on the unlimited link, where overlap does not pay.
 
-Computing is what the slower rank's step took in one lane without standing still for rows; communication is the rest.
+Computing is what the slower rank's step took in one micro-batch without standing still for rows; communication is the
+rest.
 The ideal is their sum over the longer of them.
 
-What can be reached depends on the model: of each layer's two transfers one is hidden by the other lane's experts, one
+What can be reached depends on the model: of each layer's two transfers one is hidden by the other micro-batch's
+experts, one
 by its attention. The last transfer of a step hides behind nothing. Whatever moves the rows takes time of the same core,
 more of it the faster the link is beside the core.
 
-Targets: on >= 1.3 x off and >= 0.85 x ideal; auto loses <= 2 % where two lanes do not pay. Needs root and two cores;
+Targets: on >= 1.3 x off and >= 0.85 x ideal; auto loses <= 2 % where two micro-batches do not pay. Needs root and two
+cores;
 says so and ends otherwise.
 """
 
@@ -163,7 +166,7 @@ def _prefill(pair: _Pair, link: Link, ratio: float, rounds: int) -> dict[str, An
     traced = pair.run("prefill", "on", trace=True)[0]
     hidden = [overlapped_us(rank.events) for rank in traced]
     if not all(work["experts"] and work["attention"] for work in hidden):
-        sys.exit(f"no transfer ran beside the other lane's work: {hidden}")
+        sys.exit(f"no transfer ran beside the other micro-batch's work: {hidden}")
     off_s, compute_s = median(map(_took_s, found["off"])), median(map(_compute_s, found["off"]))
     ideal = off_s / max(compute_s, off_s - compute_s)
     summaries = {mode: _summary(found[mode], found["off"]) for mode in MODES}
@@ -203,18 +206,18 @@ def _decode(pair: _Pair, link: Link, rounds: int) -> dict[str, Any]:
 
 
 def overlapped_us(events: Sequence[TraceEvent]) -> dict[str, int]:
-    """How long one lane's rows travelled while the other lane worked, by the work's name."""
+    """How long one micro-batch's rows travelled while the other micro-batch worked, by the work's name."""
     total: dict[str, int] = {"attention": 0, "experts": 0}
     for travel in events:
         for work in events:
-            if travel.track.startswith("transfer") and work.track == f"lane {1 - int(travel.track[-1])}":
+            if travel.track.startswith("transfer") and work.track == f"micro-batch {1 - int(travel.track[-1])}":
                 shared_ns = min(travel.end_ns, work.end_ns) - max(travel.start_ns, work.start_ns)
                 total[work.name] = total.get(work.name, 0) + max(0, shared_ns) // 1000
     return total
 
 
 def _summary(steps: Steps, off: Steps) -> dict[str, Any]:
-    """speedup: over one lane, the median over rounds."""
+    """speedup: over one micro-batch, the median over rounds."""
     took_s, off_s = [*map(_took_s, steps)], [*map(_took_s, off)]
     both = [rank for step in steps for rank in step]
     pairs = zip(off_s, took_s, strict=True) if len(off_s) == len(took_s) else [(median(off_s), median(took_s))]
@@ -222,7 +225,7 @@ def _summary(steps: Steps, off: Steps) -> dict[str, Any]:
         "median_s": median(took_s),
         "speedup": median(one / other for one, other in pairs),
         "overlap_efficiency": 1 - sum(rank.exposed_us for rank in both) / sum(rank.comm_us for rank in both),
-        "two_lanes": sum(rank.lanes == 2 for rank in both) / len(both),
+        "two_ubatches": sum(rank.ubatches == 2 for rank in both) / len(both),
         "samples_s": [round(one_s, 6) for one_s in took_s],
     }
 

@@ -21,22 +21,22 @@ import numpy as np
 import torch
 
 from benchmarks.dbo_link import ADDRESSES
-from moeserve.engine.cut import best_cut
+from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.comm.members import Members
+from moeserve.comm.world import World
 from moeserve.engine.plan import I32, Agreed, StepPlan, StepResult
+from moeserve.engine.ubatch_split import best_split
 from moeserve.engine.vote import Vote, decide
-from moeserve.layers.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import family
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
-from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.table import pick_ops
-from moeserve.parallel.members import Members
-from moeserve.parallel.world import World
 from moeserve.runner.dbo import OverlapPolicy
-from moeserve.runner.lanes import LaneRunner
+from moeserve.runner.ubatches import UBatchRunner
 
 BLOCK = 64
 CONTEXT = 256  # of each decoding request
@@ -70,7 +70,7 @@ class Step(msgspec.Struct, frozen=True):
     """What one took. events: if it was traced."""
 
     took_us: int
-    lanes: int
+    ubatches: int
     comm_us: int
     exposed_us: int
     events: tuple[TraceEvent, ...] = ()
@@ -82,7 +82,7 @@ class Rank:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.peer = _connect(setup.rank).makefile("rwb")
-        self.lanes = LaneRunner(2)
+        self.ubatches = UBatchRunner(2)
         self.model = _build(setup)
         spec = setup.spec
         counts = np.full(setup.tokens // setup.prompt, setup.prompt, np.int32)
@@ -105,24 +105,24 @@ class Rank:
         rows = np.arange(len(counts), dtype=np.int32)
         plan = StepPlan(self.num_steps, rows, inputs.starts_R, counts, np.ones(len(counts), np.bool_), ())
         agreed = dataclasses.replace(
-            self._agree([plan.num_tokens, best_cut(counts), policy.lanes_ok(plan)]), trace=trace
+            self._agree([plan.num_tokens, best_split(counts), policy.ubatches_ok(plan)]), trace=trace
         )
         self.num_steps += 1
         began_ns = time.perf_counter_ns()
-        self.lanes.forward(self.model, inputs, best_cut(counts), agreed, self.kv)
+        self.ubatches.forward(self.model, inputs, best_split(counts), agreed, self.kv)
         took_us = (time.perf_counter_ns() - began_ns) // 1000
-        meter = self.lanes.take_meter()
+        meter = self.ubatches.take_meter()
         nothing = np.zeros(0, np.int32)
         result = StepResult(
             plan.step, nothing, device_us=took_us, comm_us=meter.comm_us, exposed_comm_us=meter.exposed_us
         )
         policy.note(dataclasses.replace(plan, agreed=agreed), result)
-        return Step(took_us, agreed.lanes, meter.comm_us, meter.exposed_us, meter.events)
+        return Step(took_us, agreed.ubatches, meter.comm_us, meter.exposed_us, meter.events)
 
     def _agree(self, own: list[int]) -> Agreed:
         votes = [
-            Vote(self.num_steps, 1, has_work=True, tokens=tokens, cut=cut, lanes_ok=bool(lanes_ok))
-            for tokens, cut, lanes_ok in (own, self._swap(own))
+            Vote(self.num_steps, 1, has_work=True, tokens=tokens, split_at=split_at, ubatches_ok=bool(ubatches_ok))
+            for tokens, split_at, ubatches_ok in (own, self._swap(own))
         ]
         agreed = decide(votes).agreed
         assert agreed is not None
@@ -188,12 +188,12 @@ def _build(setup: Setup) -> Decoder:
         world=world,
         placement=placement,
         backends=[backend],
-        lanes=2,
+        ubatches=2,
         max_tokens=setup.tokens,
     )
     store = f"{ADDRESSES[0]}:7001"
     members = Members(epoch=1, rank=setup.rank, tp_size=1, host_of=("x", "y"), directory="", store=store, token="bench")
-    backend.join(members, placement.slots_per_rank, 2)
+    backend.join(members, placement.experts_per_rank, 2)
     return model
 
 

@@ -22,7 +22,7 @@ import torch
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts
-from moeserve.moe.lane import Scratch
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import NativeLinear
 

@@ -20,12 +20,12 @@ import psutil
 
 from benchmarks.common import parser, save
 from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster import fleet
+from moeserve.cluster.engine_handle import EngineHandle
 from moeserve.config import Config, config_of
 from moeserve.errors import MoeserveError
 from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.launch import fleet
-from moeserve.launch.member import Member
 from moeserve.sampling import SamplingParams
 
 MOMENTS = ("idle", "prefill", "decode", "rebalance")
@@ -110,10 +110,10 @@ async def kill(
         await until(lambda: all(len(seen) > begun for seen in streams.seen))
     moving = asyncio.create_task(front.fleet.scaling.rebalance()) if moment == "rebalance" else None
     await asyncio.sleep(rng.uniform(0, 0.1))
-    victim = rng.choice(front.fleet.members)
+    victim = rng.choice(front.fleet.engines)
     warm = front.fleet.fork_server_pid is not None
-    assert victim.seat.pid is not None
-    leader = psutil.Process(victim.seat.pid)
+    assert victim.process.pid is not None
+    leader = psutil.Process(victim.process.pid)
     ranks = [leader, *leader.children()]
     at_s = await Timeline(front, victim, streams, rng.choice(ranks)).run()
     ends = await streams.end()
@@ -133,7 +133,7 @@ class Timeline:
     """What happens after a kill, in seconds since then: noticed, the new process and the phases of its start, ready,
     joined, half of the streams, moving (all of them have a new token)."""
 
-    def __init__(self, front: FrontEnd, victim: Member, streams: Streams, rank: psutil.Process) -> None:
+    def __init__(self, front: FrontEnd, victim: EngineHandle, streams: Streams, rank: psutil.Process) -> None:
         self._front = front
         self._victim = victim
         self._streams = streams
@@ -141,8 +141,8 @@ class Timeline:
         self._at_s: dict[str, float] = {}
 
     async def run(self) -> dict[str, float]:
-        stats, seat = self._front.stats, self._victim.seat
-        deaths, pid, phase = stats.engine_restarts, seat.pid, seat.phase
+        stats, process = self._front.stats, self._victim.process
+        deaths, pid, phase = stats.engine_restarts, process.pid, process.phase
         killed_s = time.monotonic()
         self._rank.kill()
         counts: list[int] | None = None
@@ -156,11 +156,11 @@ class Timeline:
             if stats.engine_restarts > deaths and counts is None:
                 counts = [len(seen) for seen in self._streams.seen]
             mark("noticed", counts is not None)
-            mark("process", seat.pid not in (None, pid))
-            if seat.phase is not phase:
-                phase = seat.phase
+            mark("process", process.pid not in (None, pid))
+            if process.phase is not phase:
+                phase = process.phase
                 mark(phase.name, counts is not None)
-            mark("ready", "process" in self._at_s and seat.ready is not None)
+            mark("ready", "process" in self._at_s and process.ready is not None)
             mark("joined", "ready" in self._at_s and complete(self._front))
             if counts is None:
                 return False

@@ -31,12 +31,12 @@ from moeserve.messages import Placed
 from moeserve.models.registry import family
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Lane
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, moved, rank_loads, solve
 from moeserve.moe.routing import Router
-from moeserve.moe.slots import SlotMap
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import pick_ops
 from moeserve.runner.experts import ExpertStore
 
@@ -169,11 +169,13 @@ def _rank(folder: Path, spec: ModelSpec, placement: Placement) -> tuple[list[MoE
     kernel = ReferenceExperts(ops)
     layers = []
     for layer in range(placement.num_layers):
-        packed = kernel.stack([kernel.pack_slot(*files.read(layer, expert)) for expert in placement.local(layer, 0)])
-        gate = ops.pack_linear(torch.randn(placement.slots_per_rank, spec.hidden_size), None)
+        packed = kernel.stack([kernel.pack_expert(*files.read(layer, expert)) for expert in placement.local(layer, 0)])
+        gate = ops.pack_linear(torch.randn(placement.experts_per_rank, spec.hidden_size), None)
         router = Router(gate, spec.experts_per_token, spec.router, ops)  # chooses among the slots that are here
         layers.append(
-            MoELayer(router, LocalAll2All(placement.slots_per_rank), kernel, packed, SlotMap(placement, layer))
+            MoELayer(
+                router, LocalAll2All(placement.experts_per_rank), kernel, packed, LogicalToPhysical(placement, layer)
+            )
         )
     return layers, ExpertStore(layers, files.read, 0, placement)
 
@@ -185,15 +187,15 @@ def _step(layers: list[MoELayer], store: ExpertStore, x_TD: torch.Tensor, commit
     store.commit(placed)
     if commits is not None:
         commits.append(time.perf_counter() - began_s)
-    lane = Lane()
+    ubatch = UBatch()
     for layer in layers:
         # The maps send rows to the other rank after the move; the cost of a step must not depend on that here.
         layer.slots = _HERE
-        x_TD = layer(x_TD, len(x_TD), lane)
+        x_TD = layer(x_TD, len(x_TD), ubatch)
     return time.perf_counter() - began_s
 
 
-_HERE = SlotMap(Placement.initial(1, 16, 1), 0)
+_HERE = LogicalToPhysical(Placement.initial(1, 16, 1), 0)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import parser, save, summary
+from moeserve.cluster import rebalancing
+from moeserve.cluster.fleet import Fleet
 from moeserve.config import config_of
 from moeserve.errors import Conflict
 from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.launch import rebalancing
-from moeserve.launch.fleet import Fleet
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.rebalance import Rebalancer
 from moeserve.sampling import SamplingParams

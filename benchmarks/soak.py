@@ -33,12 +33,12 @@ import psutil
 
 from benchmarks.common import parser, save
 from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster import fleet
 from moeserve.config import config_of
 from moeserve.engine.core import AUDIT_EVERY_S
 from moeserve.errors import Conflict, MoeserveError
 from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.launch import fleet
 from moeserve.sampling import SamplingParams
 
 MAX_LEN, MAX_SEQS = 1024, 32
@@ -172,7 +172,7 @@ class Soak:
             self.lost(error)
 
     async def fill(self, num_engines: int) -> None:
-        """The largest steps: long prompts at once for all seats of all engines, each with all its logits."""
+        """The largest steps: long prompts at once for all engine processes of all engines, each with all its logits."""
         await asyncio.sleep(max(0.0, FILL_AT - self.at) * self.seconds)
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=1)
 
@@ -221,7 +221,7 @@ class Soak:
                 print(f"not moved: {error}", flush=True)
             if kill_at and self.at > kill_at[0] and group.view.complete:
                 kill_at.pop(0)
-                ranks = [p for member in group.members if member.seat.pid for p in family(member.seat.pid)]
+                ranks = [p for engine in group.engines if engine.process.pid for p in family(engine.process.pid)]
                 os.kill(self.rng.choice(ranks).pid, signal.SIGKILL)
                 self.counts["killed"] += 1
 
@@ -252,9 +252,9 @@ class Soak:
         assert self.front.fleet is not None
         while True:
             self.remember("front end", psutil.Process())
-            for member in self.front.fleet.members:
-                for number, process in enumerate(family(member.seat.pid) if member.seat.pid else []):
-                    self.remember(f"{member.seat.name} rank {number}", process)
+            for engine in self.front.fleet.engines:
+                for number, process in enumerate(family(engine.process.pid) if engine.process.pid else []):
+                    self.remember(f"{engine.process.name} rank {number}", process)
             await asyncio.sleep(1.0)
 
     def remember(self, role: str, process: psutil.Process) -> None:

@@ -1,4 +1,4 @@
-"""Latency of the step vote: N processes that do nothing but vote, on one host, over the real council.
+"""Latency of the step vote: N processes that do nothing but vote, on one host, over the real DP coordinator.
 
     python -m benchmarks.vote
 
@@ -19,9 +19,9 @@ from time import perf_counter_ns
 from typing import Any
 
 from benchmarks.common import ROOT, parser, save
-from moeserve.engine.vote import Action, Council, Vote
-from moeserve.parallel.council import convene
-from moeserve.parallel.members import Members
+from moeserve.comm.dp_coordinator import open_coordinator
+from moeserve.comm.members import Members
+from moeserve.engine.vote import Action, DPCoordinator, Vote
 
 NUM_ENGINES = [1, 2, 4]
 WARM_UP = 200
@@ -76,29 +76,29 @@ def run(loop: str, members: Members, votes: int) -> dict[str, Any]:
 
 
 async def vote(members: Members, votes: int) -> dict[str, Any]:
-    council = await convene(members)
+    coordinator = await open_coordinator(members)
     spent: dict[str, list[int]] = {"vote": [], "wake": []}
     for step in range(WARM_UP + votes):
         began = perf_counter_ns()
-        await council.decide(Vote(step, 1, has_work=True, tokens=1))
+        await coordinator.decide(Vote(step, 1, has_work=True, tokens=1))
         spent["vote"].append(perf_counter_ns() - began)
-    await sleep_and_wake(council, members, spent["wake"], WARM_UP + votes)
-    council.close()
+    await sleep_and_wake(coordinator, members, spent["wake"], WARM_UP + votes)
+    coordinator.close()
     return {f"{name}_us": percentiles(times[len(times) // 10 :]) for name, times in spent.items()}
 
 
-async def sleep_and_wake(council: Council, members: Members, wakes: list[int], step: int) -> None:
+async def sleep_and_wake(coordinator: DPCoordinator, members: Members, wakes: list[int], step: int) -> None:
     """All park; then the last engine wakes the others, again and again."""
     wakes_others = members.rank == members.size - 1
     for turn in range(300):
-        decision = await council.decide(Vote(step + 2 * turn, 1))
+        decision = await coordinator.decide(Vote(step + 2 * turn, 1))
         assert decision.action is Action.PARK
         if wakes_others:
             await asyncio.sleep(0.001)
         else:
-            await council.rung()
+            await coordinator.rung()
         began = perf_counter_ns()
-        await council.decide(Vote(step + 2 * turn + 1, 1, has_work=wakes_others))
+        await coordinator.decide(Vote(step + 2 * turn + 1, 1, has_work=wakes_others))
         wakes.append(perf_counter_ns() - began)
 
 

@@ -17,7 +17,7 @@ EVERYTHING = tl.constexpr(ALL)
 
 
 @triton.jit
-def _load_cells(ptr, scales_ptr, rows, D: tl.constexpr, D_PAD: tl.constexpr, CELL: tl.constexpr):
+def _load_entries(ptr, scales_ptr, rows, D: tl.constexpr, D_PAD: tl.constexpr, CELL: tl.constexpr):
     """(elements [N, d], scales [N] or ones) of the cells at `rows`."""
     columns = tl.arange(0, D_PAD)
     at = ptr + rows[:, None] * CELL + columns[None, :]
@@ -64,8 +64,8 @@ def _attend_split(
         near = tl.minimum(tl.maximum(positions, low), high)  # what lies elsewhere may be NaN
         block = tl.load(table_ptr + near // BLOCK_SIZE).to(tl.int32)
         rows = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * KV_HEADS + group
-        k, k_scales = _load_cells(k_ptr, k_scales_ptr, rows, D, D_PAD, CELL)
-        v, v_scales = _load_cells(v_ptr, v_scales_ptr, rows, D, D_PAD, CELL)
+        k, k_scales = _load_entries(k_ptr, k_scales_ptr, rows, D, D_PAD, CELL)
+        v, v_scales = _load_entries(v_ptr, v_scales_ptr, rows, D, D_PAD, CELL)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if k_scales_ptr is not None:
             scores = scores * k_scales[None, :]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Facts(NamedTuple):
+class DeviceFacts(NamedTuple):
     """name: as tables of configurations have it."""
 
     name: str
@@ -16,9 +16,9 @@ class Facts(NamedTuple):
 
 
 @cache
-def facts_of(device: torch.device) -> Facts:
+def facts_of(device: torch.device) -> DeviceFacts:
     """cpu -> ("cpu", 1)"""
     if device.type != "cuda":
-        return Facts(device.type, 1)
+        return DeviceFacts(device.type, 1)
     properties = torch.cuda.get_device_properties(device)
-    return Facts(properties.name, properties.multi_processor_count)
+    return DeviceFacts(properties.name, properties.multi_processor_count)

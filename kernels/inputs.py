@@ -26,7 +26,7 @@ class StepArrays:
 
     ids_T: Tensor
     positions_T: Tensor
-    cells_GT: Tensor  # block * block_size + offset of each new token
+    slot_mapping_GT: Tensor  # block * block_size + offset of each new token
     blocks_GRN: Tensor  # block table of each row
     sample_S: Tensor  # tokens that feed the LM head
     offsets_R1: Tensor  # row i owns tokens offsets[i] .. offsets[i + 1] - 1
@@ -71,7 +71,7 @@ class StepWords:
 
 @triton.jit
 def put_tokens(
-    tokens_row_ptr, blocks_row_ptr, ids_ptr, positions_ptr, cells_ptr, index, start, count, group,
+    tokens_row_ptr, blocks_row_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, index, start, count, group,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Id, position and cell of a row's new tokens number `index`."""
@@ -79,7 +79,7 @@ def put_tokens(
     position = start + index
     block = tl.load(blocks_row_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     cell = block * BLOCK_SIZE + position % BLOCK_SIZE
-    tl.store(cells_ptr + index, cell.to(cells_ptr.dtype.element_ty), mask=inside)
+    tl.store(slot_mapping_ptr + index, cell.to(slot_mapping_ptr.dtype.element_ty), mask=inside)
     if group == 0:
         token = tl.load(tokens_row_ptr + position, mask=inside, other=0)
         tl.store(ids_ptr + index, token.to(ids_ptr.dtype.element_ty), mask=inside)
@@ -88,13 +88,13 @@ def put_tokens(
 
 @triton.jit
 def put_rest(
-    words_ptr, ids_ptr, positions_ptr, cells_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
+    words_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
     rows, tokens, samples, all_rows, all_tokens, all_samples,
 ):  # fmt: skip
     """Padding tokens, and what is one entry per row."""
     padding = tokens + index < all_tokens
     nothing = tl.zeros_like(index)
-    tl.store(cells_ptr + tokens + index, nothing.to(cells_ptr.dtype.element_ty), mask=padding)
+    tl.store(slot_mapping_ptr + tokens + index, nothing.to(slot_mapping_ptr.dtype.element_ty), mask=padding)
     if group == 0:
         tl.store(ids_ptr + tokens + index, nothing.to(ids_ptr.dtype.element_ty), mask=padding)
         tl.store(positions_ptr + tokens + index, nothing.to(positions_ptr.dtype.element_ty), mask=padding)
@@ -107,7 +107,7 @@ def put_rest(
 
 
 CHANGING = (
-    "cells_stride", "out_group_stride", "out_stride",
+    "slot_mapping_stride", "out_group_stride", "out_stride",
     "rows", "tokens", "samples", "all_rows", "all_tokens", "all_samples", "num_blocks",
 )  # fmt: skip
 
@@ -115,8 +115,8 @@ CHANGING = (
 @triton.jit(do_not_specialize=CHANGING)
 def step_kernel(
     table_ptr, blocks_ptr, words_ptr,
-    ids_ptr, positions_ptr, cells_ptr, rows_ptr, sample_ptr, offsets_ptr, starts_ptr,
-    table_stride, group_stride, blocks_stride, cells_stride, out_group_stride, out_stride,
+    ids_ptr, positions_ptr, slot_mapping_ptr, rows_ptr, sample_ptr, offsets_ptr, starts_ptr,
+    table_stride, group_stride, blocks_stride, slot_mapping_stride, out_group_stride, out_stride,
     rows, tokens, samples, all_rows, all_tokens, all_samples, num_blocks,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -124,10 +124,10 @@ def step_kernel(
     row = tl.program_id(0)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(2).to(tl.int64)
-    cells_ptr += group * cells_stride
+    slot_mapping_ptr += group * slot_mapping_stride
     if row == all_rows:
         put_rest(
-            words_ptr, ids_ptr, positions_ptr, cells_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
+            words_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
             rows, tokens, samples, all_rows, all_tokens, all_samples,
         )  # fmt: skip
     else:
@@ -140,7 +140,7 @@ def step_kernel(
         blocks_row_ptr = blocks_ptr + group * group_stride + slot * blocks_stride
         put_tokens(
             table_ptr + slot * table_stride, blocks_row_ptr, ids_ptr + offset, positions_ptr + offset,
-            cells_ptr + offset, index, start, count, group, BLOCK_SIZE,
+            slot_mapping_ptr + offset, index, start, count, group, BLOCK_SIZE,
         )  # fmt: skip
         block = tl.load(blocks_row_ptr + index, mask=index < num_known_blocks, other=0)
         out_row_ptr = rows_ptr + group * out_group_stride + row.to(tl.int64) * out_stride
@@ -150,7 +150,7 @@ def step_kernel(
 def step_reference(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, out: StepArrays) -> None:
     """The definition, row by row."""
     slots_R, starts_R, offsets_R1, sample_S = np.split(step.words, [step.rows, 2 * step.rows, 3 * step.rows + 1])
-    for array in (out.ids_T, out.positions_T, out.cells_GT, out.blocks_GRN, out.sample_S, out.starts_R):
+    for array in (out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRN, out.sample_S, out.starts_R):
         array.zero_()
     out.offsets_R1.fill_(step.tokens)
     for row, (slot, start) in enumerate(zip(slots_R.tolist(), starts_R.tolist(), strict=True)):
@@ -158,7 +158,9 @@ def step_reference(table: Tensor, blocks: Tensor, block_size: int, step: StepWor
         positions = torch.arange(start, start + mine.stop - mine.start, device=table.device)
         out.ids_T[mine] = table[slot, positions].to(out.ids_T.dtype)
         out.positions_T[mine] = positions
-        out.cells_GT[:, mine] = blocks[:, slot, positions // block_size].long() * block_size + positions % block_size
+        out.slot_mapping_GT[:, mine] = (
+            blocks[:, slot, positions // block_size].long() * block_size + positions % block_size
+        )
         out.blocks_GRN[:, row] = blocks[:, slot, : out.blocks_GRN.shape[2]]
         out.starts_R[row], out.offsets_R1[row] = start, mine.start
     out.sample_S[: step.samples] = torch.from_numpy(sample_S)
@@ -177,14 +179,14 @@ def fill_step(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, w
     assert step.tokens <= all_tokens, (step.tokens, all_tokens)
     assert step.samples <= all_samples, (step.samples, all_samples)
     assert num_blocks <= blocks.shape[2], (num_blocks, blocks.shape)
-    assert len(blocks) == groups == len(out.cells_GT), (blocks.shape, groups)
-    assert table.stride(1) == blocks.stride(2) == out.blocks_GRN.stride(2) == out.cells_GT.stride(1) == 1
+    assert len(blocks) == groups == len(out.slot_mapping_GT), (blocks.shape, groups)
+    assert table.stride(1) == blocks.stride(2) == out.blocks_GRN.stride(2) == out.slot_mapping_GT.stride(1) == 1
     longest = max(step.most, num_blocks, all_tokens - step.tokens, all_rows + 1, all_samples)
     step_kernel[(all_rows + 1, triton.cdiv(longest, BLOCK), groups)](
         table, blocks, words,
-        out.ids_T, out.positions_T, out.cells_GT, out.blocks_GRN, out.sample_S, out.offsets_R1, out.starts_R,
+        out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRN, out.sample_S, out.offsets_R1, out.starts_R,
         table.stride(0), blocks.stride(0), blocks.stride(1),
-        out.cells_GT.stride(0), out.blocks_GRN.stride(0), out.blocks_GRN.stride(1),
+        out.slot_mapping_GT.stride(0), out.blocks_GRN.stride(0), out.blocks_GRN.stride(1),
         step.rows, step.tokens, step.samples, all_rows, all_tokens, all_samples, num_blocks,
         BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

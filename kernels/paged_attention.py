@@ -60,7 +60,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class AttentionMetadata:
     """What every layer of one KV group shares in one step."""
 
     shape: AttentionShape
@@ -129,7 +129,7 @@ def plan_attention(
     *,
     invariant: bool = True,
     space: Tensor | None = None,
-) -> AttentionPlan:
+) -> AttentionMetadata:
     """What all layers of one KV group need in a step, computed on the device.
 
     Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from position starts_R[i] on (int32); its block table is
@@ -151,14 +151,14 @@ def plan_attention(
             work = list_work(starts_R, offsets_R1, bounds, tile, shape.reach, capacity, least, most)
             passes.append(Pass(block_m, tile, least > 1, work))
         least = most + 1
-    return AttentionPlan(shape, blocks_RN, starts_R, offsets_R1, passes, space)
+    return AttentionMetadata(shape, blocks_RN, starts_R, offsets_R1, passes, space)
 
 
 def attention(
     q_THd: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: AttentionPlan,
+    plan: AttentionMetadata,
     *,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
@@ -212,7 +212,7 @@ def _launch(
     q_THd: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: AttentionPlan,
+    plan: AttentionMetadata,
     part: Pass,
     soft_cap: float,
     sinks_H: Tensor | None,

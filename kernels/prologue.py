@@ -37,7 +37,7 @@ def _rotated(at, inside, weights, cos, sin, swapped, eps, D: tl.constexpr, CLIP:
 
 
 @triton.jit
-def _store_cells(y, cache_ptr, scales_ptr, cells, inside, D: tl.constexpr, CELL: tl.constexpr):
+def _store_entries(y, cache_ptr, scales_ptr, cells, inside, D: tl.constexpr, CELL: tl.constexpr):
     """Heads [B, d] to their cells [B], rounded; int8 in multiples of each head's largest magnitude / 127."""
     to = cache_ptr + cells[:, None] * CELL + tl.arange(0, y.shape[1])[None, :]
     if scales_ptr is None:
@@ -64,7 +64,7 @@ def prologue_kernel(
     v_ptr,
     k_scales_ptr,
     v_scales_ptr,
-    cells_ptr,
+    slot_mapping_ptr,
     q_ptr,
     num_real,
     stride,
@@ -101,16 +101,16 @@ def prologue_kernel(
         tl.store(to, y.to(q_ptr.dtype.element_ty), mask=(heads < HEADS)[:, None] & (columns < D)[None, :])
     elif real:
         heads = (part - query_programs) * BLOCK_G + tl.arange(0, BLOCK_G)
-        cell = tl.load(cells_ptr + token).to(tl.int64)
+        cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
         inside = (heads < tl.where(cell >= 0, KV_HEADS, 0))[:, None] & present[None, :]
         at = qk_ptr + token * qk_stride + (HEADS + heads)[:, None] * D
         weights = weights_ptr + (HEADS + heads)[:, None] * D if NORM else None
         k = _rotated(at, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM)
         cells = cell * KV_HEADS + heads
-        _store_cells(k, k_ptr, k_scales_ptr, cells, inside, D, CELL)
+        _store_entries(k, k_ptr, k_scales_ptr, cells, inside, D, CELL)
         at = qkv_ptr + token * stride + (HEADS + KV_HEADS + heads)[:, None] * D + columns[None, :]
         v = _clipped(tl.load(at, mask=inside, other=0.0).to(tl.float32), CLIP)
-        _store_cells(v, v_ptr, v_scales_ptr, cells, inside, D, CELL)
+        _store_entries(v, v_ptr, v_scales_ptr, cells, inside, D, CELL)
 
 
 def prologue(
@@ -122,7 +122,7 @@ def prologue(
     sin_T1d: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cells_T: Tensor,
+    slot_mapping_T: Tensor,
     *,
     eps: float = 0.0,
     norms: Tensor | None = None,
@@ -132,7 +132,8 @@ def prologue(
     """Keys and values go to their cells (block * block size + offset), queries come back, scaled: [T, H, d].
 
     qkv_THd: [T, H + 2G, d], queries first; tokens may be further apart. cos and sin: fp32 [T, 1, d], sin negative in
-    the first half. cells_T: int64, of the first tokens; the rest is padding, and so are cells below 0. norms: fp32
+    the first half. slot_mapping_T: int64, of the first tokens; the rest is padding, and so are cells below 0. norms:
+    fp32
     weights [H + G, d] of a norm per head, queries' first. clip: largest magnitude that norms and values may have.
     normed_THd: fp32 [T, H + G, d], queries and keys instead of qkv's. All in fp32 until one rounding.
     one head of width 2, scale 2: q [1, 0], k [1, 0], turned by 90 degrees -> q [0, 2], k [0, 1]
@@ -148,7 +149,7 @@ def prologue(
     for cache in (k_cache, v_cache):
         assert cache.shape[2:] == (num_kv_heads, cell), (cache.shape, num_kv_heads, cell)
         assert cache.is_contiguous(), cache.stride()
-    for contiguous in (cos_T1d, sin_T1d, cells_T, norms):
+    for contiguous in (cos_T1d, sin_T1d, slot_mapping_T, norms):
         assert contiguous is None or contiguous.is_contiguous(), contiguous.stride()
     q = qkv_THd.new_empty((tokens, num_heads, d))
     block_d = triton.next_power_of_2(d)
@@ -165,9 +166,9 @@ def prologue(
             v_cache,
             k_cache.view(torch.float32) if quantised else None,
             v_cache.view(torch.float32) if quantised else None,
-            cells_T,
+            slot_mapping_T,
             q,
-            cells_T.shape[0],
+            slot_mapping_T.shape[0],
             qkv_THd.stride(0),
             qk.stride(0),
             scale,

@@ -24,7 +24,7 @@ NO_ID = tl.constexpr(2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
+class SamplingTensors:
     """How each row is to be sampled, on the device."""
 
     temperature_S: Tensor  # float32; 0: the likeliest token, whatever the others say
@@ -124,7 +124,12 @@ def winner_kernel(times_ptr, ids_ptr, farthest_ptr, tokens_ptr, num_parts, BLOCK
 
 
 def sample(
-    logits_SV: Tensor, rows: SamplingRows, raw_peaks_S: Tensor | None = None, *, draws: bool = True, cuts: bool = True
+    logits_SV: Tensor,
+    rows: SamplingTensors,
+    raw_peaks_S: Tensor | None = None,
+    *,
+    draws: bool = True,
+    cuts: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """A token of each row, int32, and its status, uint8: FINE, NOT_FINITE or NOTHING_ALLOWED, and token 0 if not FINE.
 

@@ -207,7 +207,7 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
             continue
         seen.add(block_m)
 
-        def run(config: Config, q: Tensor = q, plan: paged_attention.AttentionPlan = plan) -> Tensor:
+        def run(config: Config, q: Tensor = q, plan: paged_attention.AttentionMetadata = plan) -> Tensor:
             return paged_attention.attention(q, k, v, plan, config=config)
 
         default = paged_attention.launch_of(shape, k.dtype, block_m, facts_of(device).name)

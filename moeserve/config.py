@@ -111,7 +111,7 @@ class DeviceConfig:
 class ParallelConfig:
     dp: int = _opt(1, "engines that share the requests (data parallel)", low=1, high=1024)
     tp: int = _opt(1, "processes per engine that share attention (tensor parallel)", low=1, high=64)
-    ep: Literal["on", "off"] = _opt("on", "on: experts are dealt out to all dp x tp ranks; off: every rank has all")
+    ep: Literal["on", "off"] = _opt("on", "on: experts are sharded over all dp x tp ranks; off: every rank has all")
     all2all: str = _opt(
         "auto",
         "how rows travel to their experts: shm, torch, allgather, cuda_ipc, deepep_ht, deepep_ll, deepep_v2, or auto",
@@ -235,4 +235,4 @@ class Limits:
     watermark_blocks: int = 0
     depth: int = 2
     enable_prefix_caching: bool = True
-    store_cells: int = 0  # KV blocks that the host store can hold
+    num_store_blocks: int = 0  # KV blocks that the host store can hold

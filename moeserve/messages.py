@@ -66,12 +66,12 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
     """A placement on its way: see `moeserve.moe.placement.Placement`.
 
-    experts: int32 [layers, num_ranks * slots_per_rank], the expert in each physical slot, row-major.
+    experts: int32 [layers, num_ranks * experts_per_rank], the expert in each physical slot, row-major.
     """
 
     version: int
     num_ranks: int
-    slots_per_rank: int
+    experts_per_rank: int
     num_experts: int
     experts: bytes
 
@@ -246,7 +246,8 @@ class Placed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
-    """One span of a step. track: "lane 0", "lane 1", "transfer 0", "engine", ... Times in ns on the monotonic clock."""
+    """One span of a step. track: "micro-batch 0", "micro-batch 1", "transfer 0", "engine", ... Times in ns on the
+    monotonic clock."""
 
     name: str
     track: str

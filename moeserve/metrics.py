@@ -20,10 +20,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     plan_us: int = 0
-    settle_us: int = 0
+    update_us: int = 0
     device_us: int = 0
     comm_us: int = 0  # between the start of each transfer and the arrival of its last row, summed
     exposed_comm_us: int = 0  # the part of it for which the model stood still
-    lanes: int = 1
+    ubatches: int = 1
     vote_us: int = 0
     dp_rank: int = 0

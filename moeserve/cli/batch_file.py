@@ -15,7 +15,7 @@ _BEGINNING = b'{"id":"' + ID_PREFIX.encode()  # of each result line, also of one
 URLS = ("/v1/chat/completions", "/v1/completions")
 
 
-class Line(msgspec.Struct):
+class BatchLine(msgspec.Struct):
     """One request of the input file. `fault` says why it cannot be sent."""
 
     custom_id: str
@@ -25,9 +25,9 @@ class Line(msgspec.Struct):
     fault: str | None = None
 
 
-def read_input(path: Path) -> list[Line]:
+def read_input(path: Path) -> list[BatchLine]:
     """All lines. Raises ConfigError if one has no custom_id, or the same as another: its answer would have no name."""
-    lines: list[Line] = []
+    lines: list[BatchLine] = []
     first_seen: dict[str, int] = {}
     for number, text in enumerate(_text_lines(path), 1):
         if not text.strip():
@@ -42,7 +42,7 @@ def read_input(path: Path) -> list[Line]:
     return lines
 
 
-def _parse(text: bytes, where: str) -> Line:
+def _parse(text: bytes, where: str) -> BatchLine:
     try:
         raw = msgspec.json.decode(text)
     except msgspec.MsgspecError as error:
@@ -52,14 +52,14 @@ def _parse(text: bytes, where: str) -> Line:
         raise ConfigError(f'{where}: expected {{"custom_id": "...", "method": "POST", "url": ..., "body": {{...}}}}')
     method, url, body = raw.get("method", "POST"), raw.get("url"), raw.get("body")
     if method != "POST":
-        return Line(custom_id, fault=f"method must be POST, got {method!r:.64}")
+        return BatchLine(custom_id, fault=f"method must be POST, got {method!r:.64}")
     if url not in URLS:
-        return Line(custom_id, fault=f"url must be one of {', '.join(URLS)}, got {url!r:.64}")
+        return BatchLine(custom_id, fault=f"url must be one of {', '.join(URLS)}, got {url!r:.64}")
     if not isinstance(body, dict):
-        return Line(custom_id, fault="body must be an object")
+        return BatchLine(custom_id, fault="body must be an object")
     if body.get("stream"):
-        return Line(custom_id, fault="stream is not possible in a batch")
-    return Line(custom_id, method, url, body)
+        return BatchLine(custom_id, fault="stream is not possible in a batch")
+    return BatchLine(custom_id, method, url, body)
 
 
 class _Result(msgspec.Struct):

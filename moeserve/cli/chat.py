@@ -16,10 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return talk(args, Chat)
+    return talk(args, ChatSession)
 
 
-class Chat:
+class ChatSession:
     """The conversation so far. An answer that was stopped or failed is forgotten together with its question."""
 
     help = "/clear forgets the conversation, /exit ends; Ctrl-C stops an answer"

@@ -7,7 +7,7 @@ import asyncio
 import sys
 
 from moeserve.cli.connect import add_server_flags, client_from
-from moeserve.client.types import Experts
+from moeserve.client.types import ExpertStatus
 
 SHADES = " ░▒▓█"
 CLEAR = "\x1b[H\x1b[2J"
@@ -34,7 +34,7 @@ async def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def picture(shown: Experts) -> str:
+def picture(shown: ExpertStatus) -> str:
     """One line per rank, one character per layer: blank is no load, full is twice the layer's mean or more."""
     loads = rank_loads(shown)
     lines = [
@@ -54,9 +54,9 @@ def picture(shown: Experts) -> str:
     return "\n".join(lines)
 
 
-def rank_loads(shown: Experts) -> list[list[float]]:
+def rank_loads(shown: ExpertStatus) -> list[list[float]]:
     """Rows of late by layer and rank; an expert's are spread evenly over its slots."""
-    per_rank = shown.placement.slots_per_rank
+    per_rank = shown.placement.experts_per_rank
     loads = []
     for slots, recent in zip(shown.placement.experts, shown.load.recent, strict=True):
         rows = [recent[expert] / slots.count(expert) for expert in slots]

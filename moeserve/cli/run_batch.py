@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from moeserve.cli.batch_file import Line, fault_line, open_output, read_done, read_input, result_line
+from moeserve.cli.batch_file import BatchLine, fault_line, open_output, read_done, read_input, result_line
 from moeserve.cli.local_server import local_server
 from moeserve.cli.settings import add_flags, settle
 from moeserve.client import AsyncClient
@@ -73,7 +73,7 @@ class Batch:
         self._quiet = quiet
         self._failed = 0
 
-    async def answer(self, lines: list[Line], max_concurrency: int) -> int:
+    async def answer(self, lines: list[BatchLine], max_concurrency: int) -> int:
         """How many lines ended in an error. Raises Unreachable when the server is gone; what is written stays."""
         from tqdm import tqdm
 
@@ -96,7 +96,7 @@ class Batch:
             bar.close()
         return self._failed
 
-    async def _one(self, line: Line) -> bytes:
+    async def _one(self, line: BatchLine) -> bytes:
         if line.fault is not None:
             self._failed += 1
             return fault_line(line.custom_id, "invalid_request", line.fault)

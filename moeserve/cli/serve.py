@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     for strange in unknown_variables():
         print(f"moeserve serve: ignoring the unknown environment variable {strange}", file=sys.stderr)
     if settled.config.parallel.node_rank:
-        from moeserve.launch.node import serve_node
+        from moeserve.cluster.node import serve_node
 
         return serve_node(settled.config)
     from moeserve.server.run import serve

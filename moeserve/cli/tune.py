@@ -53,19 +53,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertShapes:
     count: int
     width: int
     dim: int
     top_k: int
 
 
-def read_shape(text: str) -> Experts:
-    """'E128 I768 D2048 K8' -> Experts(128, 768, 2048, 8)"""
+def read_shape(text: str) -> ExpertShapes:
+    """'E128 I768 D2048 K8' -> ExpertShapes(128, 768, 2048, 8)"""
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"--shape {text!r} is not like 'E128 I768 D2048 K8'")
-    found = Experts(*map(int, match.groups()))
+    found = ExpertShapes(*map(int, match.groups()))
     if not 0 < found.top_k <= found.count or not found.width or not found.dim:
         raise ConfigError(f"--shape {text!r}: no size may be 0, and K may not be more than E")
     return found
@@ -91,7 +91,7 @@ def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
 
 def jobs_of(
     spec: ModelSpec | None,
-    experts: Experts | None,
+    experts: ExpertShapes | None,
     dtype: torch.dtype,
     device: torch.device,
     only: str | None,
@@ -101,7 +101,7 @@ def jobs_of(
     from moeserve.kernels.paged_attention import AttentionShape
 
     if experts is None and spec is not None and spec.num_experts:
-        experts = Experts(spec.num_experts, spec.expert_size, spec.hidden_size, spec.experts_per_token)
+        experts = ExpertShapes(spec.num_experts, spec.expert_size, spec.hidden_size, spec.experts_per_token)
     if experts is not None and only in (None, "grouped_gemm"):
         check_weights(experts, weights)
         yield from tuning.grouped_jobs(experts.count, experts.width, experts.dim, experts.top_k, dtype, device, weights)
@@ -113,7 +113,7 @@ def jobs_of(
         yield from tuning.attention_jobs(attention, device)
 
 
-def check_weights(experts: Experts, weights: str) -> None:
+def check_weights(experts: ExpertShapes, weights: str) -> None:
     """Raises ConfigError for widths that kernels of such weights do not take."""
     step = {"plain": 1, "int8": 16, "int4": 128, "fp8": 128}[weights]
     if experts.width % step or experts.dim % step:

@@ -17,8 +17,8 @@ from moeserve.client.types import (
     ChatCompletionChunk,
     Completion,
     Detokenized,
-    Experts,
-    Model,
+    ExpertStatus,
+    ModelCard,
     ModelList,
     Tokenized,
 )
@@ -81,14 +81,14 @@ class AsyncClient:
         body = {"tokens": list(tokens)} | fields
         return await self.transport.fetch("POST", f"{self.transport.root_url}/detokenize", Detokenized, body)
 
-    async def experts(self) -> Experts:
+    async def experts(self) -> ExpertStatus:
         """Where a moeserve server's experts are, how busy they are, and how its engines fare. NotFound: it has none."""
-        return await self.transport.fetch("GET", f"{self.transport.base_url}/experts", Experts)
+        return await self.transport.fetch("GET", f"{self.transport.base_url}/experts", ExpertStatus)
 
-    async def watch_experts(self, interval_s: float = 1.0) -> Stream[Experts]:
+    async def watch_experts(self, interval_s: float = 1.0) -> Stream[ExpertStatus]:
         """`experts` again and again, until the server drains."""
         url = f"{self.transport.base_url}/experts?stream=true&interval_s={interval_s:g}"
-        return Stream(await self.transport.open("GET", url), Experts, self.transport.timeout_s)
+        return Stream(await self.transport.open("GET", url), ExpertStatus, self.transport.timeout_s)
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Returns as soon as the server can answer; raises Unreachable with its last word after timeout_s seconds."""
@@ -232,8 +232,8 @@ class Models(_Resource):
     async def list(self) -> ModelList:
         return await self._transport.fetch("GET", f"{self._transport.base_url}/models", ModelList)
 
-    async def retrieve(self, id: str) -> Model:
-        return await self._transport.fetch("GET", f"{self._transport.base_url}/models/{quote(id)}", Model)
+    async def retrieve(self, id: str) -> ModelCard:
+        return await self._transport.fetch("GET", f"{self._transport.base_url}/models/{quote(id)}", ModelCard)
 
 
 class Requests(_Resource):

@@ -123,7 +123,7 @@ class Completion(Answer, kw_only=True):
     system_fingerprint: str | None = None
 
 
-class Model(Answer, kw_only=True):
+class ModelCard(Answer, kw_only=True):
     id: str
     object: str = "model"
     created: int = 0
@@ -133,7 +133,7 @@ class Model(Answer, kw_only=True):
 
 class ModelList(Answer, kw_only=True):
     object: str = "list"
-    data: list[Model] = []
+    data: list[ModelCard] = []
 
 
 class Tokenized(Answer, kw_only=True):
@@ -169,7 +169,7 @@ class ExpertEngine(msgspec.Struct, kw_only=True):
     step_s: float = 0.0
     mean_step_s: float = 0.0
     vote_s: float = 0.0
-    lanes: int = 1
+    ubatches: int = 1
     comm_s: float = 0.0
     exposed_comm_s: float = 0.0
     overlap_efficiency: float = 1.0
@@ -205,7 +205,7 @@ class ExpertPlacement(msgspec.Struct, kw_only=True):
     """The expert in each slot of each layer."""
 
     version: int = 0
-    slots_per_rank: int = 0
+    experts_per_rank: int = 0
     experts: list[list[int]] = []
 
 
@@ -227,11 +227,11 @@ class ExpertRebalancing(msgspec.Struct, kw_only=True):
     decisions: list[RebalanceDecision] = []
 
 
-class Experts(Answer, kw_only=True):
+class ExpertStatus(Answer, kw_only=True):
     """What a moeserve server shows of its experts, ranks and engines."""
 
     created: float = 0.0
-    dealt_out: bool = False
+    ep_sharded: bool = False
     dp: int = 1
     tp: int = 1
     epoch: int = 0

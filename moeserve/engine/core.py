@@ -41,7 +41,7 @@ from moeserve.messages import (
 AUDIT_EVERY_S = 10.0  # an idle engine checks its books, but not after each of many short requests
 
 
-class Mail(Protocol):
+class MessageSource(Protocol):
     """Where messages come from; `moeserve.actor.inbox.Inbox` is one."""
 
     async def drain(self, wait: bool) -> list[EngineIn]:
@@ -71,7 +71,7 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        inbox: Mail,
+        inbox: MessageSource,
         emit: Callable[[EngineOut], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -80,7 +80,7 @@ class EngineCore:
         self.runner = runner
         self.inbox = inbox
         self.emit = emit
-        self.num_settled = 0
+        self.num_finished_steps = 0
         self._depth = scheduler.limits.depth
         self._clock = clock
         self._in_flight: deque[Step] = deque()
@@ -124,7 +124,7 @@ class EngineCore:
             self._in_flight.append(step)
         elif self._in_flight:
             step = self._in_flight.popleft()
-            self._settle(step, await step.handle.result())
+            self._update_from_output(step, await step.handle.result())
             await asyncio.sleep(0)  # a result that was there already did not let the wires move
 
     def handle(self, msg: EngineIn) -> None:
@@ -137,7 +137,7 @@ class EngineCore:
                 self._draining = True
                 self._deadline_s = min(self._deadline_s, self._clock() + deadline_s)
             case Ping(seq=seq):
-                self.emit(Pong(seq, self.num_settled, self.busy))
+                self.emit(Pong(seq, self.num_finished_steps, self.busy))
             case Call():
                 self._call(msg)
             case TraceNext():
@@ -185,32 +185,32 @@ class EngineCore:
         agreed = Agreed(plan.step, most_tokens=(plan.num_tokens, 0), trace=True)
         return Step(plan, self.runner.start(replace(plan, agreed=agreed)), at_s, plan_us, agreed)
 
-    def _settle(self, step: Step, result: StepResult) -> None:
+    def _update_from_output(self, step: Step, result: StepResult) -> None:
         start_s = self._clock()
-        output = self.scheduler.settle(step.plan, result)
-        settled_s = self._clock()
+        output = self.scheduler.update_from_output(step.plan, result)
+        updated_s = self._clock()
         assert output.record is not None
         record = msgspec.structs.replace(
             output.record,
             at_s=step.at_s,
             plan_us=step.plan_us,
-            settle_us=round((settled_s - start_s) * 1e6),
+            update_us=round((updated_s - start_s) * 1e6),
             comm_us=result.comm_us,
             exposed_comm_us=result.exposed_comm_us,
-            lanes=step.agreed.lanes if step.agreed is not None else 1,
+            ubatches=step.agreed.ubatches if step.agreed is not None else 1,
             vote_us=step.vote_us,
             dp_rank=self._dp_rank,
         )
         self.emit(msgspec.structs.replace(output, record=record))
-        self._account(step, result, start_s, settled_s)
+        self._account(step, result, start_s, updated_s)
 
-    def _account(self, step: Step, result: StepResult, start_s: float, settled_s: float) -> None:
-        """What a step says beside its tokens, which were settled from start_s to settled_s."""
-        self.num_settled += 1
+    def _account(self, step: Step, result: StepResult, start_s: float, updated_s: float) -> None:
+        """What a step says beside its tokens, which were settled from start_s to updated_s."""
+        self.num_finished_steps += 1
         if result.load_LE is not None:
             self._load.add(result.load_LE)
         if step.agreed is not None and step.agreed.trace:
-            spans = _spans(step, start_s, settled_s)
+            spans = _spans(step, start_s, updated_s)
             self.emit(Traced(step.agreed.step, self._dp_rank, 0, [*spans, *result.events]))
 
     def _abort_when_late(self) -> None:
@@ -228,12 +228,12 @@ class EngineCore:
             self._audited_s = now_s
 
 
-def _spans(step: Step, start_s: float, settled_s: float) -> list[TraceEvent]:
+def _spans(step: Step, start_s: float, updated_s: float) -> list[TraceEvent]:
     """What the loop did for a step; "run" is from handing it to the runner to its result, the step before included."""
     planned_s = step.at_s + step.plan_us / 1e6
     voted_s = planned_s + step.vote_us / 1e6
     times_s = {"plan": (step.at_s, planned_s), "vote": (planned_s, voted_s), "run": (voted_s, start_s)}
-    times_s["settle"] = (start_s, settled_s)
+    times_s["update_from_output"] = (start_s, updated_s)
     return [
         TraceEvent(name, "engine", round(begin * 1e9), round(end * 1e9))
         for name, (begin, end) in times_s.items()

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moeserve.engine.core import EngineCore, Mail, Step
-from moeserve.engine.cut import best_cut
+from moeserve.engine.core import EngineCore, MessageSource, Step
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
-from moeserve.engine.vote import Action, Council, GroupRunner, Vote
+from moeserve.engine.ubatch_split import best_split
+from moeserve.engine.vote import Action, DPCoordinator, GroupRunner, Vote
 from moeserve.errors import PeerLost, StepSkew
 from moeserve.messages import EngineIn, EngineOut, Join, Joined, Parted, Place, Placed
 
@@ -36,7 +36,7 @@ HOLD_S = 2.0  # for the others to hold, once a newer Join is here
 LOOK_S = 0.01  # how often a sleeping engine looks whether a placement is prepared further
 
 T = TypeVar("T")
-Form = Callable[[Join], Coroutine[Any, Any, Council]]
+Form = Callable[[Join], Coroutine[Any, Any, DPCoordinator]]
 
 
 class GroupCore(EngineCore):
@@ -50,7 +50,7 @@ class GroupCore(EngineCore):
         self,
         scheduler: Scheduler,
         runner: GroupRunner,
-        inbox: Mail,
+        inbox: MessageSource,
         emit: Callable[[EngineOut], None],
         form: Form,
         *,
@@ -59,7 +59,7 @@ class GroupCore(EngineCore):
         super().__init__(scheduler, runner, inbox, emit, clock=clock)
         self._group_runner = runner
         self._form = form
-        self._council: Council | None = None
+        self._coordinator: DPCoordinator | None = None
         self._join: Join | None = None  # the epoch that we are in, or were last
         self._next_join: Join | None = None
         self._again: deque[StepPlan] = deque()  # planned, but without a result yet
@@ -69,18 +69,18 @@ class GroupCore(EngineCore):
         self._placing = False
         self._stopped = False
         self._hold_until_s = math.inf
-        self._watching: asyncio.Task[None]  # of the council
+        self._watching: asyncio.Task[None]  # of the DP coordinator
         self._no_rows = _no_rows(len(scheduler.groups))
 
     @property
     def busy(self) -> bool:
         """Whether progress is to be expected: not of an engine that waits for its group."""
-        return self._council is not None and (super().busy or bool(self._again))
+        return self._coordinator is not None and (super().busy or bool(self._again))
 
     @property
     def over(self) -> bool:
         """In a group, all stop together. Without one, an engine stops by itself when it owes no answer."""
-        return self._stopped or (self._council is None and self._drained)
+        return self._stopped or (self._coordinator is None and self._drained)
 
     @property
     def _drained(self) -> bool:
@@ -109,9 +109,9 @@ class GroupCore(EngineCore):
             await super().run()
         finally:
             self._group_runner.on_placed = None
-            if self._council is not None:
+            if self._coordinator is not None:
                 self._watching.cancel()
-                self._council.close()
+                self._coordinator.close()
 
     def handle(self, msg: EngineIn) -> None:
         match msg:
@@ -120,7 +120,7 @@ class GroupCore(EngineCore):
             case Join():
                 self._next_join = msg
                 self._hold_until_s = self._clock() + HOLD_S
-            case Place(placement=placement) if self._council is None:
+            case Place(placement=placement) if self._coordinator is None:
                 cause = "the engine is in no group; the next Join says what to load"
                 self.emit(Placed(version=placement.version, error=cause))
             case Place(placement=placement):
@@ -130,8 +130,8 @@ class GroupCore(EngineCore):
                 super().handle(msg)
 
     async def _turn(self) -> None:
-        council = self._council
-        if council is None:
+        coordinator = self._coordinator
+        if coordinator is None:
             await self._meet()
             return
         for msg in await self.inbox.drain(wait=False):
@@ -140,28 +140,28 @@ class GroupCore(EngineCore):
         try:
             if self._clock() >= self._patience_until_s:
                 raise PeerLost("the others did not hold or stop in time")
-            if len(self._in_flight) < self._depth and await self._step(council):
+            if len(self._in_flight) < self._depth and await self._step(coordinator):
                 return
             if self._in_flight:
-                await self._settle_oldest()
+                await self._finish_oldest()
             else:
-                await self._sleep(council)
+                await self._sleep(coordinator)
         except (PeerLost, StepSkew) as error:
-            await self._part(council.lost or error)
+            await self._part(coordinator.lost or error)
 
     # ---- one step
 
-    async def _step(self, council: Council) -> bool:
+    async def _step(self, coordinator: DPCoordinator) -> bool:
         """Votes and does what follows from it; False when a sleeping engine has nothing to say."""
         at_s = self._clock()
         plan = self._next_plan()
         vote = self._vote(plan)
         news = (vote.pause, vote.drained, vote.placed)
-        if plan is None and news == self._told and not council.called:
+        if plan is None and news == self._told and not coordinator.called:
             return False
         voted_s = self._clock()
         try:
-            decision = await self._attended(council.decide(vote))
+            decision = await self._attended(coordinator.decide(vote))
         except BaseException:
             if plan is not None:
                 self._again.appendleft(plan)
@@ -170,7 +170,7 @@ class GroupCore(EngineCore):
         self._told = news if decision.action is Action.PARK else None
         if decision.agreed is not None:
             vote_us = round((self._clock() - voted_s) * 1e6)
-            self._start_agreed(plan, vote.cut, decision.agreed, at_s, round((voted_s - at_s) * 1e6), vote_us)
+            self._start_agreed(plan, vote.split_at, decision.agreed, at_s, round((voted_s - at_s) * 1e6), vote_us)
         elif decision.action is not Action.PARK:
             await self._leave()  # in order: no engine has a step in flight, or plans one
             self._stopped = decision.action is Action.STOP or self._drained
@@ -183,15 +183,15 @@ class GroupCore(EngineCore):
 
     def _vote(self, plan: StepPlan | None) -> Vote:
         assert self._join is not None
-        lanes_ok = self._group_runner.lanes_ok(plan)
+        ubatches_ok = self._group_runner.ubatches_ok(plan)
         return Vote(
             step=self._num_votes,
             epoch=self._join.epoch,
             has_work=plan is not None,
             tokens=plan.num_tokens if plan is not None else 0,
-            cut=best_cut(plan.counts_R) if plan is not None and lanes_ok else 0,
+            split_at=best_split(plan.counts_R) if plan is not None and ubatches_ok else 0,
             requests=len(plan.slots_R) if plan is not None else 0,
-            lanes_ok=lanes_ok,
+            ubatches_ok=ubatches_ok,
             pause=self._next_join is not None and not self._in_flight,
             drained=self._drained and not self._in_flight,
             placed=self._group_runner.placed,
@@ -200,27 +200,27 @@ class GroupCore(EngineCore):
         )
 
     def _start_agreed(
-        self, plan: StepPlan | None, cut: int, agreed: Agreed, at_s: float, plan_us: int, vote_us: int
+        self, plan: StepPlan | None, split_at: int, agreed: Agreed, at_s: float, plan_us: int, vote_us: int
     ) -> None:
         """Starts what all have agreed on; without a plan, a step that only serves the others' tokens."""
         plan = self._no_rows if plan is None else plan
         self._in_force = agreed.placed
         self._trace_next = self._trace_next and not agreed.trace
-        sent = replace(plan, agreed=agreed, cut=cut if agreed.lanes == 2 else 0)
+        sent = replace(plan, agreed=agreed, split_at=split_at if agreed.ubatches == 2 else 0)
         self._in_flight.append(Step(plan, self.runner.start(sent), at_s, plan_us, agreed, vote_us))
 
-    async def _settle_oldest(self) -> None:
+    async def _finish_oldest(self) -> None:
         """A step stays in flight until its result is there, so that none is lost when the group breaks."""
         result = await self._attended(self._in_flight[0].handle.result())
-        self._settle(self._in_flight.popleft(), result)
+        self._update_from_output(self._in_flight.popleft(), result)
         await asyncio.sleep(0)  # a result that was there already did not let the wires move
 
-    def _settle(self, step: Step, result: StepResult) -> None:
+    def _update_from_output(self, step: Step, result: StepResult) -> None:
         if step.plan is self._no_rows:
             now_s = self._clock()
             self._account(step, result, now_s, now_s)
         else:
-            super()._settle(step, result)
+            super()._update_from_output(step, result)
 
     # ---- the group comes and goes
 
@@ -241,7 +241,7 @@ class GroupCore(EngineCore):
                 self._abort_when_late()
             await _end(forming)
         except BaseException:
-            forming.add_done_callback(drop_council)
+            forming.add_done_callback(drop_coordinator)
             await _end(forming)
             raise
         if forming.cancelled():
@@ -252,9 +252,9 @@ class GroupCore(EngineCore):
         else:
             self._begin(join, forming.result(), self._clock() - began_s)
 
-    def _begin(self, join: Join, council: Council, took_s: float) -> None:
-        self._council = council
-        self._watching = asyncio.get_running_loop().create_task(self._watch(council))
+    def _begin(self, join: Join, coordinator: DPCoordinator, took_s: float) -> None:
+        self._coordinator = coordinator
+        self._watching = asyncio.get_running_loop().create_task(self._watch(coordinator))
         self._num_votes, self._told, self._in_force, self._placing = 0, None, 0, False
         if self._next_join is None:
             self._hold_until_s = math.inf
@@ -264,10 +264,10 @@ class GroupCore(EngineCore):
 
     async def _leave(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
         """Returns when nothing connects us with the others any more, and no step runs."""
-        if self._council is not None:
+        if self._coordinator is not None:
             await _end(self._watching)
-            self._council.close(cause, missing)
-            self._council = None
+            self._coordinator.close(cause, missing)
+            self._coordinator = None
         await self._group_runner.leave()
 
     async def _part(self, error: PeerLost | StepSkew) -> None:
@@ -284,7 +284,7 @@ class GroupCore(EngineCore):
                     failed.append(step.plan)
             else:
                 assert not failed, f"step {step.plan.step} had a result, but one before it failed"
-                self._settle(step, result)
+                self._update_from_output(step, result)
         if self._group_runner.overtaken:  # by steps that wrote where this one is to read
             self._again.clear()
             self.scheduler.start_over()
@@ -305,15 +305,15 @@ class GroupCore(EngineCore):
 
     # ---- waiting
 
-    async def _watch(self, council: Council) -> None:
+    async def _watch(self, coordinator: DPCoordinator) -> None:
         """A step that waits for engines which the vote knows to be gone fails at once."""
-        await council.broken()
+        await coordinator.broken()
         await self._group_runner.leave()
 
-    async def _sleep(self, council: Council) -> None:
+    async def _sleep(self, coordinator: DPCoordinator) -> None:
         """Until a message comes, another engine rings, or it is time to look again."""
         self._audit_when_due()
-        ringing = asyncio.get_running_loop().create_task(council.rung())
+        ringing = asyncio.get_running_loop().create_task(coordinator.rung())
         try:
             await self._hear(ringing, self._clock() + LOOK_S if self._placing else self._patience_until_s)
         finally:
@@ -342,8 +342,8 @@ class GroupCore(EngineCore):
             due_s = self._deadline_s if self._clock() < self._deadline_s else self._patience_until_s
             await self._hear(None, min(due_s, self._patience_until_s))
             self._abort_when_late()
-        if self._council is not None:
-            self._council.close("the others did not hold or stop in time")
+        if self._coordinator is not None:
+            self._coordinator.close("the others did not hold or stop in time")
 
     async def _hear(self, other: asyncio.Task[Any] | None, until_s: float) -> None:
         """Handles messages as soon as there are some, unless `other` is done before, or the clock shows `until_s`."""
@@ -366,8 +366,8 @@ async def _end(task: asyncio.Task[Any]) -> None:
         await asyncio.wait({task})
 
 
-def drop_council(forming: asyncio.Task[Council], cause: str = "", missing: tuple[int, ...] = ()) -> None:
-    """Closes a council that comes when nobody wants it any more."""
+def drop_coordinator(forming: asyncio.Task[DPCoordinator], cause: str = "", missing: tuple[int, ...] = ()) -> None:
+    """Closes a DP coordinator that comes when nobody wants it any more."""
     if not forming.cancelled() and forming.exception() is None:
         forming.result().close(cause, missing)
 

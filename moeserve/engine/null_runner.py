@@ -66,5 +66,5 @@ class NullRunner:
         if self.on_placed is not None:
             self.on_placed(Placed(version=placement.version, error="the null runner has no experts"))
 
-    def lanes_ok(self, plan: StepPlan | None) -> bool:
+    def ubatches_ok(self, plan: StepPlan | None) -> bool:
         return plan is None

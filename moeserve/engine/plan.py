@@ -18,7 +18,7 @@ I32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class NewRequest:
     """A request takes a slot: the runner writes its tokens and sampling row before anything reads them.
 
     tokens: prompt and, after a preemption or a replay, what was emitted since. num_prompt of them are prompt.
@@ -41,23 +41,25 @@ class BlockDiff:
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """Copy one KV block between the device pool and a cell of the block store, before the forward pass."""
+    """Copy one KV block between the device pool and a host block of the block store, before the forward pass."""
 
     block: int
-    cell: int
+    host_block: int
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """What all ranks decided about a step that they run together; the same on each of them.
 
-    step: the number of the vote that decided it, within its epoch; votes that decide to rest count as well. lanes: 1 or
-    2. most_tokens: in each lane, of the engine that has most. placed: how far the pending placement is to be in force
+    step: the number of the vote that decided it, within its epoch; votes that decide to rest count as well.
+    micro-batches: 1 or
+    2. most_tokens: in each micro-batch, of the engine that has most. placed: how far the pending placement is to be in
+    force
     (see runner/experts.py). trace: record this step.
     """
 
     step: int
-    lanes: int = 1
+    ubatches: int = 1
     most_tokens: tuple[int, int] = (0, 0)
     placed: int = 0
     trace: bool = False
@@ -77,10 +79,10 @@ class StepPlan:
     counts_R: I32
     samples_R: NDArray[np.bool_]
     diffs: tuple[BlockDiff, ...]  # one per KV group
-    added: tuple[Added, ...] = ()
-    stores: tuple[BlockMove, ...] = ()  # device block -> store cell, run first
-    loads: tuple[BlockMove, ...] = ()  # store cell -> device block
-    cut: int = 0  # tokens of the first lane, if the step runs in two
+    new_requests: tuple[NewRequest, ...] = ()
+    stores: tuple[BlockMove, ...] = ()  # device block -> store host block, run first
+    loads: tuple[BlockMove, ...] = ()  # store host block -> device block
+    split_at: int = 0  # tokens of the first micro-batch, if the step runs in two
     agreed: Agreed | None = None  # None: this engine serves alone
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.engine.plan import I32, Added, Agreed, BlockDiff, BlockMove, StepPlan
+from moeserve.engine.plan import I32, Agreed, BlockDiff, BlockMove, NewRequest, StepPlan
 from moeserve.sampling import TokenSampling
 
 
@@ -24,10 +24,10 @@ class _Plan(msgspec.Struct, frozen=True, array_like=True):
     rows: bytes
     samples: bytes
     diffs: tuple[bytes, ...]
-    added: tuple[_Added, ...]
+    new_requests: tuple[_Added, ...]
     stores: bytes
     loads: bytes
-    cut: int
+    split_at: int
     agreed: Agreed | None
 
 
@@ -43,10 +43,12 @@ def encode_plan(plan: StepPlan) -> bytes:
             rows=_bytes(plan.slots_R, plan.starts_R, plan.counts_R),
             samples=plan.samples_R.tobytes(),
             diffs=tuple(_bytes(diff.slots_N, diff.indices_N, diff.blocks_N) for diff in plan.diffs),
-            added=tuple(_Added(one.slot, _bytes(one.tokens), one.num_prompt, one.sampling) for one in plan.added),
+            new_requests=tuple(
+                _Added(one.slot, _bytes(one.tokens), one.num_prompt, one.sampling) for one in plan.new_requests
+            ),
             stores=_moves(plan.stores),
             loads=_moves(plan.loads),
-            cut=plan.cut,
+            split_at=plan.split_at,
             agreed=plan.agreed,
         )
     )
@@ -63,10 +65,12 @@ def decode_plan(data: bytes) -> StepPlan:
         counts_R=counts_R,
         samples_R=np.frombuffer(plan.samples, np.bool_),
         diffs=tuple(BlockDiff(*_array(diff).reshape(3, -1)) for diff in plan.diffs),
-        added=tuple(Added(one.slot, _array(one.tokens), one.num_prompt, one.sampling) for one in plan.added),
+        new_requests=tuple(
+            NewRequest(one.slot, _array(one.tokens), one.num_prompt, one.sampling) for one in plan.new_requests
+        ),
         stores=_pairs(plan.stores),
         loads=_pairs(plan.loads),
-        cut=plan.cut,
+        split_at=plan.split_at,
         agreed=plan.agreed,
     )
 
@@ -81,8 +85,8 @@ def _array(data: bytes) -> I32:
 
 
 def _moves(moves: tuple[BlockMove, ...]) -> bytes:
-    return np.array([(move.block, move.cell) for move in moves], dtype="<i4").tobytes()
+    return np.array([(move.block, move.host_block) for move in moves], dtype="<i4").tobytes()
 
 
 def _pairs(data: bytes) -> tuple[BlockMove, ...]:
-    return tuple(BlockMove(block, cell) for block, cell in _array(data).reshape(-1, 2).tolist())
+    return tuple(BlockMove(block, host_block) for block, host_block in _array(data).reshape(-1, 2).tolist())

@@ -33,11 +33,11 @@ class Hit:
     blocks: tuple[tuple[int, ...], ...]
 
 
-def root_of(salt: str, epoch: int = 0) -> bytes:
+def root_of(salt: str, num_resets: int = 0) -> bytes:
     """Where a chain starts. Requests share blocks only below equal roots."""
     extras = [(b"salt", salt.encode())] if salt else []
-    if epoch:
-        extras.append((b"epoch", epoch.to_bytes(8, "little")))
+    if num_resets:
+        extras.append((b"num_resets", num_resets.to_bytes(8, "little")))
     tagged = b"".join(tag + b"\0" + len(value).to_bytes(8, "little") + value for tag, value in extras)
     return sha256(b"moeserve kv 1\0" + tagged).digest()
 
@@ -109,10 +109,10 @@ class PrefixCache:
                     assert self._store is not None
                     absent.append((g, i, self._store.load((request.hashes[i], g))))
         loads = []
-        for (g, i, cell), block in zip(absent, self._pool.take(len(absent)).tolist(), strict=True):
+        for (g, i, host_block), block in zip(absent, self._pool.take(len(absent)).tolist(), strict=True):
             tables[g][i] = block
             self._pool.cache(block, (request.hashes[i], g))
-            loads.append(BlockMove(block, cell))
+            loads.append(BlockMove(block, host_block))
         return tables, loads
 
     def register(self, request: Request, tokens: I32, blocks: list[list[int]], first: int) -> None:
@@ -135,8 +135,8 @@ class PrefixCache:
     def _begin(self, request: Request) -> None:
         """Starts the hash chain, again after a reset. Only at an admission: a request that runs through a reset goes
         on with what it computed before, under hashes that nobody looks for any more."""
-        if request.epoch != self._epoch:
-            request.epoch = self._epoch
+        if request.num_resets != self._epoch:
+            request.num_resets = self._epoch
             request.root = root_of(request.salt, self._epoch)
             request.hashes.clear()
 

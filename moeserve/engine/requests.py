@@ -30,7 +30,7 @@ class Request:
     priority: int
     salt: str
     arrival: int
-    epoch: int = -1  # of the prefix cache, when the hash chain began
+    num_resets: int = -1  # of the prefix cache, when the hash chain began
     root: bytes = b""  # what the chain starts from
     hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, as far as it was needed
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission

@@ -87,7 +87,7 @@ class _Bench:
         self.num_running = num_running
         self.steps = steps
         self.clock = clock
-        self.phases = {name: _Timed(clock) for name in ("plan", "tables", "settle", "encode")}
+        self.phases = {name: _Timed(clock) for name in ("plan", "tables", "update_from_output", "encode")}
         max_len = PROMPT_LENGTHS[1] + 2 * (WARM_UP_STEPS + steps)
         limits = Limits(
             max_num_seqs=num_running,
@@ -99,7 +99,7 @@ class _Bench:
         )
         self.scheduler = Scheduler(limits, (KVGroup("full", BLOCK_SIZE, (0,)),), vocab_size=VOCAB_SIZE + 1)
         self.scheduler.plan = self.phases["plan"].wrap(self.scheduler.plan)  # type: ignore[method-assign]
-        self.scheduler.settle = self.phases["settle"].wrap(self.scheduler.settle)  # type: ignore[method-assign]
+        self.scheduler.update_from_output = self.phases["update_from_output"].wrap(self.scheduler.update_from_output)  # type: ignore[method-assign]
         timed_tables = None if tables is None else self.phases["tables"].wrap(tables)
         self.runner = _BenchRunner(timed_tables)
         self.inbox: Inbox[EngineIn] = Inbox("bench", limit=num_running + 10)

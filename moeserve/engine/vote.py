@@ -15,9 +15,11 @@ from moeserve.messages import Join, Placed, PlacementTable
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """One engine's row. tokens: of the plan that it has ready, `cut` of them in the first lane if there are two.
+    """One engine's row. tokens: of the plan that it has ready, `split_at` of them in the first micro-batch if there
+    are two.
 
-    lanes_ok: two lanes would pay, or would not matter, here. placed: how far the pending placement is prepared;
+    ubatches_ok: two micro-batches would pay, or would not matter, here. placed: how far the pending placement is
+    prepared;
     in_force: how far the last decision put it in force.
     """
 
@@ -25,9 +27,9 @@ class Vote(msgspec.Struct, frozen=True):
     epoch: int
     has_work: bool = False
     tokens: int = 0
-    cut: int = 0
+    split_at: int = 0
     requests: int = 0
-    lanes_ok: bool = False
+    ubatches_ok: bool = False
     pause: bool = False  # told to hold: nothing is in flight, and nothing is planned until the group is formed anew
     drained: bool = False  # told to stop: nothing is in flight, and nothing left to do
     placed: int = 0
@@ -52,12 +54,13 @@ def decide(votes: Sequence[Vote]) -> Decision:
     """What follows from the votes of all engines, in rank order: the same on each of them.
 
     A step runs if anyone has work, or if the placement asks for one: all have prepared more of it than is in force, or
-    one has to give it up. Two lanes need everybody's consent and a cut inside of some batch; engines with nothing to
-    cut go along, one lane of theirs empty. Raises StepSkew when the votes are not about the same step.
+    one has to give it up. Two micro-batches need everybody's consent and a split inside of some batch; engines with
+    nothing to
+    split go along, one micro-batch of theirs empty. Raises StepSkew when the votes are not about the same step.
     """
     first = votes[0]
     step, epoch = first.step, first.epoch
-    has_work, lanes_ok, is_cut, trace, drained, held = False, True, False, False, True, True
+    has_work, ubatches_ok, is_split, trace, drained, held = False, True, False, False, True, True
     most = most_first = most_second = 0
     placed, in_force = first.placed, first.in_force
     for vote in votes:
@@ -68,13 +71,13 @@ def decide(votes: Sequence[Vote]) -> Decision:
         drained &= vote.drained
         held &= vote.pause or vote.drained
         placed, in_force = min(placed, vote.placed), max(in_force, vote.in_force)
-        lanes_ok &= vote.lanes_ok
+        ubatches_ok &= vote.ubatches_ok
         if tokens := vote.tokens:
-            is_cut |= 0 < vote.cut < tokens
+            is_split |= 0 < vote.split_at < tokens
             most = max(most, tokens)
-            most_first, most_second = max(most_first, vote.cut), max(most_second, tokens - vote.cut)
+            most_first, most_second = max(most_first, vote.split_at), max(most_second, tokens - vote.split_at)
     if has_work or placed != in_force:
-        if lanes_ok and is_cut:
+        if ubatches_ok and is_split:
             return Decision(Action.RUN, Agreed(step, 2, (most_first, most_second), placed, trace))
         return Decision(Action.RUN, Agreed(step, 1, (most, 0), placed, trace))
     return _NOTHING_TO_RUN[Action.STOP if drained else Action.PAUSE if held else Action.PARK]
@@ -83,10 +86,10 @@ def decide(votes: Sequence[Vote]) -> Decision:
 _NOTHING_TO_RUN = {action: Decision(action) for action in Action}
 
 
-class Council(Protocol):
+class DPCoordinator(Protocol):
     """The engines that step together, as the core of one of them sees it. Belongs to the core's loop.
 
-    `parallel/council.py` has the real one; an engine that serves alone has none.
+    `comm/coordinator.py` has the real one; an engine that serves alone has none.
     """
 
     @property
@@ -156,6 +159,6 @@ class GroupRunner(Runner, Protocol):
         """Begins to prepare a placement in the background."""
         ...
 
-    def lanes_ok(self, plan: StepPlan | None) -> bool:
-        """Whether two lanes would pay for this plan; True where there is nothing to lose (None: no tokens)."""
+    def ubatches_ok(self, plan: StepPlan | None) -> bool:
+        """Whether two micro-batches would pay for this plan; True where there is nothing to lose (None: no tokens)."""
         ...

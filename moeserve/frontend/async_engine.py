@@ -9,12 +9,12 @@ from os import PathLike
 from types import TracebackType
 from typing import Any
 
+from moeserve.cluster.fleet import Fleet
 from moeserve.config import Config, config_of
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.frontend.outputs import CompletionOutput, RequestOutput
-from moeserve.launch.fleet import Fleet
 from moeserve.sampling import SamplingParams
 
 Prompt = str | Mapping[str, Any]

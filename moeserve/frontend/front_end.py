@@ -18,6 +18,7 @@ from typing import Any, Literal, assert_never
 
 import msgspec
 
+from moeserve.cluster.link import EngineGone, EngineLink, Fleet, FromEngine, RequestsLost, Resized
 from moeserve.errors import (
     EngineDied,
     EngineLost,
@@ -32,7 +33,6 @@ from moeserve.frontend.generation import Generation, Sequence
 from moeserve.frontend.prepare import check_priority, check_prompt, submission, token_ids, token_sampling
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
-from moeserve.launch.link import EngineGone, EngineLink, Fleet, FromEngine, RequestsLost, Resized
 from moeserve.messages import (
     Abort,
     Answer,

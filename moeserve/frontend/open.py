@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from moeserve.cluster.check_parallel import check_parallel
+from moeserve.cluster.link import ChildEngine, EngineLink, Fleet, LocalEngine
 from moeserve.config import Config
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.launch.check_parallel import check_parallel
-from moeserve.launch.link import ChildEngine, EngineLink, Fleet, LocalEngine
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
 from moeserve.loader.hf_config import read_model_spec
@@ -53,7 +53,7 @@ async def open_front_end(config: Config, *, child: bool, max_queued: int | None 
 def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queued: int | None) -> FrontEnd:
     asked = config.model
     if read_model_spec(model_dir).num_experts:
-        import moeserve.launch.rebalancing  # noqa: F401  (slow: here, so that the loop stays free)
+        import moeserve.cluster.rebalancing  # noqa: F401  (slow: here, so that the loop stays free)
     if not config.device.null_runner and asked.load_format != "dummy":
         open_checkpoint(model_dir)  # the engine would find the same, once it has imported torch
     tokenizer = None if asked.skip_tokenizer_init else Tokenizer.load(model_dir)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from moeserve.cluster.link import EngineLink
+from moeserve.cluster.view import FleetView
 from moeserve.errors import Conflict
-from moeserve.launch.link import EngineLink
-from moeserve.launch.view import FleetView
 from moeserve.messages import Traced, TraceNext
 
 LATE_S = 2.0  # between the first rank's answer and the last one's

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from moeserve.cluster.link import EngineLink, Fleet
+from moeserve.cluster.view import EngineView, FleetView
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.tracing import Trace, Tracing
-from moeserve.launch.link import EngineLink, Fleet
-from moeserve.launch.view import EngineView, FleetView
 from moeserve.messages import ExpertLoad, Ready, Traced
 
 if TYPE_CHECKING:
-    from moeserve.launch.rebalancing import Rebalancing
+    from moeserve.cluster.rebalancing import Rebalancing
 
 STATES = {"ready": "serving"}  # of a front end -> of its only engine, where they differ
 
@@ -71,10 +71,10 @@ class Watch:
         )
 
     def _all_experts(self, ready: Ready | None) -> Rebalancing | None:
-        """None for a dense model, and where experts are dealt out: the fleet counts them then."""
-        dealt_out = self._fleet is not None and self._fleet.experts is not None
-        if self._loads is None and ready is not None and ready.num_experts and not dealt_out:
-            from moeserve.launch.rebalancing import Rebalancing  # here, because it needs numpy
+        """None for a dense model, and where experts are sharded: the fleet counts them then."""
+        ep_sharded = self._fleet is not None and self._fleet.experts is not None
+        if self._loads is None and ready is not None and ready.num_experts and not ep_sharded:
+            from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
             self._loads = Rebalancing(ready.num_moe_layers, ready.num_experts, num_ranks=1, redundant=0)
             self._loads.joined(None, ready.expert_bytes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moeserve.comm.world import World
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
-from moeserve.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
 from moeserve.loader.plan import Param, WeightPlan, is_packed
 from moeserve.loader.safetensors_file import read_header
 from moeserve.loader.weights import Params
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import HUGE, LAYOUT, new_room
-from moeserve.parallel.world import World
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.layers.attention import Attention
-from moeserve.layers.columns import ColumnLinear, widened
-from moeserve.layers.mlp import GatedMLP, SigmoidGatedMLP
-from moeserve.layers.rotary import RotaryTable
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.columns import ColumnLinear, widened
+from moeserve.blocks.mlp import GatedMLP, SigmoidGatedMLP
+from moeserve.blocks.rotary import RotaryTable
+from moeserve.comm.tensor import ALONE, TensorParallel, share
+from moeserve.comm.world import World
 from moeserve.loader.heads import local_heads
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.decoder import Decoder, FeedForward, Layer
@@ -22,18 +24,16 @@ from moeserve.moe.experts.base import Experts, ExpertWeights
 from moeserve.moe.experts.grouped_mm import GroupedMM
 from moeserve.moe.experts.native import NativeExperts
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Lane
 from moeserve.moe.layer import Block, MoELayer
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.moe.routing import Router
-from moeserve.moe.slots import SlotMap
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.linear import Linear
 from moeserve.ops.native_layer import ExpertsBlock
 from moeserve.ops.native_linear import NativeLinear
 from moeserve.ops.table import Ops
-from moeserve.parallel.tensor import ALONE, TensorParallel, share
-from moeserve.parallel.world import World
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ def build_decoder(
     tp: TensorParallel = ALONE,
     placement: Placement | None = None,
     backends: Sequence[All2All] | None = None,
-    lanes: int = 1,
+    ubatches: int = 1,
     max_tokens: int = 1,
     max_position: int | None = None,
 ) -> Decoder:
     """Build the decoder that `spec` describes. `params` (named as in models/checkpoint.py, of `dtype` or Quantised)
     is emptied.
 
-    tp: the engine's ranks, as `world` has them. placement: as for `weight_plan`. lanes: that a step may have.
+    tp: the engine's ranks, as `world` has them. placement: as for `weight_plan`. micro-batches: that a step may have.
     max_tokens: rows of one step. max_position: length of the rotary table, the model's own by default. Raises
     ConfigError when no all2all backend and expert kernel fit.
     """
@@ -73,7 +73,7 @@ def build_decoder(
             expert_size=spec.expert_size,
             max_tokens=max_tokens,
             world_size=world.num_expert_ranks,
-            lanes=lanes,
+            ubatches=ubatches,
             exact=ops.exact,
         )
         kernels: list[Experts] = [GroupedMM(ops), ReferenceExperts(ops)]
@@ -83,7 +83,7 @@ def build_decoder(
             from moeserve.moe.experts.triton import TritonExperts  # slow to import: only where it serves
 
             kernels = [TritonExperts(), *([] if ops.exact else kernels)]
-        build.moe = plan_moe(needs, backends or [LocalAll2All(placement.slots_per_rank)], kernels)
+        build.moe = plan_moe(needs, backends or [LocalAll2All(placement.experts_per_rank)], kernels)
         for line in build.moe.table().splitlines():
             log.log(logging.DEBUG if world.rank else logging.INFO, "MoE kernels: %s", line)  # alike on all ranks
     layers = [build.layer(index) for index in range(spec.num_layers)]
@@ -167,8 +167,8 @@ class _Build:
     def dense(self, name: str) -> FeedForward:
         mlp = self.gated(name, self.spec.intermediate_size, self.tp)
 
-        def run(x_TD: Tensor, num_tokens: int | Tensor, lane: Lane) -> Tensor:
-            return mlp(x_TD, lane.index)
+        def run(x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
+            return mlp(x_TD, ubatch.index)
 
         return run
 
@@ -182,7 +182,7 @@ class _Build:
         if spec.shared_expert_size:
             mlp = self.gated(name + "shared_", spec.shared_expert_size, ALONE)  # it gets this rank's tokens only
             shared = SigmoidGatedMLP(self.ops, params.pop(name + "shared_gate"), mlp)
-        slots = SlotMap(self.placement, self.num_moe, self.ops.device, counts_on_device=self.ops.triton)
+        slots = LogicalToPhysical(self.placement, self.num_moe, self.ops.device, counts_on_device=self.ops.triton)
         self.num_moe += 1
         block = self.experts_block(gate, router) if slots.is_identity else None  # it knows experts, no slots
         return MoELayer(router, self.moe.all2all, self.moe.experts, packed, slots, shared, self.tp, block)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from moeserve.comm.tensor import share
+from moeserve.comm.world import World
 from moeserve.loader.heads import local_heads
 from moeserve.loader.plan import Param, Piece, WeightPlan
 from moeserve.loader.spec import ModelSpec
 from moeserve.moe.placement.placement import Placement
-from moeserve.parallel.tensor import share
-from moeserve.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.layers.attention import Attention, AttentionStep
-from moeserve.layers.columns import ColumnLinear
-from moeserve.layers.inputs import LayerKV, StepInputs
-from moeserve.layers.rotary import RotaryTable
+from moeserve.blocks.attention import Attention, AttentionStep
+from moeserve.blocks.columns import ColumnLinear
+from moeserve.blocks.inputs import LayerKV, StepInputs
+from moeserve.blocks.rotary import RotaryTable
 from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec
-from moeserve.moe.lane import Lane
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import Ops
 
-FeedForward = Callable[[Tensor, int | Tensor, Lane], Tensor]  # x_T'D, number of real rows, lane -> T'D
+FeedForward = Callable[[Tensor, int | Tensor, UBatch], Tensor]  # x_T'D, number of real rows, micro-batch -> T'D
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,9 @@ class Layer:
 
 
 class Decoder:
-    """A model ready to run. It knows nothing of devices, ranks or lanes: those are behind `ops`, the layers and the
-    lane."""
+    """A model ready to run. It knows nothing of devices, ranks or micro-batches: those are behind `ops`, the layers
+    and the
+    micro-batch."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Decoder:
         self._heads = heads
         self._attend, self._add = ops.trace(self._attention_and_norm), ops.trace(self._add_and_norm)
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
+    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]; writes the tokens' keys and values to kv, one per layer."""
         ops, spec = self._ops, self.spec
         num_tokens = step.ids_T.shape[0]
@@ -78,8 +79,8 @@ class Decoder:
         x = ops.rms_norm(residual, self._layers[0].attn_norm, spec.norm_eps)
         next_norms = [layer.attn_norm for layer in self._layers[1:]] + [self._norm_D]
         for layer, cache, next_norm in zip(self._layers, kv, next_norms, strict=True):
-            x, residual = self._attend(layer, x, residual, groups[layer.group], cache, lane.index)
-            x = layer.feed_forward(x, real, lane)
+            x, residual = self._attend(layer, x, residual, groups[layer.group], cache, ubatch.index)
+            x = layer.feed_forward(x, real, ubatch)
             x, residual = self._add(x, residual, next_norm)
         return x[:num_tokens]
 
@@ -93,13 +94,13 @@ class Decoder:
         """The layers with experts, in order."""
         return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MoELayer)]
 
-    def serve(self, lane: Lane) -> None:
+    def serve(self, ubatch: UBatch) -> None:
         """Takes part in a step in which this rank has no tokens: its experts compute for the others."""
         for layer in self.moe_layers:
-            layer.serve(self._embed_VD, lane)
+            layer.serve(self._embed_VD, ubatch)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Scores of every vocabulary entry, fp32 [S, V]; gathered on channel 0, so no lane may run meanwhile."""
+        """Scores of every vocabulary entry, fp32 [S, V]; gathered on channel 0, so no micro-batch may run meanwhile."""
         rows = hidden_SD.shape[0]
         if not rows:
             return hidden_SD.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
@@ -126,7 +127,7 @@ class Decoder:
         steps = []
         for index, group in enumerate(step.groups):
             plan = partial(self._plan_rows, index)
-            steps.append(AttentionStep(cos, sin, group.cells_T, plan if step.cut else plan(step), step.cut))
+            steps.append(AttentionStep(cos, sin, group.slot_mapping_T, plan if step.cut else plan(step), step.cut))
         return steps
 
     def _plan_rows(self, group: int, step: StepInputs) -> Any:

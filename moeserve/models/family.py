@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moeserve.comm.world import World
 from moeserve.loader.plan import WeightPlan
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.build import build_decoder
@@ -15,7 +16,6 @@ from moeserve.models.checkpoint import Names, expert_plan, weight_plan
 from moeserve.models.decoder import Decoder
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.table import Ops
-from moeserve.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ T tokens (rounded up), D model width, H heads, G KV heads, d head width, I exper
 Under tensor parallelism a rank computes a part of the columns, and what it gathers comes on top: three times at most,
 as it was sent (the transport may keep that for a while), as it came, and in order.
 
-Where experts are dealt out, a rank also takes in rows of all others, up to what `moe/all2all/rounds.py` allows.
+Where experts are sharded, a rank also takes in rows of all others, up to what `moe/all2all/rounds.py` allows.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ GATHERED = 3
 
 @dataclass(frozen=True, slots=True)
 class Inflow:
-    """What other ranks may send here. rows: of one dispatch, at most. lanes: each of which may have received so many.
+    """What other ranks may send here. rows: of one dispatch, at most. micro-batches: each of which may have received
+    so many.
     copies: of received rows that are in memory at once. slots: experts of this rank in a layer."""
 
     rows: int
-    lanes: int
+    ubatches: int
     copies: int
     slots: int
 
@@ -96,10 +97,11 @@ def _attention(spec: ModelSpec, tokens: int, max_len: int, size: int, tp_size: i
 
 
 def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
-    """Rows of other ranks and what experts make of them; the memory stays with the transport. One lane computes at a
+    """Rows of other ranks and what experts make of them; the memory stays with the transport. One micro-batch computes
+    at a
     time, and in the worst case one expert has a row of every token."""
     width = spec.hidden_size
-    rows = inflow.lanes * inflow.rows * (inflow.copies * width * size + 4 * INT64)
+    rows = inflow.ubatches * inflow.rows * (inflow.copies * width * size + 4 * INT64)
     alike = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
     return rows + alike * (4 * spec.expert_size + 2 * width) * size
 

@@ -1,1 +1,1 @@
-"""Routing, all2all backends, expert kernels, lanes, and the MoE layer that joins them."""
+"""Routing, all2all backends, expert kernels, micro-batches, and the MoE layer that joins them."""

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.comm.tensor import ALONE, TensorParallel, share
 from moeserve.moe.all2all.base import All2All, Ticket
 from moeserve.moe.experts.base import Experts
-from moeserve.moe.lane import Lane, Load
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router, Routing
-from moeserve.moe.slots import SlotMap
-from moeserve.parallel.tensor import ALONE, TensorParallel, share
+from moeserve.moe.ubatch import Load, UBatch
 
 Block = Callable[..., tuple[Tensor, Load]]  # x_TD, packed (and num_tokens, if a tensor) -> result, rows per expert
 
@@ -37,7 +37,7 @@ class MoELayer:
         all2all: All2All,
         experts: Experts,
         packed: Any,
-        slots: SlotMap,
+        slots: LogicalToPhysical,
         shared: Callable[[Tensor], Tensor] | None = None,
         tp: TensorParallel = ALONE,
         block: Block | None = None,
@@ -61,59 +61,61 @@ class MoELayer:
         """Whether a call never asks the device, so that it can be recorded and replayed."""
         return self.stays or (self.all2all.caps.graph_safe and self.slots.counts_on_device)
 
-    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, lane: Lane) -> Tensor:
+    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
         """Rows from `num_tokens` on are padding: they reach no expert. A tensor, int32 [1], where it is recordable."""
         on_device = (num_tokens,) if isinstance(num_tokens, Tensor) else ()
         if self._block is not None and self.stays and (on_device or 0 < num_tokens == x_TD.shape[0]):
             block, packed = self._block, self.packed
-            out_TD = lane.stay(lambda: block(x_TD, packed, *on_device))
+            out_TD = ubatch.stay(lambda: block(x_TD, packed, *on_device))
             return out_TD if self._shared is None else out_TD + self._shared(x_TD)
         routing = self._router(x_TD, num_tokens)
-        lane.note_load(self.slots.load(routing))
+        ubatch.note_load(self.slots.load(routing))
         routing = self.slots(routing)
         tp = self._tp
         if tp.size == 1:
-            return self._compute(x_TD, routing, len(x_TD) if on_device else int(num_tokens), lane)
+            return self._compute(x_TD, routing, len(x_TD) if on_device else int(num_tokens), ubatch)
         assert isinstance(num_tokens, int), num_tokens
         shares = [share(num_tokens, tp.size, rank) for rank in range(tp.size)]
         counts = [part.stop - part.start for part in shares]
         mine = shares[tp.rank]
-        part_TD = self._compute(x_TD[mine], _rows(routing, mine), counts[tp.rank], lane)
-        out_TD = tp.gather_rows(part_TD, counts, lane.index)
+        part_TD = self._compute(x_TD[mine], _rows(routing, mine), counts[tp.rank], ubatch)
+        out_TD = tp.gather_rows(part_TD, counts, ubatch.index)
         return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - num_tokens))
 
-    def _compute(self, x_TD: Tensor, routing: Routing, num_tokens: int, lane: Lane) -> Tensor:
+    def _compute(self, x_TD: Tensor, routing: Routing, num_tokens: int, ubatch: UBatch) -> Tensor:
         """What the experts, and the shared one, make of x: in as many rounds as the rank with most tokens needs."""
         out_TD = torch.empty_like(x_TD)
         shared = _Later(self._shared, x_TD)
         limit = self.all2all.caps.max_tokens
         if limit is None:
-            self._round(x_TD, routing, out_TD, lane, shared)
+            self._round(x_TD, routing, out_TD, ubatch, shared)
         else:
-            for start in range(0, max(1, lane.most_tokens, num_tokens), limit):
+            for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
                 part = slice(start, start + limit)
-                self._round(x_TD[part], _rows(routing, part), out_TD[part], lane, shared)
+                self._round(x_TD[part], _rows(routing, part), out_TD[part], ubatch, shared)
         return out_TD if shared.value is None else out_TD + shared.value
 
-    def serve(self, like_D: Tensor, lane: Lane) -> None:
+    def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
         """Computes for the other ranks in a step in which this one has no tokens. like_D: a row's shape and dtype."""
         nothing = like_D.new_empty((0, like_D.shape[-1]))
-        self(nothing, 0, lane)
+        self(nothing, 0, ubatch)
 
-    def _round(self, x_TD: Tensor, routing: Routing, out_TD: Tensor, lane: Lane, shared: _Later) -> None:
-        ticket = lane.overlap(lambda: self.all2all.dispatch(x_TD, routing, lane), name="dispatch")
+    def _round(self, x_TD: Tensor, routing: Routing, out_TD: Tensor, ubatch: UBatch, shared: _Later) -> None:
+        ticket = ubatch.overlap(lambda: self.all2all.dispatch(x_TD, routing, ubatch), name="dispatch")
         y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
-        self._run_experts(ticket, y, lane)
-        lane.overlap(lambda: self.all2all.combine(ticket, y, out_TD, lane), shared if shared.waits else None, "combine")
+        self._run_experts(ticket, y, ubatch)
+        ubatch.overlap(
+            lambda: self.all2all.combine(ticket, y, out_TD, ubatch), shared if shared.waits else None, "combine"
+        )
 
-    def _run_experts(self, ticket: Ticket, y: Tensor, lane: Lane) -> None:
+    def _run_experts(self, ticket: Ticket, y: Tensor, ubatch: UBatch) -> None:
         if (early := ticket.early) is None:
-            self.experts.run(ticket.inbound, self.packed, y, lane.scratch)
+            self.experts.run(ticket.inbound, self.packed, y, ubatch.scratch)
             return
         first, rest = ticket.inbound.split(early.slots)
-        self.experts.run(first, self.packed, y, lane.scratch)
-        lane.send_early(lambda: early.send(y))
-        self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :], lane.scratch)
+        self.experts.run(first, self.packed, y, ubatch.scratch)
+        ubatch.send_early(lambda: early.send(y))
+        self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :], ubatch.scratch)
 
 
 def _rows(routing: Routing, rows: slice) -> Routing:

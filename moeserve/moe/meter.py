@@ -1,21 +1,22 @@
-"""What a lane's transfers cost in one step, and, of a step that is traced, what the lane did when."""
+"""What a micro-batch's transfers cost in one step, and, of a step that is traced, what the micro-batch did when."""
 
 from __future__ import annotations
 
 import time
 
+from moeserve.comm.gloo import ON_DEVICE
 from moeserve.messages import TraceEvent
-from moeserve.parallel.gloo import ON_DEVICE
 
 SHORTEST_NS = 1000  # a shorter span of work is no work
 WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}
 
 
-class LaneMeter:
+class UBatchMeter:
     """Times in ns on the monotonic clock.
 
     comm_ns: from the start of each transfer to the arrival of its last row, summed. exposed_ns: the part of it in which
-    the lane stood in `wait`, or in `arrive` for its sibling. It has the turn then, so no other lane computes either:
+    the micro-batch stood in `wait`, or in `arrive` for its sibling. It has the turn then, so no other micro-batch
+    computes either:
     time in which a sibling works is spent before `wait`. What `wait` does once all rows are here is work. `events` is a
     list while a step is traced.
 
@@ -37,16 +38,16 @@ class LaneMeter:
         self.events = [] if trace else None
 
     def resume(self) -> None:
-        """The lane's first work of a step begins."""
+        """The micro-batch's first work of a step begins."""
         if self.events is not None:
             self._resumed_ns = time.monotonic_ns()
 
     def work(self, name: str, layer: int) -> None:
-        """What the lane did since it last resumed was `name`; it does something else from here on."""
+        """What the micro-batch did since it last resumed was `name`; it does something else from here on."""
         if self.events is not None:
             now_ns = time.monotonic_ns()
             if now_ns - self._resumed_ns >= SHORTEST_NS:
-                self.events.append(TraceEvent(name, f"lane {self._track}", self._resumed_ns, now_ns, layer))
+                self.events.append(TraceEvent(name, f"micro-batch {self._track}", self._resumed_ns, now_ns, layer))
             self._resumed_ns = now_ns
 
     def transfer(self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int) -> None:

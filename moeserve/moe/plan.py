@@ -21,7 +21,7 @@ class MoENeeds:
     max_tokens: int  # rows of one step on one rank
     expert_size: int = 0
     world_size: int = 1
-    lanes: int = 1
+    ubatches: int = 1
     graphs: bool = False
     exact: bool = False  # determinism=batch: a request's bits depend on nothing but itself
 
@@ -38,7 +38,7 @@ class MoEPlan:
     def table(self) -> str:
         """The needs and the reasons as aligned lines for the log."""
         n = self.needs
-        head = f"{n.world_size} ranks, {n.lanes} lanes, {n.device}, {n.dtype} rows of {n.hidden_size}"
+        head = f"{n.world_size} ranks, {n.ubatches} micro-batches, {n.device}, {n.dtype} rows of {n.hidden_size}"
         rows = [("all2all", "experts", head), *self.reasons]
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{a:<{wide[0]}}  {b:<{wide[1]}}  {why}".rstrip() for a, b, why in rows)
@@ -104,8 +104,8 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
         ),
         (wire.pad_hidden(needs.hidden_size) is not None, f"{wire.name} takes no rows of {needs.hidden_size}"),
         (
-            wire.max_in_flight is None or needs.lanes <= wire.max_in_flight,
-            f"{wire.name} has {wire.max_in_flight} dispatches in flight, {needs.lanes} lanes are asked",
+            wire.max_in_flight is None or needs.ubatches <= wire.max_in_flight,
+            f"{wire.name} has {wire.max_in_flight} dispatches in flight, {needs.ubatches} micro-batches are asked",
         ),
         (
             wire.exact or not needs.exact,

@@ -1,6 +1,8 @@
-"""Where communication runs beside computation: on CUDA in a stream of its own that events tie to the lanes' one.
+"""Where communication runs beside computation: on CUDA in a stream of its own that events tie to the micro-batches'
+one.
 
-All lanes of a process compute on one stream, in the order of the baton, and all its transfers run on another, in the
+All micro-batches of a process compute on one stream, in the order of the ping-pong turn, and all its transfers run on
+another, in the
 order of `launch`. The host only launches: a transfer begins behind what was computed before, and what is computed after
 `join` begins behind the transfer.
 
@@ -23,7 +25,7 @@ T = TypeVar("T")
 HIGH = -1  # a transfer's few blocks come before the many of a product that waits for room as well
 
 
-class Flight:
+class InFlightTransfer:
     """A transfer in the device's time. `work` is kept until it is joined.
 
     Of a transfer that runs on somebody else's stream, enter it around whatever makes the current stream wait for it:
@@ -67,17 +69,17 @@ class Flight:
 class Launched(Generic[T]):
     """Work that may still be running on the device; `value` holds its tensors, which are not to be read before."""
 
-    __slots__ = ("_flight", "value")
+    __slots__ = ("_transfer", "value")
 
-    def __init__(self, value: T, flight: Flight | None = None) -> None:
+    def __init__(self, value: T, transfer: InFlightTransfer | None = None) -> None:
         self.value = value
-        self._flight = flight
+        self._transfer = transfer
 
     def join(self) -> T:
         """What comes next on the current stream runs after the work. The first call counts."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.join()
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.join()
         return self.value
 
 
@@ -89,16 +91,16 @@ class CommStream(Protocol):
         ...
 
     def watch(self) -> AbstractContextManager[None]:
-        """The flight of a transfer that begins here and now without `launch`, only to be timed."""
+        """The transfer of a transfer that begins here and now without `launch`, only to be timed."""
         ...
 
-    def take_flights(self) -> list[Flight]:
+    def take_transfers(self) -> list[InFlightTransfer]:
         """What was joined since the last call, in the order of launching; to be called after each step."""
         ...
 
 
 class Inline:
-    """Done at once on the current stream: for CPUs, and for what computation would have to wait for anyway."""
+    """Completed at once on the current stream: for CPUs, and for what computation would have to wait for anyway."""
 
     def launch(self, work: Callable[[], T]) -> Launched[T]:
         return Launched(work())
@@ -106,41 +108,41 @@ class Inline:
     def watch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def take_flights(self) -> list[Flight]:
+    def take_transfers(self) -> list[InFlightTransfer]:
         return []
 
 
 class CudaStream:
-    """A stream of its own on a device. What a recorded graph replays is not among its flights."""
+    """A stream of its own on a device. What a recorded graph replays is not among its transfers."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=HIGH)  # type: ignore[no-untyped-call]
-        self._flights: list[Flight] = []
+        self._transfers: list[InFlightTransfer] = []
 
     def launch(self, work: Callable[[], T]) -> Launched[T]:
-        flight = self._begin(work)
+        transfer = self._begin(work)
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(flight.begun)
+            self._stream.wait_event(transfer.begun)
             try:
                 value = work()
             finally:  # of work that fails a part may run
-                flight.ended.record()
-        return Launched(value, flight)
+                transfer.ended.record()
+        return Launched(value, transfer)
 
     def watch(self) -> AbstractContextManager[None]:
         return self._begin()
 
-    def _begin(self, work: object = None) -> Flight:
-        flight = Flight(work)
+    def _begin(self, work: object = None) -> InFlightTransfer:
+        transfer = InFlightTransfer(work)
         if not torch.cuda.is_current_stream_capturing():
-            self._flights.append(flight)
-        flight.begun.record()
-        return flight
+            self._transfers.append(transfer)
+        transfer.begun.record()
+        return transfer
 
-    def take_flights(self) -> list[Flight]:
-        joined = [flight for flight in self._flights if flight.is_joined]
+    def take_transfers(self) -> list[InFlightTransfer]:
+        joined = [transfer for transfer in self._transfers if transfer.is_joined]
         # Those of a step that failed are joined by nobody: they keep what they use until they are over.
-        self._flights = [flight for flight in self._flights if not flight.is_joined and not flight.is_over]
+        self._transfers = [transfer for transfer in self._transfers if not transfer.is_joined and not transfer.is_over]
         return joined
 
 

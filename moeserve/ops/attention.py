@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.cells import from_cells
+from moeserve.ops.kv_entries import from_entries
 from moeserve.ops.linear import mkldnn_rows
 
 TILE = 64
@@ -45,7 +45,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class AttentionMetadata:
     """What every layer of one KV group shares in one step."""
 
     num_tokens: int
@@ -69,7 +69,7 @@ def plan_attention(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-) -> AttentionPlan:
+) -> AttentionMetadata:
     """Pack the step's queries into items. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from starts_R[i] on.
 
     blocks_RN: block tables, padded with 0. window: tokens that a query sees, itself included; None for all.
@@ -92,7 +92,7 @@ def plan_attention(
             columns = np.array(members[at : at + batch], np.int64).T
             items.append(_item(columns, m, length, blocks_RN, block_size, window, num_kv_heads, int(offsets_R1[-1])))
     heads_G1 = torch.arange(num_kv_heads, device=blocks_RN.device)[:, None]
-    return AttentionPlan(int(offsets_R1[-1]), heads_G1, tuple(items))
+    return AttentionMetadata(int(offsets_R1[-1]), heads_G1, tuple(items))
 
 
 def _base(position: int, window: int | None) -> int:
@@ -136,7 +136,7 @@ def _item(
     columns_BL = np.minimum(keys_BL // block_size, blocks_RN.shape[1] - 1)
     blocks_BN = blocks_RN.index_select(0, torch.from_numpy(rows_B).to(device))
     blocks_BL = blocks_BN.gather(1, torch.from_numpy(columns_BL).to(device).expand(len(rows_B), -1))
-    cells_BL = blocks_BL * block_size + torch.from_numpy(keys_BL % block_size).to(device)
+    entries_BL = blocks_BL * block_size + torch.from_numpy(keys_BL % block_size).to(device)
     valid_Bm = np.arange(m) < counts_B[:, None]
     in_order = len(rows_B) * m == num_tokens and bool((queries_Bm.ravel() == np.arange(num_tokens)).all())
     return Item(
@@ -144,13 +144,13 @@ def _item(
         queries=None if in_order else torch.from_numpy(queries_Bm.ravel()).to(device),
         valid_N=None if in_order else torch.from_numpy(np.flatnonzero(valid_Bm)).to(device),
         tokens_N=None if in_order else torch.from_numpy(queries_Bm[valid_Bm]).to(device),
-        rows_BL=cells_BL * torch.from_numpy(used_BL).to(device) * num_kv_heads,
+        rows_BL=entries_BL * torch.from_numpy(used_BL).to(device) * num_kv_heads,
         hidden_from=hidden_from,
         hidden_Bml=torch.from_numpy(hidden_Bml).to(device),
     )
 
 
-def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
+def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionMetadata) -> Tensor:
     """Attend to the paged cache [blocks, block_size, G, d]; [T', H * d] like q, zero in rows beyond the plan's tokens.
 
     Queries come already scaled. Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions
@@ -210,7 +210,7 @@ def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, i
 def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
     """The positions `span` of every context and head: a copy [B * G, length, d], of int8 heads in fp32."""
     index = index_BGL if span[1] - span[0] == index_BGL.shape[2] else index_BGL[:, :, span[0] : span[1]]
-    return from_cells(rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1]))
+    return from_entries(rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1]))
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

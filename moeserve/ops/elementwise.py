@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.ops.cells import to_cells
+from moeserve.ops.kv_entries import to_entries
 
 TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
 LANES = 64  # torch's vectorised loops work on this many elements at a time, or on half or a quarter of them
@@ -99,10 +99,10 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     return weight_VD.index_select(0, ids_T)
 
 
-def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache: Tensor, v_cache: Tensor, cells_T: Tensor) -> None:
+def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
     """Put new keys and values into their cells (block * block_size + offset) of one layer's cache, in its type."""
     for x_TGd, cache in ((k_TGd, k_cache), (v_TGd, v_cache)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, cells_T, to_cells(x_TGd, cache.dtype))
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping_T, to_entries(x_TGd, cache.dtype))
 
 
 def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:

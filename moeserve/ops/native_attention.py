@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.cells import cell_width
+from moeserve.ops.kv_entries import entry_width
 from moeserve.ops.native import native
 from moeserve.ops.native_rows import KV_TYPES
 
@@ -83,7 +83,7 @@ def attention(
     assert k_cache.is_contiguous(), k_cache.stride()
     assert v_cache.is_contiguous(), v_cache.stride()
     assert k_cache.dtype == v_cache.dtype, (k_cache.dtype, v_cache.dtype)
-    assert k_cache.shape[3] == v_cache.shape[3] == cell_width(d, k_cache.dtype), (k_cache.shape, v_cache.shape)
+    assert k_cache.shape[3] == v_cache.shape[3] == entry_width(d, k_cache.dtype), (k_cache.shape, v_cache.shape)
     if sinks_H is not None:
         assert sinks_H.dtype == torch.float32, sinks_H.dtype
         assert sinks_H.is_contiguous(), sinks_H.stride()

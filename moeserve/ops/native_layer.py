@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.cells import cell_width
+from moeserve.ops.kv_entries import entry_width
 from moeserve.ops.native import native
 from moeserve.ops.native_attention import NativePlan
 from moeserve.ops.native_linear import NativeLinear, native_type
@@ -48,19 +48,19 @@ class AttentionBlock:
         sin_T1d: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        cells_T: Tensor,
+        slot_mapping_T: Tensor,
         plan: NativePlan,
     ) -> Tensor:
         """Arguments as `prologue` and `attention` take them, all contiguous; both caches of x's dtype or int8."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         assert k_cache.dtype in (self._dtype, torch.int8), (k_cache.dtype, self._dtype)
-        assert k_cache.shape[3] == cell_width(self._shape[2], k_cache.dtype), k_cache.shape
+        assert k_cache.shape[3] == entry_width(self._shape[2], k_cache.dtype), k_cache.shape
         assert plan.shape == (*self._shape, k_cache.shape[1]), (plan.shape, self._shape, k_cache.shape)
         rows = x_TD.shape[0]
         y = _empty((rows, self._columns), dtype=self._dtype)
         self._block.run(
             plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
-            cells_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), KV_TYPES[k_cache.dtype], y.data_ptr(),
+            slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), KV_TYPES[k_cache.dtype], y.data_ptr(),
         )  # fmt: skip
         return y
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.cells import cell_width
+from moeserve.ops.kv_entries import entry_width
 from moeserve.ops.native import native
 from moeserve.ops.prologue import HeadRule
 
@@ -66,7 +66,7 @@ def prologue(
     sin_T1d: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cells_T: Tensor,
+    slot_mapping_T: Tensor,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     rows, _, dim = qkv_THd.shape
@@ -74,12 +74,12 @@ def prologue(
     assert (head_stride, step) == (dim, 1), qkv_THd.stride()
     assert k_cache.dtype is v_cache.dtype, (k_cache.dtype, v_cache.dtype)
     assert k_cache.dtype in (qkv_THd.dtype, torch.int8), (k_cache.dtype, qkv_THd.dtype)
-    assert k_cache.shape[3] == v_cache.shape[3] == cell_width(dim, k_cache.dtype), (k_cache.shape, v_cache.shape)
+    assert k_cache.shape[3] == v_cache.shape[3] == entry_width(dim, k_cache.dtype), (k_cache.shape, v_cache.shape)
     q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_THd.dtype)
     _native.prologue(
         _TYPES[qkv_THd.dtype],
         rows,
-        cells_T.shape[0],
+        slot_mapping_T.shape[0],
         rule.num_heads,
         rule.num_kv_heads,
         dim,
@@ -92,7 +92,7 @@ def prologue(
         cos_T1d.data_ptr(),
         sin_T1d.data_ptr(),
         rule.scale,
-        cells_T.data_ptr(),
+        slot_mapping_T.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         KV_TYPES[k_cache.dtype],

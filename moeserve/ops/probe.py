@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.attention import TILE, attention, plan_attention
-from moeserve.ops.cells import to_cells
+from moeserve.ops.kv_entries import to_entries
 from moeserve.ops.linear import PackLinear
 from moeserve.ops.native_linear import native_pack
 
@@ -64,7 +64,7 @@ def probe_native(dtype: torch.dtype) -> str | None:
         "norms": (native_rows.rms_norm(x, norm_D, 1e-6), elementwise.rms_norm(x.float(), norm_D, 1e-6)),
     }
     for cache_type in (dtype, torch.int8):
-        k, v = (to_cells(cache, cache_type) for cache in caches)
+        k, v = (to_entries(cache, cache_type) for cache in caches)
         pairs[f"attention over {cache_type}"] = (
             native_attention.attention(q / 8, k, v, native_attention.plan_attention(*step)),
             attention(q / 8, k, v, plan_attention(*step)),

@@ -34,12 +34,12 @@ def prologue(
     sin_T1d: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cells_T: Tensor,
+    slot_mapping_T: Tensor,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     """Norms per head, clipping, rotation; keys and values go to their cells, queries come back: scaled, [T, H, d].
 
-    qkv_THd: [T, H + 2G, d], queries first. cells_T: of the first tokens; the rest is padding. normed_THd: fp32
+    qkv_THd: [T, H + 2G, d], queries first. slot_mapping_T: of the first tokens; the rest is padding. normed_THd: fp32
     [T, H + G, d], contiguous: queries and keys instead of qkv's. cos and sin as `rotary` takes them. All in fp32 until
     one rounding.
     """
@@ -53,6 +53,6 @@ def prologue(
     rotated_THd = rotary(qk_THd, cos_T1d, sin_T1d)
     # The softmax scale goes into the queries while they are still fp32: one rounding instead of two.
     rotated_THd[:, : rule.num_heads] *= rule.scale
-    real = cells_T.shape[0]
-    write_kv(rotated_THd[:real, rule.num_heads :], v_TGd[:real], k_cache, v_cache, cells_T)
+    real = slot_mapping_T.shape[0]
+    write_kv(rotated_THd[:real, rule.num_heads :], v_TGd[:real], k_cache, v_cache, slot_mapping_T)
     return rotated_THd[:, : rule.num_heads].to(qkv_THd.dtype)

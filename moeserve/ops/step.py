@@ -1,4 +1,4 @@
-"""What the kernels of a table read of a step: the parts of layers/inputs.py that attention is planned from."""
+"""What the kernels of a table read of a step: the parts of blocks/inputs.py that attention is planned from."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.embedding import embedding
 from moeserve.kernels.linear import linear
 from moeserve.kernels.norms import add_rms_norm, rms_norm
-from moeserve.kernels.paged_attention import AttentionPlan, AttentionShape
+from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape
 from moeserve.kernels.prologue import prologue as prologue_kernel
 from moeserve.kernels.route import route
 from moeserve.ops.linear import Linear, plain_packer
@@ -91,12 +91,12 @@ def prologue(
     sin_T1d: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cells_T: Tensor,
+    slot_mapping_T: Tensor,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     """As ops.prologue.prologue."""
     return prologue_kernel(
-        qkv_THd, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, cells_T,
+        qkv_THd, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, slot_mapping_T,
         eps=rule.eps, norms=rule.norms, clip=rule.clip, normed_THd=normed_THd,
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def planner(dtype: torch.dtype, exact: bool) -> PlanAttention:
 
     def plan_attention(
         group: PagedGroup, step: StepRows, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> AttentionPlan:
+    ) -> AttentionMetadata:
         starts_R, offsets_R1 = step.rows_on_device
         counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
         bounds = Bounds(
@@ -122,7 +122,7 @@ def planner(dtype: torch.dtype, exact: bool) -> PlanAttention:
 
 
 def attention(
-    q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, out: Tensor | None = None
+    q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionMetadata, out: Tensor | None = None
 ) -> Tensor:
     """As ops.attention.attention."""
     return paged_attention.attention(q_THd, k_cache, v_cache, plan, out=out)

@@ -19,28 +19,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.blocks.inputs import StepInputs
+from moeserve.comm.members import Members
+from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.engine.groups import groups_of
-from moeserve.engine.plan import Added, BlockDiff, StepPlan, StepResult
-from moeserve.layers.inputs import StepInputs
+from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan, StepResult
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Placed, PlacementTable
 from moeserve.models.workspace import Inflow
 from moeserve.moe.all2all.registry import make_backends
 from moeserve.moe.all2all.rounds import most_rows
-from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked
-from moeserve.parallel.members import Members
-from moeserve.parallel.world import World
 from moeserve.runner import limits as limits_of
-from moeserve.runner.dealt_graphs import DealtGraphs
 from moeserve.runner.dummy import dummy_plan
+from moeserve.runner.ep_graphs import EPGraphs
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import Descriptor, EagerGraphs, GraphManager, Graphs, common_sizes, obstacle, sizes_of
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
-from moeserve.runner.lanes import LaneRunner
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.memory import MemoryFacts, kv_budget
 from moeserve.runner.model import Model
@@ -49,6 +48,7 @@ from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampler import Sampler
 from moeserve.runner.tables import Tables
+from moeserve.runner.ubatches import UBatchRunner
 from moeserve.runner.upload import Upload
 from moeserve.runner.workspace import workspace_bytes
 from moeserve.sampling import TokenSampling
@@ -113,9 +113,9 @@ class ModelRunnerBase(ABC):
         self.graphs: Graphs = EagerGraphs()
         # A group may grow: one of a single rank is prepared for more.
         self.deals_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
-        num_lanes = 2 if self.deals_experts and config.parallel.dbo != "off" else 1
-        self.lanes = LaneRunner(num_lanes, world.tp_size)
-        self.tp = make_tensor(world, num_lanes, self.device_is_async)
+        num_ubatches = 2 if self.deals_experts and config.parallel.dbo != "off" else 1
+        self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
+        self.tp = make_tensor(world, num_ubatches, self.device_is_async)
         self.notes: list[str] = []
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
@@ -149,16 +149,16 @@ class ModelRunnerBase(ABC):
         if self.graph_obstacle is not None:
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
-        parts, asked = (self.fixed_inputs, recorder(), self.lanes.lanes[0]), self.config.device.graphs
+        parts, asked = (self.fixed_inputs, recorder(), self.ubatches.ubatches[0]), self.config.device.graphs
         if self.deals_experts:
-            self.graphs = dealt = DealtGraphs(*parts, common_sizes(asked, self.limits), self.peers)
-            self.lanes.round_up = dealt.round_up
+            self.graphs = ep_sharded = EPGraphs(*parts, common_sizes(asked, self.limits), self.peers)
+            self.ubatches.round_up = ep_sharded.round_up
             # Steps without graphs never take the kernels that learn the number of tokens from the device, and nothing
             # may be compiled while a step is recorded.
-            self.lanes.forward(self.model, self.fixed_inputs.largest(1, 1), 0, None, self.kv.layers)
+            self.ubatches.forward(self.model, self.fixed_inputs.largest(1, 1), 0, None, self.kv.layers)
             return
         self.graphs = graphs = GraphManager(*parts, sizes_of(asked, self.limits))
-        graphs.capture(lambda step: self.lanes.forward(self.model, step, 0, None, self.kv.layers))
+        graphs.capture(lambda step: self.ubatches.forward(self.model, step, 0, None, self.kv.layers))
 
     @cached_property
     def fixed_inputs(self) -> FixedInputs:
@@ -211,7 +211,7 @@ class ModelRunnerBase(ABC):
             self.placement,
             wire_of(self.config.parallel.wire, self.dtype),
             self.read_expert if self.deals_experts else None,
-            len(self.lanes.lanes),
+            len(self.ubatches.ubatches),
             self._hear_placed,
         )
         memory = self.properties.memory().shared(self.properties.sharers)
@@ -249,7 +249,7 @@ class ModelRunnerBase(ABC):
                 dtype=self.dtype,
                 top_k=spec.experts_per_token,
                 max_tokens=self.max_tokens,
-                num_slots=placement.slots_per_rank,
+                num_slots=placement.experts_per_rank,
                 num_ranks=max(2, placement.num_ranks) if self.deals_experts else 1,
                 device=self.device.type,
             )
@@ -258,7 +258,7 @@ class ModelRunnerBase(ABC):
             placement=placement,
             tp=self.tp,
             backends=backends,
-            lanes=len(self.lanes.lanes),
+            ubatches=len(self.ubatches.ubatches),
             max_tokens=self.max_tokens,
         )
 
@@ -276,9 +276,9 @@ class ModelRunnerBase(ABC):
         row_bytes = self.spec.hidden_size * self.dtype.itemsize
         return Inflow(
             rows=most_rows(self.max_tokens, self.spec.experts_per_token, row_bytes, self.device.type),
-            lanes=len(self.lanes.lanes),
+            ubatches=len(self.ubatches.ubatches),
             copies=self.peers.copies,
-            slots=self.placement.slots_per_rank,
+            slots=self.placement.experts_per_rank,
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
@@ -294,7 +294,7 @@ class ModelRunnerBase(ABC):
     def initialize_kv_cache(self) -> None:
         """Allocates KV blocks and request tables for `limits`."""
         limits = self.limits
-        size, device, tp_size = (limits.num_blocks, limits.store_cells), self.device, self.world.tp_size
+        size, device, tp_size = (limits.num_blocks, limits.num_store_blocks), self.device, self.world.tp_size
         self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload)
         self.tables = self.make_tables()
         self.sampler = self.make_sampler()
@@ -323,7 +323,7 @@ class ModelRunnerBase(ABC):
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
         tokens = np.arange(length, dtype=np.int32) % self.spec.vocab_size
         began_s = time.perf_counter()
-        self.execute(dummy_plan(len(self.groups), 0, [length], (Added(0, tokens, length, sampling),)))
+        self.execute(dummy_plan(len(self.groups), 0, [length], (NewRequest(0, tokens, length, sampling),)))
         self.step_s = (time.perf_counter() - began_s) * -(-self.limits.max_num_batched_tokens // length)
         if length < self.limits.max_model_len:
             self.execute(dummy_plan(len(self.groups), length, [1]))
@@ -335,7 +335,7 @@ class ModelRunnerBase(ABC):
 
     def close(self) -> None:
         """Ends the threads that belong to this runner."""
-        self.lanes.close()
+        self.ubatches.close()
         if (peers := getattr(self, "peers", None)) is not None:
             peers.close()
 
@@ -350,7 +350,7 @@ class ModelRunnerBase(ABC):
         Raises PeerLost when a rank is gone. The same plan may then come again, before any later one: all that it did
         to tables and blocks is done once more with the same outcome, except for moves of blocks, which are not.
         """
-        self._add(plan.added)
+        self._add(plan.new_requests)
         self._update(plan.diffs)
         self.tables.apply()
         self._move(plan)
@@ -377,8 +377,8 @@ class ModelRunnerBase(ABC):
 
         return collect
 
-    def _add(self, added: Sequence[Added]) -> None:
-        for one in added:
+    def _add(self, new_requests: Sequence[NewRequest]) -> None:
+        for one in new_requests:
             self._refused.pop(one.slot, None)
             reason = self.sampler.add(one)
             tokens = one.tokens
@@ -406,13 +406,15 @@ class ModelRunnerBase(ABC):
         if plan.agreed is None:
             return lambda: StepResult(plan.step, nothing)
         start = self._mark()
-        self.lanes.serve(self.model, plan.agreed)
-        outputs = StepOutputs(step=plan.step, slots_S=np.zeros(0, np.int64), failed={}, meter=self.lanes.take_meter())
+        self.ubatches.serve(self.model, plan.agreed)
+        outputs = StepOutputs(
+            step=plan.step, slots_S=np.zeros(0, np.int64), failed={}, meter=self.ubatches.take_meter()
+        )
         return self._result(outputs, start)
 
     def _forward(self, plan: StepPlan, shape: Descriptor, step: StepInputs) -> Tensor:
         def forward(inputs: StepInputs) -> Tensor:
-            return self.lanes.forward(self.model, inputs, plan.cut, plan.agreed, self.kv.layers)
+            return self.ubatches.forward(self.model, inputs, plan.split_at, plan.agreed, self.kv.layers)
 
         return self.graphs.run(shape, forward, step)
 
@@ -422,7 +424,7 @@ class ModelRunnerBase(ABC):
         failed = {}
         if self._refused:
             failed = {slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused}
-        outputs = StepOutputs(step=plan.step, slots_S=slots_S, failed=failed, meter=self.lanes.take_meter())
+        outputs = StepOutputs(step=plan.step, slots_S=slots_S, failed=failed, meter=self.ubatches.take_meter())
         outputs.prompt, outputs.spans = prompt_logprobs(
             plan, host, rows, self.tables, self.upload, hidden_TD, self.model.logits, self.spec.vocab_size
         )

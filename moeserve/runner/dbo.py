@@ -1,7 +1,10 @@
-"""When a step runs in two lanes: `--dbo on` whenever there is something to cut, `auto` where measurements say it pays.
+"""When a step runs in two micro-batches: `--dbo on` whenever there is something to split, `auto` where measurements
+say it pays.
 
-Two lanes hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be known
-beforehand, so both ways are measured: per phase and size of step, the time per token with one lane, the part of it
+Two micro-batches hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be
+known
+beforehand, so both ways are measured: per phase and size of step, the time per token with one micro-batch, the part of
+it
 that was spent waiting, and the time per token with two. The other way is tried now and then, where it could win at
 all, out of a budget: what trials have lost so far never exceeds a hundredth of all time by more than one trial.
 """
@@ -19,7 +22,9 @@ WARM = 3  # samples of the present way before the other one is tried
 PERIOD = 8  # steps of the group from one occasion for a trial to the next
 TRIAL = 3  # steps of a trial
 BUDGET = 0.01  # of all time, that trials may lose
-WORTH = 0.03  # of a step's time: two lanes must be that much faster, and waiting that long, to be used, or tried
+WORTH = (
+    0.03  # of a step's time: two micro-batches must be that much faster, and waiting that long, to be used, or tried
+)
 
 
 @dataclass(slots=True)
@@ -39,7 +44,7 @@ class _Bucket:
     one: _Average = field(default_factory=_Average)
     exposed: _Average = field(default_factory=_Average)
     two: _Average = field(default_factory=_Average)
-    warm: bool = False  # the first step in two lanes meets cold threads and caches, and does not count
+    warm: bool = False  # the first step in two micro-batches meets cold threads and caches, and does not count
 
     @property
     def two_pay(self) -> bool:
@@ -56,8 +61,9 @@ class _Bucket:
 class OverlapPolicy:
     """One engine's. One thread may ask while another one notes.
 
-    Two lanes need the consent of all engines, so all must try at the same time: occasions for a trial are counted in
-    steps of the group. `lanes_ok` is called once per such step, `note` with every result, and `restart` when the
+    Two micro-batches need the consent of all engines, so all must try at the same time: occasions for a trial are
+    counted in
+    steps of the group. `ubatches_ok` is called once per such step, `note` with every result, and `restart` when the
     group is formed anew.
     """
 
@@ -67,15 +73,16 @@ class OverlapPolicy:
         self._step = 0
         self._total_us = 0.0
         self._lost_us = 0.0  # by trials
-        self._trials: dict[int, int] = {}  # plan -> lanes that it was to try
+        self._trials: dict[int, int] = {}  # plan -> micro-batches that it was to try
 
     def restart(self) -> None:
         """The group counts its steps from zero again; what was measured stays."""
         self._step = 0
         self._trials.clear()
 
-    def lanes_ok(self, plan: StepPlan | None) -> bool:
-        """Whether this engine wants two lanes for its next step, or has nothing to lose by them (None: no tokens)."""
+    def ubatches_ok(self, plan: StepPlan | None) -> bool:
+        """Whether this engine wants two micro-batches for its next step, or has nothing to lose by them (None: no
+        tokens)."""
         occasion = self._step % PERIOD >= PERIOD - TRIAL
         self._step += 1
         if self._mode != "auto" or plan is None or not len(plan.slots_R):
@@ -92,20 +99,20 @@ class OverlapPolicy:
         """Learns from a step that this engine had tokens in; others are ignored."""
         if self._mode != "auto" or plan.agreed is None or not len(plan.slots_R):
             return
-        lanes = plan.agreed.lanes
+        ubatches = plan.agreed.ubatches
         bucket = self._buckets.setdefault(_key(plan), _Bucket())
         # The engine with most tokens sets the pace: they are what the time was for.
         tokens = max(sum(plan.agreed.most_tokens), plan.num_tokens)
         self._total_us += result.device_us
-        if self._trials.pop(plan.step, 0) == lanes:
-            usual = bucket.one if lanes == 2 else bucket.two
+        if self._trials.pop(plan.step, 0) == ubatches:
+            usual = bucket.one if ubatches == 2 else bucket.two
             self._lost_us += max(0.0, result.device_us - usual.value * tokens)
-        if lanes == 1:
+        if ubatches == 1:
             bucket.one.add(result.device_us / tokens)
             bucket.exposed.add(result.exposed_comm_us / tokens)
         elif bucket.warm:
             bucket.two.add(result.device_us / tokens)
-        bucket.warm |= lanes == 2
+        bucket.warm |= ubatches == 2
 
 
 def _key(plan: StepPlan) -> tuple[bool, int]:

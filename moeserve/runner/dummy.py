@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moeserve.config import Limits
-from moeserve.engine.plan import Added, BlockDiff, StepPlan
+from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan
 from moeserve.sampling import TokenSampling
 
 PROMPT = 4  # tokens of a request that samples in a way of its own
 MANY_ROWS = 256  # up to which attention is planned by one variant of its kernel
 
 
-def dummy_plan(num_groups: int, start: int, counts: Sequence[int], added: tuple[Added, ...] = ()) -> StepPlan:
+def dummy_plan(
+    num_groups: int, start: int, counts: Sequence[int], new_requests: tuple[NewRequest, ...] = ()
+) -> StepPlan:
     """Row i is slot i's, with counts[i] new tokens from position `start` on; all rows sample."""
     nothing = np.zeros(0, dtype=np.int32)
     return StepPlan(
@@ -25,7 +27,7 @@ def dummy_plan(num_groups: int, start: int, counts: Sequence[int], added: tuple[
         counts_R=np.array(counts, dtype=np.int32),
         samples_R=np.ones(len(counts), dtype=np.bool_),
         diffs=(BlockDiff(nothing, nothing, nothing),) * num_groups,
-        added=added,
+        new_requests=new_requests,
     )
 
 
@@ -68,4 +70,4 @@ def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
         TokenSampling(seed=0, max_tokens=1, repetition_penalty=1.1, logit_bias={0: 1.0}),
         TokenSampling(seed=0, max_tokens=1, logprobs=5, prompt_logprobs=5),
     ):
-        yield dummy_plan(num_groups, 0, [count], (Added(0, np.zeros(count, dtype=np.int32), count, sampling),))
+        yield dummy_plan(num_groups, 0, [count], (NewRequest(0, np.zeros(count, dtype=np.int32), count, sampling),))

@@ -27,8 +27,8 @@ from moeserve.errors import ConfigError, MoeserveError
 from moeserve.loader.experts import Work
 from moeserve.messages import Placed, PlacementTable
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
-from moeserve.moe.slots import SlotMap
 from moeserve.ops.quantised import Weight
 from moeserve.runner.pace import Cancelled, Pace
 
@@ -45,7 +45,7 @@ class _Layer:
 
     local: list[int]  # the expert in each local slot
     ones: list[tuple[int, Any]]  # local slot, packed expert: what changes
-    slots: SlotMap
+    slots: LogicalToPhysical
 
 
 @dataclass(slots=True)
@@ -273,7 +273,7 @@ class ExpertStore:
             else:
                 w13_FD, w2_DI = self._read(index, expert, work)
                 num_bytes += w13_FD.nbytes + w2_DI.nbytes
-                ones[expert] = layer.experts.pack_slot(w13_FD, w2_DI)
+                ones[expert] = layer.experts.pack_expert(w13_FD, w2_DI)
             work(0)
         return [(slot, ones[e]) for slot, e in changed], num_bytes
 
@@ -307,7 +307,7 @@ class ExpertStore:
     @torch.inference_mode()
     def _prepare(self, move: _Move, table: PlacementTable) -> None:
         target = self._checked(table)
-        shape, here = ((p.num_ranks, p.slots_per_rank) for p in (target, self._placement))
+        shape, here = ((p.num_ranks, p.experts_per_rank) for p in (target, self._placement))
         if shape != here:
             raise ConfigError(
                 f"it is for (ranks, slots of a rank) {shape}, this group has {here}: only a Join changes that"

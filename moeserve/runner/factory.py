@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from moeserve.comm.nccl import why_not
+from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
 from moeserve.moe.placement.placement import Placement
-from moeserve.parallel.nccl import why_not
-from moeserve.parallel.world import World
 from moeserve.runner.base import ONE, ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner

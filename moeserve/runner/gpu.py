@@ -13,10 +13,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from moeserve.blocks.inputs import StepInputs
 from moeserve.config import Limits
 from moeserve.engine.plan import StepPlan
 from moeserve.kernels.configs import add_folder, user_folder
-from moeserve.layers.inputs import StepInputs
 from moeserve.moe.streams import comm_stream
 from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
@@ -48,7 +48,7 @@ class GPUModelRunner(ModelRunnerBase):
         sharers = -(-self.world.ranks_on_host // torch.cuda.device_count())
         self.properties = DeviceProperties(name, self._memory, own=True, sharers=sharers)
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.lanes.comm = comm_stream(self.device)
+        self.ubatches.comm = comm_stream(self.device)
 
     def _memory(self) -> MemoryFacts:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from moeserve.blocks.inputs import Attend, PlanRows, StepInputs
 from moeserve.config import Limits
 from moeserve.engine.plan import StepPlan
-from moeserve.layers.inputs import Attend, PlanRows, StepInputs
-from moeserve.moe.lane import Lane
+from moeserve.moe.ubatch import UBatch
 from moeserve.runner.recorder import Pause, Recorder, Recording
 
 if TYPE_CHECKING:
@@ -123,11 +123,13 @@ def common_sizes(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
 class GraphManager:
     """Replays recorded passes for steps of few tokens, and runs the others as they are.
 
-    sizes: of each mode that may be used, ascending. lane: the one that `forward` notes its experts' load in.
+    sizes: of each mode that may be used, ascending. micro-batch: the one that `forward` notes its experts' load in.
     """
 
-    def __init__(self, fixed: FixedInputs, recorder: Recorder, lane: Lane, sizes: Mapping[Mode, Sequence[int]]) -> None:
-        self._fixed, self._recorder, self._lane = fixed, recorder, lane
+    def __init__(
+        self, fixed: FixedInputs, recorder: Recorder, ubatch: UBatch, sizes: Mapping[Mode, Sequence[int]]
+    ) -> None:
+        self._fixed, self._recorder, self._ubatch = fixed, recorder, ubatch
         self._sizes = sizes
         self._recordings: dict[Descriptor, Recording] = {}
         self._now: StepInputs  # the step that is being run
@@ -163,7 +165,7 @@ class GraphManager:
         hidden_TD, *loads = recording.results
         for load_LE in loads:
             for load_E in load_LE:
-                self._lane.note_load(load_E)
+                self._ubatch.note_load(load_E)
         return hidden_TD
 
     def capture(self, forward: Forward) -> None:
@@ -187,7 +189,7 @@ class GraphManager:
 
         def work(pause: Pause) -> Sequence[Tensor]:
             hidden_TD = forward(replace(step, cut=partial(self._cut, pause)) if pieces else step)
-            load = self._lane.take_load()
+            load = self._ubatch.take_load()
             return (hidden_TD, load) if isinstance(load, Tensor) else (hidden_TD,)
 
         recording = self._recordings[descriptor] = self._recorder.record(work)

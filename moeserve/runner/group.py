@@ -14,18 +14,18 @@ from typing import Any
 
 import msgspec
 
+from moeserve.comm.members import Members
 from moeserve.config import Limits
 from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.engine.plan_codec import encode_plan
 from moeserve.errors import EngineDied, PeerLost
 from moeserve.messages import Join, Placed, PlacementTable, Traced
-from moeserve.parallel.members import Members
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.load import Progress
-from moeserve.runner.orders import Allocate, Build, Done, Meet, Part, Prepare, Run
+from moeserve.runner.orders import Allocate, Build, Meet, OrderDone, Part, Prepare, Run
 from moeserve.runner.remote import Team, all_done, checked
-from moeserve.runner.thread import Handle, ThreadedRunner
+from moeserve.runner.thread import StepFuture, ThreadedRunner
 
 LEAVE_AGAIN_S = 0.1  # a connection that was being made while the others were dropped
 
@@ -45,7 +45,7 @@ class GroupedRunner(ThreadedRunner):
         self.overtaken = False
         self._newest: StepPlan | None = None  # of those that have begun
         self._dp_rank = 0
-        self._policy = OverlapPolicy("off" if len(model.lanes.lanes) == 1 else model.config.parallel.dbo)
+        self._policy = OverlapPolicy("off" if len(model.ubatches.ubatches) == 1 else model.config.parallel.dbo)
 
     @property
     def on_placed(self) -> Callable[[Placed], None] | None:
@@ -120,7 +120,7 @@ class GroupedRunner(ThreadedRunner):
         self.model.leave()  # a `join` may have got through just before its thread was idle
         await parted
 
-    def _ask(self, what: msgspec.Struct) -> asyncio.Future[list[Done]]:
+    def _ask(self, what: msgspec.Struct) -> asyncio.Future[list[OrderDone]]:
         """The answers of the engine's other ranks."""
         asked = [] if self.team is None else self.team.ask(what)
         answers = asyncio.gather(*(asyncio.wrap_future(one) for one in asked))
@@ -132,8 +132,8 @@ class GroupedRunner(ThreadedRunner):
             self.team.ask(Prepare(placement))
         self.model.peers.prepare(placement)
 
-    def lanes_ok(self, plan: StepPlan | None) -> bool:
-        return self._policy.lanes_ok(plan)
+    def ubatches_ok(self, plan: StepPlan | None) -> bool:
+        return self._policy.ubatches_ok(plan)
 
     def close(self) -> None:
         model = self.__dict__.pop("model", None)
@@ -148,7 +148,7 @@ class GroupedRunner(ThreadedRunner):
             closing.join(LEAVE_AGAIN_S)
         model.close()
 
-    def _handle(self, plan: StepPlan) -> Handle[StepResult]:
+    def _handle(self, plan: StepPlan) -> StepFuture[StepResult]:
         return _Noted(plan, self._policy)
 
     # In the runner's thread.
@@ -184,7 +184,7 @@ class GroupedRunner(ThreadedRunner):
             return PeerLost(str(self._lost), self._lost.missing)
         return refusal
 
-    def _fail(self, plan: StepPlan, handle: Handle[StepResult], exc: BaseException) -> None:
+    def _fail(self, plan: StepPlan, handle: StepFuture[StepResult], exc: BaseException) -> None:
         if isinstance(exc, PeerLost):
             self._lost = self._lost or exc
             self.overtaken = self.overtaken or self._newest is not plan
@@ -193,8 +193,8 @@ class GroupedRunner(ThreadedRunner):
             super()._fail(plan, handle, exc)
 
 
-class _Noted(Handle[StepResult]):
-    """Lets the policy of lanes learn from the result."""
+class _Noted(StepFuture[StepResult]):
+    """Lets the policy of micro-batches learn from the result."""
 
     def __init__(self, plan: StepPlan, policy: OverlapPolicy) -> None:
         super().__init__()

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.blocks.inputs import GroupInputs, StepInputs
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import I32, StepPlan
-from moeserve.layers.inputs import GroupInputs, StepInputs
 from moeserve.runner.tables import I64, Tables
 from moeserve.runner.upload import Upload
 
@@ -85,5 +85,5 @@ def _group_inputs(
         block_T = blocks_RN.gather(1, index_T.unsqueeze(1)).squeeze(1)
     else:
         block_T = blocks_RN.view(-1).index_select(0, rows_T * num_blocks + index_T)
-    cells_T = block_T * size + (positions_T - index_T * size)
-    return GroupInputs(cells_T, blocks_RN, size, group.window)
+    slot_mapping_T = block_T * size + (positions_T - index_T * size)
+    return GroupInputs(slot_mapping_T, blocks_RN, size, group.window)

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.blocks.inputs import LayerKV
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import BlockMove
-from moeserve.layers.inputs import LayerKV
 from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.spec import ModelSpec
-from moeserve.ops.cells import cell_width
+from moeserve.ops.kv_entries import entry_width
 from moeserve.runner.upload import HostUpload, Upload
 from moeserve.runner.zeros import lazy_zeros, page_locked
 
@@ -34,14 +34,14 @@ def num_positions(groups: Sequence[KVGroup]) -> int:
 
 def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype, tp_size: int = 1) -> int:
     """Bytes of one KV block over all positions on one of tp_size ranks."""
-    per_token = 2 * local_kv_heads(spec, tp_size) * cell_width(spec.head_dim, dtype) * dtype.itemsize
+    per_token = 2 * local_kv_heads(spec, tp_size) * entry_width(spec.head_dim, dtype) * dtype.itemsize
     return num_positions(groups) * groups[0].block_size * per_token
 
 
 class KVCache:
     """`layers[i]` is layer i's cache. Everything starts as zeros; block 0 is null and is never read for its content.
 
-    num_cells: blocks that the host store can hold. tp_size: ranks that share the heads. upload: to the device.
+    num_entries: blocks that the host store can hold. tp_size: ranks that share the heads. upload: to the device.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class KVCache:
         groups: Sequence[KVGroup],
         spec: ModelSpec,
         num_blocks: int,
-        num_cells: int,
+        num_entries: int,
         dtype: torch.dtype,
         device: torch.device,
         tp_size: int = 1,
         upload: Upload | None = None,
     ) -> None:
         self._upload = upload or HostUpload()
-        block = (groups[0].block_size, local_kv_heads(spec, tp_size), cell_width(spec.head_dim, dtype))
+        block = (groups[0].block_size, local_kv_heads(spec, tp_size), entry_width(spec.head_dim, dtype))
         self._positions = [
             LayerKV(
                 lazy_zeros((num_blocks, *block), dtype, device),
@@ -66,7 +66,7 @@ class KVCache:
         ]
         by_layer = {layer: i for group in groups for i, layer in enumerate(group.layers)}
         self.layers = tuple(self._positions[by_layer[layer]] for layer in range(len(by_layer)))
-        store = num_cells, len(self._positions), 2, *block
+        store = num_entries, len(self._positions), 2, *block
         self._store = page_locked(store, dtype) if device.type == "cuda" else lazy_zeros(store, dtype, device)
 
     def clear_null_block(self) -> None:
@@ -81,12 +81,12 @@ class KVCache:
             blocks, packed = self._packed(some)
             for i, kv in enumerate(self._positions):
                 packed[:, i, 0], packed[:, i, 1] = kv.k.index_select(0, blocks), kv.v.index_select(0, blocks)
-            for one, cells in zip(packed, some, strict=True):
-                self._store[cells.cell].copy_(one, non_blocking=True)
+            for one, move in zip(packed, some, strict=True):
+                self._store[move.host_block].copy_(one, non_blocking=True)
         for some in _batches(loads):
             blocks, packed = self._packed(some)
-            for one, cells in zip(packed, some, strict=True):
-                one.copy_(self._store[cells.cell], non_blocking=True)
+            for one, move in zip(packed, some, strict=True):
+                one.copy_(self._store[move.host_block], non_blocking=True)
             for i, kv in enumerate(self._positions):
                 kv.k.index_copy_(0, blocks, packed[:, i, 0])
                 kv.v.index_copy_(0, blocks, packed[:, i, 1])

@@ -94,6 +94,6 @@ def resolve(
         watermark_blocks=plan.watermark_blocks,
         depth=config.scheduler.depth,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        store_cells=config.cache.host_store_bytes // bytes_per_block,
+        num_store_blocks=config.cache.host_store_bytes // bytes_per_block,
     )
     return limits, plan.notes

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from moeserve.comm.tensor import TensorParallel
+from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
@@ -28,8 +30,6 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked, group_of
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
-from moeserve.parallel.tensor import TensorParallel
-from moeserve.parallel.world import World
 from moeserve.runner.memory import MemoryFacts, check_weights_fit
 from moeserve.runner.model import Model
 
@@ -53,7 +53,7 @@ class Shard:
     placement: Placement | None
     tp: TensorParallel
     backends: Sequence[All2All]
-    lanes: int
+    ubatches: int
     max_tokens: int
 
 
@@ -117,7 +117,7 @@ def load_model(
             tp=shard.tp,
             placement=shard.placement,
             backends=shard.backends,
-            lanes=shard.lanes,
+            ubatches=shard.ubatches,
             max_tokens=shard.max_tokens,
         )
     files.check()

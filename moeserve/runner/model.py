@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moeserve.layers.inputs import LayerKV, StepInputs
-from moeserve.moe.lane import Lane
+from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.ubatch import UBatch
 
 
 class Model(Protocol):
@@ -25,11 +25,11 @@ class Model(Protocol):
         """Whether `forward` may be recorded: it never asks the device, and heeds `StepInputs.live`."""
         ...
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
-        """Hidden states [T, D] of the step's tokens; writes their K/V into `kv`. lane: what the step runs in."""
+    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
+        """Hidden states [T, D] of the step's tokens; writes their K/V into `kv`. micro-batch: what the step runs in."""
         ...
 
-    def serve(self, lane: Lane) -> None:
+    def serve(self, ubatch: UBatch) -> None:
         """Takes part in a step in which this rank has no tokens: its experts compute for the others."""
         ...
 

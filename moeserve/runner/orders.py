@@ -1,7 +1,7 @@
 """What the leader of an engine (its tensor-parallel rank 0) and its other ranks tell each other, over a Unix socket.
 
 leader --Order-->  worker     Build, Allocate, Run, Meet, Part, Prepare
-worker --Report--> leader     Hello, Done (one per order), Progress, Far, Failed
+worker --Report--> leader     Hello, OrderDone (one per order), Progress, Far, Failed
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.messages import Join, PlacementTable, TraceEvent
-from moeserve.parallel.world import World
 
 In = TypeVar("In")
 
@@ -25,7 +25,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """Load your part of the model. Done.value: bytes that are left for KV blocks."""
+    """Load your part of the model. OrderDone.value: bytes that are left for KV blocks."""
 
     config: Config
     world: World
@@ -39,7 +39,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Execute a plan (see engine/plan_codec.py). Done.value: a checksum of the tokens."""
+    """Execute a plan (see engine/plan_codec.py). OrderDone.value: a checksum of the tokens."""
 
     plan: bytes
 
@@ -51,7 +51,7 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
-    """Leave the group, whatever waits for it. Done once no step runs any more."""
+    """Leave the group, whatever waits for it. OrderDone once no step runs any more."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -61,7 +61,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """seq: its Done carries the same."""
+    """seq: its OrderDone carries the same."""
 
     seq: int
     what: Build | Allocate | Run | Meet | Part | Prepare
@@ -74,7 +74,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     tp_rank: int
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class OrderDone(msgspec.Struct, frozen=True, tag=True):
     """The end of an order; with `lost` it failed because of another rank, and may come again after the next Meet.
 
     placed: how far the pending placement is prepared.
@@ -108,10 +108,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-Report = Hello | Done | Progress | Far | Failed
+Report = Hello | OrderDone | Progress | Far | Failed
 
 
-class Channel(Generic[In]):
+class WorkerChannel(Generic[In]):
     """Messages over a connected stream socket. Any thread may send, one receives."""
 
     def __init__(self, sock: socket.socket, receives: object) -> None:

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moeserve.comm.members import Members
+from moeserve.comm.shm import ShmTensor
+from moeserve.comm.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel
+from moeserve.comm.world import World
 from moeserve.messages import Placed, PlacementTable
-from moeserve.moe.all2all.base import All2All, Checked, Done, Ticket
+from moeserve.moe.all2all.base import All2All, Checked, Completed, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.all2all.wire import Wire
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import WireFormat
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
-from moeserve.parallel.members import Members
-from moeserve.parallel.shm import ShmTensor
-from moeserve.parallel.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel
-from moeserve.parallel.world import World
 from moeserve.runner.experts import ExpertStore, Read
 
 log = logging.getLogger(__name__)
@@ -49,23 +49,23 @@ class Peers:
         tp: TensorParallel,
         rank: int,
         placement: Placement | None,
-        wire: Wire,
+        wire: WireFormat,
         read: Read | None,
-        num_lanes: int,
+        num_ubatches: int,
         on_placed: Callable[[Placed], None],
     ) -> None:
         self._layers = tuple(layers)
         self._tp = tp
-        self._num_lanes = num_lanes
+        self._num_ubatches = num_ubatches
         self._on_placed = on_placed
         self._all2all = self._layers[0].all2all if self._layers else None  # one for all layers
         self._alone: LocalAll2All | None = None  # in its place until there are others
-        self._slots_per_rank = 0 if placement is None else placement.slots_per_rank
+        self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
         self._expected = 0  # the newest placement that was given to `prepare`
         self._joins = 0
         self._store: ExpertStore | None = None
         if placement is not None and not isinstance(self._all2all, LocalAll2All):
-            self._alone = OwnExperts(placement.slots_per_rank, wire)
+            self._alone = OwnExperts(placement.experts_per_rank, wire)
             self._use(self._alone)
             if read is not None:
                 self._store = ExpertStore(layers, read, rank, placement, on_placed)
@@ -78,11 +78,11 @@ class Peers:
         """Brings the experts of `table` here and meets the members. Raises PeerLost when not all of them come."""
         if self._store is not None and table is not None:
             self._store.load_all(table, members.rank)
-            self._slots_per_rank = table.slots_per_rank
+            self._experts_per_rank = table.experts_per_rank
             self._expected = 0
         if self._all2all is not None:
             backend = self._alone if self._alone is not None and members.size == 1 else self._all2all
-            backend.join(members, self._slots_per_rank, self._num_lanes)
+            backend.join(members, self._experts_per_rank, self._num_ubatches)
             self._use(backend)
             if (limit := backend.caps.max_tokens) is not None:
                 log.debug("rows of up to %d tokens of each rank travel at once", limit)
@@ -155,6 +155,6 @@ class OwnExperts(LocalAll2All):
     """For a rank without others. During warm-up, when it has not all experts, slots of others become its own: then all
     is right but the values."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Done[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
         ids_TK = torch.where(routing.ids_TK < 0, routing.ids_TK, routing.ids_TK % self._num_slots)
-        return super().dispatch(x_TD, Routing(ids_TK, routing.weights_TK), lane)
+        return super().dispatch(x_TD, Routing(ids_TK, routing.weights_TK), ubatch)

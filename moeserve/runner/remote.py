@@ -24,7 +24,7 @@ from moeserve.actor.forked import Forked
 from moeserve.actor.process import Child, Death
 from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import Traced
-from moeserve.runner.orders import Channel, Done, Failed, Far, Hello, Order, Progress, Report
+from moeserve.runner.orders import Failed, Far, Hello, Order, OrderDone, Progress, Report, WorkerChannel
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ SOCKET = "workers.sock"
 Progressed = Callable[[int, str, int], None]  # tp_rank, phase, percent
 
 
-class Birth(msgspec.Struct, frozen=True):
+class WorkerBirth(msgspec.Struct, frozen=True):
     """What a worker is told over its stdin."""
 
     address: str
@@ -48,11 +48,11 @@ class Birth(msgspec.Struct, frozen=True):
 class Remote:
     """One worker, as its leader knows it. placed: how far it has prepared the pending placement."""
 
-    def __init__(self, tp_rank: int, channel: Channel[Report]) -> None:
+    def __init__(self, tp_rank: int, channel: WorkerChannel[Report]) -> None:
         self.tp_rank = tp_rank
         self.channel = channel
         self.placed = 0
-        self.answers: dict[int, Future[Done]] = {}
+        self.answers: dict[int, Future[OrderDone]] = {}
         self.failed: Failed | None = None
         self.reader: threading.Thread
 
@@ -79,7 +79,7 @@ class Team:
         self.on_progress: Progressed = lambda tp_rank, name, percent: None
         self.pids: dict[int, int] = {}
         address, token = os.path.join(directory, SOCKET), secrets.token_hex(16)
-        self._births = [Birth(address, token, rank, log_level, log_format) for rank in range(1, size)]
+        self._births = [WorkerBirth(address, token, rank, log_level, log_format) for rank in range(1, size)]
         self._command = command
         self._forked = forked
         self._listener = socket.socket(socket.AF_UNIX)
@@ -118,14 +118,14 @@ class Team:
         if self.dead.done():
             raise self.dead.result()
 
-    def ask(self, what: msgspec.Struct) -> list[Future[Done]]:
+    def ask(self, what: msgspec.Struct) -> list[Future[OrderDone]]:
         """Gives all workers an order; returns at once. The answers raise what ended a worker."""
         with self._lock:
             self._num_asked += 1
             order = Order(self._num_asked, what)  # type: ignore[arg-type]
-            futures: list[Future[Done]] = []
+            futures: list[Future[OrderDone]] = []
             for remote in self._remotes:
-                future: Future[Done] = Future()
+                future: Future[OrderDone] = Future()
                 futures.append(future)
                 if self.dead.done():
                     future.set_exception(self.dead.result())
@@ -139,7 +139,7 @@ class Team:
         """How far the slowest of them has prepared the pending placement."""
         return min(remote.placed for remote in self._remotes)
 
-    def traced(self, done: Sequence[Done], step: int, dp_rank: int) -> list[Traced]:
+    def traced(self, done: Sequence[OrderDone], step: int, dp_rank: int) -> list[Traced]:
         """What the workers did in a step that was traced."""
         pairs = zip(self._remotes, done, strict=True)
         return [Traced(step, dp_rank, remote.tp_rank, list(one.events)) for remote, one in pairs]
@@ -157,7 +157,7 @@ class Team:
 
     def _greet(self, sock: socket.socket) -> None:
         sock.settimeout(5.0)
-        channel: Channel[Report] = Channel(sock, Report)
+        channel: WorkerChannel[Report] = WorkerChannel(sock, Report)
         hello = channel.receive()
         birth = self._births[0]
         if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token, birth.token):
@@ -175,7 +175,7 @@ class Team:
     def _read(self, remote: Remote) -> None:
         while (msg := remote.channel.receive()) is not None:
             match msg:
-                case Done():
+                case OrderDone():
                     remote.placed = msg.placed
                     if (future := remote.answers.pop(msg.seq, None)) is not None:
                         with suppress(InvalidStateError):  # nobody waits any more
@@ -213,7 +213,7 @@ class Team:
                 child.kill("did not end with its engine")
         await asyncio.gather(*watches)
 
-    def _start(self, name: str, birth: Birth) -> Child:
+    def _start(self, name: str, birth: WorkerBirth) -> Child:
         document = msgspec.json.encode(birth)
         if self._forked:
             return Child.take(name, self._forked[birth.tp_rank - 1], document)
@@ -254,12 +254,12 @@ class Team:
             child.kill("closed the connection to its engine")
 
 
-def all_done(futures: Sequence[Future[Done]]) -> list[Done]:
+def all_done(futures: Sequence[Future[OrderDone]]) -> list[OrderDone]:
     """Waits for all answers. Raises PeerLost when an order failed because of another rank."""
     return checked([future.result() for future in futures])
 
 
-def checked(done: Sequence[Done]) -> list[Done]:
+def checked(done: Sequence[OrderDone]) -> list[OrderDone]:
     """Raises the first PeerLost among the answers."""
     for one in done:
         if one.lost:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.engine.plan import Added
+from moeserve.engine.plan import NewRequest
 from moeserve.runner import noise
 from moeserve.runner.filters import NEG_INF, can_narrow, first_max, keep_min_p, keep_top_k, keep_top_p, narrow
 from moeserve.runner.logprobs import LogprobRows, join, logprob_rows
@@ -76,16 +76,16 @@ class Sampler:
         self._gumbel = noise.Gumbel(vocab_size, self._device)
         self._rules: dict[int, Rules] = {}
 
-    def add(self, added: Added) -> str | None:
+    def add(self, new_requests: NewRequest) -> str | None:
         """Takes a request's parameters; returns why it must fail, if it must."""
-        self._rules.pop(added.slot, None)
-        self.rows.refuse(added.slot)
-        token = unknown_token(added.sampling, self._vocab_size)
+        self._rules.pop(new_requests.slot, None)
+        self.rows.refuse(new_requests.slot)
+        token = unknown_token(new_requests.sampling, self._vocab_size)
         if token is not None:
             return f"token id {token} in its sampling parameters is outside the vocabulary of {self._vocab_size}"
-        self.rows.add(added, self._vocab_size)
-        if self.rows.traits[added.slot] & Trait.RULES:
-            self._rules[added.slot] = Rules.of(added.sampling, self._width, self._device)
+        self.rows.add(new_requests, self._vocab_size)
+        if self.rows.traits[new_requests.slot] & Trait.RULES:
+            self._rules[new_requests.slot] = Rules.of(new_requests.sampling, self._width, self._device)
         return None
 
     def sample(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Sampled:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.engine.plan import Added
+from moeserve.engine.plan import NewRequest
 from moeserve.sampling import GREEDY_BELOW, TokenSampling
 
 
@@ -42,9 +42,9 @@ class SamplingRows:
         self.repetition, self.frequency, self.presence = floats(), floats(), floats()
         self.top_k, self.num_prompt, self.logprobs, self.prompt_logprobs = counts(), counts(), counts(), counts()
 
-    def add(self, added: Added, vocab_size: int) -> None:
-        slot, sampling = added.slot, added.sampling
-        self.traits[slot] = _traits(added, vocab_size)
+    def add(self, new_requests: NewRequest, vocab_size: int) -> None:
+        slot, sampling = new_requests.slot, new_requests.sampling
+        self.traits[slot] = _traits(new_requests, vocab_size)
         self.seed[slot] = np.uint64(sampling.seed & (2**64 - 1))
         self.temperature[slot] = sampling.temperature
         self.log_min_p[slot] = np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf
@@ -53,7 +53,7 @@ class SamplingRows:
         self.repetition[slot] = sampling.repetition_penalty
         self.frequency[slot] = sampling.frequency_penalty
         self.presence[slot] = sampling.presence_penalty
-        self.num_prompt[slot] = added.num_prompt
+        self.num_prompt[slot] = new_requests.num_prompt
         self.logprobs[slot] = sampling.logprobs or 0
         self.prompt_logprobs[slot] = sampling.prompt_logprobs or 0
 
@@ -62,8 +62,8 @@ class SamplingRows:
         self.traits[slot] = 0
 
 
-def _traits(added: Added, vocab_size: int) -> int:
-    sampling = added.sampling
+def _traits(new_requests: NewRequest, vocab_size: int) -> int:
+    sampling = new_requests.sampling
     traits = 0
     if sampling.temperature >= GREEDY_BELOW:
         traits |= Trait.RANDOM
@@ -77,7 +77,7 @@ def _traits(added: Added, vocab_size: int) -> int:
     if sampling.logprobs is not None:
         traits |= Trait.LOGPROBS
     # A request that comes back with part of its answer has had its prompt's logprobs.
-    if sampling.prompt_logprobs is not None and len(added.tokens) == added.num_prompt:
+    if sampling.prompt_logprobs is not None and len(new_requests.tokens) == new_requests.num_prompt:
         traits |= Trait.PROMPT_LOGPROBS
     return traits
 

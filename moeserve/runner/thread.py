@@ -35,7 +35,7 @@ class Executor(Protocol):
         ...
 
 
-class Handle(Generic[T]):
+class StepFuture(Generic[T]):
     """An answer on its way from another thread to the loop that asked."""
 
     __slots__ = ("_future", "_loop")
@@ -107,7 +107,7 @@ class ThreadedRunner:
         self._launcher = JobThread("model runner", runner.enter_thread)
         self._collector = JobThread("step results", runner.enter_thread) if runner.device_is_async else None
 
-    def start(self, plan: StepPlan) -> Handle[StepResult]:
+    def start(self, plan: StepPlan) -> StepFuture[StepResult]:
         """Returns at once. To be called on the loop that awaits the result."""
         handle = self._handle(plan)
         if not self._launcher.do(lambda: self._launch(plan, handle)):
@@ -116,7 +116,7 @@ class ThreadedRunner:
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a function in the runner's thread between two steps: loading the model, an audit."""
-        handle: Handle[T] = Handle()
+        handle: StepFuture[T] = StepFuture()
 
         def job() -> None:
             try:
@@ -140,7 +140,7 @@ class ThreadedRunner:
                 worker.stop()
         self.__dict__.pop("runner", None)
 
-    def _launch(self, plan: StepPlan, handle: Handle[StepResult]) -> None:
+    def _launch(self, plan: StepPlan, handle: StepFuture[StepResult]) -> None:
         if (refusal := self._refusal()) is not None:
             handle.fail(refusal)
             return
@@ -154,8 +154,8 @@ class ThreadedRunner:
         else:
             self._collector.do(lambda: self._collect(plan, collect, handle))
 
-    def _handle(self, plan: StepPlan) -> Handle[StepResult]:
-        return Handle()
+    def _handle(self, plan: StepPlan) -> StepFuture[StepResult]:
+        return StepFuture()
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         return self.runner.launch(plan)
@@ -164,11 +164,11 @@ class ThreadedRunner:
         """Returns when everything that was started until now is over."""
         await self.call(lambda: None)
         if self._collector is not None:
-            handle: Handle[None] = Handle()
+            handle: StepFuture[None] = StepFuture()
             if self._collector.do(lambda: handle.resolve(None)):
                 await handle.result()
 
-    def _collect(self, plan: StepPlan, collect: Callable[[], StepResult], handle: Handle[StepResult]) -> None:
+    def _collect(self, plan: StepPlan, collect: Callable[[], StepResult], handle: StepFuture[StepResult]) -> None:
         try:
             handle.resolve(collect())
         except BaseException as exc:
@@ -181,7 +181,7 @@ class ThreadedRunner:
     def _gone(self) -> EngineDied:
         return EngineDied(self._cause or "the model runner's thread is gone")
 
-    def _fail(self, plan: StepPlan, handle: Handle[StepResult], exc: BaseException) -> None:
+    def _fail(self, plan: StepPlan, handle: StepFuture[StepResult], exc: BaseException) -> None:
         if self._cause is None:
             self._cause = f"step {plan.step} failed before: {type(exc).__name__}: {exc}"
         handle.fail(exc)

@@ -11,11 +11,11 @@ from dataclasses import fields, replace
 import numpy as np
 from torch import Tensor
 
+from moeserve.blocks.inputs import GroupInputs, StepInputs
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import I32, StepPlan
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
 from moeserve.kernels.staged import pack, write
-from moeserve.layers.inputs import GroupInputs, StepInputs
 from moeserve.runner.tables import I64, Tables
 from moeserve.runner.upload import Upload
 
@@ -71,7 +71,7 @@ class FixedInputs:
         return StepArrays(
             ids_T=a.ids_T[:tokens],
             positions_T=a.positions_T[:tokens],
-            cells_GT=a.cells_GT[:, :tokens],
+            slot_mapping_GT=a.slot_mapping_GT[:, :tokens],
             blocks_GRN=a.blocks_GRN[:, :rows],
             sample_S=a.sample_S,
             offsets_R1=a.offsets_R1[: rows + 1],
@@ -85,7 +85,7 @@ class FixedInputs:
             ids_T=part.ids_T,
             positions_T=part.positions_T,
             groups=tuple(
-                GroupInputs(part.cells_GT[i], part.blocks_GRN[i, :rows], group.block_size, group.window)
+                GroupInputs(part.slot_mapping_GT[i], part.blocks_GRN[i, :rows], group.block_size, group.window)
                 for i, group in enumerate(self._groups)
             ),
             sample_S=part.sample_S[:samples],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
-from moeserve.kernels.sampling import SamplingRows as DeviceRows
+from moeserve.kernels.sampling import SamplingTensors as DeviceRows
 from moeserve.kernels.sampling import sample
 from moeserve.runner import noise
 from moeserve.runner.logprobs import LogprobRows

@@ -6,12 +6,12 @@ from aiohttp import web
 
 from moeserve.errors import Forbidden, NotFound
 from moeserve.server.answer import json_answer
-from moeserve.server.context import Call
+from moeserve.server.context import HttpCall
 from moeserve.server.errors import shorten
 from moeserve.server.protocol import AbortResponse
 
 
-async def abort_request(call: Call) -> web.StreamResponse:
+async def abort_request(call: HttpCall) -> web.StreamResponse:
     """The id is the one in X-Request-Id, with or without chatcmpl- or cmpl- before it."""
     request_id = call.tail.removeprefix("chatcmpl-").removeprefix("cmpl-")
     found = call.context.running.get(request_id)

@@ -6,15 +6,15 @@ import time
 
 from aiohttp import web
 
+from moeserve.cluster.fleet import Fleet
 from moeserve.errors import Conflict, Forbidden
-from moeserve.launch.fleet import Fleet
 from moeserve.server.answer import check_unknown, json_answer
 from moeserve.server.body import convert, read_json, unknown_fields
-from moeserve.server.context import Call
+from moeserve.server.context import HttpCall
 from moeserve.server.protocol import RebalanceResponse, ScaleRequest, ScaleResponse
 
 
-async def scale(call: Call) -> web.StreamResponse:
+async def scale(call: HttpCall) -> web.StreamResponse:
     """Serve with `dp` engines from now on; running requests go on. Answers when it is done, or taken back (409)."""
     fleet = _fleet(call)
     raw = await read_json(call.request, call.context.config.max_request_bytes)
@@ -25,7 +25,7 @@ async def scale(call: Call) -> web.StreamResponse:
     return json_answer(call, ScaleResponse(dp=request.dp, before=before, took_s=time.monotonic() - began_s))
 
 
-async def rebalance(call: Call) -> web.StreamResponse:
+async def rebalance(call: HttpCall) -> web.StreamResponse:
     """Move experts to where the load of late asks for them, whether or not it pays. Takes no body."""
     fleet = _fleet(call)
     began_s = time.monotonic()
@@ -45,7 +45,7 @@ async def rebalance(call: Call) -> web.StreamResponse:
     )
 
 
-def check_admin(call: Call) -> None:
+def check_admin(call: HttpCall) -> None:
     """Raises Forbidden without an administrator's key."""
     if not call.context.auth.has_admins:
         raise Forbidden("administrative routes are off; start the server with --admin-key-file")
@@ -53,7 +53,7 @@ def check_admin(call: Call) -> None:
         raise Forbidden("this needs an administrator's key")
 
 
-def _fleet(call: Call) -> Fleet:
+def _fleet(call: HttpCall) -> Fleet:
     """Raises Conflict where there is one engine that cannot become more."""
     check_admin(call)
     front, _ = call.context.serving()

@@ -1,4 +1,4 @@
-"""Running a request to its end: as one JSON body, or as a stream of chunks."""
+"""RunningAnswer a request to its end: as one JSON body, or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Logprobs
 from moeserve.sampling import SamplingParams
 from moeserve.server.chunks import Chunks, Counts
-from moeserve.server.context import Call
+from moeserve.server.context import HttpCall
 from moeserve.server.errors import as_request_error, error_body
 from moeserve.server.protocol import Sampling
-from moeserve.server.running import Running
+from moeserve.server.running import RunningAnswer
 from moeserve.server.sse import DONE, SseStream
 
 
@@ -38,10 +38,10 @@ class Collected:
 
 @asynccontextmanager
 async def run(
-    call: Call, front: FrontEnd, prompts: list[list[int]], params: SamplingParams, request: Sampling
-) -> AsyncIterator[Running]:
+    call: HttpCall, front: FrontEnd, prompts: list[list[int]], params: SamplingParams, request: Sampling
+) -> AsyncIterator[RunningAnswer]:
     """The request, running and known under its id; whatever is left of it is aborted at the end of the block."""
-    running = await Running.start(
+    running = await RunningAnswer.start(
         front,
         prompts,
         params,
@@ -61,7 +61,7 @@ async def run(
             del known[call.id]
 
 
-async def collect(running: Running, n: int, counts: Counts) -> list[list[Collected]]:
+async def collect(running: RunningAnswer, n: int, counts: Counts) -> list[list[Collected]]:
     """[prompt][sequence], once all have ended."""
     found = [[Collected() for _ in range(n)] for _ in running.generations]
     parts: dict[tuple[int, int], list[str]] = {}
@@ -81,11 +81,11 @@ async def collect(running: Running, n: int, counts: Counts) -> list[list[Collect
     return found
 
 
-def json_answer(call: Call, body: Any) -> web.Response:
+def json_answer(call: HttpCall, body: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=call.headers())
 
 
-async def stream_answer(call: Call, running: Running, chunks: Chunks) -> web.StreamResponse:
+async def stream_answer(call: HttpCall, running: RunningAnswer, chunks: Chunks) -> web.StreamResponse:
     """Until the first delta an error is a real status; afterwards it is an error event before [DONE]."""
     context = call.context
     stream = SseStream(call.request, call.headers())
@@ -115,7 +115,7 @@ async def _open(stream: SseStream, chunks: Chunks) -> None:
     await stream.send(chunks.opening() or b": ok\n\n")
 
 
-async def _relay(stream: SseStream, running: Running, chunks: Chunks, first: tuple[int, Delta]) -> None:
+async def _relay(stream: SseStream, running: RunningAnswer, chunks: Chunks, first: tuple[int, Delta]) -> None:
     frames = b""
     if not stream.started:
         frames = chunks.opening()
@@ -134,7 +134,7 @@ def _error_event(error: RequestError, request_id: str) -> bytes:
     return b"data: " + error_body(error, request_id) + b"\n\n"
 
 
-def check_unknown(call: Call, unknown: list[str]) -> None:
+def check_unknown(call: HttpCall, unknown: list[str]) -> None:
     """Raises InvalidRequest under --strict; otherwise the answer carries a Warning header."""
     if unknown and call.context.config.strict:
         raise InvalidRequest(f"unknown fields: {', '.join(unknown)}", param=unknown[0], code="unknown_parameter")

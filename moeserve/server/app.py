@@ -13,7 +13,7 @@ from aiohttp import web
 
 from moeserve.errors import RequestError
 from moeserve.server.auth import OPEN
-from moeserve.server.context import Call, Context
+from moeserve.server.context import Context, HttpCall
 from moeserve.server.errors import (
     HeadersTooLarge,
     MethodNotAllowed,
@@ -41,7 +41,7 @@ class App:
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         began = time.monotonic()
-        call = Call(self.context, request, request_id_of(request), OPEN)
+        call = HttpCall(self.context, request, request_id_of(request), OPEN)
         route: Route | None = None
         try:
             _check_headers(request)
@@ -78,7 +78,7 @@ class App:
             return no_such_path(path)
         return MethodNotAllowed(f"this path takes {', '.join(methods)} only", methods)
 
-    def _count(self, route: Route | None, status: int, call: Call, began: float) -> None:
+    def _count(self, route: Route | None, status: int, call: HttpCall, began: float) -> None:
         path = route.path if route else "other"
         self.context.responses[path, status] += 1
         if call.unknown:

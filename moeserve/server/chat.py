@@ -14,7 +14,7 @@ from moeserve.messages import Ready
 from moeserve.server.answer import check_unknown, collect, json_answer, run, stream_answer
 from moeserve.server.body import read_json
 from moeserve.server.chunks import ChatChunks, Counts, StreamShape
-from moeserve.server.context import Call, check_model, fingerprint
+from moeserve.server.context import HttpCall, check_model, fingerprint
 from moeserve.server.fields import chat_messages, chat_params, decode
 from moeserve.server.length import check_chars
 from moeserve.server.logprobs import LogprobFormat
@@ -22,7 +22,7 @@ from moeserve.server.protocol import ChatRequest
 from moeserve.text.control import unshield
 
 
-async def chat_completions(call: Call) -> web.StreamResponse:
+async def chat_completions(call: HttpCall) -> web.StreamResponse:
     front, ready, request = await _read(call)
     params = chat_params(request, front.defaults, ready.vocab_size)
     front.admit(params.n)  # before any work on a prompt that may not run anyway
@@ -67,13 +67,13 @@ async def chat_completions(call: Call) -> web.StreamResponse:
     return json_answer(call, answer)
 
 
-async def render(call: Call) -> web.StreamResponse:
+async def render(call: HttpCall) -> web.StreamResponse:
     front, ready, request = await _read(call)
     text, prompt = await chat_prompt(front, ready, request)
     return json_answer(call, {"prompt": text, "prompt_token_ids": prompt})
 
 
-async def _read(call: Call) -> tuple[FrontEnd, Ready, ChatRequest]:
+async def _read(call: HttpCall) -> tuple[FrontEnd, Ready, ChatRequest]:
     raw = await read_json(call.request, call.context.config.max_request_bytes)
     request, unknown = decode(raw, ChatRequest)
     check_unknown(call, unknown)
@@ -109,7 +109,7 @@ async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest) -> tu
     return await asyncio.to_thread(work)
 
 
-def _head(call: Call, front: FrontEnd, ready: Ready, *, stream: bool) -> dict[str, Any]:
+def _head(call: HttpCall, front: FrontEnd, ready: Ready, *, stream: bool) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{call.id}",
         "object": "chat.completion.chunk" if stream else "chat.completion",

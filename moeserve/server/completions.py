@@ -13,7 +13,7 @@ from moeserve.messages import Ready
 from moeserve.server.answer import Collected, check_unknown, collect, json_answer, run, stream_answer
 from moeserve.server.body import read_json
 from moeserve.server.chunks import CompletionChunks, Counts, StreamShape
-from moeserve.server.context import Call, check_model, fingerprint
+from moeserve.server.context import HttpCall, check_model, fingerprint
 from moeserve.server.fields import MAX_SEQUENCES, completion_params, decode
 from moeserve.server.length import check_chars
 from moeserve.server.logprobs import CompletionColumns, LogprobFormat
@@ -22,7 +22,7 @@ from moeserve.server.protocol import CompletionRequest
 Prompt = str | list[int]
 
 
-async def completions(call: Call) -> web.StreamResponse:
+async def completions(call: HttpCall) -> web.StreamResponse:
     raw = await read_json(call.request, call.context.config.max_request_bytes)
     request, unknown = decode(raw, CompletionRequest)
     check_unknown(call, unknown)
@@ -159,7 +159,7 @@ def _choice(
     return choice
 
 
-def _head(call: Call, front: FrontEnd, ready: Ready) -> dict[str, Any]:
+def _head(call: HttpCall, front: FrontEnd, ready: Ready) -> dict[str, Any]:
     return {
         "id": f"cmpl-{call.id}",
         "object": "text_completion",

@@ -15,7 +15,7 @@ from moeserve.messages import Phase, Ready
 from moeserve.server.auth import Auth, Caller
 from moeserve.server.chunks import Counts
 from moeserve.server.errors import SERVER, shorten
-from moeserve.server.running import Running
+from moeserve.server.running import RunningAnswer
 from moeserve.server.sse import SseStream
 from moeserve.version import __version__
 
@@ -31,7 +31,7 @@ class Context:
     started: bool = False  # has been ready at least once
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.monotonic)
-    running: dict[str, list[Running]] = field(default_factory=dict)  # by request id, which two requests may share
+    running: dict[str, list[RunningAnswer]] = field(default_factory=dict)  # by request id, which two requests may share
     streams: set[SseStream] = field(default_factory=set)
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (route, status) -> how many
 
@@ -59,7 +59,7 @@ class Context:
 
 
 @dataclass
-class Call:
+class HttpCall:
     """One HTTP request on its way through a handler."""
 
     context: Context

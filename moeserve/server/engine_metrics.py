@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from moeserve.cluster.view import ExpertsView, FleetView
 from moeserve.frontend.stats import FrontStats
-from moeserve.launch.view import ExpertsView, FleetView
 
 PREFIX = "moeserve:"
 MOST_SERIES = 4096  # layers x experts; beyond it, rows per expert are in /v1/experts only

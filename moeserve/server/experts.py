@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from moeserve.cluster.view import EngineView, ExpertsView, FleetView
 from moeserve.errors import NotFound
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import EngineStats
-from moeserve.launch.view import EngineView, ExpertsView, FleetView
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, rank_loads
 from moeserve.server.answer import check_unknown, json_answer
-from moeserve.server.context import Call
+from moeserve.server.context import HttpCall
 from moeserve.server.experts_protocol import (
     BalanceStatus,
     DecisionStatus,
@@ -34,7 +34,7 @@ from moeserve.server.sse import DONE, SseStream
 INTERVAL_S = (0.1, 60.0)
 
 
-async def experts(call: Call) -> web.StreamResponse:
+async def experts(call: HttpCall) -> web.StreamResponse:
     """One answer, or with `stream=true` (or `Accept: text/event-stream`) one every `interval_s` seconds."""
     front, _ = call.context.serving()
     query = call.request.query
@@ -45,7 +45,7 @@ async def experts(call: Call) -> web.StreamResponse:
     return await _stream(call, front, interval_s) if streams else json_answer(call, answer)
 
 
-async def _stream(call: Call, front: FrontEnd, interval_s: float) -> web.StreamResponse:
+async def _stream(call: HttpCall, front: FrontEnd, interval_s: float) -> web.StreamResponse:
     """Ends with [DONE] when the server drains."""
     stream = SseStream(call.request, call.headers())
     stopping = asyncio.ensure_future(front.stopping())
@@ -77,7 +77,7 @@ def experts_response(front: FrontEnd) -> ExpertsResponse:
     loads_LR = rank_loads(recent_LE, placement)
     return ExpertsResponse(
         created=time.time(),
-        dealt_out=view.together,
+        ep_sharded=view.together,
         dp=view.dp,
         tp=view.tp,
         epoch=view.epoch,
@@ -91,7 +91,7 @@ def experts_response(front: FrontEnd) -> ExpertsResponse:
         load=LoadStatus(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
         placement=PlacementStatus(
             version=placement.version,
-            slots_per_rank=placement.slots_per_rank,
+            experts_per_rank=placement.experts_per_rank,
             experts=placement.experts_LS.tolist(),
         ),
         rebalancing=_rebalancing(front, shown),
@@ -114,7 +114,7 @@ def _engine(engine: EngineView, stats: EngineStats) -> EngineStatus:
         step_s=last.device_us / 1e6 if last else 0.0,
         mean_step_s=stats.mean_step_s,
         vote_s=last.vote_us / 1e6 if last else 0.0,
-        lanes=last.lanes if last else 1,
+        ubatches=last.ubatches if last else 1,
         comm_s=stats.comm_s,
         exposed_comm_s=stats.exposed_comm_s,
         overlap_efficiency=stats.overlap_efficiency,
@@ -129,7 +129,7 @@ def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[R
             rank=rank,
             engine=rank // view.tp,
             tp_rank=rank % view.tp,
-            slots=placement.slots_per_rank,
+            slots=placement.experts_per_rank,
             share=round(float(loads_R[rank] / loads_R.sum()), 4) if counted and rank < len(loads_R) else None,
         )
         for rank in range(view.dp * view.tp)

@@ -28,7 +28,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     step_s: float
     mean_step_s: float
     vote_s: float
-    lanes: int
+    ubatches: int
     comm_s: float
     exposed_comm_s: float
     overlap_efficiency: float
@@ -64,10 +64,10 @@ class LoadStatus(msgspec.Struct, kw_only=True):
 
 
 class PlacementStatus(msgspec.Struct, kw_only=True):
-    """experts: the expert in each slot, [L][R * slots_per_rank]; slot s belongs to rank s // slots_per_rank."""
+    """experts: the expert in each slot, [L][R * experts_per_rank]; slot s belongs to rank s // experts_per_rank."""
 
     version: int
-    slots_per_rank: int
+    experts_per_rank: int
     experts: list[list[int]]
 
 
@@ -94,12 +94,12 @@ class RebalancingStatus(msgspec.Struct, kw_only=True):
 
 
 class ExpertsResponse(msgspec.Struct, kw_only=True):
-    """dealt_out: experts lie on all ranks together; otherwise every engine has all of them, and slots are those of one
+    """ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and slots are those of one
     engine. complete: all engines serve. waiting: requests that wait for an engine. created: Unix time."""
 
     object: Literal["experts"] = "experts"
     created: float
-    dealt_out: bool
+    ep_sharded: bool
     dp: int
     tp: int
     epoch: int

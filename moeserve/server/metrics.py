@@ -11,11 +11,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import FrontStats, Histogram
-from moeserve.server.context import Call, Context
+from moeserve.server.context import Context, HttpCall
 from moeserve.server.engine_metrics import PREFIX, engine_metrics, expert_metrics
 
 
-async def metrics(call: Call) -> web.StreamResponse:
+async def metrics(call: HttpCall) -> web.StreamResponse:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(call.context))
     headers = call.headers() | {"Content-Type": CONTENT_TYPE_LATEST}

@@ -6,15 +6,15 @@ from aiohttp import web
 
 from moeserve.errors import ModelNotFound
 from moeserve.server.answer import json_answer
-from moeserve.server.context import Call, check_model
+from moeserve.server.context import HttpCall, check_model
 from moeserve.server.protocol import ModelCard, ModelList
 
 
-async def list_models(call: Call) -> web.StreamResponse:
+async def list_models(call: HttpCall) -> web.StreamResponse:
     return json_answer(call, ModelList(data=[_card(call)]))
 
 
-async def retrieve_model(call: Call) -> web.StreamResponse:
+async def retrieve_model(call: HttpCall) -> web.StreamResponse:
     card = _card(call)
     if not call.tail:
         raise ModelNotFound("no model is named in the path")
@@ -23,7 +23,7 @@ async def retrieve_model(call: Call) -> web.StreamResponse:
     return json_answer(call, card)
 
 
-def _card(call: Call) -> ModelCard:
+def _card(call: HttpCall) -> ModelCard:
     front, ready = call.context.serving()
     return ModelCard(
         id=front.model_name, created=call.context.created, root=front.model_name, max_model_len=ready.max_model_len

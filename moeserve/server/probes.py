@@ -6,30 +6,30 @@ import msgspec
 from aiohttp import web
 
 from moeserve.server.answer import json_answer
-from moeserve.server.context import Call
+from moeserve.server.context import HttpCall
 from moeserve.server.protocol import StatusResponse, VersionResponse
 from moeserve.version import __version__
 
 
-async def livez(call: Call) -> web.StreamResponse:
+async def livez(call: HttpCall) -> web.StreamResponse:
     return _status(call, True)
 
 
-async def readyz(call: Call) -> web.StreamResponse:
+async def readyz(call: HttpCall) -> web.StreamResponse:
     """503 while loading (with phase and percent), draining, or while the engine is lost or makes no progress."""
     return _status(call, call.context.state == "ready")
 
 
-async def startupz(call: Call) -> web.StreamResponse:
+async def startupz(call: HttpCall) -> web.StreamResponse:
     """200 from the first moment that the model was ready, whatever came later."""
     return _status(call, call.context.started)
 
 
-async def version(call: Call) -> web.StreamResponse:
+async def version(call: HttpCall) -> web.StreamResponse:
     return json_answer(call, VersionResponse(version=__version__))
 
 
-def _status(call: Call, good: bool) -> web.Response:
+def _status(call: HttpCall, good: bool) -> web.Response:
     phase = call.context.phase
     body = StatusResponse(
         status=call.context.state,  # type: ignore[arg-type]  # the front end's words are these

@@ -21,9 +21,9 @@ from moeserve.server import (
     tokenize,
     trace,
 )
-from moeserve.server.context import Call
+from moeserve.server.context import HttpCall
 
-Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+Handler = Callable[[HttpCall], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,20 @@ class Route:
     query: tuple[tuple[str, str], ...] = ()  # parameters of the URL: name, JSON type
 
 
-async def _openapi(call: Call) -> web.StreamResponse:
+async def _openapi(call: HttpCall) -> web.StreamResponse:
     """This document."""
     body = openapi.document(ROUTES)
     return web.Response(body=body, content_type="application/json", headers=call.headers())
 
 
-async def _experts(call: Call) -> web.StreamResponse:
+async def _experts(call: HttpCall) -> web.StreamResponse:
     """Where experts are, how busy, and how the engines fare; `stream=true`: again and again, each `interval_s`."""
     from moeserve.server.experts import experts  # here, because of numpy
 
     return await experts(call)
 
 
-async def _metrics(call: Call) -> web.StreamResponse:
+async def _metrics(call: HttpCall) -> web.StreamResponse:
     """Numbers for Prometheus."""
     from moeserve.server.metrics import metrics  # here, because its library would delay the start
 

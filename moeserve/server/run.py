@@ -17,10 +17,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+from moeserve.cluster.logs import set_up_logging
 from moeserve.config import Config
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
-from moeserve.launch.logs import set_up_logging
 from moeserve.messages import Ready
 from moeserve.server.app import App
 from moeserve.server.auth import Auth

@@ -16,7 +16,7 @@ class _Aborted(RequestError):
     """Somebody ended the request by its id; its reader is told by finish_reason "abort"."""
 
 
-class Running:
+class RunningAnswer:
     """`async for prompt_index, delta in running`; leaving `async with` aborts what still runs."""
 
     def __init__(self, generations: list[Generation], n: int, owner: str) -> None:
@@ -42,7 +42,7 @@ class Running:
         salt: str = "",
         request_id: str = "",
         owner: str = "",
-    ) -> Running:
+    ) -> RunningAnswer:
         """All prompts or none: raises what `FrontEnd.generate` raises for the first that is refused."""
         front.admit(len(prompts) * params.n)
         generations: list[Generation] = []
@@ -57,7 +57,7 @@ class Running:
             raise
         return cls(generations, params.n, owner)
 
-    def __aiter__(self) -> Running:
+    def __aiter__(self) -> RunningAnswer:
         return self
 
     async def __anext__(self) -> tuple[int, Delta]:
@@ -108,7 +108,7 @@ class Running:
         for generation in self.generations:
             await generation.aclose()
 
-    async def __aenter__(self) -> Running:
+    async def __aenter__(self) -> RunningAnswer:
         return self
 
     async def __aexit__(self, *exc: object) -> None:

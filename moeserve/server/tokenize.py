@@ -10,7 +10,7 @@ from moeserve.errors import InvalidRequest
 from moeserve.server.answer import check_unknown, json_answer
 from moeserve.server.body import convert, read_json, unknown_fields
 from moeserve.server.chat import chat_prompt
-from moeserve.server.context import Call, check_model
+from moeserve.server.context import HttpCall, check_model
 from moeserve.server.protocol import (
     ChatRequest,
     DetokenizeRequest,
@@ -22,7 +22,7 @@ from moeserve.server.protocol import (
 MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
 
 
-async def tokenize(call: Call) -> web.StreamResponse:
+async def tokenize(call: HttpCall) -> web.StreamResponse:
     raw = await read_json(call.request, call.context.config.max_request_bytes)
     request = convert(raw, TokenizeRequest)
     check_unknown(call, unknown_fields(raw, frozenset(TokenizeRequest.__struct_fields__)))
@@ -48,7 +48,7 @@ async def tokenize(call: Call) -> web.StreamResponse:
     return json_answer(call, answer)
 
 
-async def detokenize(call: Call) -> web.StreamResponse:
+async def detokenize(call: HttpCall) -> web.StreamResponse:
     raw = await read_json(call.request, call.context.config.max_request_bytes)
     request = convert(raw, DetokenizeRequest)
     check_unknown(call, unknown_fields(raw, frozenset(DetokenizeRequest.__struct_fields__)))

@@ -11,12 +11,12 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from moeserve.cluster.view import FleetView
 from moeserve.frontend.tracing import Trace
-from moeserve.launch.view import FleetView
 from moeserve.messages import Traced, TraceEvent
 from moeserve.server.admin import check_admin
 from moeserve.server.answer import check_unknown, json_answer
-from moeserve.server.context import Call
+from moeserve.server.context import HttpCall
 from moeserve.server.query import number
 
 TIMEOUT_S, LONGEST_S = 10.0, 60.0
@@ -48,7 +48,7 @@ class TraceFile(msgspec.Struct, kw_only=True, rename="camel"):
     other_data: TraceNotes
 
 
-async def take_trace(call: Call) -> web.StreamResponse:
+async def take_trace(call: HttpCall) -> web.StreamResponse:
     """Trace the next step on all ranks, for ui.perfetto.dev. Takes no body; waits for a step up to `timeout_s`."""
     check_admin(call)
     front, ready = call.context.serving()
@@ -110,5 +110,5 @@ def _rank_items(rank: Traced, number: int, start_ns: int) -> Iterator[TraceItem]
 
 
 def _tracks(events: Iterable[TraceEvent]) -> list[str]:
-    """The engine's own first, then each lane with its transfers below it."""
+    """The engine's own first, then each micro-batch with its transfers below it."""
     return sorted({event.track for event in events}, key=lambda track: (track.partition(" ")[2], track))

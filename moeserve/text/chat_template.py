@@ -14,7 +14,7 @@ import jinja2
 from jinja2.exceptions import SecurityError
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
-from moeserve.text.sandbox import MAX_TEMPLATE_CHARS, Refusal, compile_template
+from moeserve.text.sandbox import MAX_TEMPLATE_CHARS, TemplateRefusal, compile_template
 from moeserve.text.tokenizer import Tokenizer, read_config
 
 _CONTINUE = "\ufdd3"  # ends the message to be continued while the template works on it
@@ -124,7 +124,7 @@ class ChatTemplate:
     def _run(self, variables: dict[str, Any]) -> str:
         try:
             return self._render(_NO_TOOLS | variables)
-        except Refusal as error:
+        except TemplateRefusal as error:
             raise InvalidRequest(
                 f"the model's chat template rejects these messages: {str(error)[:200]}", param="messages"
             ) from error

@@ -42,7 +42,7 @@ class LimitExceeded(SecurityError):
     """The template asked for more work or memory than a chat template can need."""
 
 
-class Refusal(jinja2.TemplateError):
+class TemplateRefusal(jinja2.TemplateError):
     """The template itself rejects these messages, by raise_exception()."""
 
 
@@ -233,7 +233,7 @@ def _range(*bounds: int) -> range:
 
 
 def _raise_exception(message: str) -> None:
-    raise Refusal(str(message))
+    raise TemplateRefusal(str(message))
 
 
 def _strftime_now(layout: str) -> str:

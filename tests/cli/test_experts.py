@@ -9,16 +9,16 @@ import pytest
 
 from moeserve.cli import main
 from moeserve.cli.experts import picture
-from moeserve.client.types import ExpertEngine, ExpertLoads, ExpertPlacement, Experts
-from moeserve.launch.interface import Resized
+from moeserve.client.types import ExpertEngine, ExpertLoads, ExpertPlacement, ExpertStatus
+from moeserve.cluster.interface import Resized
 from tests.server.conftest import live_server, make_tokenizer
 
 
 def test_replicas_share_and_busy_ranks_are_dark() -> None:
-    shown = Experts(
+    shown = ExpertStatus(
         engines=[ExpertEngine(engine=0, state="serving", running=3)],
         load=ExpertLoads(recent=[[8.0, 0.0, 0.0], [0.0, 2.0, 2.0], [0.0, 0.0, 0.0]]),
-        placement=ExpertPlacement(slots_per_rank=2, experts=[[0, 1, 2, 1], [0, 1, 2, 1], [0, 1, 2, 1]]),
+        placement=ExpertPlacement(experts_per_rank=2, experts=[[0, 1, 2, 1], [0, 1, 2, 1], [0, 1, 2, 1]]),
     )
     lines = picture(shown).splitlines()
     assert lines[2] == "rank   0  75.0% |█░ |"

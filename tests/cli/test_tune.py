@@ -11,7 +11,7 @@ import torch
 
 from moeserve.cli import tune
 from moeserve.cli.main import main
-from moeserve.cli.tune import Experts, linear_shapes, read_shape
+from moeserve.cli.tune import ExpertShapes, linear_shapes, read_shape
 from moeserve.errors import ConfigError
 from moeserve.kernels.tuning import Job
 from moeserve.loader.hf_config import read_model_spec
@@ -43,7 +43,7 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_shapes(make_checkpoint: Any) -> None:
-    assert read_shape(" E128  I768 D2048 K8 ") == Experts(128, 768, 2048, 8)
+    assert read_shape(" E128  I768 D2048 K8 ") == ExpertShapes(128, 768, 2048, 8)
     assert linear_shapes(read_model_spec(make_checkpoint("qwen2_moe").path)) == [
         (128, 64), (64, 64), (256, 64), (8, 64), (96, 64), (64, 48),
     ]  # fmt: skip

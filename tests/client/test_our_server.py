@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from moeserve import AsyncClient, errors
-from moeserve.launch.interface import Resized
+from moeserve.cluster.interface import Resized
 from moeserve.messages import Abort
 from tests.server.conftest import CONTEXT, STORY, Live, live_server, make_tokenizer
 

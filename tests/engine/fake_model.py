@@ -1,7 +1,9 @@
 """A model of hashes that reads and writes K/V through block tables exactly as a real one, and its plain oracle.
 
-Layer g belongs to KV group g. The cell of a position holds a hash of the layer's input there; a layer's output is a
-hash of all cells that its group lets the position see. So a token depends on every cell ever read: one wrong block,
+Layer g belongs to KV group g. The host block of a position holds a hash of the layer's input there; a layer's output
+is a
+hash of all host blocks that its group lets the position see. So a token depends on every host block ever read: one
+wrong block,
 one block reused too early, one missing copy, and the tokens differ from `oracle`, which knows no blocks at all.
 """
 
@@ -42,7 +44,7 @@ def first_input(tokens: NDArray[np.int32]) -> U64:
     return mix(tokens.astype(np.uint64) + np.uint64(7))
 
 
-def cell(inputs: U64, where: U64) -> U64:
+def host_block(inputs: U64, where: U64) -> U64:
     return mix(inputs + where * np.uint64(0x5851F42D4C957F2D))
 
 
@@ -60,10 +62,10 @@ def states(groups: tuple[KVGroup, ...], tokens: list[int]) -> U64:
 
 
 def layers(groups: tuple[KVGroup, ...], tokens: list[int]) -> tuple[U64, list[U64]]:
-    """The last layer's outputs, and the K/V cells of every layer."""
+    """The last layer's outputs, and the K/V host blocks of every layer."""
     values, kv = first_input(np.array(tokens, np.int32)), []
     for group in groups:
-        kv.append(cell(values, positions(0, len(tokens))))
+        kv.append(host_block(values, positions(0, len(tokens))))
         sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(kv[-1])))
         first = np.array([first_seen(group, p) for p in range(len(tokens))])
         values = mix(sums[1:] - sums[first])
@@ -93,7 +95,7 @@ class FakeModelRunner:
         self.block_size = limits.block_size
         shape = (len(groups), limits.num_blocks, limits.block_size)
         self.kv = np.full(shape, _GARBAGE, np.uint64)
-        self.cells = np.full((len(groups), limits.store_cells, limits.block_size), _GARBAGE, np.uint64)
+        self.host_blocks = np.full((len(groups), limits.num_store_blocks, limits.block_size), _GARBAGE, np.uint64)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self.tables = np.full((len(groups), limits.max_num_seqs, max_blocks), -1, np.int32)
         self.tokens = np.full((limits.max_num_seqs, limits.max_model_len), -1, np.int32)
@@ -130,17 +132,17 @@ class FakeModelRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         for move in plan.stores:
-            self.cells[:, move.cell] = self.kv[:, move.block]
+            self.host_blocks[:, move.host_block] = self.kv[:, move.block]
         for move in plan.loads:
-            self.kv[:, move.block] = self.cells[:, move.cell]
+            self.kv[:, move.block] = self.host_blocks[:, move.host_block]
         self.num_stored += len(plan.stores)
         self.num_loaded += len(plan.loads)
-        for added in plan.added:
-            self.tokens[added.slot] = -1
-            self.tables[:, added.slot] = -1
-            self.tokens[added.slot, : len(added.tokens)] = added.tokens
-            self.sampling[added.slot] = added.sampling
-            self.num_prompt[added.slot] = added.num_prompt
+        for new_requests in plan.new_requests:
+            self.tokens[new_requests.slot] = -1
+            self.tables[:, new_requests.slot] = -1
+            self.tokens[new_requests.slot, : len(new_requests.tokens)] = new_requests.tokens
+            self.sampling[new_requests.slot] = new_requests.sampling
+            self.num_prompt[new_requests.slot] = new_requests.num_prompt
         for g, diff in enumerate(plan.diffs):
             where = list(zip(diff.slots_N.tolist(), diff.indices_N.tolist(), strict=True))
             assert len(set(where)) == len(where), "one table entry is written twice in a step"
@@ -153,17 +155,17 @@ class FakeModelRunner:
             blocks = self.tables[g, slot, where // self.block_size]
             assert (blocks > 0).all(), f"slot {slot} writes K/V to no block"
             places = set(zip(blocks.tolist(), (where % self.block_size).tolist(), strict=True))
-            assert not places & written, "two rows write one cell in the same step"
+            assert not places & written, "two rows write one host block in the same step"
             written |= places
-            self.kv[g, blocks, where % self.block_size] = cell(value, where.astype(np.uint64))
+            self.kv[g, blocks, where % self.block_size] = host_block(value, where.astype(np.uint64))
 
     def _attend(self, g: int, group: KVGroup, slot: int, start: int, count: int) -> U64:
         first = first_seen(group, start)
         where = np.arange(first, start + count)
         blocks = self.tables[g, slot, where // self.block_size]
         assert (blocks > 0).all(), f"slot {slot} reads K/V from no block"
-        cells = self.kv[g, blocks, where % self.block_size]
-        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(cells)))
+        host_blocks = self.kv[g, blocks, where % self.block_size]
+        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(host_blocks)))
         ends = np.arange(start, start + count)
         firsts = np.array([first_seen(group, p) for p in ends])
         return mix(sums[ends + 1 - first] - sums[firsts - first])

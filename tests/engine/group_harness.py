@@ -1,4 +1,4 @@
-"""Several engines on one loop: real cores and real councils around models whose steps need all ranks, as a real
+"""Several engines on one loop: real cores and real DP coordinators around models whose steps need all ranks, as a real
 exchange does, and which break off in the middle of a step when the test says so."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 
 from moeserve.actor.inbox import Inbox
+from moeserve.cluster.group import forming
 from moeserve.config import Limits
 from moeserve.engine.group_core import GroupCore
 from moeserve.engine.plan import Agreed, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import PeerLost
-from moeserve.launch.group import forming
 from moeserve.messages import (
     Drain,
     EngineIn,
@@ -67,7 +67,7 @@ class Exchange:
 
 
 class GroupModel:
-    """A GroupRunner around the fake model. A step that fails has applied its tables and spoiled its K/V cells."""
+    """A GroupRunner around the fake model. A step that fails has applied its tables and spoiled its K/V host blocks."""
 
     on_placed: Callable[[Placed], None] | None = None
     overtaken = False
@@ -150,7 +150,7 @@ class GroupModel:
     def prepare(self, placement: PlacementTable) -> None:
         self.placed = -placement.version if self.gives_up else 2 * placement.version
 
-    def lanes_ok(self, plan: StepPlan | None) -> bool:
+    def ubatches_ok(self, plan: StepPlan | None) -> bool:
         return self.rng.random() < 0.7
 
     def close(self) -> None: ...
@@ -291,7 +291,7 @@ class Group:
         raise AssertionError(f"never happened: {what}; {self.states()}")
 
     def states(self) -> list[object]:
-        return [(e.rank, e.core._council is not None, e.core.busy, len(e.core._in_flight)) for e in self.engines]
+        return [(e.rank, e.core._coordinator is not None, e.core.busy, len(e.core._in_flight)) for e in self.engines]
 
     async def all_answered(self) -> None:
         await self.until(lambda: all(answer.finish for answer in self.answers.values()), "all answers")

@@ -87,7 +87,7 @@ class Harness:
 
     @property
     def num_free(self) -> int:
-        return self.scheduler.residents.pool.num_free
+        return self.scheduler.kv_manager.pool.num_free
 
     def submit(self, msg: Submit) -> Answer:
         self.scheduler.submit(msg)
@@ -109,8 +109,8 @@ class Harness:
         self.scheduler.audit()
         return plan
 
-    def settle(self) -> StepOutput:
-        output = self.scheduler.settle(self.in_flight.popleft(), self.runner.result())
+    def update_from_output(self) -> StepOutput:
+        output = self.scheduler.update_from_output(self.in_flight.popleft(), self.runner.result())
         self.take(output)
         self.scheduler.audit()
         assert output.record is not None
@@ -122,7 +122,7 @@ class Harness:
         if len(self.in_flight) < self.limits.depth and self.plan() is not None:
             return
         if self.in_flight:
-            self.settle()
+            self.update_from_output()
         else:
             assert not self.scheduler.has_work, "requests wait and nothing will ever wake them"
 
@@ -197,14 +197,14 @@ class Harness:
             _, kv = layers(self.groups, tokens)
             for epoch in range(self.num_resets + 1):
                 hashes = chain(root_of(answer.msg.salt, epoch), np.array(tokens, np.int32), size)
-                blocks = [cells[: len(hashes) * size].reshape(-1, size) for cells in kv]
+                blocks = [host_blocks[: len(hashes) * size].reshape(-1, size) for host_blocks in kv]
                 expected |= {(h, g): blocks[g][i] for g in range(len(kv)) for i, h in enumerate(hashes)}
-        residents = self.scheduler.residents
-        for key, block in residents.pool._by_key.items():
+        kv_manager = self.scheduler.kv_manager
+        for key, block in kv_manager.pool._by_key.items():
             assert (expected[key] == self.runner.kv[key[1], block]).all(), (key, block)
-        if isinstance(residents.store, HostStore):
-            for key, place in residents.store._cells.items():
-                assert (expected[key] == self.runner.cells[key[1], place]).all(), (key, place)
+        if isinstance(kv_manager.store, HostStore):
+            for key, place in kv_manager.store._blocks.items():
+                assert (expected[key] == self.runner.host_blocks[key[1], place]).all(), (key, place)
 
     def reset(self) -> None:
         self.scheduler.reset_prefix_cache()

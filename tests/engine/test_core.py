@@ -190,15 +190,15 @@ async def test_calls_are_answered() -> None:
         e.runner.let(1000)
         e.inbox.put(submit_of(0, PROMPT))
         await e.settled()
-        assert e.scheduler.residents.pool.num_cached > 0
+        assert e.scheduler.kv_manager.pool.num_cached > 0
         e.inbox.put(Call(7, "reset_prefix_cache"))
         e.inbox.put(Call(8, "audit"))
         await e.settled()
-        assert e.scheduler.residents.pool.num_cached == 0
-        e.scheduler.residents.pool._num_free -= 1
+        assert e.scheduler.kv_manager.pool.num_cached == 0
+        e.scheduler.kv_manager.pool._num_free -= 1
         e.inbox.put(Call(9, "audit"))
         await e.settled()
-        e.scheduler.residents.pool._num_free += 1
+        e.scheduler.kv_manager.pool._num_free += 1
     answers = [msg for msg in e.out if isinstance(msg, Answer)]
     assert [(a.id, a.ok) for a in answers] == [(7, True), (8, True), (9, False)]
     assert "state" in answers[2].detail
@@ -297,7 +297,7 @@ async def test_an_idle_engine_finds_a_leak() -> None:
     task = asyncio.create_task(e.core.run())
     e.inbox.put(submit_of(0, PROMPT))
     await e.settled()
-    e.scheduler.residents.pool.take(1)
+    e.scheduler.kv_manager.pool.take(1)
     e.clock.now_s += 60.0
     e.runner.let(1000)
     with pytest.raises(AssertionError):

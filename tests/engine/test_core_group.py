@@ -47,7 +47,7 @@ async def test_an_idle_engine_serves_the_others_and_wakes_for_them() -> None:
 
 @pytest.mark.parametrize("gives_up", [False, True])
 async def test_a_placement_comes_into_force_or_is_given_up_while_nobody_has_work(gives_up: bool) -> None:
-    table = PlacementTable(version=3, num_ranks=3, slots_per_rank=1, num_experts=3, experts=b"")
+    table = PlacementTable(version=3, num_ranks=3, experts_per_rank=1, num_experts=3, experts=b"")
     async with Group(3) as group:
         await group.until(lambda: len(group.joined) == 3)
         group.engines[2].runner.gives_up = gives_up
@@ -173,7 +173,7 @@ async def test_messages_are_answered_while_another_engine_is_silent() -> None:
         silent = group.engines[1]
         waiting = asyncio.Event()
 
-        async def never(council: object) -> None:
+        async def never(coordinator: object) -> None:
             await waiting.wait()
 
         silent.core._step = never  # type: ignore[method-assign, assignment]
@@ -219,7 +219,7 @@ async def test_random_traffic_under_breaks_and_kills(seed: int, ahead: bool, mon
     monkeypatch.setattr(GroupModel, "ahead", ahead)
     rng = random.Random(seed)
     size = rng.choice([2, 3, 4])
-    tight = {"num_blocks": 24, "store_cells": 12} if seed % 2 else {"store_cells": 20}
+    tight = {"num_blocks": 24, "num_store_blocks": 12} if seed % 2 else {"num_store_blocks": 20}
     async with Group(size, rng, depth=rng.choice([1, 2, 2]), **tight) as group:
         stems = [[rng.randrange(20, 50) for _ in range(rng.choice([9, 17, 30]))] for _ in range(3)]
         for rid in range(60):
@@ -243,7 +243,7 @@ async def test_random_traffic_under_breaks_and_kills(seed: int, ahead: bool, mon
         await group.until(lambda: all(group.joined.get(rank) == group.epoch for rank in range(size)), "one epoch")
         await group.drained()
         for engine in group.engines:
-            assert engine.scheduler.residents.pool.num_free == group.limits.num_blocks - 1
+            assert engine.scheduler.kv_manager.pool.num_free == group.limits.num_blocks - 1
 
 
 async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_no_error_unseen() -> None:

@@ -32,7 +32,7 @@ def test_blocks_needed_covers_every_step_of_every_request(window: int | None, ch
     for num_tokens in (1, 7, 40):
         bound = blocks_needed(group, num_tokens, chunk)
         most = 0
-        for start in range(num_tokens):  # chunks may begin anywhere: budgets cut them
+        for start in range(num_tokens):  # chunks may begin anywhere: budgets split them
             end = min(start + chunk, num_tokens)
             touched = {p // block_size for q in range(start, end) for p in seen(window, q)}
             most = max(most, len(touched))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.engine.plan import Added, Agreed, BlockDiff, BlockMove, StepPlan
+from moeserve.engine.plan import Agreed, BlockDiff, BlockMove, NewRequest, StepPlan
 from moeserve.engine.plan_codec import decode_plan, encode_plan
 from moeserve.sampling import TokenSampling
 
@@ -44,19 +44,19 @@ def plans(draw: Any) -> StepPlan:
         counts_R=draw(arrays(rows, st.integers(1, 2**31 - 1))),
         samples_R=np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), dtype=np.bool_),
         diffs=tuple(BlockDiff(*(draw(arrays(n, COUNT)) for _ in range(3))) for n in entries),
-        added=tuple(
-            Added(draw(COUNT), draw(arrays(draw(st.integers(0, 4)), INT32)), draw(COUNT), draw(SAMPLINGS))
+        new_requests=tuple(
+            NewRequest(draw(COUNT), draw(arrays(draw(st.integers(0, 4)), INT32)), draw(COUNT), draw(SAMPLINGS))
             for _ in range(draw(st.integers(0, 2)))
         ),
         stores=draw(MOVES),
         loads=draw(MOVES),
-        cut=draw(COUNT),
+        split_at=draw(COUNT),
         agreed=draw(
             st.none()
             | st.builds(
                 Agreed,
                 step=COUNT,
-                lanes=st.integers(1, 2),
+                ubatches=st.integers(1, 2),
                 most_tokens=st.tuples(COUNT, COUNT),
                 placed=COUNT,
                 trace=st.booleans(),
@@ -99,10 +99,10 @@ def test_every_field_of_a_plan_travels() -> None:
         counts_R=one,
         samples_R=np.ones(1, dtype=np.bool_),
         diffs=(BlockDiff(one, one, one),),
-        added=(Added(1, one, 1, TokenSampling(seed=1, max_tokens=1)),),
+        new_requests=(NewRequest(1, one, 1, TokenSampling(seed=1, max_tokens=1)),),
         stores=(BlockMove(1, 2),),
         loads=(BlockMove(3, 4),),
-        cut=1,
+        split_at=1,
         agreed=Agreed(1),
     )
     came = decode_plan(encode_plan(plan))
@@ -115,10 +115,10 @@ def test_arrays_can_be_written_to() -> None:
     """torch warns about tensors over memory that it must not write to."""
     one = np.ones(1, dtype=np.int32)
     plan = StepPlan(
-        1, one, one, one, np.ones(1, np.bool_), (), (Added(0, one, 1, TokenSampling(seed=1, max_tokens=1)),)
+        1, one, one, one, np.ones(1, np.bool_), (), (NewRequest(0, one, 1, TokenSampling(seed=1, max_tokens=1)),)
     )
     came = decode_plan(encode_plan(plan))
-    assert all(array.flags.writeable for array in (came.slots_R, came.counts_R, came.added[0].tokens))
+    assert all(array.flags.writeable for array in (came.slots_R, came.counts_R, came.new_requests[0].tokens))
 
 
 def test_bytes_that_are_no_plan_are_refused() -> None:

@@ -150,10 +150,10 @@ def test_groups_shrink_a_hit_until_all_agree() -> None:
 
 def test_evicted_blocks_are_found_in_the_store_and_loaded() -> None:
     store = HostStore(4)
-    cells = {}
+    host_blocks = {}
 
     def evicted(key: tuple[bytes, int], block: int) -> None:
-        cells[store.store(key)] = block
+        host_blocks[store.store(key)] = block
 
     pool = BlockPool(4, evicted)
     cache = PrefixCache(pool, FULL, store)
@@ -164,6 +164,6 @@ def test_evicted_blocks_are_found_in_the_store_and_loaded() -> None:
     hit = cache.match(follower)
     assert hit.blocks == ((blocks[0], IN_STORE),)
     tables, loads = cache.claim(follower, hit)
-    assert [cells[move.cell] for move in loads] == [blocks[1]]
+    assert [host_blocks[move.host_block] for move in loads] == [blocks[1]]
     assert tables[0].tolist() == [blocks[0], loads[0].block]
     assert pool.find((follower.hashes[1], 0)) == loads[0].block

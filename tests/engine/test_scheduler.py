@@ -17,14 +17,14 @@ def prompt_of(length: int, first: int = 20) -> list[int]:
 
 
 def running(harness: Harness) -> list[int]:
-    return sorted(harness.scheduler.residents.columns.slot_of)
+    return sorted(harness.scheduler.kv_manager.batch.slot_of)
 
 
 def steps(harness: Harness, count: int) -> None:
     for _ in range(count):
         harness.plan()
         if len(harness.in_flight) == harness.limits.depth:
-            harness.settle()
+            harness.update_from_output()
 
 
 # ---- granting
@@ -77,7 +77,7 @@ def test_equal_prompts_of_one_step_share_their_blocks() -> None:
     plan = harness.plan()
     assert plan is not None
     assert plan.counts_R.tolist() == [18, 2, 2, 2]
-    shared = {tuple(table[:4]) for table in harness.scheduler.residents.columns.tables[0].tolist()}
+    shared = {tuple(table[:4]) for table in harness.scheduler.kv_manager.batch.tables[0].tolist()}
     assert len(shared) == 1
     assert harness.num_free == harness.limits.num_blocks - 1 - 4 - 4
     harness.run()
@@ -241,10 +241,10 @@ def test_a_finished_request_frees_everything_though_a_step_still_has_it() -> Non
     harness.submit(submit_of(0, prompt, max_tokens=20, stop_ids=(tokens[0],)))
     harness.plan()
     harness.plan()
-    harness.settle()
+    harness.update_from_output()
     assert harness.answers[0].finish == "stop"
     assert harness.num_free == harness.limits.num_blocks - 1
-    assert len(harness.settle().rids) == 0
+    assert len(harness.update_from_output().rids) == 0
     harness.check_answers()
 
 
@@ -318,7 +318,7 @@ def test_a_preempted_request_reports_its_first_hits_only() -> None:
 
 
 def test_evicted_prefixes_come_back_from_the_store() -> None:
-    harness = Harness(limits_of(num_blocks=12, store_cells=40))
+    harness = Harness(limits_of(num_blocks=12, num_store_blocks=40))
     for rid in (0, 1, 2, 3):
         harness.submit(submit_of(rid, prompt_of(30, 3 * rid + 2), max_tokens=2))
         harness.run()
@@ -330,23 +330,23 @@ def test_evicted_prefixes_come_back_from_the_store() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found_or_stored() -> None:
-    harness = Harness(limits_of(num_blocks=12, store_cells=40, enable_prefix_caching=False))
+    harness = Harness(limits_of(num_blocks=12, num_store_blocks=40, enable_prefix_caching=False))
     for rid in range(4):
         harness.submit(submit_of(rid, prompt_of(30), max_tokens=2))
         harness.run()
     assert {a.cached for a in harness.answers.values()} == {0}
-    assert harness.runner.num_stored == harness.scheduler.residents.pool.num_cached == 0
+    assert harness.runner.num_stored == harness.scheduler.kv_manager.pool.num_cached == 0
     harness.check_answers()
 
 
 def test_a_window_group_holds_no_more_than_its_window() -> None:
     harness = Harness(limits_of(depth=1), HYBRID)
     harness.submit(submit_of(0, prompt_of(8), max_tokens=50))
-    columns = harness.scheduler.residents.columns
+    batch = harness.scheduler.kv_manager.batch
     while harness.scheduler.has_work:
         harness.step()
         if harness.scheduler.num_running and not harness.in_flight and len(harness.plans) > 5:
-            full, window = columns.held(columns.slot_of[0])
+            full, window = batch.held(batch.slot_of[0])
             assert len(window) <= 3 < len(full)
     harness.check_answers()
 
@@ -382,7 +382,7 @@ def test_a_result_out_of_order_is_our_bug() -> None:
     second = harness.plan()
     assert second is not None
     with pytest.raises(AssertionError):
-        harness.scheduler.settle(second, harness.runner.result())
+        harness.scheduler.update_from_output(second, harness.runner.result())
 
 
 def test_abort_rows_carry_no_token() -> None:

@@ -20,9 +20,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots=st.integers(1, 3),
         spare=st.sampled_from([0, 1, 4, 30]),
         chunk=st.sampled_from([1, 3, 8, 40]),
-        cells=st.sampled_from([0, 3, 20]),
+        host_blocks=st.sampled_from([0, 3, 20]),
     )
-    def start(self, groups: object, depth: int, slots: int, spare: int, chunk: int, cells: int) -> None:
+    def start(self, groups: object, depth: int, slots: int, spare: int, chunk: int, host_blocks: int) -> None:
         limits = limits_of(
             max_model_len=40,
             num_blocks=11 * len(groups) + spare,  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=slots,
             max_num_batched_tokens=chunk + 2,
             prefill_chunk=chunk,
-            store_cells=cells,
+            num_store_blocks=host_blocks,
         )
         self.harness = Harness(limits, groups, random.Random(1))  # type: ignore[arg-type]
         self.next_rid = 0
@@ -65,8 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.harness.in_flight)
     @rule()
-    def settle(self) -> None:
-        self.harness.settle()
+    def update_from_output(self) -> None:
+        self.harness.update_from_output()
 
     @rule(turns=st.integers(1, 6))
     def go_on(self, turns: int) -> None:

@@ -13,16 +13,16 @@ GROUPS = {"full": FULL, "hybrid": HYBRID, "windows": WINDOWS}
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("store_cells", [0, 30])
+@pytest.mark.parametrize("num_store_blocks", [0, 30])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_random_traffic_equals_plain_replay(groups: str, store_cells: int, depth: int, seed: int) -> None:
-    rng = random.Random(f"{groups} {store_cells} {depth} {seed}")
+def test_random_traffic_equals_plain_replay(groups: str, num_store_blocks: int, depth: int, seed: int) -> None:
+    rng = random.Random(f"{groups} {num_store_blocks} {depth} {seed}")
     budget = rng.choice([3, 8, 24, 100])
     limits = limits_of(
         max_num_seqs=rng.choice([1, 3, 6]),
         num_blocks=(18 if groups == "full" else 36) + rng.choice([0, 5, 30]),
         depth=depth,
-        store_cells=store_cells,
+        num_store_blocks=num_store_blocks,
         max_num_batched_tokens=budget,
         prefill_chunk=rng.choice([1, 5, budget]),
         watermark_blocks=rng.choice([0, 2]),

@@ -19,6 +19,6 @@ def test_phases_add_up_and_tables_are_counted(monkeypatch: pytest.MonkeyPatch) -
     (row,) = result["results"]
     assert row["num_running"] == 3
     assert rows.count(3) >= 60
-    assert set(row["phases_us"]) == {"plan", "tables", "settle", "encode", "loop"}
+    assert set(row["phases_us"]) == {"plan", "tables", "update_from_output", "encode", "loop"}
     assert sum(phase["mean"] for phase in row["phases_us"].values()) == pytest.approx(row["step_us"]["mean"], abs=1)
     assert all(phase["p50"] <= phase["p99"] for phase in row["phases_us"].values())

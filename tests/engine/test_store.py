@@ -1,4 +1,4 @@
-"""The host store's index: least recently used out first, never a cell that the same plan uses."""
+"""The host store's index: least recently used out first, never a host block that the same plan uses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def key(i: int) -> Key:
 
 
 def stored(store: HostStore, *names: int) -> list[int | None]:
-    cells = [store.store(key(i)) for i in names]
+    host_blocks = [store.store(key(i)) for i in names]
     store.release()
-    return cells
+    return host_blocks
 
 
 def test_the_least_recently_used_content_goes_first() -> None:
@@ -42,7 +42,7 @@ def test_a_cell_is_not_reused_by_the_plan_that_loads_or_stores_it() -> None:
     stored(store, 1, 2)
     store.load(key(1))
     assert store.store(key(3)) is not None, "key 2 is not leased"
-    assert store.store(key(4)) is None, "both cells belong to this plan"
+    assert store.store(key(4)) is None, "both host blocks belong to this plan"
     assert store.lookup(key(1))
     store.release()
     assert store.store(key(4)) is not None
@@ -60,7 +60,7 @@ def test_clear_forgets_everything() -> None:
 def test_audit_finds_a_lost_cell() -> None:
     store = HostStore(2)
     store._free.pop()
-    with pytest.raises(AssertionError, match="cells"):
+    with pytest.raises(AssertionError, match="host_blocks"):
         store.audit()
 
 
@@ -70,14 +70,14 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = HostStore(3)
-        self.cells: dict[int, Key] = {}
+        self.host_blocks: dict[int, Key] = {}
         self.stores: list[tuple[int, Key]] = []
         self.loads: list[tuple[int, Key]] = []
 
     @rule(i=st.integers(0, 6))
     def evict(self, i: int) -> None:
-        if (cell := self.store.store(key(i))) is not None:
-            self.stores.append((cell, key(i)))
+        if (host_block := self.store.store(key(i))) is not None:
+            self.stores.append((host_block, key(i)))
 
     @rule(i=st.integers(0, 6))
     def load(self, i: int) -> None:
@@ -86,10 +86,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def end_of_plan(self) -> None:
-        assert len({cell for cell, _ in self.stores}) == len(self.stores), "a cell is written twice in one plan"
-        self.cells.update(self.stores)
-        for cell, content in self.loads:
-            assert self.cells[cell] == content
+        assert len({host_block for host_block, _ in self.stores}) == len(self.stores), (
+            "a host block is written twice in one plan"
+        )
+        self.host_blocks.update(self.stores)
+        for host_block, content in self.loads:
+            assert self.host_blocks[host_block] == content
         self.stores.clear()
         self.loads.clear()
         self.store.release()

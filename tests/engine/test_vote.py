@@ -27,32 +27,32 @@ def test_every_combination_of_flags_of_three_engines() -> None:
             assert decision.action is Action.PARK
         assert (decision.agreed is not None) == (decision.action is Action.RUN)
         if decision.agreed is not None:
-            assert (decision.agreed.step, decision.agreed.lanes) == (7, 1)
+            assert (decision.agreed.step, decision.agreed.ubatches) == (7, 1)
             assert decision.agreed.trace == (True in {vote.trace for vote in votes})
 
 
-BATCHES = [(tokens, cut) for tokens in range(4) for cut in range(tokens + 1)]
+BATCHES = [(tokens, split_at) for tokens in range(4) for split_at in range(tokens + 1)]
 
 
 def test_every_combination_of_batches_cuts_and_consent_of_three_engines() -> None:
     rows = list(product(BATCHES, (False, True)))
     for matrix in product(rows, repeat=3):
-        votes = [Vote(0, 0, has_work=n > 0, tokens=n, cut=c, lanes_ok=ok) for (n, c), ok in matrix]
+        votes = [Vote(0, 0, has_work=n > 0, tokens=n, split_at=c, ubatches_ok=ok) for (n, c), ok in matrix]
         agreed = decide(votes).agreed
         if agreed is None:
             assert not any(vote.tokens for vote in votes)
             continue
-        lanes = [
-            [(vote.cut, vote.tokens - vote.cut) for vote in votes if vote.tokens],
-            [vote.lanes_ok for vote in votes],
+        ubatches = [
+            [(vote.split_at, vote.tokens - vote.split_at) for vote in votes if vote.tokens],
+            [vote.ubatches_ok for vote in votes],
         ]
-        if agreed.lanes == 2:
-            assert all(lanes[1])
-            assert any(first > 0 and second > 0 for first, second in lanes[0])
-            assert agreed.most_tokens == tuple(max(column) for column in zip(*lanes[0], strict=True))
+        if agreed.ubatches == 2:
+            assert all(ubatches[1])
+            assert any(first > 0 and second > 0 for first, second in ubatches[0])
+            assert agreed.most_tokens == tuple(max(column) for column in zip(*ubatches[0], strict=True))
         else:
-            assert agreed.lanes == 1
-            assert not all(lanes[1]) or all(0 in halves for halves in lanes[0])
+            assert agreed.ubatches == 1
+            assert not all(ubatches[1]) or all(0 in halves for halves in ubatches[0])
             assert agreed.most_tokens == (max(vote.tokens for vote in votes), 0)
 
 
@@ -82,15 +82,15 @@ def test_giving_a_placement_up_wakes_a_sleeping_group_once() -> None:
 
 def test_the_order_of_the_engines_does_not_matter() -> None:
     votes = [
-        Vote(3, 1, has_work=True, tokens=9, cut=4, lanes_ok=True, placed=3),
-        Vote(3, 1, lanes_ok=True, drained=True, placed=2, trace=True),
-        Vote(3, 1, has_work=True, tokens=6, cut=5, lanes_ok=True, pause=True, placed=5),
+        Vote(3, 1, has_work=True, tokens=9, split_at=4, ubatches_ok=True, placed=3),
+        Vote(3, 1, ubatches_ok=True, drained=True, placed=2, trace=True),
+        Vote(3, 1, has_work=True, tokens=6, split_at=5, ubatches_ok=True, pause=True, placed=5),
     ]
     decisions = [decide(order) for order in permutations(votes)]
     assert decisions == [decisions[0]] * 6
     agreed = decisions[0].agreed
     assert agreed is not None
-    assert (agreed.lanes, agreed.most_tokens, agreed.placed, agreed.trace) == (2, (5, 5), 2, True)
+    assert (agreed.ubatches, agreed.most_tokens, agreed.placed, agreed.trace) == (2, (5, 5), 2, True)
 
 
 @pytest.mark.parametrize("other", [Vote(4, 1), Vote(5, 2)])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from moeserve.actor.inbox import Inbox
+from moeserve.cluster.interface import EngineGone, FromEngine
 from moeserve.errors import Overloaded
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.launch.interface import EngineGone, FromEngine
 from moeserve.messages import EngineIn, Phase, Ready, StepOutput
 from moeserve.text.tokenizer import Tokenizer
 

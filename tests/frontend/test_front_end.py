@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from moeserve.cluster.link import RequestsLost, Resized
 from moeserve.errors import (
     ContextLengthExceeded,
     EngineDied,
@@ -16,7 +17,6 @@ from moeserve.errors import (
     RequestFailed,
 )
 from moeserve.frontend.delta import Delta
-from moeserve.launch.link import RequestsLost, Resized
 from moeserve.messages import Abort, Drain, FinishReason, Logprobs, PromptLogprobs, Refused, StepOutput, Submit
 from moeserve.metrics import StepRecord
 from moeserve.sampling import SamplingParams

@@ -74,7 +74,7 @@ class Server:
         children = [
             p
             for p in psutil.Process(self.process.pid).children(recursive=True)
-            if "moeserve.launch.engine_process" in " ".join(p.cmdline())
+            if "moeserve.cluster.engine_main" in " ".join(p.cmdline())
         ]
         assert len(children) == 1, children
         return children[0]

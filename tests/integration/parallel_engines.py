@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 
 from moeserve.actor.inbox import Inbox
+from moeserve.cluster.group import forming
+from moeserve.cluster.tp_worker import Worker
+from moeserve.comm.world import World
 from moeserve.config import Config, config_of
 from moeserve.engine.group_core import GroupCore
 from moeserve.engine.scheduler import Scheduler
-from moeserve.launch.group import forming
-from moeserve.launch.tp_worker import Worker
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import (
@@ -42,13 +43,12 @@ from moeserve.messages import (
 )
 from moeserve.metrics import StepRecord
 from moeserve.moe.placement.placement import Placement
-from moeserve.parallel.world import World
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.group import GroupedRunner
-from moeserve.runner.orders import Channel, Hello, Order
-from moeserve.runner.remote import Birth, Team
+from moeserve.runner.orders import Hello, Order, WorkerChannel
+from moeserve.runner.remote import Team, WorkerBirth
 from moeserve.sampling import TokenSampling
-from tests.parallel.ranks import free_port
+from tests.comm.ranks import free_port
 
 
 class ThreadTeam(Team):
@@ -65,10 +65,10 @@ class ThreadTeam(Team):
             await asyncio.to_thread(worker.join, 20)
 
 
-def _work(birth: Birth) -> None:
+def _work(birth: WorkerBirth) -> None:
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(birth.address)
-    channel: Channel[Order] = Channel(sock, Order)
+    channel: WorkerChannel[Order] = WorkerChannel(sock, Order)
     channel.send(Hello(birth.token, birth.tp_rank))
     worker = Worker(birth.tp_rank, channel)
     worker.serve()
@@ -150,7 +150,7 @@ class Engine:
 
 
 class Engines:
-    """A group of `dp` engines of `tp` ranks each, or one engine with all experts where there is nothing to deal out."""
+    """A group of `dp` engines of `tp` ranks each, or one engine with all experts where there is nothing to shard."""
 
     def __init__(self, path: Path, dp: int, tp: int, **settings: Any) -> None:
         values = {"max_num_seqs": 8, "max_model_len": 256, "threads": 1, "kv_cache_bytes": 1 << 22, "watermark": 0.0}

@@ -1,4 +1,4 @@
-"""Promise 1 over ranks: the tokens and logprob bits of one rank, whatever dp, tp, backend, lanes and placement.
+"""Promise 1 over ranks: the tokens and logprob bits of one rank, whatever dp, tp, backend, micro-batches and placement.
 
 Every family and type once, with settings that rotate so that each value of one meets each value of the others. All
 of them together take an hour: `pytest -m slow tests/integration/test_bits_parallel.py`.
@@ -58,8 +58,8 @@ class Shape:
     kv: str = "auto"
 
     def __str__(self) -> str:
-        lanes = 2 if self.dbo == "on" else 1
-        experts = f"{self.backend}-{lanes}_lanes-{self.redundant}_more" if self.ep == "on" else "all_experts"
+        ubatches = 2 if self.dbo == "on" else 1
+        experts = f"{self.backend}-{ubatches}_lanes-{self.redundant}_more" if self.ep == "on" else "all_experts"
         return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}-{self.quantization}-{self.kv}"
 
 
@@ -122,8 +122,8 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
             answers += ask(engines, 0)
             await engines.join(other_placement(engines, 2).to_table())
         await engines.answered()
-        lanes = {record.lanes for record in engines.records}
-    assert lanes >= {2} if shape.dbo == "on" else lanes == {1}
+        ubatches = {record.ubatches for record in engines.records}
+    assert ubatches >= {2} if shape.dbo == "on" else ubatches == {1}
     assert {answer.finish for answer in answers} == {"length"}
     for first in range(0, len(answers), 2):
         wanted = expected(path, dtype, shape.quantization, shape.kv)

@@ -1,4 +1,4 @@
-"""Watching two ranks with two lanes at work: a trace of one step, experts and engines as a stream, metrics."""
+"""Watching two ranks with two micro-batches at work: a trace of one step, experts and engines as a stream, metrics."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def look_at(file: dict[str, Any]) -> None:
     titles = {title for title, _ in spans}
     assert titles == {"rank 0 (engine 0, tp 0)", "rank 1 (engine 1, tp 0)"}
     for title in titles:
-        for lane in ("0", "1"):
-            work, transfers = spans[title, f"lane {lane}"], spans[title, f"transfer {lane}"]
+        for ubatch in ("0", "1"):
+            work, transfers = spans[title, f"micro-batch {ubatch}"], spans[title, f"transfer {ubatch}"]
             assert {"attention", "experts"} <= {span["name"] for span in work}
             names = [(span["name"], span["args"]["layer"]) for span in transfers]
             assert sorted(names) == sorted((name, layer) for name in ("dispatch", "combine") for layer in range(4))
         (run,) = (span for span in spans[title, "engine"] if span["name"] == "run")
-        inside = [span for lane in ("lane 0", "lane 1") for span in spans[title, lane]]
+        inside = [span for ubatch in ("micro-batch 0", "micro-batch 1") for span in spans[title, ubatch]]
         assert all(run["ts"] <= s["ts"] and s["ts"] + s["dur"] <= run["ts"] + run["dur"] + 0.01 for s in inside)
 
 
@@ -73,7 +73,7 @@ async def test_two_ranks_are_watched(tmp_path: Path) -> None:
             await watch(server, client, session)
             async with await client.watch_experts(interval_s=60) as stream:
                 first = await anext(stream)
-                assert first.dealt_out
+                assert first.ep_sharded
                 assert json.loads(msgspec.json.encode(first.balance))["ranks"] <= 1
                 ending = asyncio.create_task(asyncio.to_thread(server.stop))
                 async with asyncio.timeout(10):

@@ -12,12 +12,12 @@ import torch
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.registry import make_backends
-from moeserve.moe.lane import Lane
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
-from moeserve.moe.slots import SlotMap
+from moeserve.moe.ubatch import UBatch
+from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import ON_CPU
-from tests.parallel.ranks import members_of, together
 
 PAGE = Path(__file__).parents[2] / "docs" / "expert-parallelism.md"
 WIDTH = 8
@@ -51,22 +51,22 @@ def expert(number: int, x: torch.Tensor) -> torch.Tensor:
 def test_the_page_tells_what_happens(name: str, tmp_path: Path) -> None:
     chosen, arrives = routing_table(), inbound_table()
     assert set(chosen) == set(TOKENS)
-    slots = SlotMap(Placement.initial(1, 4, 2), 0)
+    slots = LogicalToPhysical(Placement.initial(1, 4, 2), 0)
 
     def rank(backend: All2All, mine: int) -> tuple[np.ndarray, list[list[float]], torch.Tensor]:
         tokens = [t for t in TOKENS if OWNER[t] == mine]
         x = torch.stack([torch.full((WIDTH,), TOKENS[t]) for t in tokens])
         ids = torch.tensor([chosen[t][0] for t in tokens], dtype=torch.int32)
         routing = slots(Routing(ids, torch.tensor([chosen[t][1] for t in tokens])))
-        lane = Lane()
-        ticket = backend.dispatch(x, routing, lane).wait()
+        ubatch = UBatch()
+        ticket = backend.dispatch(x, routing, ubatch).wait()
         inbound, rows, start = ticket.inbound, [], 0
         y = torch.empty_like(inbound.x) if ticket.y is None else ticket.y
         for slot, end in enumerate(inbound.ends_e.tolist()):
             rows.append(inbound.x[start:end, 0].tolist())
             y[start:end] = expert(2 * mine + slot, inbound.x[start:end])
             start = end
-        out = backend.combine(ticket, y, torch.empty_like(x), lane).wait().clone()
+        out = backend.combine(ticket, y, torch.empty_like(x), ubatch).wait().clone()
         return inbound.counts_e.copy(), rows, out
 
     members = members_of(2, str(tmp_path))

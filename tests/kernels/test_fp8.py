@@ -20,7 +20,7 @@ from moeserve.kernels.grouped_fp8 import (
     gate_up_fp8_reference,
     launch_fp8_of,
 )
-from moeserve.moe.all2all.wire import Fp8Wire
+from moeserve.moe.all2all.wire_format import Fp8Wire
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 from tests.kernels.interpreted import rounding_to_nearest

@@ -59,7 +59,7 @@ def empty(*shape: int, blocks: int) -> StepArrays:
     return StepArrays(
         whole.ids_T[:tokens],
         whole.positions_T[:tokens],
-        whole.cells_GT[:, :tokens],
+        whole.slot_mapping_GT[:, :tokens],
         whole.blocks_GRN[:, :rows, :blocks],
         whole.sample_S[:samples],
         whole.offsets_R1[: rows + 1],
@@ -76,7 +76,11 @@ def test_step_example() -> None:
     step = StepWords.of(int32(2), int32(1), int32(2), np.array([True]))
     out = empty(3, 2, 2, 1, blocks=2)
     fill_step(table, blocks, 2, step, on_device(step.words), out)
-    assert [x.tolist() for x in (out.ids_T, out.positions_T, out.cells_GT)] == [[6, 7, 0], [1, 2, 0], [[9, 18, 0]]]
+    assert [x.tolist() for x in (out.ids_T, out.positions_T, out.slot_mapping_GT)] == [
+        [6, 7, 0],
+        [1, 2, 0],
+        [[9, 18, 0]],
+    ]
     assert out.blocks_GRN.tolist() == [[[4, 9], [0, 0]]]
     assert [out.offsets_R1.tolist(), out.starts_R.tolist(), out.sample_S.tolist()] == [[0, 2, 2], [1, 0], [1, 0]]
 
@@ -109,7 +113,7 @@ def test_step_inputs_are_those_of_a_loop(counts: str, padded: bool) -> None:
 
 def test_compiles_for_hopper() -> None:
     integers = (
-        "table_stride", "group_stride", "blocks_stride", "cells_stride", "out_group_stride", "out_stride",
+        "table_stride", "group_stride", "blocks_stride", "slot_mapping_stride", "out_group_stride", "out_stride",
         "rows", "tokens", "samples", "all_rows", "all_tokens", "all_samples", "num_blocks",
     )  # fmt: skip
     pointers = {"table": "i32", "blocks": "i32", "words": "i32", "ids": "i64", "positions": "i64", "cells": "i64"}

@@ -19,7 +19,7 @@ from moeserve.kernels.paged_attention import (
     plan_attention,
     space_floats,
 )
-from moeserve.ops.cells import from_cells, to_cells
+from moeserve.ops.kv_entries import from_entries, to_entries
 from tests.kernels.aot import Case, Report, compile_all
 from tests.kernels.device import DEVICE
 
@@ -53,7 +53,7 @@ class Step:
                 self.blocks[row, : max(0, start - shape.window + 1) // size] = 0
         self.q = torch.randn((sum(news) + 2, shape.heads, shape.head_dim), generator=random) * 0.5
         cache_dtype = torch.int8 if int8 else shape.dtype
-        self.k, self.v = (to_cells(cache, cache_dtype).to(DEVICE) for cache in (self.k, self.v))
+        self.k, self.v = (to_entries(cache, cache_dtype).to(DEVICE) for cache in (self.k, self.v))
         self.q, self.blocks = self.q.to(DEVICE, shape.dtype), self.blocks.to(DEVICE)
 
     def run(self, invariant: bool = True, space: Tensor | None = None, **options: object) -> Tensor:
@@ -73,7 +73,7 @@ class Step:
         return starts, torch.tensor([0, *self.news], device=DEVICE).cumsum(0).int()
 
     def expected(self, **options: object) -> Tensor:
-        k, v = (from_cells(cache) for cache in (self.k, self.v))
+        k, v = (from_entries(cache) for cache in (self.k, self.v))
         return attention_reference(self.q, k, v, self.all_blocks, *self.rows(), self.shape.window, **options)  # type: ignore[arg-type]
 
 

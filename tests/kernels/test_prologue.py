@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeserve.kernels.prologue import prologue
 from moeserve.ops import prologue as plain
-from moeserve.ops.cells import cell_width, from_cells
+from moeserve.ops.kv_entries import entry_width, from_entries
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 
@@ -68,7 +68,7 @@ def test_prologue(heads: int, kv_heads: int, dim: int, options: dict[str, Any], 
     cos, sin = angles(tokens, dim, random)
     cells = torch.tensor([17, 3, 40, 32])
     cache_dtype = torch.int8 if int8 else dtype
-    cache = torch.randint(-100, 100, (3, 16, kv_heads, cell_width(dim, cache_dtype)), generator=random).to(cache_dtype)
+    cache = torch.randint(-100, 100, (3, 16, kv_heads, entry_width(dim, cache_dtype)), generator=random).to(cache_dtype)
     wanted_k, wanted_v = cache.clone(), cache.clone()
     wanted = plain.prologue(qkv, rule, cos, sin, wanted_k, wanted_v, cells, normed)
     got_k, got_v = cache.clone().to(DEVICE), cache.clone().to(DEVICE)
@@ -86,8 +86,8 @@ def test_prologue(heads: int, kv_heads: int, dim: int, options: dict[str, Any], 
         assert torch.equal(mine.flatten(0, 1)[untouched], cache.flatten(0, 1)[untouched])
         ours, others = mine.flatten(0, 1)[cells], theirs.flatten(0, 1)[cells]
         if int8:  # a share that is nearly halfway may go either way
-            largest = from_cells(others).abs().amax(-1, keepdim=True)
-            assert ((from_cells(ours) - from_cells(others)).abs() <= largest * 1.01 / 127).all()
+            largest = from_entries(others).abs().amax(-1, keepdim=True)
+            assert ((from_entries(ours) - from_entries(others)).abs() <= largest * 1.01 / 127).all()
             assert (ours[..., :-4] == others[..., :-4]).float().mean() > 0.99
         else:
             close(ours, others, precision)
@@ -99,7 +99,7 @@ def test_int8_heads_that_are_not_finite_become_nan() -> None:
     cos, sin = torch.ones((3, 1, 8), device=DEVICE), torch.zeros((3, 1, 8), device=DEVICE)
     k, v = (torch.zeros((1, 16, 1, 12), dtype=torch.int8, device=DEVICE) for _ in range(2))
     prologue(qkv, 1, 1, 1.0, cos, sin, k, v, torch.arange(3, device=DEVICE))
-    heads = from_cells(v[0, :3, 0].cpu())
+    heads = from_entries(v[0, :3, 0].cpu())
     assert heads[:2].isnan().all()
     assert (heads[2] == 1).all()
 
@@ -125,7 +125,7 @@ def test_no_tokens() -> None:
 def _case(heads: int, kv_heads: int, dim: int, norms: bool, int8: bool) -> Case:
     cache = "*i8" if int8 else "*bf16"
     signature = {"qkv_ptr": "*bf16", "qk_ptr": "*bf16", "q_ptr": "*bf16", "k_ptr": cache, "v_ptr": cache}
-    signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "cells_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
+    signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_mapping_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
     signature |= dict.fromkeys(("num_real", "stride", "qk_stride"), "i32")
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "CELL": dim + 4 * int8, "BLOCK_D": dim}
     constants: dict[str, object] = {**sizes, "CLIP": None, "BLOCK_H": 2048 // dim, "BLOCK_G": kv_heads}

@@ -15,7 +15,7 @@ from moeserve.kernels import cut as cut_file
 from moeserve.kernels import sampling as sampling_file
 from moeserve.kernels.cut import cut, cut_reference
 from moeserve.kernels.noise import EARLIEST, HOPELESS, LATEST, log_time
-from moeserve.kernels.sampling import SamplingRows, sample
+from moeserve.kernels.sampling import SamplingTensors, sample
 from moeserve.runner.filters import keep_min_p, keep_top_k, keep_top_p
 from moeserve.runner.noise import Gumbel, padded, row_keys
 from moeserve.runner.race import slow_winners
@@ -50,7 +50,7 @@ def test_noise_is_the_runners() -> None:
     assert EARLIEST < out.min() < out.max() < LATEST
 
 
-def sampling_rows(count: int, vocab: int, seed: int = 0, **given: list[float]) -> SamplingRows:
+def sampling_rows(count: int, vocab: int, seed: int = 0, **given: list[float]) -> SamplingTensors:
     """Rows of every kind, in every mixture, but for what is given."""
     rng = np.random.default_rng(seed)
 
@@ -59,7 +59,7 @@ def sampling_rows(count: int, vocab: int, seed: int = 0, **given: list[float]) -
         return torch.tensor(given.get(name, mixed.tolist()), dtype=dtype).to(DEVICE)
 
     low, high = keys(count, seed)
-    return SamplingRows(
+    return SamplingTensors(
         column("temperature", 1.0, rng.choice([0.0, 0.3, 1.7], count)),
         column("log_min_p", -INF, np.log(rng.uniform(1e-4, 0.3, count))),
         column("top_k", vocab, rng.choice([1, 2, 7, 20, max(1, vocab - 1)], count), torch.int32),
@@ -78,7 +78,7 @@ def random_logits(count: int, vocab: int, seed: int = 0) -> Tensor:
     return logits.to(DEVICE)
 
 
-def drawn_by_definition(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+def drawn_by_definition(logits: Tensor, rows: SamplingTensors) -> tuple[Tensor, Tensor]:
     """(what may be drawn, tokens) as the runner defines them."""
     vocab = logits.shape[1]
     x = torch.nn.functional.pad(logits.cpu(), (0, padded(vocab) - vocab), value=-INF)
@@ -117,7 +117,7 @@ def test_a_row_draws_the_same_alone_and_whatever_the_flags_allow() -> None:
     logits, rows = random_logits(count, vocab), sampling_rows(count, vocab)
     tokens = sample(logits, rows)[0].tolist()
     for i in range(count):
-        one = SamplingRows(*(getattr(rows, field.name)[i : i + 1] for field in dataclasses.fields(rows)))
+        one = SamplingTensors(*(getattr(rows, field.name)[i : i + 1] for field in dataclasses.fields(rows)))
         draws = bool(one.temperature_S > 0)
         cuts = bool((one.top_k_S < vocab) | (one.top_p_S < 1))
         assert sample(logits[i : i + 1], one, draws=draws, cuts=cuts)[0].tolist() == [tokens[i]]

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from moeserve import LLM, SamplingParams
+from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.loader.dummy import DummyParams, imagined
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.models.registry import family
-from moeserve.parallel.world import World
 from moeserve.runner.cpu import CPUModelRunner
 
 

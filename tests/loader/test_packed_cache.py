@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.hf_config import read_model_spec
@@ -21,13 +22,12 @@ from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
 from moeserve.loader.weights import Params, Reader
 from moeserve.models.registry import family
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
-from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import LAYOUT, Room, new_room, pack, packing_of
 from moeserve.ops.quantised import Quantised
 from moeserve.ops.table import pick_ops
-from moeserve.parallel.world import World
-from tests.parallel.board import Board, BoardTensor
+from tests.comm.board import Board, BoardTensor
 from tests.quantised_checkpoints import FORMS, write_quantised
 
 module: Any = native()
@@ -387,13 +387,13 @@ def reference_checksum(data: bytes, part: int = 2 << 20) -> int:
         return (total << 29 | total >> 35) * odd & most
 
     def of(data: bytes) -> int:
-        lanes = [odd * (i + 1) & most for i in range(8)]
+        ubatches = [odd * (i + 1) & most for i in range(8)]
         padded = data + bytes(-len(data) % 64)
         for i in range(0, len(padded), 8):
-            lanes[i // 8 % 8] = mix(lanes[i // 8 % 8], int.from_bytes(padded[i : i + 8], "little"))
+            ubatches[i // 8 % 8] = mix(ubatches[i // 8 % 8], int.from_bytes(padded[i : i + 8], "little"))
         total = mix(odd, len(data))
-        for lane in lanes:
-            total = mix(total, lane)
+        for ubatch in ubatches:
+            total = mix(total, ubatch)
         return total
 
     parts = [of(data[i : i + part]) for i in range(0, len(data), part)]

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moeserve.layers.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.comm.tensor import ALONE, TensorParallel
+from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.hf_config import read_model_spec
@@ -20,13 +22,11 @@ from moeserve.loader.spec import ModelSpec
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import family
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.lane import Lane
 from moeserve.moe.placement.placement import Placement
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, Ops, pick_ops
-from moeserve.parallel.tensor import ALONE, TensorParallel
-from moeserve.parallel.world import World
 from tests.checkpoints import FAMILIES as FAMILIES
 from tests.loader.eager import load
 
@@ -96,7 +96,7 @@ class Driver:
             self.spec, params, ops, dtype, world=world, tp=tp, placement=placement, backends=backends
         )
         self.block_size = block_size
-        self.lane = Lane()
+        self.ubatch = UBatch()
         shape = (num_blocks, block_size, local_kv_heads(self.spec, tp.size), self.spec.head_dim)
         # NaN marks what no request may read, the null block included.
         self.kv = [
@@ -137,7 +137,7 @@ class Driver:
             rows_on_device=(torch.from_numpy(starts_R), torch.from_numpy(offsets)),
         )
         with torch.inference_mode():
-            hidden = self.hidden_TD = self.model.forward(step, self.kv, self.lane)
+            hidden = self.hidden_TD = self.model.forward(step, self.kv, self.ubatch)
             logits = self.model.logits(hidden)
         return list(logits.split(counts))
 

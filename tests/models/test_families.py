@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from moeserve.blocks.inputs import GroupInputs, StepInputs
+from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
-from moeserve.layers.inputs import GroupInputs, StepInputs
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.registry import FAMILIES, family
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.table import Choice
-from moeserve.parallel.world import World
 from tests.loader.eager import load
 
 from .conftest import FAMILIES as CHECKPOINTS
@@ -128,20 +128,20 @@ def test_a_step_without_tokens(name: str, make_checkpoint: Any) -> None:
     none = torch.zeros(0, dtype=torch.int64)
     groups = tuple(GroupInputs(none, torch.zeros((0, 1), dtype=torch.int64), 16, window) for window in driver.windows)
     step = StepInputs(none, none, groups, none, np.zeros(1, np.int32), np.zeros(0, np.int32), ())
-    hidden = driver.model.forward(step, driver.kv, driver.lane)
+    hidden = driver.model.forward(step, driver.kv, driver.ubatch)
     assert hidden.shape == (0, 64)
     assert driver.model.logits(hidden).shape == (0, 256)
-    load = driver.lane.take_load()
+    load = driver.ubatch.take_load()
     assert load.sum() == 0
 
 
 def test_expert_load_counts_tokens_and_no_padding(make_checkpoint: Any) -> None:
     driver = Driver(make_checkpoint("qwen3_moe").path)
     driver.prefill("a", list(range(37)))
-    load = driver.lane.take_load()
+    load = driver.ubatch.take_load()
     assert load.shape == (2, 8)
     assert load.sum(1).tolist() == [37 * 3, 37 * 3]
-    assert not len(driver.lane.take_load())
+    assert not len(driver.ubatch.take_load())
 
 
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
@@ -155,5 +155,5 @@ def test_experts_in_any_slots_of_one_rank(kernels: Choice, make_checkpoint: Any)
     drivers = [Driver(path, kernels=kernels, placement=placement) for placement in placements]
     expected, found = (driver.prefill("a", list(range(9))) for driver in drivers)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    loads = [np.asarray(driver.lane.take_load()) for driver in drivers]
+    loads = [np.asarray(driver.ubatch.take_load()) for driver in drivers]
     assert np.array_equal(*loads)

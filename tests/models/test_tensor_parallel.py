@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.comm.tensor import GlooTensor, TensorParallel
+from moeserve.comm.world import World
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.heads import Heads, local_heads, possible_tp
@@ -18,14 +20,12 @@ from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.registry import family
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
-from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
-from moeserve.parallel.tensor import GlooTensor, TensorParallel
-from moeserve.parallel.world import World
+from tests.comm.board import Board, BoardTensor
+from tests.comm.ranks import members_of, together
 from tests.loader.eager import load
-from tests.parallel.board import Board, BoardTensor
-from tests.parallel.ranks import members_of, together
 from tests.quantised_checkpoints import FORMS, write_quantised
 
 from .conftest import FAMILIES, Driver, carry_out
@@ -48,7 +48,7 @@ def play(driver: Driver, idle: tuple[int, int] = (0, 0)) -> list[Tensor]:
     def serve(times: int) -> None:
         with torch.inference_mode():
             for _ in range(times):
-                driver.model.serve(driver.lane)
+                driver.model.serve(driver.ubatch)
 
     steps = [
         [("a", PROMPT)],
@@ -149,8 +149,8 @@ def test_with_experts_dealt_out_over_all_ranks(
         backend = TorchAll2All(wire_of("auto", dtype), spec.hidden_size, dtype, spec.experts_per_token, 16)
         tp = BoardTensor(world.tp_rank, boards[world.dp_rank])
         driver = Driver(path, dtype, world=world, tp=tp, placement=placement, backends=[backend])
-        backend.join(members[rank], placement.slots_per_rank, 1)
-        driver.lane.most_tokens = -(-len(PROMPT) // tp_size)
+        backend.join(members[rank], placement.experts_per_rank, 1)
+        driver.ubatch.most_tokens = -(-len(PROMPT) // tp_size)
         try:
             return play(driver, idle=(world.dp_rank, engines - 1 - world.dp_rank))
         finally:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from moeserve.comm.members import Members
+from moeserve.comm.tensor import side_by_side
+from moeserve.comm.world import World
 from moeserve.models.workspace import workspace_bytes
-from moeserve.parallel.members import Members
-from moeserve.parallel.tensor import side_by_side
-from moeserve.parallel.world import World
 
 from .conftest import Driver
 

@@ -17,12 +17,12 @@ from moeserve.config import ParallelConfig
 from moeserve.moe.all2all import rounds
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.registry import make_backends
-from moeserve.moe.all2all.wire import wire_of
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
+from tests.comm import fake_nccl
+from tests.comm.ranks import members_of
 from tests.moe.contract.backends import BY_NCCL
-from tests.parallel import fake_nccl
-from tests.parallel.ranks import members_of
 
 WIDTH, TOP_K, SLOTS, LANES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
 ROUND_BYTES = 16 << 20
@@ -52,7 +52,7 @@ class Rank:
     def __init__(self, rank: int, name: str, wire: str, directory: str, store: str) -> None:
         self.backend = backend_of(name, wire)
         self.backend.join(replace(members_of(RANKS, directory)[rank], store=store), SLOTS, LANES)
-        self.lanes = [Lane(index) for index in range(LANES)]
+        self.ubatches = [UBatch(index) for index in range(LANES)]
 
     @property
     def max_tokens(self) -> int:
@@ -61,16 +61,16 @@ class Rank:
         return tokens
 
     def turn(self, tokens: int) -> None:
-        """Both lanes have their rows, and results, before either sends them home."""
+        """Both micro-batches have their rows, and results, before either sends them home."""
         x, out = torch.ones((tokens, WIDTH), dtype=DTYPE), torch.empty((tokens, WIDTH), dtype=DTYPE)
         routing = Routing(torch.tensor([[0, 1]], dtype=torch.int32).repeat(tokens, 1), torch.ones(tokens, TOP_K))
         flying = []
-        for lane in self.lanes:
-            ticket = self.backend.dispatch(x, routing, lane).wait()
+        for ubatch in self.ubatches:
+            ticket = self.backend.dispatch(x, routing, ubatch).wait()
             y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
             y.copy_(ticket.inbound.x)
-            flying.append((ticket, y, lane))
-        for one in [self.backend.combine(ticket, y, out, lane) for ticket, y, lane in flying]:
+            flying.append((ticket, y, ubatch))
+        for one in [self.backend.combine(ticket, y, out, ubatch) for ticket, y, ubatch in flying]:
             one.wait()
 
     def serve(self) -> None:

@@ -7,12 +7,12 @@ import sys
 import msgspec
 import torch
 
+from moeserve.comm.members import Members
 from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
-from moeserve.moe.all2all.registry import Facts
-from moeserve.moe.all2all.wire import wire_of
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
-from moeserve.parallel.members import Members
+from moeserve.moe.ubatch import UBatch
 from tests.moe.contract.backends import MAX_TOKENS, SLOTS, TOP_K, WIDTH, make
 from tests.moe.contract.test_contract import batch, cases, there_and_back
 
@@ -21,21 +21,21 @@ def main(members: Members, path: str) -> None:
     """Two rounds of every case, saved as the suite has them."""
     backend, device = make("cuda_ipc", torch.float32, members.size), torch.device("cpu")
     if torch.cuda.is_available():
-        from moeserve.parallel.symmetric import CudaMemory, Symmetric
+        from moeserve.comm.symmetric import CudaMemory, Symmetric
 
         device = torch.device("cuda", members.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        facts = Facts(
+        facts = BackendFacts(
             hidden_size=WIDTH, dtype=torch.float32, top_k=TOP_K, max_tokens=MAX_TOKENS, num_slots=SLOTS,
             num_ranks=members.size, device="cuda", wire=wire_of("auto", torch.float32),
         )  # fmt: skip
         backend = CudaIpcAll2All(facts, Symmetric(CudaMemory(device)))
     backend.join(members, SLOTS, 1)
-    lane, outs = Lane(), []
+    ubatch, outs = UBatch(), []
     for by_rank in cases(members.size).values():
         x, routing = batch(by_rank[members.rank], torch.float32, members.rank)
         part = x.to(device), Routing(routing.ids_TK.to(device), routing.weights_TK.to(device))
-        outs.append(there_and_back(backend, lane, part, members.rank * SLOTS).cpu())
+        outs.append(there_and_back(backend, ubatch, part, members.rank * SLOTS).cpu())
         backend.check()  # type: ignore[attr-defined]
     torch.save(outs, path)
     backend.leave()

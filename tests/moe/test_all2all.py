@@ -15,8 +15,8 @@ from torch import Tensor
 from moeserve.moe.all2all.base import All2All, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows, weighted_sum
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
 
 NUM_EXPERTS = 6
 BACKENDS: list[Callable[[], All2All]] = [lambda: LocalAll2All(NUM_EXPERTS)]
@@ -74,17 +74,17 @@ def expected(x_TD: Tensor, routing: Routing) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("make", BACKENDS)
 def test_round_trip_is_the_definition(make: Callable[[], All2All], case: str, dtype: torch.dtype) -> None:
-    backend, lane, ids = make(), Lane(), CASES[case]
+    backend, ubatch, ids = make(), UBatch(), CASES[case]
     generator = torch.Generator().manual_seed(7)
     x = torch.randint(-8, 9, (len(ids), WIDTH), generator=generator).to(dtype)  # exact under scale_rows
     routing = Routing(ids, torch.rand(ids.shape, generator=generator))
-    ticket = backend.dispatch(x, routing, lane).wait()
+    ticket = backend.dispatch(x, routing, ubatch).wait()
     inbound = ticket.inbound
     assert inbound.layout is Layout.GROUPED
     assert inbound.counts_e.tolist() == [int((ids == e).sum()) for e in range(NUM_EXPERTS)]
     assert inbound.ends_e.tolist() == np.cumsum(inbound.counts_e).tolist()
     out = torch.full_like(x, torch.nan)
-    found = backend.combine(ticket, scale_rows(inbound), out, lane).wait()
+    found = backend.combine(ticket, scale_rows(inbound), out, ubatch).wait()
     assert found is out
     assert torch.equal(out, expected(x, routing))
 
@@ -93,7 +93,7 @@ def test_round_trip_is_the_definition(make: Callable[[], All2All], case: str, dt
 def test_rows_of_an_expert_keep_the_order_of_tokens(make: Callable[[], All2All]) -> None:
     ids = random_ids(50, 2, 5)
     x = torch.arange(50.0)[:, None].expand(-1, WIDTH).contiguous()
-    inbound = make().dispatch(x, Routing(ids, torch.ones(ids.shape)), Lane()).wait().inbound
+    inbound = make().dispatch(x, Routing(ids, torch.ones(ids.shape)), UBatch()).wait().inbound
     start = 0
     for expert, end in enumerate(inbound.ends_e.tolist()):
         assert inbound.x[start:end, 0].tolist() == [t for t in range(50) if expert in ids[t].tolist()]
@@ -102,29 +102,29 @@ def test_rows_of_an_expert_keep_the_order_of_tokens(make: Callable[[], All2All])
 
 @pytest.mark.parametrize("make", BACKENDS)
 def test_two_dispatches_in_flight_do_not_mix(make: Callable[[], All2All]) -> None:
-    backend, lane = make(), Lane()
+    backend, ubatch = make(), UBatch()
     batches = []
     for seed in (1, 2):
         ids = random_ids(12, 2, seed)
         x = torch.randint(-8, 9, (12, WIDTH), generator=torch.Generator().manual_seed(seed)).float()
         routing = Routing(ids, torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)))
-        batches.append((x, routing, backend.dispatch(x, routing, lane)))
+        batches.append((x, routing, backend.dispatch(x, routing, ubatch)))
     for x, routing, pending in reversed(batches):
         pending.arrive()
         ticket = pending.wait()
-        out = backend.combine(ticket, scale_rows(ticket.inbound), torch.empty_like(x), lane).wait()
+        out = backend.combine(ticket, scale_rows(ticket.inbound), torch.empty_like(x), ubatch).wait()
         assert torch.equal(out, expected(x, routing))
 
 
 @pytest.mark.parametrize("make", BACKENDS)
 def test_a_ticket_serves_once(make: Callable[[], All2All]) -> None:
-    backend, lane = make(), Lane()
+    backend, ubatch = make(), UBatch()
     ids = random_ids(4, 2, 0)
     x = torch.ones(4, WIDTH)
-    ticket: Ticket = backend.dispatch(x, Routing(ids, torch.ones(ids.shape)), lane).wait()
-    backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), lane).wait()
+    ticket: Ticket = backend.dispatch(x, Routing(ids, torch.ones(ids.shape)), ubatch).wait()
+    backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), ubatch).wait()
     with pytest.raises(RuntimeError, match="combined already"):
-        backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), lane)
+        backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), ubatch)
 
 
 def test_group_rows_example() -> None:

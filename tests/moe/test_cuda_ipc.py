@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.comm.symmetric import Symmetric
 from moeserve.errors import PeerLost
 from moeserve.kernels.exchange import TOLD
 from moeserve.moe.all2all.base import All2All, Checked
@@ -23,15 +24,14 @@ from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import TritonExperts
-from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
-from moeserve.parallel.symmetric import Symmetric
+from tests.comm.host_memory import HostMemory, HostStream, interpreting
+from tests.comm.ranks import members_of
 from tests.kernels.interpreted import ordered_dots
 from tests.moe.contract.backends import SLOTS, WIDTH, group
 from tests.moe.contract.test_contract import alone, batch, cases, same_bits
-from tests.parallel.host_memory import HostMemory, HostStream, interpreting
-from tests.parallel.ranks import members_of
 
 pytestmark = [
     pytest.mark.skipif(native() is None, reason="the native module was not built"),
@@ -56,13 +56,13 @@ def weights_of(slots: slice) -> ExpertWeights:
 
 
 def layer(backend: All2All, x_TD: Tensor, routing: Routing, slots: slice, most_tokens: int) -> Tensor:
-    kernel, lane = TritonExperts(), Lane()
-    lane.most_tokens = most_tokens
-    ticket = backend.dispatch(x_TD, routing, lane).wait()
+    kernel, ubatch = TritonExperts(), UBatch()
+    ubatch.most_tokens = most_tokens
+    ticket = backend.dispatch(x_TD, routing, ubatch).wait()
     y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
     with interpreting():
-        kernel.run(ticket.inbound, kernel.pack(weights_of(slots)), y, lane.scratch)
-    return backend.combine(ticket, y, torch.full_like(x_TD, torch.nan), lane).wait()
+        kernel.run(ticket.inbound, kernel.pack(weights_of(slots)), y, ubatch.scratch)
+    return backend.combine(ticket, y, torch.full_like(x_TD, torch.nan), ubatch).wait()
 
 
 @interpreted
@@ -99,10 +99,10 @@ def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.Mon
 
     def work(rank: int, backend: All2All) -> list[tuple[Tensor, Tensor, Tensor]]:
         x, ids, out = torch.zeros(4, WIDTH), torch.full((4, 1), -1, dtype=torch.int32), torch.empty(4, WIDTH)
-        routing, lane, random = Routing(ids, torch.ones(4, 1)), Lane(), np.random.default_rng(rank)
-        lane.most_tokens = 4
-        ticket = backend.dispatch(x, routing, lane).wait()
-        backend.combine(ticket, ticket.inbound.x, out, lane).wait()
+        routing, ubatch, random = Routing(ids, torch.ones(4, 1)), UBatch(), np.random.default_rng(rank)
+        ubatch.most_tokens = 4
+        ticket = backend.dispatch(x, routing, ubatch).wait()
+        backend.combine(ticket, ticket.inbound.x, out, ubatch).wait()
         seen = []
         for _ in range(3):
             x.copy_(torch.from_numpy(random.random((4, WIDTH), np.float32)))
@@ -126,15 +126,15 @@ def test_who_is_gone_is_named_at_once(tmp_path: Path) -> None:
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
 
     def work(rank: int, backend: All2All) -> tuple[int, ...]:
-        ticket = backend.dispatch(*part, Lane()).wait()
-        backend.combine(ticket, ticket.inbound.x, torch.empty_like(part[0]), Lane()).wait()
+        ticket = backend.dispatch(*part, UBatch()).wait()
+        backend.combine(ticket, ticket.inbound.x, torch.empty_like(part[0]), UBatch()).wait()
         if rank == 1:
             time.sleep(0.2)
             backend.leave()
             return ()
         assert isinstance(backend, Checked)
         backend.check()
-        pending = backend.dispatch(*part, Lane())
+        pending = backend.dispatch(*part, UBatch())
         with pytest.raises(PeerLost, match="ranks that are gone: 1") as caught:
             pending.wait()
         with pytest.raises(PeerLost):
@@ -174,10 +174,10 @@ def test_ranks_that_do_not_agree_on_the_most_tokens_are_told(tmp_path: Path) -> 
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
 
     def work(rank: int, backend: All2All) -> None:
-        lane = Lane()
-        lane.most_tokens = 5 + rank
+        ubatch = UBatch()
+        ubatch.most_tokens = 5 + rank
         with pytest.raises(RuntimeError, match=rf"ranks \[{1 - rank}\] make other calls"):
-            backend.dispatch(*part, lane).wait()
+            backend.dispatch(*part, ubatch).wait()
 
     with group("cuda_ipc", torch.float32, 2, str(tmp_path)) as ranks_of:
         ranks_of.run(work)
@@ -201,15 +201,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (backend,) = ranks_of.backends
         assert isinstance(backend, CudaIpcAll2All)
         assert backend.caps.pad_hidden(6) is None
-        lane = Lane()
-        lane.most_tokens = 3
+        ubatch = UBatch()
+        ubatch.most_tokens = 3
         with pytest.raises(ValueError, match=r"\[5, 24\] .* with T <= 3"):
-            backend.dispatch(x, routing, lane)
-        lane.most_tokens = 0
+            backend.dispatch(x, routing, ubatch)
+        ubatch.most_tokens = 0
         with pytest.raises(ValueError, match=r"float16 .* takes \[T, 24\] torch.float32"):
-            backend.dispatch(x.half(), routing, lane)
-        tickets = [backend.dispatch(x, routing, lane).wait() for _ in range(2)]
-        with pytest.raises(RuntimeError, match="2 dispatches of lane 0 are in flight"):
-            backend.dispatch(x, routing, lane)
-        backend.combine(tickets[1], tickets[1].inbound.x, torch.empty_like(x), lane).wait()
-        backend.dispatch(x, routing, lane).wait()
+            backend.dispatch(x.half(), routing, ubatch)
+        tickets = [backend.dispatch(x, routing, ubatch).wait() for _ in range(2)]
+        with pytest.raises(RuntimeError, match="2 dispatches of micro-batch 0 are in flight"):
+            backend.dispatch(x, routing, ubatch)
+        backend.combine(tickets[1], tickets[1].inbound.x, torch.empty_like(x), ubatch).wait()
+        backend.dispatch(x, routing, ubatch).wait()

@@ -10,7 +10,7 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Scratch
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops.table import Choice
 from tests.ops.choices import CHOICES, ops_of
 

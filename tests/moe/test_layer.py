@@ -1,4 +1,4 @@
-"""The whole MoE layer against a loop over tokens; lanes; the plan and its reasons."""
+"""The whole MoE layer against a loop over tokens; micro-batches; the plan and its reasons."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
+from moeserve.comm.world import World
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import RouterSpec
-from moeserve.moe.all2all.base import All2AllCaps, Done, Layout
+from moeserve.moe.all2all.base import All2AllCaps, Completed, Layout
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Lane, Scratch
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
-from moeserve.moe.slots import SlotMap
+from moeserve.moe.ubatch import Scratch, UBatch
 from moeserve.ops.table import pick_ops
-from moeserve.parallel.world import World
 
 E, D, I, K = 7, 32, 40, 3  # noqa: E741
 NEEDS = MoENeeds(hidden_size=D, dtype="float32", device="cpu", max_tokens=64)
@@ -39,12 +39,12 @@ def test_layer_is_the_sum_over_chosen_experts(rule: RouterSpec, shared: bool) ->
         LocalAll2All(E),
         experts,
         experts.pack(ExpertWeights(w13, w2)),
-        SlotMap(Placement.initial(1, E, 1), 0),
+        LogicalToPhysical(Placement.initial(1, E, 1), 0),
         (lambda x: 3 * x) if shared else None,
     )
     x = torch.randn(11, D)
-    lane = Lane()
-    out = layer(x, 9, lane)
+    ubatch = UBatch()
+    out = layer(x, 9, ubatch)
     for t in range(9):
         scores = gate @ x[t]
         if rule.score == "softmax":
@@ -59,14 +59,14 @@ def test_layer_is_the_sum_over_chosen_experts(rule: RouterSpec, shared: bool) ->
             expected = expected + weight * (w2[e] @ (torch.nn.functional.silu(g) * u))
         assert torch.allclose(out[t], expected, atol=1e-5)
     assert torch.equal(out[9:], 3 * x[9:] if shared else torch.zeros(2, D))
-    load = lane.take_load()
+    load = ubatch.take_load()
     assert load.sum() == 9 * K
 
 
-def test_a_lane_works_while_it_waits() -> None:
+def test_a_ubatch_works_while_it_waits() -> None:
     log: list[str] = []
 
-    class Slow(Done[str]):
+    class Slow(Completed[str]):
         def wait(self, deadline_s: float | None = None) -> str:
             log.append("wait")
             return super().wait()
@@ -75,18 +75,18 @@ def test_a_lane_works_while_it_waits() -> None:
         log.append("start")
         return Slow("value")
 
-    assert Lane().overlap(start, lambda: log.append("meanwhile")) == "value"
+    assert UBatch().overlap(start, lambda: log.append("meanwhile")) == "value"
     assert log == ["start", "meanwhile", "wait"]
 
 
 def test_loads_are_kept_layer_by_layer() -> None:
-    lane = Lane()
-    lane.note_load(np.array([4, 0, 0, 0]))
-    lane.note_load(np.array([1, 1, 1, 1]))
-    lane.note_load(np.array([0, 0, 0, 0]))
-    table = lane.take_load()
+    ubatch = UBatch()
+    ubatch.note_load(np.array([4, 0, 0, 0]))
+    ubatch.note_load(np.array([1, 1, 1, 1]))
+    ubatch.note_load(np.array([0, 0, 0, 0]))
+    table = ubatch.take_load()
     assert table.tolist() == [[4, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    assert lane.take_load().size == 0
+    assert ubatch.take_load().size == 0
 
 
 def test_scratch_is_reused_and_grows() -> None:
@@ -132,7 +132,7 @@ def test_plan_picks_the_first_pair_that_can() -> None:
         ({}, {}, {"world_size": 2}, "does not serve 2 ranks"),
         ({"wires": frozenset({"bfloat16"})}, {}, {}, "does not carry float32"),
         ({"max_hidden": 16}, {}, {}, "takes rows of 16, the model's have 32"),
-        ({"max_in_flight": 1}, {}, {"lanes": 2}, "1 dispatches in flight, 2 lanes"),
+        ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches in flight, 2 micro-batches"),
         ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
         ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
         ({}, {}, {"graphs": True}, "captured in a graph"),
@@ -152,5 +152,5 @@ def test_world() -> None:
     assert (alone.expert_rank, alone.num_expert_ranks) == (0, 1)
     with pytest.raises(ValueError, match="rank 4 is not in a world of 4"):
         World(4, 4)
-    with pytest.raises(ValueError, match="6 ranks cannot be dealt out to engines of 4"):
+    with pytest.raises(ValueError, match="6 ranks cannot be sharded over engines of 4"):
         World(0, 6, tp_size=4)

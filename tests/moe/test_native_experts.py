@@ -14,7 +14,7 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, Packed
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Scratch
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import NativeLinear
 from moeserve.ops.table import pick_ops
@@ -120,11 +120,11 @@ def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, threads: int) -
 
 
 def test_moving_experts() -> None:
-    """pack_slot, put, take and stack all give what packing the weights in their new places gives."""
+    """pack_expert, put, take and stack all give what packing the weights in their new places gives."""
     experts, weights, other = NativeExperts(), make(torch.bfloat16), make(torch.bfloat16, seed=9)
     packed, whole = experts.pack(weights), experts.pack(other)
     taken = experts.take(packed, 1)
-    experts.put(packed, 1, experts.pack_slot(other.w13_eFD[1], other.w2_eDI[1]))
+    experts.put(packed, 1, experts.pack_expert(other.w13_eFD[1], other.w2_eDI[1]))
     assert torch.equal(packed.bytes_eS[1], whole.bytes_eS[1])
     assert torch.equal(taken.bytes_eS[0], experts.pack(weights).bytes_eS[1])
     again = experts.stack([experts.take(packed, slot) for slot in (4, 1)])

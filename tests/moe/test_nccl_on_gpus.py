@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.comm.members import Members
+from moeserve.comm.nccl import DeviceMesh
+from moeserve.comm.tensor import DeviceTensor
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.all2all.wire import wire_of
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
-from moeserve.parallel.members import Members
-from moeserve.parallel.nccl import DeviceMesh
-from moeserve.parallel.tensor import DeviceTensor
+from moeserve.moe.ubatch import UBatch
+from tests.comm.ranks import members_of
 from tests.moe.contract.backends import BY_NCCL, MAX_TOKENS, SLOTS, TOP_K, WIDTH
 from tests.moe.contract.test_contract import Batch, alone, batch, cases, experts, same_bits, there_and_back
-from tests.parallel.ranks import members_of
 
 ENDS_S = 20.0
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 PROCESS = """
 import sys, msgspec
-from moeserve.parallel.members import Members
+from moeserve.comm.members import Members
 from tests.moe import test_nccl_on_gpus as here
 getattr(here, sys.argv[1])(msgspec.json.decode(sys.argv[2], type=Members), *sys.argv[3:])
 """
@@ -65,14 +65,14 @@ def on_gpu(part: Batch) -> Batch:
     return x.cuda(), Routing(routing.ids_TK.cuda(), routing.weights_TK.cuda())
 
 
-def two_lanes(backend: All2All, part: Batch, first: int) -> list[Tensor]:
-    """The same rows in both lanes at once, as two halves of a step."""
-    lanes, (x, routing) = (Lane(0), Lane(1)), on_gpu(part)
-    sent = [backend.dispatch(x, routing, lane) for lane in lanes]
+def two_ubatches(backend: All2All, part: Batch, first: int) -> list[Tensor]:
+    """The same rows in both micro-batches at once, as two halves of a step."""
+    ubatches, (x, routing) = (UBatch(0), UBatch(1)), on_gpu(part)
+    sent = [backend.dispatch(x, routing, ubatch) for ubatch in ubatches]
     tickets = [pending.wait() for pending in sent]
-    outs = [torch.full_like(x, torch.nan) for _ in lanes]
+    outs = [torch.full_like(x, torch.nan) for _ in ubatches]
     ys = [experts(ticket.inbound, first) for ticket in tickets]
-    back = [backend.combine(*each) for each in zip(tickets, ys, outs, lanes, strict=True)]
+    back = [backend.combine(*each) for each in zip(tickets, ys, outs, ubatches, strict=True)]
     return [pending.wait() for pending in back]
 
 
@@ -81,9 +81,9 @@ def travel(members: Members, name: str, dtype: str, path: str) -> None:
     kind: torch.dtype = getattr(torch, dtype)
     backend = BY_NCCL[name](wire_of("auto", kind), WIDTH, kind, TOP_K, MAX_TOKENS, 8)
     backend.join(members, SLOTS, 2)
-    first, lane = members.rank * SLOTS, Lane()
-    outs = [[there_and_back(backend, lane, on_gpu(part), first)] for part in parts_of(members.rank, kind)]
-    outs += [two_lanes(backend, part, first) for part in parts_of(members.rank, kind)]
+    first, ubatch = members.rank * SLOTS, UBatch()
+    outs = [[there_and_back(backend, ubatch, on_gpu(part), first)] for part in parts_of(members.rank, kind)]
+    outs += [two_ubatches(backend, part, first) for part in parts_of(members.rank, kind)]
     torch.cuda.synchronize()
     backend.check()
     torch.save([[out.cpu() for out in each] for each in outs], f"{path}/{members.rank}.pt")

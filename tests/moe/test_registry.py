@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 import torch
 
+from moeserve.comm import cudart
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all import names, registry
 from moeserve.moe.all2all.adapters import GroupedFromSlotted
-from moeserve.moe.all2all.base import All2All, All2AllCaps, Done, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import All2All, All2AllCaps, Completed, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows, grouped_of, slotted_of, weighted_sum
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.grouped_mm import GroupedMM
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Lane, Scratch
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import Scratch, UBatch
 from moeserve.ops.native import native
 from moeserve.ops.table import pick_ops
-from moeserve.parallel import cudart
 
 FACTS: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32, "top_k": 2, "max_tokens": 64, "num_slots": 4}
 
@@ -67,7 +67,7 @@ def test_between_gpus_collectives_are_by_nccl(monkeypatch: pytest.MonkeyPatch) -
 def test_backends_are_told_how_many_multiprocessors_they_may_take(
     asked: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[registry.Facts] = []
+    told: list[registry.BackendFacts] = []
     monkeypatch.setattr(names, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:make_mine", "g")])
     monkeypatch.setattr(EntryPoint, "load", lambda self: lambda facts: told.append(facts) or make_mine(facts))
     offered("cuda", dp=2, all2all="mine", comm_sms=asked)
@@ -147,7 +147,7 @@ def test_unknown_name() -> None:
         offered(dp=2, all2all="torhc")
 
 
-def make_mine(facts: registry.Facts) -> All2All:
+def make_mine(facts: registry.BackendFacts) -> All2All:
     if facts.num_ranks > 2:
         raise registry.Unavailable("mine serves two ranks")
     return registry.Absent("mine", "found")
@@ -166,7 +166,7 @@ def test_a_wire_that_rounds_rounds_on_one_rank_too() -> None:
     (backend,) = offered(wire="fp8_b128")
     x = torch.randn(3, 32)
     routing = Routing(torch.zeros((3, 1), dtype=torch.int32), torch.ones(3, 1))
-    assert not torch.equal(backend.dispatch(x, routing, Lane()).wait().inbound.x, x)
+    assert not torch.equal(backend.dispatch(x, routing, UBatch()).wait().inbound.x, x)
 
 
 class Slots:
@@ -177,16 +177,16 @@ class Slots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
-    def dispatch(self, x_TD: torch.Tensor, routing: Routing, lane: Lane) -> Done[Ticket]:
+    def dispatch(self, x_TD: torch.Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
         rows = group_rows(routing.ids_TK, self.num_slots)
         slots = torch.full((self.num_slots, 9, x_TD.shape[1]), torch.nan)
         slotted_of(x_TD[rows.order_P // routing.ids_TK.shape[1]], rows.counts_e, slots)
-        return Done(Ticket(Inbound(Layout.SLOTTED, slots, rows.counts_e, rows.counts_e.cumsum()), routing, rows))
+        return Completed(Ticket(Inbound(Layout.SLOTTED, slots, rows.counts_e, rows.counts_e.cumsum()), routing, rows))
 
-    def combine(self, ticket: Ticket, y: torch.Tensor, out_TD: torch.Tensor, lane: Lane) -> Done[torch.Tensor]:
+    def combine(self, ticket: Ticket, y: torch.Tensor, out_TD: torch.Tensor, ubatch: UBatch) -> Completed[torch.Tensor]:
         ticket.use()
         rows = grouped_of(y, ticket.inbound.counts_e)
-        return Done(weighted_sum(rows, ticket.private, ticket.routing, out_TD))
+        return Completed(weighted_sum(rows, ticket.private, ticket.routing, out_TD))
 
     def join(self, *_: Any) -> None:
         pass
@@ -202,16 +202,16 @@ def test_slots_are_regrouped_for_a_kernel_of_groups() -> None:
         "picked; rows of 32 travel filled up to 128; rows are copied between slots's slots and reference's groups; "
         "a step of 64 tokens goes in 4 rounds of 16"
     )
-    assert "1 ranks, 1 lanes, cpu, float32 rows of 32" in plan.table()
+    assert "1 ranks, 1 micro-batches, cpu, float32 rows of 32" in plan.table()
     ids = torch.tensor([[0, 3], [3, -1], [-1, -1], [2, 3]], dtype=torch.int32)
     x, routing = torch.randn(4, 32), Routing(ids, torch.rand(4, 2))
     outs = []
     for backend in (plan.all2all, LocalAll2All(4)):
-        ticket = backend.dispatch(x, routing, Lane()).wait()
+        ticket = backend.dispatch(x, routing, UBatch()).wait()
         assert not ticket.inbound.x.isnan().any()
-        outs.append(backend.combine(ticket, ticket.inbound.x * 3, torch.empty_like(x), Lane()).wait())
+        outs.append(backend.combine(ticket, ticket.inbound.x * 3, torch.empty_like(x), UBatch()).wait())
         with pytest.raises(RuntimeError, match="combined already"):
-            backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), Lane())
+            backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), UBatch())
     assert torch.equal(*outs)
 
 
@@ -222,7 +222,7 @@ def test_grouped_mm_agrees_with_the_reference(counts: list[int]) -> None:
     w13 = torch.randn(4, 64, 48, generator=generator).bfloat16() / 7
     w2 = torch.randn(4, 48, 32, generator=generator).bfloat16() / 6
     packed = kernel.pack(ExpertWeights(w13.clone(), w2.clone()))
-    kernel.put(packed, 2, kernel.pack_slot(w13[1], w2[1]))
+    kernel.put(packed, 2, kernel.pack_expert(w13[1], w2[1]))
     w13[2], w2[2] = w13[1], w2[1]
     x = torch.randn(sum(counts) + 2, 48, generator=generator).bfloat16()
     x[sum(counts) :] = torch.nan

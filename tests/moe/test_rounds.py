@@ -14,11 +14,11 @@ import torch
 from moeserve.models.workspace import Inflow, workspace_bytes
 from moeserve.moe.all2all import rounds
 from moeserve.moe.all2all.rounds import USUAL_RANKS, most_rows, round_tokens
+from tests.comm import fake_nccl
+from tests.comm.ranks import free_port, members_of, together
 from tests.moe.contract.backends import INTERPRETED, ON_CPU, make
 from tests.moe.contract.backends import NAMES as ALL
 from tests.moe.inflow_rank import DTYPE, LANES, RANKS, ROUND_BYTES, SLOTS, TOKENS, TOP_K, WIDTH, Rank
-from tests.parallel import fake_nccl
-from tests.parallel.ranks import free_port, members_of, together
 from tests.runner.expert_checkpoint import SPEC
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -16,11 +16,11 @@ from torch import Tensor
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import Inbound, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.all2all.wire import Fp8Wire, RawWire
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import Fp8Wire, RawWire
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
-from tests.parallel.ranks import members_of, together
+from tests.comm.ranks import members_of, together
 
 if native() is None:
     pytest.skip("the native module was not built", allow_module_level=True)
@@ -34,12 +34,12 @@ Batch = tuple[Tensor, Routing]
 
 @contextmanager
 def group(
-    size: int, folder: Path, *, lanes: int = 1, deadline_s: float = 10.0, **facts: object
+    size: int, folder: Path, *, ubatches: int = 1, deadline_s: float = 10.0, **facts: object
 ) -> Iterator[list[ShmAll2All]]:
     settings = {"hidden": 24, "dtype": torch.float32, "top_k": 2, "max_tokens": 32, **facts}
     backends = [ShmAll2All(**settings) for _ in range(size)]  # type: ignore[arg-type]
     members = members_of(size, str(folder), deadline_s=deadline_s)
-    together([lambda b=b, m=m: b.join(m, SLOTS, lanes) for b, m in zip(backends, members, strict=True)])
+    together([lambda b=b, m=m: b.join(m, SLOTS, ubatches) for b, m in zip(backends, members, strict=True)])
     try:
         yield backends
     finally:
@@ -67,29 +67,29 @@ def experts(inbound: Inbound, first_slot: int, y: Tensor) -> Tensor:
     return y
 
 
-def round_trip(backend: ShmAll2All, rank: int, part: Batch, lane: Lane) -> tuple[Inbound, Tensor, Tensor]:
+def round_trip(backend: ShmAll2All, rank: int, part: Batch, ubatch: UBatch) -> tuple[Inbound, Tensor, Tensor]:
     x_TD, routing = part
-    ticket = backend.dispatch(x_TD, routing, lane).wait()
+    ticket = backend.dispatch(x_TD, routing, ubatch).wait()
     assert ticket.y is not None
     x_PD = ticket.inbound.x.clone()
     y = experts(ticket.inbound, rank * SLOTS, ticket.y)
-    out = backend.combine(ticket, y, torch.full_like(x_TD, torch.nan), lane).wait()
+    out = backend.combine(ticket, y, torch.full_like(x_TD, torch.nan), ubatch).wait()
     return ticket.inbound, x_PD, out
 
 
 def expected(parts: list[Batch]) -> tuple[Inbound, list[Tensor]]:
     """The same on one rank that has all tokens and all slots."""
-    local, lane = LocalAll2All(SLOTS * len(parts)), Lane()
+    local, ubatch = LocalAll2All(SLOTS * len(parts)), UBatch()
     x = torch.cat([x for x, _ in parts])
     routing = Routing(torch.cat([r.ids_TK for _, r in parts]), torch.cat([r.weights_TK for _, r in parts]))
-    ticket = local.dispatch(x, routing, lane).wait()
+    ticket = local.dispatch(x, routing, ubatch).wait()
     y = experts(ticket.inbound, 0, torch.empty_like(ticket.inbound.x))
-    out = local.combine(ticket, y, torch.empty_like(x), lane).wait()
+    out = local.combine(ticket, y, torch.empty_like(x), ubatch).wait()
     return ticket.inbound, list(out.split([len(x) for x, _ in parts]))
 
 
-def check(backends: list[ShmAll2All], parts: list[Batch], lane: Lane | None = None) -> None:
-    calls = [lambda r=r: round_trip(backends[r], r, parts[r], lane or Lane()) for r in range(len(parts))]
+def check(backends: list[ShmAll2All], parts: list[Batch], ubatch: UBatch | None = None) -> None:
+    calls = [lambda r=r: round_trip(backends[r], r, parts[r], ubatch or UBatch()) for r in range(len(parts))]
     inbound, outs = expected(parts)
     for rank, (found, x_PD, out) in enumerate(together(calls)):
         slots = slice(rank * SLOTS, (rank + 1) * SLOTS)
@@ -142,7 +142,7 @@ def test_rounded_wire_rounds_rows_of_every_rank_alike(tmp_path: Path) -> None:
     wire = Fp8Wire()
     with group(2, tmp_path, hidden=200, dtype=torch.bfloat16, wire=wire) as backends:
         parts = [batch(random_ids(20, 2, 6, r), 200, torch.bfloat16, r) for r in range(2)]
-        calls = [lambda r=r: round_trip(backends[r], r, parts[r], Lane()) for r in range(2)]
+        calls = [lambda r=r: round_trip(backends[r], r, parts[r], UBatch()) for r in range(2)]
         rounded = [(wire.decode(wire.encode(x), x.dtype, 200), routing) for x, routing in parts]
         _, outs = expected(rounded)
         for (_, _, out), want in zip(together(calls), outs, strict=True):
@@ -151,7 +151,7 @@ def test_rounded_wire_rounds_rows_of_every_rank_alike(tmp_path: Path) -> None:
 
 def test_turns_are_reused_many_times(tmp_path: Path) -> None:
     def run(backend: ShmAll2All, rank: int, rounds: list[list[Batch]]) -> list[Tensor]:
-        return [round_trip(backend, rank, parts[rank], Lane())[2] for parts in rounds]
+        return [round_trip(backend, rank, parts[rank], UBatch())[2] for parts in rounds]
 
     rounds = [
         [batch(random_ids((7 * n + 3 * r) % 33, 2, 9, 100 * n + r), 24, torch.float32, n) for r in range(3)]
@@ -169,16 +169,16 @@ def test_two_dispatches_in_flight(backwards: bool, tmp_path: Path) -> None:
     rounds = [[batch(random_ids(9 + n + r, 2, 6, n + 5 * r), 24, torch.float32, n) for r in range(2)] for n in range(2)]
 
     def run(backend: ShmAll2All, rank: int) -> list[Tensor]:
-        lane = Lane()
-        pending = [(parts[rank], backend.dispatch(*parts[rank], lane)) for parts in rounds]
+        ubatch = UBatch()
+        pending = [(parts[rank], backend.dispatch(*parts[rank], ubatch)) for parts in rounds]
         with pytest.raises(RuntimeError, match="two dispatches"):
-            backend.dispatch(*rounds[0][rank], lane)
+            backend.dispatch(*rounds[0][rank], ubatch)
         sums = []
         for (x, _), rows in reversed(pending) if backwards else pending:
             ticket = rows.wait()
             assert ticket.y is not None
             y = experts(ticket.inbound, rank * SLOTS, ticket.y)
-            sums.append(backend.combine(ticket, y, torch.empty_like(x), lane))
+            sums.append(backend.combine(ticket, y, torch.empty_like(x), ubatch))
         outs = [pending.wait() for pending in sums]
         return outs[::-1] if backwards else outs
 
@@ -189,10 +189,10 @@ def test_two_dispatches_in_flight(backwards: bool, tmp_path: Path) -> None:
             assert torch.equal(found[rank][n], want)
 
 
-def test_lanes_do_not_mix(tmp_path: Path) -> None:
-    with group(2, tmp_path, lanes=2) as backends:
+def test_ubatches_do_not_mix(tmp_path: Path) -> None:
+    with group(2, tmp_path, ubatches=2) as backends:
         parts = [[batch(random_ids(12, 2, 6, n + r), 24, torch.float32, n) for r in range(2)] for n in range(2)]
-        together([lambda n=n: check(backends, parts[n], Lane(n)) for n in range(2)])
+        together([lambda n=n: check(backends, parts[n], UBatch(n)) for n in range(2)])
 
 
 def test_experts_may_write_anywhere_and_rows_may_be_strided(tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_experts_may_write_anywhere_and_rows_may_be_strided(tmp_path: Path) -> N
         wide = torch.zeros(6, 48, dtype=x_TD.dtype)
         wide[:, ::2] = x_TD
         ids = routing.ids_TK.t().contiguous().t().long()
-        ticket = backend.dispatch(wide[:, ::2], Routing(ids, routing.weights_TK.t().contiguous().t()), Lane()).wait()
+        ticket = backend.dispatch(wide[:, ::2], Routing(ids, routing.weights_TK.t().contiguous().t()), UBatch()).wait()
         y = experts(ticket.inbound, rank * SLOTS, torch.empty(len(ticket.inbound.x) + 3, 24, dtype=x_TD.dtype))
         out = torch.zeros(6, 48, dtype=x_TD.dtype)
-        found = backend.combine(ticket, y, out[:, ::2], Lane()).wait()
+        found = backend.combine(ticket, y, out[:, ::2], UBatch()).wait()
         assert found.data_ptr() == out.data_ptr()
         assert not out[:, 1::2].any()
         return out[:, ::2]
@@ -222,7 +222,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(tmp_path: Path) -> No
 
     def refuse(backend: ShmAll2All) -> None:
         def attempt(ids: Tensor, hidden: int = 24, dtype: torch.dtype = torch.float32) -> None:
-            backend.dispatch(*batch(ids, hidden, dtype, 0), Lane())
+            backend.dispatch(*batch(ids, hidden, dtype, 0), UBatch())
 
         with pytest.raises(ValueError, match="33 tokens x 2 experts; agreed were at most 32 x 2"):
             attempt(random_ids(33, 2, 6, 0))
@@ -245,13 +245,13 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(tmp_path: Path) -> No
 def test_a_ticket_serves_once(tmp_path: Path) -> None:
     with group(1, tmp_path) as (backend,):
         x, routing = batch(random_ids(4, 2, 3, 0), 24, torch.float32, 0)
-        pending = backend.dispatch(x, routing, Lane())
+        pending = backend.dispatch(x, routing, UBatch())
         ticket = pending.wait()
         with pytest.raises(RuntimeError, match="out of order"):
             pending.wait()
-        backend.combine(ticket, ticket.inbound.x, x, Lane()).wait()
+        backend.combine(ticket, ticket.inbound.x, x, UBatch()).wait()
         with pytest.raises(RuntimeError, match="combined already"):
-            backend.combine(ticket, ticket.inbound.x, x, Lane())
+            backend.combine(ticket, ticket.inbound.x, x, UBatch())
 
 
 def test_arrival_is_when_the_last_peer_rang(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_arrival_is_when_the_last_peer_rang(tmp_path: Path) -> None:
         x, routing = batch(random_ids(4, 2, SLOTS, rank), 24, torch.float32, 0)
         time.sleep(0.05 * rank)
         before = time.monotonic_ns()
-        rows = backend.dispatch(x, routing, Lane())
+        rows = backend.dispatch(x, routing, UBatch())
         rang = time.monotonic_ns()
         rows.arrive()
         rows.wait()
@@ -274,12 +274,12 @@ def test_arrival_is_when_the_last_peer_rang(tmp_path: Path) -> None:
 
 
 def wait_for_rows(backend: ShmAll2All, deadline_s: float | None = None) -> Ticket:
-    return backend.dispatch(*batch(random_ids(4, 2, 6, 0), 24, torch.float32, 0), Lane()).wait(deadline_s)
+    return backend.dispatch(*batch(random_ids(4, 2, 6, 0), 24, torch.float32, 0), UBatch()).wait(deadline_s)
 
 
 def test_a_silent_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
     with group(3, tmp_path) as backends:
-        backends[1].dispatch(*batch(random_ids(4, 2, 6, 0), 24, torch.float32, 0), Lane())
+        backends[1].dispatch(*batch(random_ids(4, 2, 6, 0), 24, torch.float32, 0), UBatch())
         started = time.monotonic()
         with pytest.raises(PeerLost, match=r"rank 2 .*silent for 100 ms") as lost:
             wait_for_rows(backends[0], 0.1)
@@ -290,14 +290,14 @@ def test_a_silent_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
 def test_ranks_that_diverge_are_told_what_each_did(tmp_path: Path) -> None:
     def ahead(backend: ShmAll2All) -> None:
         ticket = wait_for_rows(backend)
-        backend.combine(ticket, ticket.inbound.x, torch.empty(4, 24), Lane()).wait()
+        backend.combine(ticket, ticket.inbound.x, torch.empty(4, 24), UBatch()).wait()
 
     def astray(backend: ShmAll2All) -> None:
         wait_for_rows(backend)
         wait_for_rows(backend)
 
     for run in (ahead, astray):
-        with group(2, tmp_path) as backends, pytest.raises(PeerLost, match="diverged on lane 0: rank") as lost:
+        with group(2, tmp_path) as backends, pytest.raises(PeerLost, match="diverged on micro-batch 0: rank") as lost:
             together([lambda b=backends[0]: ahead(b), lambda b=backends[1], run=run: astray(b)])
         assert "did combine where" in str(lost.value) or "did dispatch where" in str(lost.value)
 
@@ -323,7 +323,7 @@ def test_a_group_forms_again_after_leaving(tmp_path: Path) -> None:
         members = members_of(2, str(tmp_path), epoch=2)
         together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members, strict=True)])
         with pytest.raises(PeerLost):
-            backends[0].combine(ticket_of_old, ticket_of_old.inbound.x, torch.empty(4, 24), Lane())
+            backends[0].combine(ticket_of_old, ticket_of_old.inbound.x, torch.empty(4, 24), UBatch())
         check(backends, parts)
 
 

@@ -18,7 +18,7 @@ from moeserve.kernels.fp8 import quantise_reference, widen
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import TritonExperts
-from moeserve.moe.lane import Scratch
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops.quantised import Quantised, Weight, quantisation_of
 from moeserve.ops.triton_weights import W8A8, obstacle
 from tests.kernels.device import DEVICE
@@ -95,7 +95,7 @@ def test_an_expert_moves_as_a_slot(kind: str) -> None:
     experts, a, b = TritonExperts(), weights(kind), weights(kind, seed=7)
     whole, other = experts.pack(a), experts.pack(b)
     assert all(len(part) == E and part.is_contiguous() for part in whole.parts)
-    one = experts.pack_slot(b.w13_eFD[2], b.w2_eDI[2])
+    one = experts.pack_expert(b.w13_eFD[2], b.w2_eDI[2])
     first = experts.take(whole, 1)
     experts.put(whole, 1, one)
     stacked = experts.stack([one, first, experts.take(other, 0)])

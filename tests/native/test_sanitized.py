@@ -80,8 +80,8 @@ def test_attention_with_dot_products(tmp_path: Path) -> None:
     replace(ATTENTION, isa=(*AVX512, "-mavx512bf16")).run(tmp_path, MEMORY)
 
 
-def test_attention_in_two_lanes(tmp_path: Path) -> None:
-    ATTENTION.run(tmp_path, THREADS, "lanes")
+def test_attention_in_two_ubatches(tmp_path: Path) -> None:
+    ATTENTION.run(tmp_path, THREADS, "ubatches")
 
 
 @pytest.mark.parametrize("isa", [AVX2, AVX512_BF16], ids=["avx2", "avx512_bf16"])
@@ -89,8 +89,8 @@ def test_products(isa: list[str], tmp_path: Path) -> None:
     Program("products", (*PRODUCTS, "tests/exact_scratch.cpp"), tuple(isa)).run(tmp_path, HEAP)
 
 
-def test_products_in_two_lanes(tmp_path: Path) -> None:
-    Program("products", (*PRODUCTS, "pool/scratch.cpp"), tuple(AVX2)).run(tmp_path, THREADS, "lanes")
+def test_products_in_two_ubatches(tmp_path: Path) -> None:
+    Program("products", (*PRODUCTS, "pool/scratch.cpp"), tuple(AVX2)).run(tmp_path, THREADS, "ubatches")
 
 
 @pytest.mark.skipif(not X86, reason="needs a compiler for x86-64")

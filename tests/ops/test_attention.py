@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import attention as a
-from moeserve.ops.cells import cell_width, from_cells, to_cells
+from moeserve.ops.kv_entries import entry_width, from_entries, to_entries
 
 
 @dataclass
@@ -29,20 +29,20 @@ class Cache:
 def make_cache(lengths: list[int], g: int, d: int, size: int, dtype: torch.dtype, seed: int = 0) -> Cache:
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // size) for n in lengths]
-    width = cell_width(d, dtype)
+    width = entry_width(d, dtype)
     free = (torch.randperm(sum(counts) + 3, generator=generator) + 1).tolist()
-    k = to_cells(torch.full((sum(counts) + 4, size, g, d), torch.nan), dtype)
+    k = to_entries(torch.full((sum(counts) + 4, size, g, d), torch.nan), dtype)
     v = k.clone()
     tables, keys, values = [], [], []
     for length, count in zip(lengths, counts, strict=True):
         blocks = [free.pop() for _ in range(count)]
-        own_k, own_v = (to_cells(torch.randn(length, g, d, generator=generator), dtype) for _ in range(2))
+        own_k, own_v = (to_entries(torch.randn(length, g, d, generator=generator), dtype) for _ in range(2))
         cells = torch.tensor([blocks[p // size] * size + p % size for p in range(length)])
         k.view(-1, g, width)[cells] = own_k
         v.view(-1, g, width)[cells] = own_v
         tables.append(blocks)
-        keys.append(from_cells(own_k))
-        values.append(from_cells(own_v))
+        keys.append(from_entries(own_k))
+        values.append(from_entries(own_v))
     return Cache(k, v, tables, size, keys, values)
 
 

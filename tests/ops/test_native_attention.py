@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moeserve.ops import attention as torch_attention
 from moeserve.ops import native_attention
-from moeserve.ops.cells import to_cells
 from moeserve.ops.elementwise import write_kv
+from moeserve.ops.kv_entries import to_entries
 from moeserve.ops.native import native
 from tests.ops.test_attention import Cache, make_cache, query_type
 
@@ -239,7 +239,7 @@ def test_scales_of_any_size(isa: str, q_dtype: torch.dtype) -> None:
     cache = make_cache([200], 2, 24, 16, torch.float32)
     sizes = torch.tensor([0.0, 1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e37])[torch.arange(200) % 7].view(200, 1, 1)
     cells = torch.tensor([cache.tables[0][p // 16] * 16 + p % 16 for p in range(200)])
-    cache.k, cache.v = (to_cells(x, torch.int8) for x in (cache.k, cache.v))
+    cache.k, cache.v = (to_entries(x, torch.int8) for x in (cache.k, cache.v))
     write_kv(cache.keys[0] * sizes, cache.values[0] * sizes.flip(0), cache.k, cache.v, cells)
     q = [x * 1e-3 for x in make_queries([200], 4, 24, q_dtype)]
     found = run(cache, [(0, 0, 200)], q, None)[0]

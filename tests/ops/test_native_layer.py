@@ -15,10 +15,10 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, Packed
-from moeserve.moe.lane import Scratch
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops import native_attention, native_layer, native_rows
-from moeserve.ops.cells import to_cells
+from moeserve.ops.kv_entries import to_entries
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import NativeLinear
 from moeserve.ops.prologue import HeadRule
@@ -56,7 +56,7 @@ def test_attention(
     x = random(tokens, WIDTH + 5, dtype=dtype, seed=4)[:, :WIDTH]
     cos, sin = random(tokens, 1, DIM, seed=5), random(tokens, 1, DIM, seed=6)
     kv_dtype = torch.int8 if rounded else dtype
-    caches = [to_cells(random(40, BLOCK, KV_HEADS, DIM, seed=7 + i), kv_dtype) for i in range(2)]
+    caches = [to_entries(random(40, BLOCK, KV_HEADS, DIM, seed=7 + i), kv_dtype) for i in range(2)]
     blocks = (1 + torch.randperm(39, generator=torch.Generator().manual_seed(9)))[: 8 * len(counts)]
     blocks = blocks.view(len(counts), 8).contiguous()
     offsets = np.cumsum([0, *counts]).astype(np.int32)

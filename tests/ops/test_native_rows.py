@@ -18,7 +18,7 @@ from torch import Tensor
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.routing import Routing
 from moeserve.ops import elementwise, native_rows
-from moeserve.ops.cells import from_cells, to_cells
+from moeserve.ops.kv_entries import from_entries, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.prologue import HeadRule, prologue
 from moeserve.runner import noise
@@ -151,17 +151,17 @@ def test_prologue(dim: int, dtype: torch.dtype, norms: bool, clip: float, normed
     """Two of the nine rows are padding: their queries are computed, their keys and values go nowhere."""
     qkv, rule, cos, sin, cells, given = prologue_case(dtype, dim, norms=norms, clip=clip, normed=normed)
     empty = torch.full((6, 7, 2, dim), torch.nan)
-    caches = [to_cells(empty, torch.int8 if rounded else dtype) for _ in range(4)]
+    caches = [to_entries(empty, torch.int8 if rounded else dtype) for _ in range(4)]
     found = native_rows.prologue(qkv, rule, cos, sin, *caches[:2], cells, given), *caches[:2]
     expected = prologue(qkv, rule, cos, sin, *caches[2:], cells, given), *caches[2:]
     for mine, reference in zip(found, expected, strict=True):
         if norms:
             tolerance = 0.05 if mine.dtype == torch.int8 else 1e-5  # one step of a scale
-            a, b = from_cells(mine), from_cells(reference)
+            a, b = from_entries(mine), from_entries(reference)
             torch.testing.assert_close(a, b, rtol=TOLERANCE[dtype], atol=tolerance, equal_nan=True)
         else:
             assert torch.equal(bits_of(mine), bits_of(reference))
-    assert int(from_cells(caches[0]).isnan().any(-1).sum()) == (42 - 7) * 2
+    assert int(from_entries(caches[0]).isnan().any(-1).sum()) == (42 - 7) * 2
     alone = native_rows.prologue(qkv[4:5].clone(), rule, cos[4:5], sin[4:5], *caches[:2], cells[4:5],
                                  None if given is None else given[4:5])  # fmt: skip
     assert torch.equal(alone[0], found[0][4])
@@ -184,7 +184,7 @@ def test_int8_cells_are_the_references(dtype: torch.dtype) -> None:
     assert torch.equal(caches[0], caches[2])
     assert torch.equal(caches[1], caches[3])
     assert caches[1][5].flatten()[:6].tolist() == [127, 2, 2, 4, 4, 6]
-    values, wanted = from_cells(caches[1]).view(8, 24), qkv[:, 2].float()
+    values, wanted = from_entries(caches[1]).view(8, 24), qkv[:, 2].float()
     finite = wanted.isfinite().all(1)
     assert torch.equal(values.isnan(), ~finite[:, None].expand(8, 24))
     error, step = (values - wanted)[finite].abs(), wanted[finite].abs().amax(1, keepdim=True) / 127

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from moeserve.blocks.inputs import Cut, GroupInputs, StepInputs
 from moeserve.engine.groups import groups_of
-from moeserve.layers.inputs import Cut, GroupInputs, StepInputs
 from moeserve.models.registry import family
-from moeserve.moe.lane import Lane
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import FOLDER, traced
 from moeserve.runner.kv_cache import KVCache
@@ -59,7 +59,7 @@ def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None) -> torch.
         cut=cut,
     )
     with torch.inference_mode():
-        return model.forward(step, kv.layers, Lane())
+        return model.forward(step, kv.layers, UBatch())
 
 
 @pytest.mark.timeout(240)

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult
 from moeserve.loader.hf_config import read_model_spec
 from moeserve.messages import Join, Placed, PlacementTable
-from moeserve.parallel.world import World
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.group import GroupedRunner
-from tests.parallel.ranks import free_port
+from tests.comm.ranks import free_port
 from tests.runner.harness import Driver, Request
 
 Chunks = Sequence[tuple[Request, int]]
@@ -92,22 +92,24 @@ class Group:
     async def leave(self) -> None:
         await asyncio.gather(*(engine.runner.leave() for engine in self.engines))
 
-    def plans(self, work: Sequence[Chunks], *, two_lanes: bool = False, trace: bool = False) -> list[StepPlan]:
+    def plans(self, work: Sequence[Chunks], *, two_ubatches: bool = False, trace: bool = False) -> list[StepPlan]:
         """Each engine's plan of one step, on which all agree; no chunks: it has no tokens."""
         drafts = [
             engine.driver.plan(chunks) if chunks else empty_plan(len(engine.model.groups))
             for engine, chunks in zip(self.engines, work, strict=True)
         ]
-        return self.agree(drafts, two_lanes=two_lanes, trace=trace)
+        return self.agree(drafts, two_ubatches=two_ubatches, trace=trace)
 
-    def agree(self, drafts: Sequence[StepPlan], *, two_lanes: bool = False, trace: bool = False) -> list[StepPlan]:
-        cuts = [draft.num_tokens // 2 if two_lanes else 0 for draft in drafts]
-        most = max(max(cut, draft.num_tokens - cut) for draft, cut in zip(drafts, cuts, strict=True))
+    def agree(self, drafts: Sequence[StepPlan], *, two_ubatches: bool = False, trace: bool = False) -> list[StepPlan]:
+        splits = [draft.num_tokens // 2 if two_ubatches else 0 for draft in drafts]
+        most = max(max(split_at, draft.num_tokens - split_at) for draft, split_at in zip(drafts, splits, strict=True))
         placed = min(engine.runner.placed for engine in self.engines)
-        lanes = 2 if two_lanes else 1
-        agreed = Agreed(self.step, lanes, (most, most if two_lanes else 0), placed, trace)
+        ubatches = 2 if two_ubatches else 1
+        agreed = Agreed(self.step, ubatches, (most, most if two_ubatches else 0), placed, trace)
         self.step += 1
-        return [replace(draft, agreed=agreed, cut=cut) for draft, cut in zip(drafts, cuts, strict=True)]
+        return [
+            replace(draft, agreed=agreed, split_at=split_at) for draft, split_at in zip(drafts, splits, strict=True)
+        ]
 
     async def run(self, *work: Chunks, **options: bool) -> list[StepResult]:
         """One step of all engines."""
@@ -116,7 +118,7 @@ class Group:
         results = list(await asyncio.gather(*(handle.result() for handle in handles)))
         for engine, chunks, plan, result in zip(self.engines, work, plans, results, strict=True):
             if chunks:
-                engine.driver.settle(chunks, plan, result)
+                engine.driver.update_from_output(chunks, plan, result)
         return results
 
     def close(self) -> None:

@@ -22,11 +22,11 @@ from moeserve.messages import Placed
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Lane
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
-from moeserve.moe.slots import SlotMap
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.runner.experts import ExpertStore, Read
 from tests.runner.expert_checkpoint import FAMILY, SPEC, D, E
@@ -80,8 +80,8 @@ class Group:
             weights = ExpertWeights(torch.stack([w13 for w13, _ in ones]), torch.stack([w2 for _, w2 in ones]))
             kernel = ReferenceExperts(self.ops)
             router: Any = no_router
-            all2all = LocalAll2All(placement.slots_per_rank)
-            layers.append(MoELayer(router, all2all, kernel, kernel.pack(weights), SlotMap(placement, layer)))
+            all2all = LocalAll2All(placement.experts_per_rank)
+            layers.append(MoELayer(router, all2all, kernel, kernel.pack(weights), LogicalToPhysical(placement, layer)))
         made = Rank(ExpertStore(layers, read or files.read, rank, placement), layers)
         made.store.on_placed = made.notices.append
         return made
@@ -93,11 +93,11 @@ class Group:
             slots = [rank.layers[layer].slots(self.routing[layer]) for rank in self.ranks]
             assert all(torch.equal(one.ids_TK, slots[0].ids_TK) for one in slots), "ranks disagree about the slots"
             packed = [one for rank in self.ranks for one in rank.layers[layer].packed]
-            kernel, lane, all2all = ReferenceExperts(self.ops), Lane(), LocalAll2All(len(packed))
-            ticket = all2all.dispatch(self.x[layer], slots[0], lane).wait()
+            kernel, ubatch, all2all = ReferenceExperts(self.ops), UBatch(), LocalAll2All(len(packed))
+            ticket = all2all.dispatch(self.x[layer], slots[0], ubatch).wait()
             y = torch.empty_like(ticket.inbound.x)
-            kernel.run(ticket.inbound, packed, y, lane.scratch)
-            all2all.combine(ticket, y, out[layer], lane).wait()
+            kernel.run(ticket.inbound, packed, y, ubatch.scratch)
+            all2all.combine(ticket, y, out[layer], ubatch).wait()
         return out
 
     def prepare(self, placement: Placement) -> None:

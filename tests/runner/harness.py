@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.config import Config, config_of
-from moeserve.engine.plan import Added, BlockDiff, StepPlan, StepResult
-from moeserve.layers.inputs import LayerKV, StepInputs
+from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan, StepResult
 from moeserve.loader.spec import ModelSpec
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
@@ -53,13 +53,15 @@ class HistoryModel:
         self.table = torch.randn(997, spec.vocab_size, generator=generator)
         self.seen: list[StepInputs] = []
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Any = None) -> Tensor:
+    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: Any = None) -> Tensor:
         self.seen.append(step)
         digest_T = torch.zeros(len(step.ids_T), dtype=torch.int64)
         for layer, cache in enumerate(kv):
             group = step.groups[layer % len(step.groups)]
             cache.k.view(-1, *cache.k.shape[2:]).index_copy_(
-                0, group.cells_T, step.ids_T.float().view(-1, 1, 1).expand(-1, *cache.k.shape[2:]).to(cache.k.dtype)
+                0,
+                group.slot_mapping_T,
+                step.ids_T.float().view(-1, 1, 1).expand(-1, *cache.k.shape[2:]).to(cache.k.dtype),
             )
             for row, start in enumerate(step.starts_R.tolist()):
                 begin, end = step.offsets_R1[row], step.offsets_R1[row + 1]
@@ -73,7 +75,7 @@ class HistoryModel:
                     digest_T[token] += int((ids * weights).sum())
         return (digest_T % 997).float().unsqueeze(1)
 
-    def serve(self, lane: Any) -> None:
+    def serve(self, ubatch: Any) -> None:
         """There are no experts."""
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ class Driver:
         self.runner = runner
         self.free_blocks = list(range(1, runner.limits.num_blocks))
         self.free_slots = list(range(runner.limits.max_num_seqs))
-        self.added: list[Added] = []
+        self.new_requests: list[NewRequest] = []
         self.step = 0
         runner.on_logits = self._on_logits
         self._logits: dict[int, Tensor] = {}
@@ -135,7 +137,7 @@ class Driver:
         request.slot = self.free_slots.pop(0)
         request.num_computed, request.num_known = 0, len(tokens)
         request.blocks = [[] for _ in self.runner.groups]
-        self.added.append(Added(request.slot, tokens, len(request.prompt), request.sampling))
+        self.new_requests.append(NewRequest(request.slot, tokens, len(request.prompt), request.sampling))
         return request
 
     def remove(self, request: Request) -> None:
@@ -160,7 +162,7 @@ class Driver:
             request.num_known += rows[-1][3]
         self.step += 1
         columns = np.array(rows, dtype=np.int32).reshape(-1, 4).T
-        added, self.added = tuple(self.added), []
+        new_requests, self.new_requests = tuple(self.new_requests), []
         return StepPlan(
             step=self.step,
             slots_R=columns[0],
@@ -168,10 +170,10 @@ class Driver:
             counts_R=columns[2],
             samples_R=columns[3].astype(bool),
             diffs=tuple(BlockDiff(*(np.array(c, dtype=np.int32) for c in diff)) for diff in diffs),
-            added=added,
+            new_requests=new_requests,
         )
 
-    def settle(self, chunks: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
+    def update_from_output(self, chunks: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
         assert result.step == plan.step
         sampling = [request for (request, _), samples in zip(chunks, plan.samples_R, strict=True) if samples]
         assert len(sampling) == len(result.tokens_S)
@@ -185,7 +187,7 @@ class Driver:
     def run(self, chunks: Sequence[tuple[Request, int]]) -> StepResult:
         plan = self.plan(chunks)
         result = self.runner.execute(plan)
-        self.settle(chunks, plan, result)
+        self.update_from_output(chunks, plan, result)
         return result
 
     def generate(self, request: Request, num_tokens: int, chunk: int = 1 << 30) -> list[int]:

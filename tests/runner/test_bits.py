@@ -132,9 +132,9 @@ def in_company(model: str, dtype: str, sampling: str, crowd: Crowd) -> Request:
     needle = driver.add(Request(list(PROMPT), SAMPLINGS[sampling]))
     in_flight: deque[tuple[Any, Any, Any]] = deque()
 
-    def settle() -> None:
+    def update_from_output() -> None:
         chunks, plan, collect = in_flight.popleft()
-        driver.settle(chunks, plan, collect())
+        driver.update_from_output(chunks, plan, collect())
 
     preempted = crowd.preempt_after is None
     while len(needle.output) < NUM_TOKENS:
@@ -145,15 +145,15 @@ def in_company(model: str, dtype: str, sampling: str, crowd: Crowd) -> Request:
         plan = driver.plan(chunks)
         in_flight.append((chunks, plan, driver.runner.launch(plan)))
         if len(in_flight) == crowd.depth:
-            settle()
+            update_from_output()
         if not preempted and len(needle.output) >= (crowd.preempt_after or 0):
             while in_flight:
-                settle()
+                update_from_output()
             driver.remove(needle)
             preempted = True
             driver.add(needle)
     while in_flight:
-        settle()
+        update_from_output()
     return needle
 
 

@@ -18,7 +18,7 @@ def plan_of(step: int, counts: list[int]) -> StepPlan:
 
 
 class Sim:
-    """Engines that share every step. A step takes compute + wait in one lane, and in two
+    """Engines that share every step. A step takes compute + wait in one micro-batch, and in two
     max(compute * (1 + overhead), wait), all per token; noise as a share. The next step is planned before the last one
     is noted, as in the engine."""
 
@@ -26,27 +26,27 @@ class Sim:
         self.wait, self.overhead, self.noise = wait, overhead, noise
         self.policies = [OverlapPolicy("auto") for _ in range(engines)]
         self.rng = np.random.default_rng(0)
-        self.lanes: list[int] = []
+        self.ubatches: list[int] = []
         self.took_us = 0.0
         self._late: list[tuple[OverlapPolicy, StepPlan, StepResult]] = []
 
     def run(self, steps: int, counts: list[int]) -> float:
-        """Time taken, as a multiple of what one lane would have taken."""
+        """Time taken, as a multiple of what one micro-batch would have taken."""
         tokens, base_us, took_us = sum(counts), 0.0, 0.0
         for _ in range(steps):
-            plan = plan_of(len(self.lanes), counts)
-            votes = [policy.lanes_ok(plan) for policy in self.policies]
-            lanes = 2 if all(votes) else 1
+            plan = plan_of(len(self.ubatches), counts)
+            votes = [policy.ubatches_ok(plan) for policy in self.policies]
+            ubatches = 2 if all(votes) else 1
             one, two = 100 + self.wait, max(100 * (1 + self.overhead), self.wait)
-            us = tokens * (two if lanes == 2 else one) * (1 + self.noise * self.rng.standard_normal())
-            exposed = tokens * (self.wait if lanes == 1 else max(0, self.wait - 100))
+            us = tokens * (two if ubatches == 2 else one) * (1 + self.noise * self.rng.standard_normal())
+            exposed = tokens * (self.wait if ubatches == 1 else max(0, self.wait - 100))
             result = StepResult(plan.step, np.zeros(0, np.int32), device_us=int(us), exposed_comm_us=int(exposed))
-            agreed = Agreed(plan.step, lanes, (tokens, 0) if lanes == 1 else (tokens // 2, tokens - tokens // 2))
+            agreed = Agreed(plan.step, ubatches, (tokens, 0) if ubatches == 1 else (tokens // 2, tokens - tokens // 2))
             late, self._late = self._late, []
             for policy, earlier, outcome in late:
                 policy.note(earlier, outcome)
             self._late = [(policy, dataclasses.replace(plan, agreed=agreed), result) for policy in self.policies]
-            self.lanes.append(lanes)
+            self.ubatches.append(ubatches)
             base_us += tokens * one
             took_us += us
         return took_us / base_us
@@ -58,8 +58,8 @@ class Sim:
 def test_it_finds_what_pays(counts: list[int], engines: int, noise: float) -> None:
     sim = Sim(wait=60, overhead=0.1, engines=engines, noise=noise)
     sim.run(100, counts)
-    assert sim.lanes[:3] == [1, 1, 1]
-    assert sim.lanes[20:].count(2) > 60
+    assert sim.ubatches[:3] == [1, 1, 1]
+    assert sim.ubatches[20:].count(2) > 60
     assert sim.run(400, counts) < 0.72  # 110 / 160 at best
 
 
@@ -69,9 +69,9 @@ def test_it_loses_little_where_it_does_not_pay(wait: float, overhead: float, noi
     sim = Sim(wait, overhead, noise=noise)
     assert sim.run(1000, [1] * 32) < 1.02
     if wait <= 2:
-        assert sim.lanes.count(2) == 0, "nothing could be won"
+        assert sim.ubatches.count(2) == 0, "nothing could be won"
     else:
-        assert sim.lanes.count(2) > 0, "it never tried"
+        assert sim.ubatches.count(2) > 0, "it never tried"
 
 
 def test_it_follows_a_change() -> None:
@@ -86,13 +86,14 @@ def test_it_follows_a_change() -> None:
 
 
 def test_phases_and_sizes_are_apart() -> None:
-    """Prefill learns to use two lanes; a decode with as many tokens, and a smaller prefill, know nothing of it."""
+    """Prefill learns to use two micro-batches; a decode with as many tokens, and a smaller prefill, know nothing of
+    it."""
     sim = Sim(wait=60, overhead=0.1)
     sim.run(100, [64])
     policy = sim.policies[0]
-    assert policy.lanes_ok(plan_of(1000, [64]))
-    assert not policy.lanes_ok(plan_of(1001, [1] * 64))
-    assert not policy.lanes_ok(plan_of(1002, [16]))
+    assert policy.ubatches_ok(plan_of(1000, [64]))
+    assert not policy.ubatches_ok(plan_of(1001, [1] * 64))
+    assert not policy.ubatches_ok(plan_of(1002, [16]))
 
 
 def test_one_unwilling_engine_costs_the_others_nothing() -> None:
@@ -103,14 +104,14 @@ def test_one_unwilling_engine_costs_the_others_nothing() -> None:
     for policy in sim.policies:
         policy.restart()
     sim.run(100, [512])
-    assert sim.lanes[-50:].count(2) > 25
+    assert sim.ubatches[-50:].count(2) > 25
 
 
 def test_trials_stay_in_their_budget() -> None:
     sim = Sim(wait=30, overhead=2.0)
     sim.run(2000, [128])
     one, two = 130, 300
-    lost = sim.lanes.count(2) * (two - one)
+    lost = sim.ubatches.count(2) * (two - one)
     assert TRIAL * (two - one) <= lost <= BUDGET * 2000 * one + (TRIAL + 2) * (two - one)
 
 
@@ -118,16 +119,16 @@ def test_trials_stay_in_their_budget() -> None:
 def test_modes(mode: str, tokens: bool, none: bool) -> None:
     policy = OverlapPolicy(mode)  # type: ignore[arg-type]
     for step in range(40):
-        assert policy.lanes_ok(plan_of(step, [9])) is tokens
-        assert policy.lanes_ok(None) is none
+        assert policy.ubatches_ok(plan_of(step, [9])) is tokens
+        assert policy.ubatches_ok(None) is none
 
 
 def test_a_new_group_tries_together() -> None:
     """Engines of different age have counted different numbers of steps until all of them restart."""
     sim = Sim(wait=60, overhead=0.1, engines=2)
     for _ in range(4):
-        sim.policies[1].lanes_ok(None)
+        sim.policies[1].ubatches_ok(None)
     for policy in sim.policies:
         policy.restart()
     sim.run(60, [512])
-    assert sim.lanes.count(2) > 30
+    assert sim.ubatches.count(2) > 30

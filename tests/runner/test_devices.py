@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moeserve.comm.tensor import DeviceTensor
+from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.kernels.attention_plan import SPLIT
-from moeserve.parallel.tensor import DeviceTensor
-from moeserve.parallel.world import World
 from moeserve.runner import factory
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads

@@ -21,9 +21,9 @@ from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.grouped_mm import GroupedMM, Packed
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import rescaled
-from moeserve.moe.slots import SlotMap
 from moeserve.runner import pace
 from moeserve.runner.experts import ExpertStore, Read
 from moeserve.runner.pace import Cancelled, Pace
@@ -185,7 +185,7 @@ def test_placements_wait_for_their_turn(group: Group) -> None:
     [
         (lambda t: {**t, "experts": t["experts"][:-4]}, "is damaged: cannot reshape"),
         (lambda t: {**t, "experts": bytes(len(t["experts"]))}, "lacks expert 1"),
-        (lambda t: {**t, "num_ranks": 5, "slots_per_rank": 2}, "only a Join changes that"),
+        (lambda t: {**t, "num_ranks": 5, "experts_per_rank": 2}, "only a Join changes that"),
         (
             lambda t: {**t, "num_experts": 7, "experts": np.tile(np.arange(10) % 7, L).astype("<i4").tobytes()},
             "this model",
@@ -246,7 +246,7 @@ def test_load_all_goes_anywhere_from_anywhere(tmp_path: Path) -> None:
         for number in range(len(group.ranks), ranks):
             group.ranks.append(group.rank(number, current))
         assert torch.equal(group.outputs(), before)
-        assert all(len(layer.packed) == current.slots_per_rank for rank in group.ranks for layer in rank.layers)
+        assert all(len(layer.packed) == current.experts_per_rank for rank in group.ranks for layer in rank.layers)
         assert {rank.store.placed for rank in group.ranks} == {version * (L + 1) + L}
     renumbered = group.ranks[::-1]
     for number, rank in enumerate(renumbered):
@@ -272,7 +272,8 @@ def test_kernels_that_keep_all_slots_in_one_tensor(group: Group, dtype: torch.dt
     start = Placement.initial(L, E, 2, redundant=2)
     router: Any = no_router
     layers = [
-        MoELayer(router, LocalAll2All(5), kernel, packed(start.local(i, 0), i), SlotMap(start, i)) for i in range(L)
+        MoELayer(router, LocalAll2All(5), kernel, packed(start.local(i, 0), i), LogicalToPhysical(start, i))
+        for i in range(L)
     ]
 
     def read(layer: int, expert: int, work: Callable[[int], None]) -> tuple[Tensor, Tensor]:

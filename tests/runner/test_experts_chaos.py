@@ -33,7 +33,7 @@ class Chaos:
         self.chance = random.Random(seed)
         self.group = group
         self.start = group.ranks[0].store._placement
-        self.mail: list[list[PlacementTable]] = [[] for _ in group.ranks]
+        self.exchange: list[list[PlacementTable]] = [[] for _ in group.ranks]
         self.votes = [0, 0]
         self.version = self.joins = 0
         for rank in group.ranks:
@@ -54,9 +54,9 @@ class Chaos:
     def step(self) -> None:
         if self.chance.random() < 0.1:
             table = self.table()
-            for box in self.mail:
+            for box in self.exchange:
                 box.append(table)
-        for rank, box in zip(self.group.ranks, self.mail, strict=True):
+        for rank, box in zip(self.group.ranks, self.exchange, strict=True):
             if box and self.chance.random() < 0.3:
                 rank.store.prepare(box.pop(0))
         self.votes.append(min(rank.store.placed for rank in self.group.ranks))
@@ -77,7 +77,7 @@ class Chaos:
                     break
                 except OSError:
                     pass
-        for box in self.mail:
+        for box in self.exchange:
             box.clear()
         for rank in others:
             for agreed in self.votes:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords, step_reference
 from moeserve.kernels.staged import write_reference
-from moeserve.layers.inputs import LayerKV, StepInputs
 from moeserve.loader.plan import LINEAR
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.registry import family
-from moeserve.moe.lane import Lane
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
 from moeserve.runner import gpu, recorder, triton_inputs
@@ -158,7 +158,7 @@ class Nothing:
 
 def manager_of(asked: str, limits: Limits = LIMITS) -> tuple[GraphManager, Nothing]:
     nothing = Nothing()
-    return GraphManager(nothing, nothing, Lane(), sizes_of(asked, limits)), nothing  # type: ignore[arg-type]
+    return GraphManager(nothing, nothing, UBatch(), sizes_of(asked, limits)), nothing  # type: ignore[arg-type]
 
 
 def test_every_step_gets_the_smallest_shape_that_holds_it() -> None:
@@ -208,13 +208,13 @@ class Exact:
         self.embed = torch.randint(1, 9, (spec.vocab_size, 4), generator=generator).float()
         self.head = torch.randn(97, spec.vocab_size, generator=generator)
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
+    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
         x = self.embed.index_select(0, step.ids_T) + step.positions_T[:, None]
         is_live = torch.ones(len(x)) if step.live is None else (torch.arange(len(x)) < step.live).float()
         for index, cache in enumerate(kv):
             group = step.groups[index % len(step.groups)]
-            cache.k.view(-1, 2).index_copy_(0, group.cells_T, x[:, :2])
-            lane.note_load((x[:, :2] % 2 * is_live[:, None]).sum(0).int())
+            cache.k.view(-1, 2).index_copy_(0, group.slot_mapping_T, x[:, :2])
+            ubatch.note_load((x[:, :2] % 2 * is_live[:, None]).sum(0).int())
             q = x.view(len(x), 2, 2)
             x = x + self.attend(q, step, index % len(step.groups), cache.k) % 13
         return x
@@ -244,7 +244,7 @@ class Exact:
         assert now is not recorded
         return plan(now)
 
-    def serve(self, lane: Lane) -> None: ...
+    def serve(self, ubatch: UBatch) -> None: ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return self.head.index_select(0, hidden_SD.sum(1).long() % 97)
@@ -298,8 +298,8 @@ def serve_ahead(driver: Driver) -> list[Request]:
         in_flight.append((chunks, plan, driver.runner.launch(plan)))
         if len(in_flight) == 2:
             chunks, plan, collect = in_flight.pop(0)
-            driver.settle(chunks, plan, collect())
-    driver.settle(*in_flight[0][:2], in_flight[0][2]())
+            driver.update_from_output(chunks, plan, collect())
+    driver.update_from_output(*in_flight[0][:2], in_flight[0][2]())
     return requests
 
 

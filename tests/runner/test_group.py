@@ -1,4 +1,5 @@
-"""Engines that step together: the bits of one rank, whatever joins, idles, is lost, moves or runs in two lanes."""
+"""Engines that step together: the bits of one rank, whatever joins, idles, is lost, moves or runs in two
+micro-batches."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from moeserve.comm.world import World
 from moeserve.engine.plan import Agreed, BlockMove
 from moeserve.errors import EngineDied, PeerLost
 from moeserve.messages import Placed, PlacementTable, Traced
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
-from moeserve.parallel.world import World
 from moeserve.runner.group import GroupedRunner, checksum
-from moeserve.runner.orders import Done
+from moeserve.runner.orders import OrderDone
 from moeserve.sampling import TokenSampling
 from tests.runner.engines import Engine, Group, alone, runner_of
 from tests.runner.harness import Driver, Request, fake_runner, greedy
@@ -118,16 +119,16 @@ async def test_four_ranks_and_rounds_of_few_tokens(group: Open, expected: list[R
         same(first, expected[0])
 
 
-async def test_two_lanes_change_no_bit_and_are_measured(group: Open, expected: list[Request]) -> None:
+async def test_two_ubatches_change_no_bit_and_are_measured(group: Open, expected: list[Request]) -> None:
     async with group(dbo="on") as engines:
         first, second = (engines.engines[i].driver.add(request_of(i)) for i in range(2))
-        busy, _ = await engines.run([(first, 16)], [(second, 16)], two_lanes=True, trace=True)
+        busy, _ = await engines.run([(first, 16)], [(second, 16)], two_ubatches=True, trace=True)
         assert busy.exposed_comm_us <= busy.comm_us
-        assert {event.track for event in busy.events} >= {"lane 0", "lane 1", "transfer 0", "transfer 1"}
-        (busy, _) = await engines.run([(first, 16)], [(second, 16)], two_lanes=True)
+        assert {event.track for event in busy.events} >= {"micro-batch 0", "micro-batch 1", "transfer 0", "transfer 1"}
+        (busy, _) = await engines.run([(first, 16)], [(second, 16)], two_ubatches=True)
         assert busy.events == ()
         while len(first.output) < 3:
-            await engines.run([(first, 4)], [(second, 4)], two_lanes=len(first.output) == 0)
+            await engines.run([(first, 4)], [(second, 4)], two_ubatches=len(first.output) == 0)
         same(first, expected[0])
         same(second, expected[1])
 
@@ -156,7 +157,7 @@ async def test_a_step_that_loses_a_peer_runs_again_after_the_next_join(group: Op
         for plan, work in zip(plans, (chunks, chunks_2), strict=True):
             ours, theirs = engines.agree([plan, engines.plans([[], []])[1]])
             handle, other = here.runner.start(ours), there.runner.start(theirs)
-            here.driver.settle(work, plan, await handle.result())
+            here.driver.update_from_output(work, plan, await handle.result())
             await other.result()
         await while_short(engines, first, second)
         same(first, expected[0])
@@ -237,7 +238,7 @@ def rotated(engine: Engine, version: int) -> PlacementTable:
     """Every expert on another rank than now."""
     placement = engine.model.placement
     assert placement is not None
-    experts_LS = np.roll(placement.experts_LS, placement.slots_per_rank, axis=1)
+    experts_LS = np.roll(placement.experts_LS, placement.experts_per_rank, axis=1)
     return Placement(version, placement.num_ranks, placement.num_experts, experts_LS).to_table()
 
 
@@ -321,10 +322,10 @@ class OneWorker:
     """A team whose worker answers as told."""
 
     def __init__(self) -> None:
-        self.answer = Done(1)
+        self.answer = OrderDone(1)
 
-    def ask(self, what: Any) -> list[Future[Done]]:
-        future: Future[Done] = Future()
+    def ask(self, what: Any) -> list[Future[OrderDone]]:
+        future: Future[OrderDone] = Future()
         future.set_result(self.answer)
         return [future]
 
@@ -342,15 +343,15 @@ async def test_ranks_of_an_engine_that_sample_different_tokens_are_the_end() -> 
     driver = Driver(runner)
     request = driver.add(Request([1, 2, 3], greedy()))
     first = replace(driver.plan([(request, 10)]), agreed=Agreed(0, most_tokens=(10, 0), trace=True))
-    team.answer = Done(1, lost="rank 5 is gone", missing=(5,))
+    team.answer = OrderDone(1, lost="rank 5 is gone", missing=(5,))
     with pytest.raises(PeerLost, match="rank 5 is gone") as lost:
         await grouped.start(first).result()
     assert lost.value.missing == (5,)
     grouped._lost = None
-    team.answer = Done(1, value=checksum(runner.execute(first)))
+    team.answer = OrderDone(1, value=checksum(runner.execute(first)))
     heard: list[Traced] = []
     grouped.on_traced = heard.append
-    driver.settle([(request, 10)], first, await grouped.start(first).result())
+    driver.update_from_output([(request, 10)], first, await grouped.start(first).result())
     assert [traced.tp_rank for traced in heard] == [1]
     with pytest.raises(EngineDied, match="rank 1 has other tokens than rank 0 in step 2"):
         await grouped.start(driver.plan([(request, 1)])).result()

@@ -61,10 +61,10 @@ def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> Non
     assert step.sample_S.tolist() == sample
     assert step.offsets_R1.tolist() == [0, *np.cumsum(plan.counts_R)]
     for group, inputs in enumerate(step.groups):
-        assert inputs.cells_T.tolist() == cells[group]
+        assert inputs.slot_mapping_T.tolist() == cells[group]
         assert inputs.blocks_RN.tolist() == blocks[group][plan.slots_R, : -(-longest // 4)].tolist()
         assert (inputs.block_size, inputs.window) == (GROUPS[group].block_size, GROUPS[group].window)
-        assert inputs.cells_T.dtype == inputs.blocks_RN.dtype == step.ids_T.dtype == torch.int64
+        assert inputs.slot_mapping_T.dtype == inputs.blocks_RN.dtype == step.ids_T.dtype == torch.int64
 
 
 def test_a_token_sampled_into_the_table_is_the_next_steps_input() -> None:

@@ -108,7 +108,7 @@ def test_no_step_asks_the_device(model: str, guard: Guard) -> None:
         guard.armed = True
         collect = driver.runner.launch(plan)
         guard.armed = False
-        driver.settle(chunks, plan, collect())
+        driver.update_from_output(chunks, plan, collect())
     assert [len(request.output) for request in (*requests, newcomer)] == [4, 2, 3, 2, 1]
 
 

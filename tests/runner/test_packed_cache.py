@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moeserve import LLM, SamplingParams
+from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.loader.hf_config import read_model_spec
@@ -18,7 +19,6 @@ from moeserve.loader.weights import Reader
 from moeserve.messages import PlacementTable
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
-from moeserve.parallel.world import World
 from moeserve.runner import cpu
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.memory import MemoryFacts
@@ -108,7 +108,7 @@ async def test_experts_move_after_a_start_from_a_file(make_checkpoint: Any, tmp_
 
 def reversed_table(table: PlacementTable) -> PlacementTable:
     """Every slot gets another expert."""
-    experts = np.frombuffer(table.experts, np.int32).reshape(-1, table.num_ranks * table.slots_per_rank)[:, ::-1]
+    experts = np.frombuffer(table.experts, np.int32).reshape(-1, table.num_ranks * table.experts_per_rank)[:, ::-1]
     return msgspec.structs.replace(table, version=table.version + 1, experts=experts.tobytes())
 
 

@@ -1,4 +1,4 @@
-"""The runner's steps, driven by hand-made plans over a model that checks every K/V cell it reads."""
+"""The runner's steps, driven by hand-made plans over a model that checks every K/V host block it reads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_neighbours_and_depth_do_not_matter(name: str, depth: int) -> None:
         in_flight.append((chunks, plan, driver.runner.launch(plan)))
         if len(in_flight) == depth:
             chunks, plan, collect = in_flight.pop(0)
-            driver.settle(chunks, plan, collect())
+            driver.update_from_output(chunks, plan, collect())
     assert request.output[:10] == reference.output[:10]
     assert all(map(torch.equal, request.logits[:10], reference.logits))
 
@@ -98,8 +98,8 @@ def test_a_cached_prefix_gives_the_same_bits() -> None:
     plan = driver.plan([(second, 100)])
     columns = np.array(plan_blocks, dtype=np.int32).T
     diff = type(plan.diffs[0])(*(np.concatenate(p) for p in zip(columns, _columns(plan), strict=True)))
-    plan = StepPlan(plan.step, plan.slots_R, plan.starts_R, plan.counts_R, plan.samples_R, (diff,), plan.added)
-    driver.settle([(second, 100)], plan, driver.runner.execute(plan))
+    plan = StepPlan(plan.step, plan.slots_R, plan.starts_R, plan.counts_R, plan.samples_R, (diff,), plan.new_requests)
+    driver.update_from_output([(second, 100)], plan, driver.runner.execute(plan))
     assert driver.generate(second, 12) == reference.output
 
 
@@ -129,8 +129,8 @@ def test_blocks_return_from_the_store() -> None:
     old = request.blocks[0][:2]
     new = [driver.free_blocks.pop(0), driver.free_blocks.pop(0)]
     kv = driver.runner.kv
-    stores = tuple(BlockMove(block, cell) for block, cell in zip(old, (3, 0), strict=True))
-    loads = tuple(BlockMove(block, cell) for block, cell in zip(new, (3, 0), strict=True))
+    stores = tuple(BlockMove(block, host_block) for block, host_block in zip(old, (3, 0), strict=True))
+    loads = tuple(BlockMove(block, host_block) for block, host_block in zip(new, (3, 0), strict=True))
     nothing = np.zeros(0, dtype=np.int32)
     moves = StepPlan(99, nothing, nothing, nothing, nothing.astype(bool), (), stores=stores, loads=loads)
     assert driver.runner.execute(moves).tokens_S.tolist() == []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeserve.engine.groups import KVGroup
-from moeserve.engine.plan import Added
+from moeserve.engine.plan import NewRequest
 from moeserve.runner import noise
 from moeserve.runner.filters import NEG_INF
 from moeserve.runner.sampler import Sampled, Sampler, Status
@@ -32,8 +32,8 @@ def sampler_of(vocab: int, slots: int = 64, *, host_may_wait: bool = True, chunk
 def add(sampler: Sampler, slot: int, tokens: list[int], num_prompt: int | None = None, **sampling: Any) -> None:
     history = np.array(tokens, dtype=np.int32)
     asked = TokenSampling(**({"seed": slot, "max_tokens": 9} | sampling))
-    added = Added(slot, history, len(tokens) if num_prompt is None else num_prompt, asked)
-    assert sampler.add(added) is None
+    new_requests = NewRequest(slot, history, len(tokens) if num_prompt is None else num_prompt, asked)
+    assert sampler.add(new_requests) is None
     sampler._tables.add(slot, history)
     sampler._tables.apply()
 

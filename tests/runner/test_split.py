@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeserve.engine.cut import best_cut
-from moeserve.layers.inputs import GroupInputs, StepInputs
-from moeserve.runner.lanes import split
+from moeserve.blocks.inputs import GroupInputs, StepInputs
+from moeserve.engine.ubatch_split import best_split
+from moeserve.runner.ubatches import split
 
 
 def random_step(rng: np.random.Generator) -> StepInputs:
@@ -41,7 +41,7 @@ def by_token(step: StepInputs) -> list[tuple[Any, ...]]:
             position = start + token - int(step.offsets_R1[row])
             assert position == int(step.positions_T[token])
             groups = [
-                (int(group.cells_T[token]), group.blocks_RN[row].tolist(), group.block_size, group.window)
+                (int(group.slot_mapping_T[token]), group.blocks_RN[row].tolist(), group.block_size, group.window)
                 for group in step.groups
             ]
             tokens.append((int(step.ids_T[token]), position, groups))
@@ -53,14 +53,14 @@ def test_split_loses_nothing() -> None:
     rng = np.random.default_rng(0)
     for _ in range(60):
         step = random_step(rng)
-        for cut in range(len(step.ids_T) + 1):
-            first, second = split(step, cut)
+        for split_at in range(len(step.ids_T) + 1):
+            first, second = split(step, split_at)
             assert by_token(first) + by_token(second) == by_token(step)
-            assert len(first.ids_T) == cut
+            assert len(first.ids_T) == split_at
             for part in (first, second):
                 assert len(part.starts_R) == len(part.offsets_R1) - 1
                 assert (np.diff(part.offsets_R1) > 0).all(), "a row without tokens"
                 on_device = [(x.dtype, x.tolist()) for x in part.rows_on_device]
                 assert on_device == [(torch.int32, x.tolist()) for x in (part.starts_R, part.offsets_R1)]
                 assert all(len(group.blocks_RN) == len(part.starts_R) for group in part.groups)
-        assert 0 <= best_cut(np.diff(step.offsets_R1)) < len(step.ids_T)
+        assert 0 <= best_split(np.diff(step.offsets_R1)) < len(step.ids_T)

@@ -1,4 +1,5 @@
-"""Two lanes that compute on one stream while rows travel on another: on a device that notices what no event puts in
+"""Two micro-batches that compute on one stream while rows travel on another: on a device that notices what no event
+puts in
 order, and memory that is given away too early."""
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.blocks.inputs import LayerKV, StepInputs
+from moeserve.comm.gloo import ON_DEVICE
 from moeserve.engine.plan import Agreed
 from moeserve.errors import PeerLost
-from moeserve.layers.inputs import LayerKV, StepInputs
 from moeserve.moe import streams
 from moeserve.moe.all2all.base import Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows_plainly, weighted_sum_plainly
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.nccl import DeviceAll2All
-from moeserve.moe.all2all.wire import wire_of
-from moeserve.moe.lane import Lane, Scratch
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
-from moeserve.moe.slots import SlotMap
-from moeserve.moe.streams import Flight, Launched, comm_stream
+from moeserve.moe.streams import InFlightTransfer, Launched, comm_stream
+from moeserve.moe.ubatch import Scratch, UBatch
 from moeserve.ops import native_rows
-from moeserve.parallel.gloo import ON_DEVICE
-from moeserve.runner import lanes
-from moeserve.runner.lanes import LaneRunner, Meter
-from tests.parallel.ranks import members_of
+from moeserve.runner import ubatches
+from moeserve.runner.ubatches import Meter, UBatchRunner
+from tests.comm.ranks import members_of
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
 from tests.runner.harness import Driver, Request, fake_runner, greedy
 
@@ -50,7 +51,7 @@ class Travelling(LocalAll2All):
         super().__init__(EXPERTS)
         self.comm = comm_stream("cuda")
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Pending:  # type: ignore[override]
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _Pending:  # type: ignore[override]
         rows = group_rows_plainly(routing.ids_TK, EXPERTS)
         sorted_PD = x_TD.index_select(0, rows.order_P // TOP_K)
         launched = self.comm.launch(lambda: sorted_PD.clone())
@@ -59,7 +60,7 @@ class Travelling(LocalAll2All):
             launched, lambda x: Ticket(Inbound(Layout.GROUPED, x, rows.counts_e, ends_e), routing, rows)
         )  # fmt: skip
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Pending:  # type: ignore[override]
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _Pending:  # type: ignore[override]
         ticket.use()
         home_PD = torch.empty_like(y)
         launched = self.comm.launch(lambda: home_PD.copy_(y))
@@ -79,7 +80,7 @@ class _Pending:
 
 
 class Scaled:
-    """Experts of one number each, by way of the lane's scratch."""
+    """Experts of one number each, by way of the micro-batch's scratch."""
 
     def run(self, inbound: Inbound, weights: Tensor, out: Tensor, scratch: Scratch) -> None:
         half = scratch.take("half", inbound.x.shape, inbound.x)
@@ -97,7 +98,7 @@ class Model:
         generator = torch.Generator().manual_seed(0)
         self.embed = torch.randn(50, WIDTH, generator=generator).to(cuda.device)
         self.gate = torch.randn(WIDTH, EXPERTS, generator=generator).to(cuda.device)
-        slots = SlotMap(Placement.initial(1, EXPERTS, 1), 0, cuda.device)
+        slots = LogicalToPhysical(Placement.initial(1, EXPERTS, 1), 0, cuda.device)
         scale = torch.randn(EXPERTS, generator=generator).to(cuda.device)
         self.layers = [
             MoELayer(self.route, backend, Scaled(), scale, slots, shared=lambda x: x * 0.1)  # type: ignore[arg-type]
@@ -108,17 +109,17 @@ class Model:
         weights_TK, ids_TK = (x_TD[:, :, None] * self.gate).sum(1).topk(TOP_K)
         return Routing(ids_TK.int(), weights_TK)
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], lane: Lane) -> Tensor:
+    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
         with self.cuda.watching():
             x = self.embed.index_select(0, step.ids_T)
             for layer, cache in zip(self.layers, kv, strict=True):
                 cache.k.index_copy_(0, step.positions_T, x)
                 seen_TC = torch.arange(len(cache.k), device=x.device) <= step.positions_T[:, None]
                 x = x + (seen_TC[:, :, None] * cache.k).sum(1)
-                x = x + layer(x, len(x), lane)
+                x = x + layer(x, len(x), ubatch)
             return x
 
-    def serve(self, lane: Lane) -> None: ...
+    def serve(self, ubatch: UBatch) -> None: ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return hidden_SD
@@ -143,22 +144,22 @@ def by_nccl() -> DeviceAll2All:
 
 
 def run(
-    cuda: FakeCuda, cut: int | None, backend_of: Callable[[], Any] = Travelling
+    cuda: FakeCuda, split_at: int | None, backend_of: Callable[[], Any] = Travelling
 ) -> tuple[list[Tensor], list[Meter]]:
-    """Three steps on a stream that is not a thread's first one, in one lane or in two."""
+    """Three steps on a stream that is not a thread's first one, in one micro-batch or in two."""
     ids, positions = (torch.arange(12).to(cuda.device) * factor % 50 for factor in (3, 1))
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
     step = StepInputs(ids, positions, (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
-    model, runner = Model(cuda, backend_of()), LaneRunner(1 if cut is None else 2)
+    model, runner = Model(cuda, backend_of()), UBatchRunner(1 if split_at is None else 2)
     runner.comm = comm_stream("cuda")
-    agreed = None if cut is None else Agreed(0, 2, (cut, 12 - cut))
+    agreed = None if split_at is None else Agreed(0, 2, (split_at, 12 - split_at))
     outs, meters, stream = [], [], cuda.Stream()
     stream.wait_stream(cuda.current_stream())
     try:
         with cuda.stream(stream), torch.inference_mode():
             for _ in range(3):
                 kv = [LayerKV(k := torch.zeros(12, WIDTH, device=cuda.device), k) for _ in range(LAYERS)]
-                outs.append(runner.forward(model, step, cut or 0, agreed, kv))
+                outs.append(runner.forward(model, step, split_at or 0, agreed, kv))
                 meters.append(runner.take_meter())
             done = cuda.Event()
             done.record()
@@ -169,10 +170,10 @@ def run(
 
 
 @pytest.mark.parametrize("backend", [Travelling, by_nccl])
-@pytest.mark.parametrize("cut", [1, 5, 6, 11])
-def test_two_lanes_on_two_streams_give_the_bits_of_one(cut: int, backend: Any, cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("split_at", [1, 5, 6, 11])
+def test_two_ubatches_on_two_streams_give_the_bits_of_one(split_at: int, backend: Any, cuda: FakeCuda) -> None:
     expected, _ = run(cuda, None)
-    found, _ = run(cuda, cut, backend)
+    found, _ = run(cuda, split_at, backend)
     assert all(map(torch.equal, found, expected))
     assert not expected[0].isnan().any()
 
@@ -183,16 +184,16 @@ def begins_too_early(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
 
 
 def is_not_waited_for(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Flight, "join", lambda flight: None)
+    patch.setattr(InFlightTransfer, "join", lambda transfer: None)
 
 
 def keeps_nothing(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
-    original = Flight.__init__
-    patch.setattr(Flight, "__init__", lambda flight, work=None: original(flight))
+    original = InFlightTransfer.__init__
+    patch.setattr(InFlightTransfer, "__init__", lambda transfer, work=None: original(transfer))
 
 
 def computes_elsewhere(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lanes, "here", lambda: contextlib.nullcontext)
+    patch.setattr(ubatches, "here", lambda: contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("backend", [Travelling, by_nccl])
@@ -213,14 +214,15 @@ def test_whatever_is_left_out_is_noticed(
         run(cuda, 6, backend)
 
 
-def test_rows_travel_while_the_other_lane_computes(cuda: FakeCuda) -> None:
-    """The device's own times: an operation takes 1 ms, and a transfer about as long as a lane's part of a layer."""
+def test_rows_travel_while_the_other_ubatch_computes(cuda: FakeCuda) -> None:
+    """The device's own times: an operation takes 1 ms, and a transfer about as long as a micro-batch's part of a
+    layer."""
     streams._cuda_stream(0)._stream.pace_ms = 10.0  # type: ignore[attr-defined]
     found = []
-    for cut in (None, 6):
-        _, meters = run(cuda, cut)
+    for split_at in (None, 6):
+        _, meters = run(cuda, split_at)
         assert [(meter.comm_us, meter.exposed_us) for meter in meters] == [(0, 0)] * 3, "the host cannot tell"
-        assert [len(meter.flights) for meter in meters] == [2 * LAYERS * (1 if cut is None else 2)] * 3
+        assert [len(meter.transfers) for meter in meters] == [2 * LAYERS * (1 if split_at is None else 2)] * 3
         found.append(meters[1].times_us())
     (one_us, exposed_us), (_, hidden_us) = found
     assert one_us > exposed_us > 0.8 * one_us, "all but what the shared expert hides"
@@ -233,28 +235,28 @@ def test_a_transfer_that_nobody_waits_for_keeps_what_it_uses(cuda: FakeCuda) -> 
     with pytest.raises(ZeroDivisionError):
         comm.launch(lambda: torch.ones(3).div_(2) / (1 // 0))
     comm.launch((torch.ones(3) * 2).clone)
-    assert comm.take_flights() == []
+    assert comm.take_transfers() == []
     torch.ones(3)  # would be given x's memory
     over = cuda.Event()
     with cuda.stream(streams._cuda_stream(0)._stream):  # type: ignore[arg-type]
         over.record()
     over.synchronize()
-    assert len(streams._cuda_stream(0)._flights) == 2
-    assert comm.take_flights() == []
-    assert not streams._cuda_stream(0)._flights
+    assert len(streams._cuda_stream(0)._transfers) == 2
+    assert comm.take_transfers() == []
+    assert not streams._cuda_stream(0)._transfers
 
 
 def test_a_transfer_of_others_is_timed_by_the_wait_for_it(cuda: FakeCuda) -> None:
     comm, theirs, over = comm_stream("cuda"), cuda.Stream(), cuda.Event()
     theirs.pace_ms = 7.0
-    flight = comm.watch()
+    transfer = comm.watch()
     with cuda.stream(theirs):
         torch.ones(1)
         over.record()
     torch.ones(1)
-    with flight:
+    with transfer:
         cuda.current_stream().wait_event(over)
-    (taken,) = comm.take_flights()
+    (taken,) = comm.take_transfers()
     over.record()
     over.synchronize()
     assert taken.times_us == (7000, 6000)
@@ -264,7 +266,7 @@ def test_on_a_cpu_all_is_done_at_once() -> None:
     comm = comm_stream("cpu")
     assert comm.launch(lambda: 5).join() == 5
     with comm.watch():
-        assert comm.take_flights() == []
+        assert comm.take_transfers() == []
     assert streams.here() is contextlib.nullcontext
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeserve.engine.groups import KVGroup
-from moeserve.engine.plan import Added, BlockDiff
+from moeserve.engine.plan import BlockDiff, NewRequest
 from moeserve.errors import ConfigError
 from moeserve.runner.tables import Tables, _last_writes
 from moeserve.runner.upload import HostUpload, RingUpload, Upload
@@ -93,9 +93,9 @@ def test_ring_sections_survive_later_uploads_and_growth() -> None:
 
 
 def test_sampling_of_an_added_request_does_not_touch_the_tables() -> None:
-    added = Added(0, np.array([1, 2], dtype=np.int32), 2, TokenSampling(seed=1, max_tokens=1))
+    new_requests = NewRequest(0, np.array([1, 2], dtype=np.int32), 2, TokenSampling(seed=1, max_tokens=1))
     tables = Tables(1, 4, GROUPS[:1], CPU, HostUpload())
-    tables.add(added.slot, added.tokens)
+    tables.add(new_requests.slot, new_requests.tokens)
     assert tables.tokens[0].tolist() == [0] * 5, "staged only"
     tables.apply()
     assert tables.tokens[0].tolist() == [1, 2, 0, 0, 0]

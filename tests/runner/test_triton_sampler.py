@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moeserve.engine.groups import KVGroup
-from moeserve.engine.plan import Added
+from moeserve.engine.plan import NewRequest
 from moeserve.runner.rules import Rules
 from moeserve.runner.sampler import Sampled, Sampler, Status
 from moeserve.runner.tables import Tables
@@ -33,7 +33,7 @@ def pair(vocab: int) -> tuple[Sampler, Sampler]:
 
 def add(samplers: tuple[Sampler, Sampler], slot: int, history: np.ndarray, num_prompt: int, **asked: Any) -> None:
     for sampler in samplers:
-        assert sampler.add(Added(slot, history, num_prompt, TokenSampling(**({"max_tokens": 9} | asked)))) is None
+        assert sampler.add(NewRequest(slot, history, num_prompt, TokenSampling(**({"max_tokens": 9} | asked)))) is None
         sampler._tables.add(slot, history)
         sampler._tables.apply()
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moeserve.launch.interface import Resized
-from moeserve.launch.view import Decision, EngineView, ExpertsView, FleetView
+from moeserve.cluster.interface import Resized
+from moeserve.cluster.view import EngineView, ExpertsView, FleetView, RebalanceDecision
 from moeserve.messages import ExpertLoad, StepOutput
 from moeserve.metrics import StepRecord
 from moeserve.moe.placement.placement import Placement
@@ -115,8 +115,8 @@ def fleet_view(counts: np.ndarray, placement: Placement) -> FleetView:
         moved_bytes=4096,
         why="because",
         decisions=(
-            Decision(at_s=0.0, forced=True, version=1, error="no"),
-            Decision(at_s=1.0, forced=False, version=2, moved_bytes=4096, took_s=0.5),
+            RebalanceDecision(at_s=0.0, forced=True, version=1, error="no"),
+            RebalanceDecision(at_s=1.0, forced=False, version=2, moved_bytes=4096, took_s=0.5),
         ),
         num_placed=1,
         num_given_up=1,
@@ -142,7 +142,7 @@ async def test_several_engines(sparse, monkeypatch):
     assert [engine.host for engine in shown.engines] == ["node-0", "node-1"]
     assert [engine.step_s for engine in shown.engines] == [0.002, 0.006]
     assert [engine.overlap_efficiency for engine in shown.engines] == [0.75, 1]
-    assert (shown.epoch, shown.complete, shown.waiting, shown.dealt_out) == (3, False, 1, True)
+    assert (shown.epoch, shown.complete, shown.waiting, shown.ep_sharded) == (3, False, 1, True)
     assert [one.version for one in shown.rebalancing.decisions] == [2, 1], "the newest first"
     values = await expert_metrics(sparse)
     assert [values["engine_up", rank] for rank in "01"] == [1, 0]

@@ -11,10 +11,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from moeserve.cluster.interface import EngineGone
 from moeserve.config import ServerConfig
 from moeserve.errors import CheckpointError
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.launch.interface import EngineGone
 from moeserve.messages import Drain
 from moeserve.server.auth import Auth
 from moeserve.server.context import Context

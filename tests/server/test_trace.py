@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from moeserve.cluster.view import EngineView, FleetView
 from moeserve.frontend.tracing import Trace, Tracing
-from moeserve.launch.view import EngineView, FleetView
 from moeserve.messages import Traced, TraceEvent, TraceNext
 from moeserve.server import trace as trace_module
 from moeserve.server.trace import trace_file
@@ -28,9 +28,12 @@ def admin_key_file(tmp_path):
 
 def rank_events(zero_ns: int) -> list[TraceEvent]:
     spans = [("engine", "plan", 0, 500, -1), ("engine", "run", 500, 9000, -1), ("engine", "settle", 9000, 9100, -1)]
-    for lane, at in ((0, 1000), (1, 2000)):
-        spans += [(f"lane {lane}", "attention", at, at + 900, 0), (f"lane {lane}", "experts", at + 3000, at + 3500, 0)]
-        spans += [(f"transfer {lane}", "dispatch", at + 901, at + 2999, 0)]
+    for ubatch, at in ((0, 1000), (1, 2000)):
+        spans += [
+            (f"micro-batch {ubatch}", "attention", at, at + 900, 0),
+            (f"micro-batch {ubatch}", "experts", at + 3000, at + 3500, 0),
+        ]
+        spans += [(f"transfer {ubatch}", "dispatch", at + 901, at + 2999, 0)]
     return [TraceEvent(name, track, zero_ns + start, zero_ns + end, layer) for track, name, start, end, layer in spans]
 
 
@@ -78,13 +81,13 @@ def check(file: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     return spans
 
 
-def test_one_process_per_rank_and_one_track_per_lane_and_transfer():
+def test_one_process_per_rank_and_one_track_per_ubatch_and_transfer():
     ranks = [Traced(7, dp, tp, rank_events(10**12)) for dp in (0, 1) for tp in (0, 1)]
     built = trace_file(Trace(ranks, [(1, 1)]), fleet_view("local", "local", tp=2))
     file = json.loads(trace_module.msgspec.json.encode(built))
     spans = check(file)
     titles = [f"rank {2 * dp + tp} (engine {dp}, tp {tp})" for dp in (0, 1) for tp in (0, 1)]
-    tracks = ["engine", "lane 0", "transfer 0", "lane 1", "transfer 1"]
+    tracks = ["engine", "micro-batch 0", "transfer 0", "micro-batch 1", "transfer 1"]
     assert list(dict.fromkeys(title for title, _ in spans)) == titles
     assert {title: sorted(track for t, track in spans if t == title) for title in titles} == {
         title: sorted(tracks) for title in titles
@@ -132,7 +135,13 @@ async def test_one_engine_is_asked_and_answers(launch, admin_key_file):
         live.engine.inbox.put(Traced(3, 0, 0, rank_events(77)))
         status, file, _ = await asking
         assert status == 200, file
-        assert {track for _, track in check(file)} >= {"engine", "lane 0", "lane 1", "transfer 0", "transfer 1"}
+        assert {track for _, track in check(file)} >= {
+            "engine",
+            "micro-batch 0",
+            "micro-batch 1",
+            "transfer 0",
+            "transfer 1",
+        }
         assert file["otherData"] == {"steps": {"0": 3}, "missing": []}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels.attention_plan import Bounds
-from moeserve.kernels.paged_attention import AttentionPlan, AttentionShape, attention, plan_attention
+from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention, plan_attention
 from tools.gpu.bench import Bench, figures
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
@@ -43,7 +43,7 @@ class Step:
     shape: AttentionShape
     bounds: Bounds
 
-    def plan(self, invariant: bool) -> AttentionPlan:
+    def plan(self, invariant: bool) -> AttentionMetadata:
         return plan_attention(self.blocks, self.starts, self.offsets, self.shape, self.bounds, invariant=invariant)
 
 

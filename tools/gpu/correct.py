@@ -34,7 +34,7 @@ from moeserve.kernels.paged_attention import attention, attention_reference, pla
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.kernels.prologue import prologue
 from moeserve.kernels.route import Rule, route_by, route_reference
-from moeserve.kernels.sampling import SamplingRows, sample
+from moeserve.kernels.sampling import SamplingTensors, sample
 from moeserve.kernels.staged import pack, write, write_reference
 from tools.gpu import moe
 from tools.gpu import quantised as narrow
@@ -223,8 +223,8 @@ def sampled(bench: Bench) -> tuple[Tensor, Tensor, float]:
         return torch.full((rows,), value, dtype=dtype, device=bench.device)
 
     seeds = full(7, torch.int32)
-    greedy = sample(logits, SamplingRows(full(0), full(-torch.inf), full(5, torch.int32), full(1), seeds, seeds))[0]
-    alone = sample(logits, SamplingRows(full(1), full(-torch.inf), full(1, torch.int32), full(1), seeds, seeds))[0]
+    greedy = sample(logits, SamplingTensors(full(0), full(-torch.inf), full(5, torch.int32), full(1), seeds, seeds))[0]
+    alone = sample(logits, SamplingTensors(full(1), full(-torch.inf), full(1, torch.int32), full(1), seeds, seeds))[0]
     return torch.cat((greedy, alone)), logits.argmax(-1).repeat(2), EXACT
 
 
@@ -266,7 +266,7 @@ def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
     both = [StepArrays.empty(70, 5, 4, 1, 13, bench.device) for _ in range(2)]
     fill_step(table, blocks, 16, step, torch.from_numpy(step.words).to(bench.device), both[0])
     step_reference(table, blocks, 16, step, both[1])
-    names = ("ids_T", "positions_T", "cells_GT", "blocks_GRN", "sample_S", "offsets_R1", "starts_R")
+    names = ("ids_T", "positions_T", "slot_mapping_GT", "blocks_GRN", "sample_S", "offsets_R1", "starts_R")
     found, wanted = (torch.cat([getattr(one, name).flatten().long() for name in names]) for one in both)
     return found, wanted, EXACT
 

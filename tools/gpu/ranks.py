@@ -19,7 +19,7 @@ from tools.gpu.process import run_module
 WAYS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "two ranks": {"dp": 2, "dbo": "off"},
-    "two ranks, two lanes": {"dp": 2, "dbo": "on"},
+    "two ranks, two micro-batches": {"dp": 2, "dbo": "on"},
 }
 TOPICS = ("the sea", "a clock", "bread", "two ranks", "winter", "a door", "numbers", "the moon")
 REQUESTS, NEW = 32, 48

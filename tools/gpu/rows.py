@@ -20,7 +20,7 @@ from moeserve.kernels.linear import linear
 from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.norms import add_rms_norm, rms_norm
 from moeserve.kernels.route import route
-from moeserve.kernels.sampling import SamplingRows, sample
+from moeserve.kernels.sampling import SamplingTensors, sample
 from tools.gpu.bench import Bench, Run, figures
 
 DIM, EXPERTS, TOP_K, WIDTH, VOCAB = 2048, 128, 8, 768, 151_936
@@ -73,12 +73,12 @@ def sampling(bench: Bench, rows: int) -> dict[str, Maker]:
     """Greedy, drawn, drawn after top-k and top-p; and log probabilities. Bytes: the logits, once."""
     vocab = 1500 if bench.smoke else VOCAB
 
-    def settings(temperature: float, top_k: int, top_p: float) -> SamplingRows:
+    def settings(temperature: float, top_k: int, top_p: float) -> SamplingTensors:
         def full(value: float, dtype: torch.dtype = torch.float32) -> Any:
             return torch.full((rows,), value, dtype=dtype, device=bench.device)
 
         seeds = torch.randint(0, 2**31 - 1, (2, rows), dtype=torch.int32, device=bench.device)
-        return SamplingRows(full(temperature), full(-torch.inf), full(top_k, torch.int32), full(top_p), *seeds)
+        return SamplingTensors(full(temperature), full(-torch.inf), full(top_k, torch.int32), full(top_p), *seeds)
 
     def sampled(temperature: float, top_k: int = 1 << 30, top_p: float = 1.0) -> tuple[Run, int]:
         logits, cuts = bench.random(rows, vocab, scale=3.0, dtype=torch.float32), top_p < 1

@@ -65,7 +65,7 @@ def runner_tables(num_slots: int, steps: int) -> Callable[[Any], None]:
 
     @torch.inference_mode()
     def prepare(plan: Any) -> None:
-        for one in plan.added:
+        for one in plan.new_requests:
             tables.add(one.slot, one.tokens)
         for group, diff in enumerate(plan.diffs):
             tables.update(group, diff)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moeserve.comm.members import Members
 from moeserve.moe.all2all.base import All2All, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.layout import grouped_of, slotted_of
-from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
-from moeserve.parallel.members import Members
+from moeserve.moe.ubatch import UBatch
 
 
 class GroupedFromSlotted:
@@ -24,22 +24,22 @@ class GroupedFromSlotted:
         self._inner = inner
         self.caps = replace(inner.caps, layouts=inner.caps.layouts | {Layout.GROUPED})
 
-    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
-        self._inner.join(members, slots_per_rank, lanes)
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        self._inner.join(members, experts_per_rank, ubatches)
         self.caps = replace(self.caps, max_tokens=self._inner.caps.max_tokens)
 
     def leave(self) -> None:
         self._inner.leave()
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
-        return _Grouped(self._inner.dispatch(x_TD, routing, lane))
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
+        return _Grouped(self._inner.dispatch(x_TD, routing, ubatch))
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
         ticket.use()
         inner: Ticket = ticket.private
         slots_eCD = torch.empty_like(inner.inbound.x) if inner.y is None else inner.y
         slotted_of(y, inner.inbound.host_counts_e, slots_eCD)
-        return self._inner.combine(inner, slots_eCD, out_TD, lane)
+        return self._inner.combine(inner, slots_eCD, out_TD, ubatch)
 
 
 @dataclass(frozen=True, slots=True)

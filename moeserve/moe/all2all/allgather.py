@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.comm.gloo import Channel, Collective, Exchange, Mesh
+from moeserve.comm.members import Members
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.rounds import round_tokens
-from moeserve.moe.all2all.wire import RAW, RawWire, Wire, bytes_of
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import RAW, RawWire, WireFormat, bytes_of
 from moeserve.moe.routing import Routing
-from moeserve.parallel.gloo import Channel, Collective, Mail, Mesh
-from moeserve.parallel.members import Members
+from moeserve.moe.ubatch import UBatch
 
 Group = Callable[[Tensor, int], Grouping]
 
@@ -36,7 +36,7 @@ class AllGatherAll2All:
     name = "allgather"
     device = "cpu"
 
-    def __init__(self, wire: Wire, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
+    def __init__(self, wire: WireFormat, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
         self._results = RawWire(dtype)
         self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden_size * dtype.itemsize)
         self.caps = All2AllCaps(
@@ -52,19 +52,19 @@ class AllGatherAll2All:
         self._dtype = dtype
         self._mesh: Mesh | None = None
         self._num_slots = 0
-        self._waiting: list[deque[Gathered]] = []  # by lane: dispatches whose gather has not begun
+        self._waiting: list[deque[Gathered]] = []  # by micro-batch: dispatches whose gather has not begun
 
-    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
-        self._num_slots = slots_per_rank
-        self._waiting = [deque() for _ in range(lanes)]
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        self._num_slots = experts_per_rank
+        self._waiting = [deque() for _ in range(ubatches)]
         self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
         terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, {self.caps.max_tokens} tokens"
-        self._mesh = self.mesh_of(members, lanes, f"{terms}, {slots_per_rank} slots, {lanes} lanes")
+        self._mesh = self.mesh_of(members, ubatches, f"{terms}, {experts_per_rank} slots, {ubatches} micro-batches")
         self._mesh.connect()
 
-    def mesh_of(self, members: Members, lanes: int, terms: str) -> Mesh:
+    def mesh_of(self, members: Members, ubatches: int, terms: str) -> Mesh:
         """What to meet the others by."""
-        return Mesh(members, lanes, self.name, terms)
+        return Mesh(members, ubatches, self.name, terms)
 
     def leave(self) -> None:
         if self._mesh is not None:
@@ -76,7 +76,7 @@ class AllGatherAll2All:
             raise PeerLost("this rank has not joined a group yet")
         return self._mesh
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
         """Tells the others how many rows will come; the gather itself begins with `arrive` or `wait`."""
         mesh = self.mesh
         size, me = mesh.members.size, mesh.members.rank
@@ -84,30 +84,30 @@ class AllGatherAll2All:
         tokens_R[me] = x_TD.shape[0]
         by_rank = tokens_R.view(torch.uint8).view(size, 4)
         others = [rank for rank in range(size) if rank != me]
-        channel = mesh.channel(lane.index)
-        mail = channel.post({rank: by_rank[rank] for rank in others}, dict.fromkeys(others, by_rank[me]))
+        channel = mesh.channel(ubatch.index)
+        exchange = channel.post({rank: by_rank[rank] for rank in others}, dict.fromkeys(others, by_rank[me]))
         rows_TB = self.encode(x_TD, routing)
-        pending = Gathered(self, channel, mail, routing, rows_TB, tokens_R, self._waiting[lane.index])
-        self._waiting[lane.index].append(pending)
+        pending = Gathered(self, channel, exchange, routing, rows_TB, tokens_R, self._waiting[ubatch.index])
+        self._waiting[ubatch.index].append(pending)
         return pending
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
         ticket.use()
-        trip: _Trip = ticket.private
-        channel = self.mesh.channel(lane.index)
-        launch_all(self._waiting[lane.index])  # they come first on every rank
-        pairs = trip.most_tokens * ticket.routing.ids_TK.shape[1]
+        handle: _GatherHandle = ticket.private
+        channel = self.mesh.channel(ubatch.index)
+        launch_all(self._waiting[ubatch.index])  # they come first on every rank
+        pairs = handle.most_tokens * ticket.routing.ids_TK.shape[1]
         row_bytes = self._results.row_bytes(self._width)
         all_NB = y.new_zeros((self.mesh.members.size * pairs, row_bytes), dtype=torch.uint8)
-        if trip.order_P.numel():
-            all_NB[trip.order_P] = self._results.encode(y[: len(trip.order_P)])
+        if handle.order_P.numel():
+            all_NB[handle.order_P] = self._results.encode(y[: len(handle.order_P)])
         own_NB = all_NB.new_empty((pairs, row_bytes))
-        flight = None
+        collective = None
         if pairs and self.mesh.members.size > 1:
-            flight = channel.reduce_scatter(own_NB.view(torch.int64), all_NB.view(torch.int64))
+            collective = channel.reduce_scatter(own_NB.view(torch.int64), all_NB.view(torch.int64))
         elif pairs:
             own_NB = all_NB
-        return _Reduced(self, flight, ticket.routing, own_NB, out_TD)
+        return _Reduced(self, collective, ticket.routing, own_NB, out_TD)
 
     def encode(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Rows as they travel, each with its ids."""
@@ -131,13 +131,13 @@ class AllGatherAll2All:
 
 
 def launch_all(waiting: deque[Gathered]) -> None:
-    """Begin the gathers of a lane in the order of their dispatches, which is the same on every rank."""
+    """Begin the gathers of a micro-batch in the order of their dispatches, which is the same on every rank."""
     while waiting:
         waiting.popleft().launch()
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
+class _GatherHandle:
     """order_P: pair of each inbound row, counted over all ranks with `most_tokens` rows each."""
 
     order_P: Tensor
@@ -148,18 +148,18 @@ class _Trip:
 class Gathered:
     owner: AllGatherAll2All
     channel: Channel
-    mail: Mail
+    exchange: Exchange
     routing: Routing
     rows_TB: Tensor
     tokens_R: Tensor
     waiting: deque[Gathered]
-    flight: Collective | None = None
+    collective: Collective | None = None
     lost: PeerLost | None = None
     gathered_NB: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def arrived_ns(self) -> int:
-        return self.mail.arrived_ns if self.flight is None else self.flight.arrived_ns
+        return self.exchange.arrived_ns if self.collective is None else self.collective.arrived_ns
 
     @property
     def most_tokens(self) -> int:
@@ -169,49 +169,49 @@ class Gathered:
         launch_all(self.waiting)
 
     def launch(self) -> None:
-        """Begins the gather. Errors are for `wait`: it may be the other lane that launches."""
+        """Begins the gather. Errors are for `wait`: it may be the other micro-batch that launches."""
         try:
             self._launch()
         except PeerLost as lost:
             self.lost = lost
 
     def _launch(self) -> None:
-        self.mail.wait()
+        self.exchange.wait()
         missing = self.most_tokens - self.rows_TB.shape[0]
         mine_MB = torch.nn.functional.pad(self.rows_TB, (0, 0, 0, missing), value=255)  # ids -1
         self.gathered_NB = mine_MB
         if mine_MB.numel() and len(self.tokens_R) > 1:
             self.gathered_NB = mine_MB.new_empty((len(self.tokens_R) * mine_MB.shape[0], mine_MB.shape[1]))
-            self.flight = self.channel.all_gather(self.gathered_NB, mine_MB)
+            self.collective = self.channel.all_gather(self.gathered_NB, mine_MB)
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         launch_all(self.waiting)
         if self.lost is not None:
             raise self.lost
-        if self.flight is not None:
-            self.flight.wait(deadline_s)
+        if self.collective is not None:
+            self.collective.wait(deadline_s)
         inbound, order_P = self.owner.inbound(self.gathered_NB, self.routing.ids_TK.shape[1])
-        return Ticket(inbound, self.routing, _Trip(order_P, self.most_tokens))
+        return Ticket(inbound, self.routing, _GatherHandle(order_P, self.most_tokens))
 
 
 @dataclass(slots=True)
 class _Reduced:
     owner: AllGatherAll2All
-    flight: Collective | None
+    collective: Collective | None
     routing: Routing
     own_NB: Tensor
     out_TD: Tensor
 
     @property
     def arrived_ns(self) -> int:
-        return 0 if self.flight is None else self.flight.arrived_ns
+        return 0 if self.collective is None else self.collective.arrived_ns
 
     def arrive(self) -> None:
         """The reduction began with `combine`."""
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
-        if self.flight is not None:
-            self.flight.wait(deadline_s)
+        if self.collective is not None:
+            self.collective.wait(deadline_s)
         # Nobody put anything in place for a pair that went nowhere: its result is zero, whatever its weight.
         ids_TK, weights_TK = self.routing.ids_TK, self.routing.weights_TK
         routing = Routing(ids_TK, weights_TK.masked_fill(ids_TK < 0, 0))

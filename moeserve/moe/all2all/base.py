@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.comm.members import Members
 from moeserve.moe.routing import Routing
-from moeserve.parallel.members import Members
 
 if TYPE_CHECKING:
-    from moeserve.moe.lane import Lane
+    from moeserve.moe.ubatch import UBatch
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -130,11 +130,12 @@ class Pending(Protocol[T_co]):
     @property
     def arrived_ns(self) -> int:
         """After `wait`: the monotonic time at which the last row was here; 0 when nothing travelled or nobody knows,
-        `ON_DEVICE` (parallel/gloo.py) when `wait` has only told the device to wait."""
+        `ON_DEVICE` (comm/gloo.py) when `wait` has only told the device to wait."""
         ...
 
     def arrive(self) -> None:
-        """Called by the other lane before it sends: launch the receive side early. Optional, any number of times."""
+        """Called by the other micro-batch before it sends: launch the receive side early. Optional, any number of
+        times."""
 
     def wait(self, deadline_s: float | None = None) -> T_co:
         """The result, once. Raises PeerLost naming the ranks that are missing: at once when they are gone, after
@@ -144,7 +145,7 @@ class Pending(Protocol[T_co]):
         ...
 
 
-class Done(Generic[T]):
+class Completed(Generic[T]):
     """A result that needed no communication."""
 
     __slots__ = ("_value",)
@@ -173,30 +174,32 @@ class Checked(Protocol):
 class All2All(Protocol):
     """One per transport; all state of a call lives in its Ticket.
 
-    Between `join` and `leave` every rank must make the same calls in the same order on each lane. Lanes have channels
+    Between `join` and `leave` every rank must make the same calls in the same order on each micro-batch. Micro-batches
+    have channels
     of their own and are used by one thread each. Routing ids are physical slots: slot s belongs to rank
-    s // slots_per_rank and is its local slot s % slots_per_rank.
+    s // experts_per_rank and is its local slot s % experts_per_rank.
     """
 
     @property
     def caps(self) -> All2AllCaps: ...
 
-    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
-        """Connects to all members, one channel per lane. Blocks; raises PeerLost naming those that did not come."""
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        """Connects to all members, one channel per micro-batch. Blocks; raises PeerLost naming those that did not
+        come."""
         ...
 
     def leave(self) -> None:
         """Drops all connections, at any time and from any thread: whoever waits, here or at a peer, gets PeerLost."""
         ...
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
         """Send every row to the owners of its experts. x is not kept beyond `wait`."""
         ...
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
         """Bring results (laid out as the inbound rows) home and write the weighted sums to out_TD.
 
         The owner sums in order k = 0..K-1 in fp32 and rounds once; rows without experts become zero. y is free again
-        (for the next dispatch of this lane) when `wait` has returned.
+        (for the next dispatch of this micro-batch) when `wait` has returned.
         """
         ...

@@ -1,6 +1,7 @@
 """CUDA ranks of one host: rows are pulled from each other's device memory, and the host never waits.
 
-Kernels do all (kernels/exchange.py), on a stream per lane beside the one that computes. A dispatch is four steps: copy
+Kernels do all (kernels/exchange.py), on a stream per micro-batch beside the one that computes. A dispatch is four
+steps: copy
 the rows to the own region and send the ids; meet the others; sort all ranks' pairs by local slot; pull the rows. A
 combine is two: meet again; pull and add up the results from where the experts wrote them. Counts stay on the device, so
 the host plans for the most rows there can be.
@@ -25,24 +26,24 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from moeserve.comm.gloo import ON_DEVICE
+from moeserve.comm.members import Members
+from moeserve.comm.symmetric import HEAD_BYTES, Symmetric, Window
 from moeserve.errors import PeerLost
 from moeserve.kernels.align import align
 from moeserve.kernels.exchange import collect, gather, publish
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.rounds import most_rows, round_tokens
-from moeserve.moe.all2all.wire import RAW, RawWire
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import RAW, RawWire
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, Launched, comm_stream
-from moeserve.parallel.gloo import ON_DEVICE
-from moeserve.parallel.members import Members
-from moeserve.parallel.symmetric import HEAD_BYTES, Symmetric, Window
+from moeserve.moe.ubatch import UBatch
 
 if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import Facts
+    from moeserve.moe.all2all.registry import BackendFacts
 
 T = TypeVar("T")
-TURNS = 2  # dispatches of a lane that may be in flight
+TURNS = 2  # dispatches of a micro-batch that may be in flight
 PART = 256  # bytes that parts of a region begin at multiples of
 
 
@@ -66,8 +67,8 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """One lane's end."""
+class _IpcMembership:
+    """One micro-batch's end."""
 
     window: Window
     stream: CommStream
@@ -93,11 +94,11 @@ class CudaIpcAll2All:
     """For ranks on GPUs of one host, or on one GPU. On a failure `wait` returns like always and results are undefined:
     whoever has waited for the device asks `check`.
 
-    All ranks agree on `lane.most_tokens`, of which each has as many or fewer (0: as many as a round may have).
+    All ranks agree on `ubatch.most_tokens`, of which each has as many or fewer (0: as many as a round may have).
     """
 
     def __init__(
-        self, facts: Facts, memory: Symmetric, new_stream: Callable[[torch.device], CommStream] = comm_stream
+        self, facts: BackendFacts, memory: Symmetric, new_stream: Callable[[torch.device], CommStream] = comm_stream
     ) -> None:
         dtype, row_bytes = facts.dtype, facts.hidden_size * facts.dtype.itemsize
         self._hidden = facts.hidden_size
@@ -124,26 +125,27 @@ class CudaIpcAll2All:
         )
         self._num_slots = 0
         self._num_rows = 0  # P' at most
-        self._seats: list[_Seat] = []
+        self._memberships: list[_IpcMembership] = []
         self._is_member = False
 
-    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
-        self._num_slots = slots_per_rank
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        self._num_slots = experts_per_rank
         self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
         self._num_rows = max(self._most_rows, members.size * self._top_k)
-        parts, lane_bytes = self._layout()
-        facts = f"{slots_per_rank} slots, {self._row_words} words of {self._wire.name}, {self._hidden} {self._dtype}"
+        parts, ubatch_bytes = self._layout()
+        facts = f"{experts_per_rank} slots, {self._row_words} words of {self._wire.name}, {self._hidden} {self._dtype}"
         terms = f"{facts}, {self.caps.max_tokens} tokens to {self._top_k} experts"
-        windows = self._memory.join(members, lanes, lane_bytes, terms)
-        self._seats = []  # not before: the device might still have been filling their buffers
-        self._seats = [
-            _Seat(window, self._new_stream(self._device), [self._turn(window, at) for at in parts])
+        windows = self._memory.join(members, ubatches, ubatch_bytes, terms)
+        self._memberships = []  # not before: the device might still have been filling their buffers
+        self._memberships = [
+            _IpcMembership(window, self._new_stream(self._device), [self._turn(window, at) for at in parts])
             for window in windows
         ]
         self._is_member = True
 
     def _layout(self) -> tuple[list[_Parts], int]:
-        """Each turn's parts of a lane's regions, and the bytes of all; the same for all groups but very large ones."""
+        """Each turn's parts of a micro-batch's regions, and the bytes of all; the same for all groups but very large
+        ones."""
         tokens = self._round_tokens(1)
         sizes = (4 * self._num_rows, 4 * tokens * self._top_k, 4 * self._row_words * tokens, self._y_bytes)
         starts = list(accumulate((-(-size // PART) * PART for size in sizes * TURNS), initial=HEAD_BYTES))
@@ -166,27 +168,32 @@ class CudaIpcAll2All:
         """As `Symmetric.check`."""
         self._memory.check()
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _Pending[Ticket]:
         if not self._is_member:
             raise PeerLost("this rank is in no group")
-        limit, seat = self.caps.max_tokens, self._seats[lane.index]
+        limit, membership = self.caps.max_tokens, self._memberships[ubatch.index]
         assert limit is not None
         tokens = routing.ids_TK.shape[0]
-        most_tokens = min(lane.most_tokens or limit, limit)
+        most_tokens = min(ubatch.most_tokens or limit, limit)
         if x_TD.shape != (tokens, self._hidden) or x_TD.dtype != self._dtype or tokens > most_tokens:
             asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
             takes = f"[T, {self._hidden}] {self._dtype} with T <= {most_tokens}"
             raise ValueError(f"cannot dispatch {asked}; this backend takes {takes}")
-        turn = next((turn for turn in seat.turns if not turn.busy), None)
+        turn = next((turn for turn in membership.turns if not turn.busy), None)
         if turn is None:
-            raise RuntimeError(f"{TURNS} dispatches of lane {lane.index} are in flight; combine one of them first")
+            raise RuntimeError(
+                f"{TURNS} dispatches of micro-batch {ubatch.index} are in flight; combine one of them first"
+            )
         turn.busy = True
         return _Pending(
-            seat.stream.launch(lambda: self._exchange(seat, turn, x_TD, routing, most_tokens)), (x_TD, routing)
+            membership.stream.launch(lambda: self._exchange(membership, turn, x_TD, routing, most_tokens)),
+            (x_TD, routing),
         )
 
-    def _exchange(self, seat: _Seat, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int) -> Ticket:
-        window, programs, num_slots = seat.window, self._programs, self._num_slots
+    def _exchange(
+        self, membership: _IpcMembership, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int
+    ) -> Ticket:
+        window, programs, num_slots = membership.window, self._programs, self._num_slots
         num_ranks, top_k = len(window.bases_R), routing.ids_TK.shape[1]
         regions = window.bases_R, window.state
         x_TW = self._wire.encode(x_TD).contiguous().view(torch.int32)
@@ -201,16 +208,16 @@ class CudaIpcAll2All:
         gather(*regions, found.order_N, found.ends_e, most_tokens, top_k, turn.at.x, turn.at.places, rows_PW, programs)
         x_PD = self._wire.decode(rows_PW.view(torch.uint8), self._dtype, self._hidden)
         inbound = Inbound(Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k)
-        return Ticket(inbound, routing, (seat, turn), turn.y[: len(x_PD)])
+        return Ticket(inbound, routing, (membership, turn), turn.y[: len(x_PD)])
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _Pending[Tensor]:
         ticket.use()
-        seat, turn = ticket.private
+        membership, turn = ticket.private
         assert ticket.y is not None
         if y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: len(ticket.y)])
-        launched = seat.stream.launch(lambda: self._sum(seat.window, turn, ticket.routing, out_TD))
-        turn.busy = False  # for what this lane's stream is given from now on
+        launched = membership.stream.launch(lambda: self._sum(membership.window, turn, ticket.routing, out_TD))
+        turn.busy = False  # for what this micro-batch's stream is given from now on
         return _Pending(launched, (ticket,))
 
     def _sum(self, window: Window, turn: _Turn, routing: Routing, out_TD: Tensor) -> Tensor:

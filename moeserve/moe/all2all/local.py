@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeserve.moe.all2all.base import All2AllCaps, Done, Inbound, Layout, Ticket
+from moeserve.comm.members import Members
+from moeserve.moe.all2all.base import All2AllCaps, Completed, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
-from moeserve.moe.all2all.wire import Wire
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import WireFormat
 from moeserve.moe.routing import Routing
-from moeserve.parallel.members import Members
+from moeserve.moe.ubatch import UBatch
 
 
 class LocalAll2All:
@@ -23,7 +23,7 @@ class LocalAll2All:
         world_sizes=lambda size: size == 1,
     )
 
-    def __init__(self, num_slots: int, wire: Wire | None = None) -> None:
+    def __init__(self, num_slots: int, wire: WireFormat | None = None) -> None:
         self._num_slots = num_slots
         self._wire = wire if wire is not None and wire.lossy else None
 
@@ -32,20 +32,20 @@ class LocalAll2All:
         """Whether rows lose digits as if they travelled."""
         return self._wire is not None
 
-    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
-        self._num_slots = slots_per_rank
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        self._num_slots = experts_per_rank
 
     def leave(self) -> None:
         """There is nobody to part from."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Done[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
         rows = group_rows(routing.ids_TK, self._num_slots)
         if self._wire is not None:
             x_TD = self._wire.decode(self._wire.encode(x_TD), x_TD.dtype, x_TD.shape[1])
         x_PD = grouped_rows(x_TD, rows, routing.ids_TK.shape[1])
         inbound = Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum())
-        return Done(Ticket(inbound, routing, rows))
+        return Completed(Ticket(inbound, routing, rows))
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Done[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Completed[Tensor]:
         ticket.use()
-        return Done(weighted_sum(y, ticket.private, ticket.routing, out_TD))
+        return Completed(weighted_sum(y, ticket.private, ticket.routing, out_TD))

@@ -20,16 +20,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.comm.gloo import ON_DEVICE, Channel
+from moeserve.comm.members import Members
+from moeserve.comm.nccl import DeviceChannel, DeviceCollective, DeviceMesh
 from moeserve.moe.all2all.allgather import AllGatherAll2All, launch_all
 from moeserve.moe.all2all.base import Pending, Ticket
 from moeserve.moe.all2all.layout import Grouping, weighted_sum
-from moeserve.moe.all2all.wire import Wire, bytes_of
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import WireFormat, bytes_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import comm_stream
-from moeserve.parallel.gloo import ON_DEVICE, Channel
-from moeserve.parallel.members import Members
-from moeserve.parallel.nccl import DeviceChannel, DeviceCollective, DeviceMesh
+from moeserve.moe.ubatch import UBatch
 
 I64 = NDArray[np.int64]
 T = TypeVar("T")
@@ -44,25 +44,25 @@ class DeviceAllGather(AllGatherAll2All):
     device = "cuda"
 
     def __init__(
-        self, wire: Wire, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int, max_sms: int
+        self, wire: WireFormat, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int, max_sms: int
     ) -> None:
         super().__init__(wire, hidden_size, dtype, top_k, max_tokens)
         self._max_sms = max_sms
 
-    def mesh_of(self, members: Members, lanes: int, terms: str) -> DeviceMesh:
+    def mesh_of(self, members: Members, ubatches: int, terms: str) -> DeviceMesh:
         comm = comm_stream("cuda")
         launch = lambda work: comm.launch(work).join  # noqa: E731
-        return DeviceMesh(members, lanes, self.name, terms, launch=launch, max_sms=self._max_sms)
+        return DeviceMesh(members, ubatches, self.name, terms, launch=launch, max_sms=self._max_sms)
 
     def check(self) -> None:
         mesh = self.mesh
         assert isinstance(mesh, DeviceMesh)
         mesh.check()
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
-        """The gather begins at once: later, it would come behind what the other lane has launched meanwhile."""
-        pending = super().dispatch(x_TD, routing, lane)
-        launch_all(self._waiting[lane.index])
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
+        """The gather begins at once: later, it would come behind what the other micro-batch has launched meanwhile."""
+        pending = super().dispatch(x_TD, routing, ubatch)
+        launch_all(self._waiting[ubatch.index])
         return pending
 
 
@@ -72,9 +72,9 @@ class DeviceAll2All(DeviceAllGather):
 
     name = "torch"
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
         rows_TB, ids_TK = self.encode(x_TD, routing), routing.ids_TK
-        channel, size = self.mesh.channel(lane.index), self.mesh.members.size
+        channel, size = self.mesh.channel(ubatch.index), self.mesh.members.size
         assert isinstance(channel, DeviceChannel)
         rank_TK = ids_TK.div(self._num_slots, rounding_mode="floor")
         is_for_RT = (rank_TK == torch.arange(size, device=ids_TK.device)[:, None, None]).any(2)
@@ -82,30 +82,30 @@ class DeviceAll2All(DeviceAllGather):
         ours = torch.cat((pairs_Re, is_for_RT.sum(1, keepdim=True)), 1).cpu().numpy()
         theirs = _exchange(channel, ours)
         place_M = (~is_for_RT).flatten().to(torch.uint8).sort(stable=True).indices[: int(ours[:, -1].sum())]
-        letter_MB = rows_TB.index_select(0, place_M % max(1, len(x_TD)))
+        send_MB = rows_TB.index_select(0, place_M % max(1, len(x_TD)))
         taken_NB = rows_TB.new_empty((int(theirs[:, -1].sum()), rows_TB.shape[1]))
-        flight = channel.all_to_all(taken_NB, letter_MB, theirs[:, -1].tolist(), ours[:, -1].tolist())
+        collective = channel.all_to_all(taken_NB, send_MB, theirs[:, -1].tolist(), ours[:, -1].tolist())
         home = _sorted(rank_TK, size, ours[:, :-1].sum(1))
 
         def receive() -> Ticket:
             group = partial(_sorted, counts_e=theirs[:, :-1].sum(0))
             inbound, order_P = self.inbound(taken_NB, ids_TK.shape[1], group)
-            return Ticket(inbound, routing, _Trip(channel, theirs[:, :-1].sum(1), order_P.argsort(), home))
+            return Ticket(inbound, routing, _NcclHandle(channel, theirs[:, :-1].sum(1), order_P.argsort(), home))
 
-        return _Flying(flight, receive)
+        return _Flying(collective, receive)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
         ticket.use()
-        trip: _Trip = ticket.private
-        home, back_PD = trip.home, y.index_select(0, trip.place_P)
+        handle: _NcclHandle = ticket.private
+        home, back_PD = handle.home, y.index_select(0, handle.place_P)
         home_PD = y.new_empty((len(home.order_P), y.shape[1]))
-        splits = home.counts_e.tolist(), trip.pairs_R.tolist()
-        flight = trip.channel.all_to_all(bytes_of(home_PD), bytes_of(back_PD), *splits)
-        return _Flying(flight, lambda: weighted_sum(home_PD, home, ticket.routing, out_TD))
+        splits = home.counts_e.tolist(), handle.pairs_R.tolist()
+        collective = handle.channel.all_to_all(bytes_of(home_PD), bytes_of(back_PD), *splits)
+        return _Flying(collective, lambda: weighted_sum(home_PD, home, ticket.routing, out_TD))
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
+class _NcclHandle:
     """The way back. pairs_R: of each rank. place_P: where the inbound rows hold them, in the order in which they came.
     home: own pairs as they come home, by rank."""
 
@@ -119,7 +119,7 @@ class _Trip:
 class _Flying(Generic[T]):
     """All is launched; `then` makes of it what was asked for."""
 
-    flight: DeviceCollective
+    collective: DeviceCollective
     then: Callable[[], T]
     arrived_ns: int = ON_DEVICE
 
@@ -127,7 +127,7 @@ class _Flying(Generic[T]):
         pass
 
     def wait(self, deadline_s: float | None = None) -> T:
-        self.flight.wait()
+        self.collective.wait()
         return self.then()
 
 

@@ -1,4 +1,4 @@
-"""Memory for rows on their way: buffers that a lane lends to one exchange and takes back.
+"""Memory for rows on their way: buffers that a micro-batch lends to one exchange and takes back.
 
 Fresh memory for every exchange would cost more than the copy into it: the kernel has to clear each page first.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.moe.all2all.wire import ALIGNMENT
+from moeserve.moe.all2all.wire_format import ALIGNMENT
 
 
 class Pool:
-    """Byte buffers of one lane; used by one thread at a time. Pages that nothing was written to take no memory."""
+    """Byte buffers of one micro-batch; used by one thread at a time. Pages that nothing was written to take no
+    memory."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []

@@ -1,6 +1,7 @@
 """Every all2all backend by name: the built-in ones, and those that other packages register.
 
-A package adds one by an entry point in the group "moeserve.all2all" that names a callable: it takes `Facts` and returns
+A package adds one by an entry point in the group "moeserve.all2all" that names a callable: it takes `BackendFacts` and
+returns
 an `All2All`, or raises `Unavailable` with the reason why it cannot serve here.
 """
 
@@ -16,6 +17,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from moeserve.comm.members import Members
+from moeserve.comm.nccl import why_not
 from moeserve.config import COMM_SMS, ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all.allgather import AllGatherAll2All
@@ -24,18 +27,16 @@ from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.names import AUTO, DEEPEP, check_name, foreign
 from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
-from moeserve.moe.all2all.wire import Wire, wire_of
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import WireFormat, wire_of
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
-from moeserve.parallel.members import Members
-from moeserve.parallel.nccl import why_not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class BackendFacts:
     """What a backend is made for and what never changes. max_tokens: rows of one step on one rank. num_slots: expert
-    slots of one rank. num_ranks: that the experts are dealt out to. comm_sms: multiprocessors that moving rows may
+    slots of one rank. num_ranks: that the experts are sharded over. comm_sms: multiprocessors that moving rows may
     take; sms_asked: whether the user said so."""
 
     hidden_size: int
@@ -48,7 +49,7 @@ class Facts:
     device: str = "cpu"
     comm_sms: int = COMM_SMS
     sms_asked: bool = False
-    wire: Wire
+    wire: WireFormat
 
 
 class Unavailable(Exception):
@@ -61,16 +62,16 @@ class Absent:
     def __init__(self, name: str, why: str) -> None:
         self.caps = All2AllCaps(name=name, layouts=frozenset(), wires=frozenset(), obstacle=why)
 
-    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         raise AssertionError(self.caps.obstacle)
 
     def leave(self) -> None:
         """It never joins."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
         raise AssertionError(self.caps.obstacle)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
         raise AssertionError(self.caps.obstacle)
 
 
@@ -87,9 +88,9 @@ def make_backends(
 ) -> list[All2All]:
     """What `plan_moe` may choose from, best first; all but one may be `Absent`.
 
-    num_ranks: that the experts are dealt out to; by default what `config` says. Raises ConfigError for an unknown name.
+    num_ranks: that the experts are sharded over; by default what `config` says. Raises ConfigError for an unknown name.
     """
-    facts = Facts(
+    facts = BackendFacts(
         hidden_size=hidden_size,
         dtype=dtype,
         top_k=top_k,
@@ -111,15 +112,15 @@ def make_backends(
     return [_make(facts, name, makers[name]) for name in (AUTO[device] if asked == "auto" else (asked,))]
 
 
-def _make(facts: Facts, name: str, maker: Callable[[Facts], All2All]) -> All2All:
+def _make(facts: BackendFacts, name: str, maker: Callable[[BackendFacts], All2All]) -> All2All:
     try:
         return maker(facts)
     except Unavailable as why:
         return Absent(name, str(why))
 
 
-def _makers() -> dict[str, Callable[[Facts], All2All]]:
-    makers: dict[str, Callable[[Facts], All2All]] = {
+def _makers() -> dict[str, Callable[[BackendFacts], All2All]]:
+    makers: dict[str, Callable[[BackendFacts], All2All]] = {
         "local": lambda facts: LocalAll2All(facts.num_slots, facts.wire),
         "shm": _shm,
         "cuda_ipc": _cuda_ipc,
@@ -133,7 +134,7 @@ def _makers() -> dict[str, Callable[[Facts], All2All]]:
     return makers
 
 
-def _collective(by_gloo: Callable[..., All2All], by_nccl: Callable[..., All2All], facts: Facts) -> All2All:
+def _collective(by_gloo: Callable[..., All2All], by_nccl: Callable[..., All2All], facts: BackendFacts) -> All2All:
     what = facts.wire, facts.hidden_size, facts.dtype, facts.top_k, facts.max_tokens
     if facts.device == "cpu":
         return by_gloo(*what)
@@ -142,7 +143,7 @@ def _collective(by_gloo: Callable[..., All2All], by_nccl: Callable[..., All2All]
     return by_nccl(*what, facts.comm_sms)
 
 
-def _shm(facts: Facts) -> All2All:
+def _shm(facts: BackendFacts) -> All2All:
     if facts.num_hosts > 1:
         raise Unavailable(f"shm serves one machine, these ranks are on {facts.num_hosts}")
     if facts.device != "cpu":
@@ -154,7 +155,7 @@ def _shm(facts: Facts) -> All2All:
     return ShmAll2All(facts.hidden_size, facts.dtype, facts.top_k, facts.max_tokens, facts.wire)
 
 
-def _cuda_ipc(facts: Facts) -> All2All:
+def _cuda_ipc(facts: BackendFacts) -> All2All:
     if facts.num_hosts > 1:
         raise Unavailable(f"cuda_ipc serves one machine, these ranks are on {facts.num_hosts}; use deepep_ht")
     if facts.device != "cuda":
@@ -163,8 +164,8 @@ def _cuda_ipc(facts: Facts) -> All2All:
         raise Unavailable("cuda_ipc needs the package triton; pip install triton")
     if native() is None:
         raise Unavailable("cuda_ipc needs moeserve's native code; reinstall moeserve with a C++20 compiler")
+    from moeserve.comm.symmetric import CudaMemory, Symmetric
     from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
-    from moeserve.parallel.symmetric import CudaMemory, Symmetric
 
     try:
         memory = Symmetric(CudaMemory(torch.device(facts.device)))
@@ -173,8 +174,8 @@ def _cuda_ipc(facts: Facts) -> All2All:
     return CudaIpcAll2All(facts, memory)
 
 
-def _deepep(name: str) -> Callable[[Facts], All2All]:
-    def make(facts: Facts) -> All2All:
+def _deepep(name: str) -> Callable[[BackendFacts], All2All]:
+    def make(facts: BackendFacts) -> All2All:
         if find_spec("deep_ep") is None:
             raise Unavailable(
                 f"{name} needs CUDA and the package deep_ep: pip install sgl-deep-ep, or build it from "
@@ -186,10 +187,10 @@ def _deepep(name: str) -> Callable[[Facts], All2All]:
     return make
 
 
-def _third_party(entry: EntryPoint) -> Callable[[Facts], All2All]:
-    def make(facts: Facts) -> All2All:
+def _third_party(entry: EntryPoint) -> Callable[[BackendFacts], All2All]:
+    def make(facts: BackendFacts) -> All2All:
         try:
-            maker: Callable[[Facts], All2All] = entry.load()
+            maker: Callable[[BackendFacts], All2All] = entry.load()
         except ImportError as error:
             raise Unavailable(f"{entry.value} of another package cannot be imported: {error}") from None
         return maker(facts)

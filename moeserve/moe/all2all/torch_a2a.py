@@ -18,16 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.comm.gloo import Channel, Exchange, Mesh
+from moeserve.comm.members import Members
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Early, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.pool import Pool
 from moeserve.moe.all2all.rounds import round_tokens
-from moeserve.moe.all2all.wire import RAW, Wire
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import RAW, WireFormat
 from moeserve.moe.routing import Routing
-from moeserve.parallel.gloo import Channel, Mail, Mesh
-from moeserve.parallel.members import Members
+from moeserve.moe.ubatch import UBatch
 
 I64 = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ I64 = NDArray[np.int64]
 class TorchAll2All:
     """wire: of dispatched rows; results travel in the model's dtype. max_tokens: of a step on one rank."""
 
-    def __init__(self, wire: Wire, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
+    def __init__(self, wire: WireFormat, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
         self.caps = All2AllCaps(
             name="torch",
             layouts=frozenset({Layout.GROUPED}),
@@ -55,14 +55,14 @@ class TorchAll2All:
         self._num_slots = 0
         self._pools: list[Pool] = []
 
-    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
-        self._num_slots = slots_per_rank
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        self._num_slots = experts_per_rank
         self._max_tokens = self._round_tokens(members.size)
         self.caps = replace(self.caps, max_tokens=self._max_tokens)
-        self._pools = [Pool() for _ in range(lanes)]
+        self._pools = [Pool() for _ in range(ubatches)]
         terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, top {self._top_k}"
-        terms += f", {self._max_tokens} tokens, {slots_per_rank} slots, {lanes} lanes"
-        self._mesh = Mesh(members, lanes, "torch", terms)
+        terms += f", {self._max_tokens} tokens, {experts_per_rank} slots, {ubatches} micro-batches"
+        self._mesh = Mesh(members, ubatches, "torch", terms)
         self._mesh.connect()
 
     def leave(self) -> None:
@@ -75,8 +75,8 @@ class TorchAll2All:
             raise PeerLost("this rank has not joined a group yet")
         return self._mesh
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Dispatched:
-        mesh, pool = self.mesh, self._pools[lane.index]
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _TorchDispatched:
+        mesh, pool = self.mesh, self._pools[ubatch.index]
         size, me = mesh.members.size, mesh.members.rank
         limit = self._max_tokens
         tokens, top_k = routing.ids_TK.shape
@@ -85,45 +85,48 @@ class TorchAll2All:
         rows = group_rows(routing.ids_TK, size * self._num_slots)
         counts_Re = rows.counts_e.reshape(size, self._num_slots)
         encoded_TB = self._wire.encode(x_TD)
-        letters = self._letters(rows, counts_Re, routing.ids_TK)
+        send_buffers = self._send_buffers(rows, counts_Re, routing.ids_TK)
         region = self._index_rows(limit * self._top_k) + limit  # rows of B bytes that any message fits in
         taken = pool.take(size * region * self._row_bytes)
         taken_RNB = taken[: size * region * self._row_bytes].view(size, region, self._row_bytes)
-        outbox = pool.take(sum(letter.num_rows for letter in letters) * self._row_bytes)
+        outbox = pool.take(sum(send_buffer.num_rows for send_buffer in send_buffers) * self._row_bytes)
         send, start = {}, 0
-        for rank, letter in enumerate(letters):
+        for rank, send_buffer in enumerate(send_buffers):
             if rank == me:
-                letter.write(encoded_TB, taken_RNB[me])
+                send_buffer.write(encoded_TB, taken_RNB[me])
                 continue
-            end = start + letter.num_rows * self._row_bytes
-            letter.write(encoded_TB, outbox[start:end].view(-1, self._row_bytes))
+            end = start + send_buffer.num_rows * self._row_bytes
+            send_buffer.write(encoded_TB, outbox[start:end].view(-1, self._row_bytes))
             send[rank], start = outbox[start:end], end
         receive = {rank: taken_RNB[rank].view(-1) for rank in range(size) if rank != me}
-        channel = mesh.channel(lane.index)
-        mail = channel.post(receive, send, lambda: pool.give(outbox))
-        # With one lane nothing could go out early: the lane waits for its rows as soon as they are all sent.
-        early_slots = self._num_slots // 2 if lane.in_turns else 0
-        return _Dispatched(self, channel, mail, routing, rows, pool, taken, taken_RNB, early_slots)
+        channel = mesh.channel(ubatch.index)
+        exchange = channel.post(receive, send, lambda: pool.give(outbox))
+        # With one micro-batch nothing could go out early: the micro-batch waits for its rows as soon as they are all
+        # sent.
+        early_slots = self._num_slots // 2 if ubatch.in_turns else 0
+        return _TorchDispatched(self, channel, exchange, routing, rows, pool, taken, taken_RNB, early_slots)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Combined:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _TorchCombined:
         ticket.use()
-        trip: _Trip = ticket.private
-        trip.send_all(y)
-        return _Combined(trip, ticket.routing, out_TD)
+        handle: _TorchHandle = ticket.private
+        handle.send_all(y)
+        return _TorchCombined(handle, ticket.routing, out_TD)
 
-    def _letters(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> list[_Letter]:
+    def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> list[_SendBuffer]:
         """What goes to each rank."""
         tokens, top_k = ids_TK.shape
         token_P = rows.order_P.numpy() // top_k
         ends = counts_Re.sum(1).cumsum()
-        letters = []
+        send_buffers = []
         for rank, counts_e in enumerate(counts_Re):
             token_n = token_P[_part(ends, rank)]
             chosen_T = np.zeros(tokens, bool)
             chosen_T[token_n] = True
             index = np.concatenate((counts_e, (chosen_T.cumsum() - 1)[token_n])).astype(np.int32)
-            letters.append(_Letter(index, torch.from_numpy(chosen_T.nonzero()[0]), self._index_rows(len(token_n))))
-        return letters
+            send_buffers.append(
+                _SendBuffer(index, torch.from_numpy(chosen_T.nonzero()[0]), self._index_rows(len(token_n)))
+            )
+        return send_buffers
 
     def _index_rows(self, pairs: int) -> int:
         """Rows of B bytes that the index of so many pairs takes."""
@@ -150,7 +153,7 @@ class TorchAll2All:
 
 
 @dataclass(frozen=True, slots=True)
-class _Letter:
+class _SendBuffer:
     """One message: int32 rows of each slot and the row of every pair, filled up to whole rows; then the rows."""
 
     index: NDArray[np.int32]
@@ -168,20 +171,20 @@ class _Letter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _TorchRows:
     """Rows of y's width and dtype in a pool's buffer."""
 
     buffer: Tensor
     rows_ND: Tensor
 
     @classmethod
-    def take(cls, pool: Pool, rows: int, like: Tensor) -> _Rows:
+    def take(cls, pool: Pool, rows: int, like: Tensor) -> _TorchRows:
         num_bytes = rows * like.shape[1] * like.itemsize
         buffer = pool.take(num_bytes)
         return cls(buffer, buffer[:num_bytes].view(like.dtype).view(rows, like.shape[1]))
 
 
-class _Trip:
+class _TorchHandle:
     """The way back of one dispatch. Its receives are posted before the experts compute, so that results travel as soon
     as they are sent, and those of the first `early_slots` of every rank are a message of their own.
 
@@ -204,12 +207,12 @@ class _Trip:
         self._counts_Re = counts_Re
         self._place_P = place_P
         self._me = channel.mesh.members.rank
-        self._home = _Rows.take(pool, len(rows.order_P), like)
+        self._home = _TorchRows.take(pool, len(rows.order_P), like)
         size, num_slots = counts_Re.shape
         self._parts = [slice(start, end) for start, end in ((0, early_slots), (early_slots, num_slots)) if start < end]
         expected_Re = rows.counts_e.reshape(size, num_slots)
         self._ends_R = expected_Re.sum(1).cumsum()
-        self.mail = channel.expect(
+        self.exchange = channel.expect(
             (rank, _bytes(self._home.rows_ND[rows_of]))
             for part in self._parts
             for rank, rows_of in self._messages(expected_Re, part)
@@ -218,20 +221,20 @@ class _Trip:
     def send(self, y: Tensor) -> None:
         """The next message to each rank; y holds its results."""
         messages = list(self._messages(self._counts_Re, self._parts.pop(0)))
-        outbox = _Rows.take(self._pool, sum(rows.stop - rows.start for _, rows in messages), y)
+        outbox = _TorchRows.take(self._pool, sum(rows.stop - rows.start for _, rows in messages), y)
         send, start = {}, 0
         for rank, rows in messages:
             place = self._place_P[rows]
             into_ND = outbox.rows_ND[start : start + len(place)]
             torch.index_select(y, 0, place, out=into_ND)
             send[rank], start = _bytes(into_ND), start + len(place)
-        self.mail.send(send, lambda: self._pool.give(outbox.buffer))
+        self.exchange.send(send, lambda: self._pool.give(outbox.buffer))
 
     def send_all(self, y: Tensor) -> None:
         """What is not sent yet; the own rows need no message."""
         while self._parts:
             self.send(y)
-        self.mail.watch()
+        self.exchange.watch()
         ends_R = self._counts_Re.sum(1).cumsum()
         mine_ND = self._home.rows_ND[_part(self._ends_R, self._me)]
         torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
@@ -257,10 +260,10 @@ def _bytes(rows_ND: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Dispatched:
+class _TorchDispatched:
     owner: TorchAll2All
     channel: Channel
-    mail: Mail
+    exchange: Exchange
     routing: Routing
     rows: Grouping
     pool: Pool
@@ -270,42 +273,42 @@ class _Dispatched:
 
     @property
     def arrived_ns(self) -> int:
-        return self.mail.arrived_ns
+        return self.exchange.arrived_ns
 
     def arrive(self) -> None:
         pass
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
-        self.mail.wait(deadline_s)
+        self.exchange.wait(deadline_s)
         counts_Re, place_M = self.owner.read(self.taken_RNB)
         order_P, place_P = _by_slot(counts_Re)
         x_PD = self.owner.rows_of(self.taken_RNB, place_M[order_P])
         self.pool.give(self.taken)
         counts_e = counts_Re.sum(0)
         inbound = Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
-        trip = _Trip(self.channel, self.pool, self.rows, counts_Re, place_P, x_PD, self.early_slots)
-        early = Early(self.early_slots, trip.send) if self.early_slots else None
-        return Ticket(inbound, self.routing, trip, early=early)
+        handle = _TorchHandle(self.channel, self.pool, self.rows, counts_Re, place_P, x_PD, self.early_slots)
+        early = Early(self.early_slots, handle.send) if self.early_slots else None
+        return Ticket(inbound, self.routing, handle, early=early)
 
 
 @dataclass(slots=True)
-class _Combined:
-    trip: _Trip
+class _TorchCombined:
+    handle: _TorchHandle
     routing: Routing
     out_TD: Tensor
 
     @property
     def arrived_ns(self) -> int:
-        return self.trip.mail.arrived_ns
+        return self.handle.exchange.arrived_ns
 
     def arrive(self) -> None:
         pass
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
-        trip = self.trip
-        trip.mail.wait(deadline_s)
-        out_TD = weighted_sum(trip.take(), trip.rows, self.routing, self.out_TD)
-        trip.give()
+        handle = self.handle
+        handle.exchange.wait(deadline_s)
+        out_TD = weighted_sum(handle.take(), handle.rows, self.routing, self.out_TD)
+        handle.give()
         return out_TD
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
-from moeserve.moe.lane import Scratch
+from moeserve.moe.ubatch import Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Experts(Protocol):
         """The weights in this kernel's own layout, slot by slot; keeps none of the tensors that it replaces."""
         ...
 
-    def pack_slot(self, w13_FD: Any, w2_DI: Any) -> Any:
+    def pack_expert(self, w13_FD: Any, w2_DI: Any) -> Any:
         """One expert's weights in this kernel's layout, ready for `put`; may run in any thread while others compute."""
         ...
 
@@ -71,7 +71,7 @@ class Experts(Protocol):
         ...
 
     def stack(self, ones: Sequence[Any]) -> Any:
-        """Packed weights with these experts in slots 0, 1, ...; each came from `pack_slot` or `take`."""
+        """Packed weights with these experts in slots 0, 1, ...; each came from `pack_expert` or `take`."""
         ...
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor, scratch: Scratch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
-from moeserve.moe.lane import Scratch
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops.table import Ops
 
 
@@ -44,7 +44,7 @@ class GroupedMM:
     def pack(self, weights: ExpertWeights) -> Packed:
         return Packed(weights.w13_eFD.transpose(1, 2), weights.w2_eDI.transpose(1, 2))
 
-    def pack_slot(self, w13_FD: Tensor, w2_DI: Tensor) -> tuple[Tensor, Tensor]:
+    def pack_expert(self, w13_FD: Tensor, w2_DI: Tensor) -> tuple[Tensor, Tensor]:
         return w13_FD.t(), w2_DI.t()
 
     def put(self, packed: Packed, slot: int, one: tuple[Tensor, Tensor]) -> None:

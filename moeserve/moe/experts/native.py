@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
-from moeserve.moe.lane import Scratch
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import Room, native_type, new_room, pack, packing_of
 from moeserve.ops.quantised import Weight
@@ -73,7 +73,7 @@ class NativeExperts:
             packed.fill(slot, weights.w13_eFD[slot], weights.w2_eDI[slot], all_threads=True)
         return packed
 
-    def pack_slot(self, w13_FD: Weight, w2_DI: Weight) -> Packed:
+    def pack_expert(self, w13_FD: Weight, w2_DI: Weight) -> Packed:
         one, _ = Packed.of(1, w13_FD, w2_DI)
         one.fill(0, w13_FD, w2_DI, all_threads=False)  # the pool is for those who compute
         return one

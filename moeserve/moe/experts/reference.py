@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
-from moeserve.moe.lane import Scratch
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
@@ -35,9 +35,9 @@ class ReferenceExperts:
         self._ops = ops
 
     def pack(self, weights: ExpertWeights) -> Packed:
-        return [self.pack_slot(w13, w2) for w13, w2 in zip(weights.w13_eFD, weights.w2_eDI, strict=True)]
+        return [self.pack_expert(w13, w2) for w13, w2 in zip(weights.w13_eFD, weights.w2_eDI, strict=True)]
 
-    def pack_slot(self, w13_FD: Any, w2_DI: Any) -> tuple[Linear, Linear]:
+    def pack_expert(self, w13_FD: Any, w2_DI: Any) -> tuple[Linear, Linear]:
         return self._ops.pack_linear(w13_FD, None), self._ops.pack_linear(w2_DI, None)
 
     def put(self, packed: Packed, slot: int, one: tuple[Linear, Linear]) -> None:

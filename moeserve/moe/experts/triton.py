@@ -19,8 +19,8 @@ from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
-from moeserve.moe.lane import Scratch
 from moeserve.moe.routing import Router
+from moeserve.moe.ubatch import Scratch
 from moeserve.ops.quantised import Weight
 from moeserve.ops.triton_weights import Kernels, kernels_for, parts_of, with_parts
 
@@ -69,7 +69,7 @@ class TritonExperts:
         kernels = kernels_for(weights.w13_eFD, weights.w2_eDI)
         return Packed(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI))
 
-    def pack_slot(self, w13_FD: Weight, w2_DI: Weight) -> Packed:
+    def pack_expert(self, w13_FD: Weight, w2_DI: Weight) -> Packed:
         return self.pack(ExpertWeights(w13_FD[None], w2_DI[None]))
 
     def put(self, packed: Packed, slot: int, one: Packed) -> None:

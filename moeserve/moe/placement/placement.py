@@ -1,7 +1,7 @@
 """The map from experts to slots: immutable, versioned, the same on every rank.
 
-L MoE layers, E logical experts, S physical slots of all ranks; slot s is local slot s % slots_per_rank of rank
-s // slots_per_rank. An expert may have several slots (replicas); every expert has one at least.
+L MoE layers, E logical experts, S physical slots of all ranks; slot s is local slot s % experts_per_rank of rank
+s // experts_per_rank. An expert may have several slots (replicas); every expert has one at least.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placement:
     def __post_init__(self) -> None:
         layers, slots = self.experts_LS.shape
         if slots % self.num_ranks:
-            raise ValueError(f"{slots} slots cannot be dealt out evenly to {self.num_ranks} ranks")
+            raise ValueError(f"{slots} slots cannot be sharded evenly to {self.num_ranks} ranks")
         if layers and (self.experts_LS.min(initial=0) < 0 or self.experts_LS.max(initial=0) >= self.num_experts):
             raise ValueError(f"placement {self.version} names experts outside of 0..{self.num_experts - 1}")
         present_LE = np.zeros((layers, self.num_experts), np.bool_)
@@ -48,7 +48,7 @@ class Placement:
         return cls(0, num_ranks, num_experts, np.tile(row, (num_layers, 1)))
 
     @property
-    def slots_per_rank(self) -> int:
+    def experts_per_rank(self) -> int:
         return int(self.experts_LS.shape[1]) // self.num_ranks
 
     @property
@@ -57,7 +57,7 @@ class Placement:
 
     def local(self, layer: int, rank: int) -> list[int]:
         """The experts in the local slots of a rank."""
-        per_rank = self.slots_per_rank
+        per_rank = self.experts_per_rank
         experts: list[int] = self.experts_LS[layer, rank * per_rank : (rank + 1) * per_rank].tolist()
         return experts
 
@@ -90,12 +90,12 @@ class Placement:
         return PlacementTable(
             version=self.version,
             num_ranks=self.num_ranks,
-            slots_per_rank=self.slots_per_rank,
+            experts_per_rank=self.experts_per_rank,
             num_experts=self.num_experts,
             experts=self.experts_LS.astype("<i4").tobytes(),
         )
 
     @classmethod
     def from_table(cls, table: PlacementTable) -> Placement:
-        experts = np.frombuffer(table.experts, "<i4").reshape(-1, table.num_ranks * table.slots_per_rank)
+        experts = np.frombuffer(table.experts, "<i4").reshape(-1, table.num_ranks * table.experts_per_rank)
         return cls(table.version, table.num_ranks, table.num_experts, experts.astype(np.int32))

@@ -26,7 +26,7 @@ class Hosts:
     num_groups: int = 1
 
     def apply(self, num_experts: int, num_ranks: int) -> bool:
-        """Whether groups can be dealt out evenly; otherwise the placement is global."""
+        """Whether groups can be sharded evenly; otherwise the placement is global."""
         return (
             self.num > 1
             and num_ranks % self.num == 0
@@ -71,7 +71,7 @@ def solve(load_LE: F64, current: Placement, version: int, hosts: Hosts = ONE_HOS
     if hosts.apply(current.num_experts, current.num_ranks):
         new_LS = _per_host(load_LE, current, hosts)
     else:
-        new_LS = arrange(load_LE, rows_LS, current.num_ranks, current.slots_per_rank)
+        new_LS = arrange(load_LE, rows_LS, current.num_ranks, current.experts_per_rank)
     new = Placement(version, current.num_ranks, current.num_experts, keep_slots(rows_LS, new_LS, current.num_ranks))
     better_L = rank_loads(load_LE, new).max(1) < rank_loads(load_LE, current).max(1) * (1 - 1e-9)
     rows_LS = np.where(better_L[:, None], new.experts_LS, rows_LS)
@@ -89,7 +89,7 @@ def rescaled(
     per_rank = -(-(placement.num_experts + redundant) // num_ranks)
     if load_LE is None:
         load_LE = np.ones((placement.num_layers, placement.num_experts))
-    layers, old_per_rank = placement.num_layers, placement.slots_per_rank
+    layers, old_per_rank = placement.num_layers, placement.experts_per_rank
     both = min(num_ranks, placement.num_ranks)
     width = max(per_rank, old_per_rank)
     old_LRe = np.full((layers, num_ranks, width), EMPTY, np.int32)
@@ -131,7 +131,7 @@ def _per_host(load_LE: F64, current: Placement, hosts: Hosts) -> I32:
             np.take_along_axis(load_LE, mine_Le, axis=1),
             np.take_along_axis(index_LE, here_LS, axis=1),
             ranks_per_host,
-            current.slots_per_rank,
+            current.experts_per_rank,
         )
         parts.append(np.take_along_axis(mine_Le, rows_LS, axis=1))
     return np.concatenate(parts, axis=1).astype(np.int32)

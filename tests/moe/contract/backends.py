@@ -12,13 +12,13 @@ import torch
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
-from moeserve.moe.all2all.registry import Facts, make_backends
-from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.all2all.registry import BackendFacts, make_backends
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.ops.native import native
-from tests.parallel.ranks import members_of, together
+from tests.comm.ranks import members_of, together
 
 T = TypeVar("T")
-BY_NCCL = {"torch by nccl": DeviceAll2All, "allgather by nccl": DeviceAllGather}  # over tests/parallel/fake_nccl.py
+BY_NCCL = {"torch by nccl": DeviceAll2All, "allgather by nccl": DeviceAllGather}  # over tests/comm/fake_nccl.py
 ON_CPU = ("torch", "allgather", *(("shm",) if native() is not None else ()))
 INTERPRETED = frozenset({"cuda_ipc"})  # slow: fewer of the larger cases
 NAMES: tuple[str, ...] = (*ON_CPU, *BY_NCCL)
@@ -36,9 +36,9 @@ def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_toke
         return BY_NCCL[name](wire_of(wire, dtype), WIDTH, dtype, TOP_K, max_tokens, 24)
     if name == "cuda_ipc":
         from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
-        from tests.parallel.host_memory import host_symmetric
+        from tests.comm.host_memory import host_symmetric
 
-        facts = Facts(
+        facts = BackendFacts(
             hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=max_tokens, num_slots=SLOTS, num_ranks=ranks,
             wire=wire_of(wire, dtype), comm_sms=1,
         )  # fmt: skip
@@ -68,12 +68,19 @@ class Group:
 
 @contextmanager
 def group(
-    name: str, dtype: torch.dtype, ranks: int, directory: str, *, lanes: int = 1, wire: str = "auto", **settings: float
+    name: str,
+    dtype: torch.dtype,
+    ranks: int,
+    directory: str,
+    *,
+    ubatches: int = 1,
+    wire: str = "auto",
+    **settings: float,
 ) -> Iterator[Group]:
     """settings: deadline_s of the members, max_tokens of the backends."""
     members = members_of(ranks, directory, deadline_s=settings.get("deadline_s", 20.0))
     backends = [make(name, dtype, ranks, wire, int(settings.get("max_tokens", MAX_TOKENS))) for _ in members]
-    together([lambda b=b, m=m: b.join(m, SLOTS, lanes) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
+    together([lambda b=b, m=m: b.join(m, SLOTS, ubatches) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
     try:
         yield Group(backends)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel import fake_nccl
+from tests.comm import fake_nccl
 
 
 @pytest.fixture(autouse=True)

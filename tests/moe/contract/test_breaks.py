@@ -13,29 +13,30 @@ from torch import Tensor
 
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2All, Pending, Ticket
-from moeserve.moe.lane import Lane
+from moeserve.moe.ubatch import UBatch
+from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import NAMES, ON_CPU, SLOTS, group, make
 from tests.moe.contract.test_contract import Batch, alone, batch, cases, experts, same_bits
-from tests.parallel.ranks import members_of, together
 
 RANKS = 3
 
 
-def turns(backend: All2All, lanes: list[Lane], parts: list[Batch], rank: int, rng: random.Random) -> list[Tensor]:
-    """Both lanes' rows travel at once, as in a step of two lanes; each lane launches the other's receives."""
+def turns(backend: All2All, ubatches: list[UBatch], parts: list[Batch], rank: int, rng: random.Random) -> list[Tensor]:
+    """Both micro-batches' rows travel at once, as in a step of two micro-batches; each micro-batch launches the
+    other's receives."""
     outs = [torch.full_like(x, torch.nan) for x, _ in parts]
     sent: list[Pending[Ticket]] = []
-    for lane, part in zip(lanes, parts, strict=True):
+    for ubatch, part in zip(ubatches, parts, strict=True):
         for pending in sent:
             pending.arrive()
-        sent.append(backend.dispatch(*part, lane))
+        sent.append(backend.dispatch(*part, ubatch))
     tickets = [pending.wait() for pending in sent]
     ys = [experts(ticket.inbound, rank * SLOTS) for ticket in tickets]
     back: list[Pending[Tensor]] = []
-    for ticket, y, out, lane in zip(tickets, ys, outs, lanes, strict=True):
+    for ticket, y, out, ubatch in zip(tickets, ys, outs, ubatches, strict=True):
         for going in back:
             going.arrive()
-        back.append(backend.combine(ticket, y, out, lane))
+        back.append(backend.combine(ticket, y, out, ubatch))
         time.sleep(rng.random() * 1e-3)
     return [pending.wait() for pending in back]
 
@@ -50,17 +51,17 @@ def broken(name: str, folder: Path, seed: int) -> None:
 
     def serve(rank: int) -> None:
         backend, own = backends[rank], random.Random(seed * RANKS + rank)
-        lanes = [Lane(index) for index in range(2)]
+        ubatches = [UBatch(index) for index in range(2)]
         try:
             for _ in range(5000):
-                for out, wanted in zip(turns(backend, lanes, parts[rank], rank, own), expected[rank], strict=True):
+                for out, wanted in zip(turns(backend, ubatches, parts[rank], rank, own), expected[rank], strict=True):
                     assert same_bits(out, wanted)
             raise AssertionError("nothing broke")
         except PeerLost:
             backend.leave()
 
     def once(rank: int) -> list[Tensor]:
-        return turns(backends[rank], [Lane(0), Lane(1)], parts[rank], rank, rng)
+        return turns(backends[rank], [UBatch(0), UBatch(1)], parts[rank], rank, rng)
 
     for epoch in (1, 2):
         directory = folder / f"{seed}-{epoch}"
@@ -87,10 +88,10 @@ def test_a_group_that_breaks_at_any_moment(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)  # by NCCL, a dispatch waits for all ranks
-def test_a_receive_that_was_launched_for_another_lane_still_fails_as_a_loss(name: str, tmp_path: Path) -> None:
+def test_a_receive_that_was_launched_for_another_ubatch_still_fails_as_a_loss(name: str, tmp_path: Path) -> None:
     part = batch(cases(2)["uneven"][0], torch.float32, 0)
-    with group(name, torch.float32, 2, str(tmp_path), lanes=2) as ranks_of:
-        pending = ranks_of.backends[0].dispatch(*part, Lane(0))
+    with group(name, torch.float32, 2, str(tmp_path), ubatches=2) as ranks_of:
+        pending = ranks_of.backends[0].dispatch(*part, UBatch(0))
         ranks_of.backends[1].leave()
         pending.arrive()
         pending.arrive()

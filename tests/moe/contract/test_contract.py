@@ -14,9 +14,9 @@ from torch import Tensor
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2All, Inbound, Layout
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.all2all.wire import wire_of
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
 from tests.moe.contract.backends import INTERPRETED, MAX_TOKENS, NAMES, SLOTS, TOP_K, WIDTH, group
 
 Batch = tuple[Tensor, Routing]
@@ -69,21 +69,21 @@ def experts(inbound: Inbound, first: int) -> Tensor:
     return y
 
 
-def there_and_back(backend: All2All, lane: Lane, part: Batch, first: int) -> Tensor:
+def there_and_back(backend: All2All, ubatch: UBatch, part: Batch, first: int) -> Tensor:
     x, routing = part
-    ticket = backend.dispatch(x, routing, lane).wait()
+    ticket = backend.dispatch(x, routing, ubatch).wait()
     out = torch.full_like(x, torch.nan)
     y = experts(ticket.inbound, first)
     if ticket.y is not None:
         ticket.y.copy_(y)
         y = ticket.y
-    assert backend.combine(ticket, y, out, lane).wait() is out
+    assert backend.combine(ticket, y, out, ubatch).wait() is out
     return out
 
 
 def alone(ranks: int, part: Batch, wire: str = "auto") -> Tensor:
     """The specification."""
-    return there_and_back(LocalAll2All(ranks * SLOTS, wire_of(wire, part[0].dtype)), Lane(), part, 0)
+    return there_and_back(LocalAll2All(ranks * SLOTS, wire_of(wire, part[0].dtype)), UBatch(), part, 0)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -106,8 +106,8 @@ def test_bits_are_those_of_one_rank(name: str, dtype: torch.dtype, ranks: int, t
     expected = [[alone(ranks, part) for part in by_rank] for by_rank in parts]
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
-        lane = Lane()
-        return [there_and_back(backend, lane, by_rank[rank], rank * SLOTS) for by_rank in parts]
+        ubatch = UBatch()
+        return [there_and_back(backend, ubatch, by_rank[rank], rank * SLOTS) for by_rank in parts]
 
     with group(name, dtype, ranks, str(tmp_path)) as ranks_of:
         for rank, outs in enumerate(ranks_of.run(work)):
@@ -120,7 +120,7 @@ def test_a_wire_that_rounds_rounds_every_row(name: str, tmp_path: Path) -> None:
     """Also the rows that stay on their rank: bits do not depend on where an expert is."""
     parts = [batch(ids, torch.bfloat16, r) for r, ids in enumerate(cases(2)["uneven"])]
     with group(name, torch.bfloat16, 2, str(tmp_path), wire="fp8_b128") as ranks_of:
-        outs = ranks_of.run(lambda rank, backend: there_and_back(backend, Lane(), parts[rank], rank * SLOTS))
+        outs = ranks_of.run(lambda rank, backend: there_and_back(backend, UBatch(), parts[rank], rank * SLOTS))
     for out, part in zip(outs, parts, strict=True):
         assert same_bits(out, alone(2, part, "fp8_b128"))
         assert not same_bits(out, alone(2, part))
@@ -134,12 +134,12 @@ def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: 
     def work(rank: int, backend: All2All) -> list[list[float]]:
         x = torch.arange(9.0)[:, None].expand(-1, WIDTH) + 100 * rank
         routing = Routing(torch.from_numpy(ids[rank].astype(np.int32)), torch.ones(9, TOP_K))
-        lane = Lane()
-        ticket = backend.dispatch(x.contiguous(), routing, lane).wait()
+        ubatch = UBatch()
+        ticket = backend.dispatch(x.contiguous(), routing, ubatch).wait()
         rows = [part.tolist() for part in np.split(ticket.inbound.x[:, 0].numpy(), np.asarray(ticket.inbound.ends_e))][
             :SLOTS
         ]
-        backend.combine(ticket, ticket.inbound.x, torch.empty(9, WIDTH), lane).wait()
+        backend.combine(ticket, ticket.inbound.x, torch.empty(9, WIDTH), ubatch).wait()
         return rows
 
     with group(name, torch.float32, 2, str(tmp_path)) as ranks_of:
@@ -152,18 +152,18 @@ def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: 
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_two_in_flight_do_not_mix(name: str, lanes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ubatches", [1, 2])
+def test_two_in_flight_do_not_mix(name: str, ubatches: int, tmp_path: Path) -> None:
     parts = [
         [batch(ids, torch.float32, r + 10 * n) for r, ids in enumerate(cases(2)[case])]
         for n, case in enumerate(("uneven", "holes"))
     ]
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
-        own = [Lane(0), Lane(1) if lanes == 2 else Lane(0)]
+        own = [UBatch(0), UBatch(1) if ubatches == 2 else UBatch(0)]
         outs = [torch.full_like(by_rank[rank][0], torch.nan) for by_rank in parts]
         for _ in range(2 if name in INTERPRETED else 5):
-            sent = [backend.dispatch(*by_rank[rank], lane) for by_rank, lane in zip(parts, own, strict=True)]
+            sent = [backend.dispatch(*by_rank[rank], ubatch) for by_rank, ubatch in zip(parts, own, strict=True)]
             for pending in sent:
                 pending.arrive()
                 pending.arrive()
@@ -174,7 +174,7 @@ def test_two_in_flight_do_not_mix(name: str, lanes: int, tmp_path: Path) -> None
                 pending.wait()
         return outs
 
-    with group(name, torch.float32, 2, str(tmp_path), lanes=lanes) as ranks_of:
+    with group(name, torch.float32, 2, str(tmp_path), ubatches=ubatches) as ranks_of:
         for rank, outs in enumerate(ranks_of.run(work)):
             for out, by_rank in zip(outs, parts, strict=True):
                 assert same_bits(out, alone(2, by_rank[rank]))
@@ -185,11 +185,11 @@ def test_a_ticket_serves_once(name: str, tmp_path: Path) -> None:
     part = batch(cases(1)["uneven"][0], torch.float32, 0)
 
     def work(rank: int, backend: All2All) -> None:
-        lane = Lane()
-        ticket = backend.dispatch(*part, lane).wait()
-        backend.combine(ticket, ticket.inbound.x, torch.empty_like(part[0]), lane).wait()
+        ubatch = UBatch()
+        ticket = backend.dispatch(*part, ubatch).wait()
+        backend.combine(ticket, ticket.inbound.x, torch.empty_like(part[0]), ubatch).wait()
         with pytest.raises(RuntimeError, match="combined already"):
-            backend.combine(ticket, ticket.inbound.x, torch.empty_like(part[0]), lane)
+            backend.combine(ticket, ticket.inbound.x, torch.empty_like(part[0]), ubatch)
 
     with group(name, torch.float32, 1, str(tmp_path)) as ranks_of:
         ranks_of.run(work)
@@ -201,7 +201,7 @@ def test_a_rank_that_never_comes_is_named(name: str, tmp_path: Path) -> None:
 
     def work(rank: int, backend: All2All) -> tuple[int, ...]:
         with pytest.raises(PeerLost) as caught:
-            there_and_back(backend, Lane(), parts[rank], rank * SLOTS)
+            there_and_back(backend, UBatch(), parts[rank], rank * SLOTS)
         return caught.value.missing
 
     with group(name, torch.float32, 3, str(tmp_path), deadline_s=0.5) as ranks_of:
@@ -216,9 +216,9 @@ def test_leaving_wakes_who_waits(name: str, who: int, tmp_path: Path) -> None:
 
     def work(rank: int, backend: All2All) -> None:
         with pytest.raises(PeerLost):
-            there_and_back(backend, Lane(), part, 0)
+            there_and_back(backend, UBatch(), part, 0)
         with pytest.raises(PeerLost):
-            backend.dispatch(*part, Lane()).wait()
+            backend.dispatch(*part, UBatch()).wait()
 
     with group(name, torch.float32, 2, str(tmp_path)) as ranks_of:
         threading.Timer(0.3, ranks_of.backends[who].leave).start()
@@ -232,14 +232,14 @@ def test_nobody_joined_yet(name: str) -> None:
     from tests.moe.contract.backends import make
 
     with pytest.raises(PeerLost):
-        make(name, torch.float32, 2).dispatch(*batch(np.zeros((1, 1)), torch.float32, 0), Lane())
+        make(name, torch.float32, 2).dispatch(*batch(np.zeros((1, 1)), torch.float32, 0), UBatch())
 
 
 @EVERY_BACKEND
 def test_epochs_follow_each_other(name: str, tmp_path: Path) -> None:
     """The same backends join again, with other slots and fewer ranks."""
+    from tests.comm.ranks import members_of, together
     from tests.moe.contract.backends import make
-    from tests.parallel.ranks import members_of, together
 
     backends = [make(name, torch.float32, 3) for _ in range(3)]
     for epoch, ranks in enumerate((3, 2, 1, 3), 1):
@@ -249,7 +249,7 @@ def test_epochs_follow_each_other(name: str, tmp_path: Path) -> None:
 
         def work(rank: int, members=members, parts=parts) -> Tensor:  # type: ignore[no-untyped-def]
             backends[rank].join(members[rank], SLOTS, 1)
-            return there_and_back(backends[rank], Lane(), parts[rank], rank * SLOTS)
+            return there_and_back(backends[rank], UBatch(), parts[rank], rank * SLOTS)
 
         outs = together([lambda r=r: work(r) for r in range(ranks)])  # type: ignore[misc]
         for out, part in zip(outs, parts, strict=True):

@@ -15,21 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.comm.members import Members
 from moeserve.loader.spec import RouterSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.baton import Baton
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Lane
 from moeserve.moe.layer import MoELayer
+from moeserve.moe.physical import LogicalToPhysical
+from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Router
-from moeserve.moe.slots import SlotMap
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import Ops, pick_ops
-from moeserve.parallel.members import Members
+from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import INTERPRETED, NAMES, ON_CPU, SLOTS, TOP_K, WIDTH, group, make
-from tests.parallel.ranks import members_of, together
 
 EXPERTS = 5
 TOKENS = (33, 7, 0, 12)  # of each rank
@@ -54,7 +54,7 @@ def layer_of(backend: All2All, placement: Placement, rank: int) -> MoELayer:
         backend,
         kernel,
         kernel.pack(ExpertWeights(w13[own], w2[own])),
-        SlotMap(placement, 0),
+        LogicalToPhysical(placement, 0),
         lambda x: 3 * x,
     )
 
@@ -65,21 +65,21 @@ def rows_of(rank: int) -> Tensor:
 
 def outputs(backend: All2All, placement: Placement, rank: int) -> list[Tensor]:
     """Two steps of one rank."""
-    layer, lane, x = layer_of(backend, placement, rank), Lane(), rows_of(rank)
+    layer, ubatch, x = layer_of(backend, placement, rank), UBatch(), rows_of(rank)
     outs = []
     for _ in range(2):
-        lane.most_tokens = max(TOKENS[: placement.num_ranks])
+        ubatch.most_tokens = max(TOKENS[: placement.num_ranks])
         if len(x):
-            outs.append(layer(x, len(x), lane))
+            outs.append(layer(x, len(x), ubatch))
         else:
-            layer.serve(torch.empty(WIDTH), lane)
+            layer.serve(torch.empty(WIDTH), ubatch)
     return outs
 
 
 def expected(rank: int) -> Tensor:
     """One rank with every expert once."""
     x = rows_of(rank)
-    return layer_of(LocalAll2All(EXPERTS), Placement.initial(1, EXPERTS, 1), 0)(x, len(x), Lane())
+    return layer_of(LocalAll2All(EXPERTS), Placement.initial(1, EXPERTS, 1), 0)(x, len(x), UBatch())
 
 
 def random_placement(ranks: int, seed: int) -> Placement:
@@ -106,37 +106,37 @@ def test_bits_of_the_layer(name: str, ranks: int, max_tokens: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_bits_of_two_lanes(ranks: int, tmp_path: Path) -> None:
-    """Results of an exchange that go out in two parts, while the other lane's rows are on their way."""
+def test_bits_of_two_ubatches(ranks: int, tmp_path: Path) -> None:
+    """Results of an exchange that go out in two parts, while the other micro-batch's rows are on their way."""
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
         layer, x = layer_of(backend, random_placement(ranks, 2), rank), rows_of(rank)
-        lanes, baton = (Lane(0), Lane(1)), Baton(2)
+        ubatches, ping_pong = (UBatch(0), UBatch(1)), PingPong(2)
         outs: dict[int, Tensor] = {}
         sent: list[int] = []
-        lanes[0].couple(baton, lanes[1])
-        lanes[1].couple(baton, lanes[0])
-        before = lanes[1].send_early
+        ubatches[0].couple(ping_pong, ubatches[1])
+        ubatches[1].couple(ping_pong, ubatches[0])
+        before = ubatches[1].send_early
 
         def counted(send: Callable[[], None]) -> None:
             sent.append(rank)
             before(send)
 
-        lanes[1].send_early = counted  # type: ignore[method-assign]
+        ubatches[1].send_early = counted  # type: ignore[method-assign]
 
-        def run(lane: Lane) -> None:
-            part = x[: len(x) // 3] if lane.index == 0 else x[len(x) // 3 :]
-            lane.most_tokens = max(TOKENS[:ranks])
-            lane.enter()
+        def run(ubatch: UBatch) -> None:
+            part = x[: len(x) // 3] if ubatch.index == 0 else x[len(x) // 3 :]
+            ubatch.most_tokens = max(TOKENS[:ranks])
+            ubatch.enter()
             for _ in range(2):
-                outs[lane.index] = layer(part, len(part), lane)
-            lane.leave()
+                outs[ubatch.index] = layer(part, len(part), ubatch)
+            ubatch.leave()
 
-        together([lambda lane=lane: run(lane) for lane in lanes])  # type: ignore[misc]
+        together([lambda ubatch=ubatch: run(ubatch) for ubatch in ubatches])  # type: ignore[misc]
         assert len(sent) >= 2
         return [torch.cat([outs[0], outs[1]])]
 
-    with group("torch", torch.float32, ranks, str(tmp_path), lanes=2) as ranks_of:
+    with group("torch", torch.float32, ranks, str(tmp_path), ubatches=2) as ranks_of:
         found = ranks_of.run(work)
     for rank, (out,) in enumerate(found):
         assert torch.equal(out, expected(rank)), rank
@@ -144,7 +144,7 @@ def test_bits_of_two_lanes(ranks: int, tmp_path: Path) -> None:
 
 PROCESS = """
 import sys, msgspec, torch
-from moeserve.parallel.members import Members
+from moeserve.comm.members import Members
 from tests.moe.contract import test_through_layer as here
 torch.set_num_threads(1)
 here.run_process(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Members), sys.argv[3])

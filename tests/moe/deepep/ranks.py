@@ -14,11 +14,11 @@ from moeserve.moe.all2all.adapters import GroupedFromSlotted
 from moeserve.moe.all2all.base import All2All, Layout
 from moeserve.moe.all2all.deepep import ADAPTERS
 from moeserve.moe.all2all.deepep.base import DeepEP
-from moeserve.moe.all2all.registry import Facts
-from moeserve.moe.all2all.wire import wire_of
+from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
+from tests.comm.ranks import members_of, together
 from tests.moe.deepep import fake
-from tests.parallel.ranks import members_of, together
 
 T = TypeVar("T")
 NAMES = tuple(ADAPTERS)
@@ -28,8 +28,8 @@ TOP_K = 3
 MAX_TOKENS = 40
 
 
-def facts(ranks: int, wire: str = "auto", width: int = WIDTH, **changes: Any) -> Facts:
-    return Facts(
+def facts(ranks: int, wire: str = "auto", width: int = WIDTH, **changes: Any) -> BackendFacts:
+    return BackendFacts(
         **{
             "hidden_size": width,
             "dtype": torch.bfloat16,
@@ -44,10 +44,12 @@ def facts(ranks: int, wire: str = "auto", width: int = WIDTH, **changes: Any) ->
 
 
 @contextmanager
-def joined(adapter: type[DeepEP], ranks: int, wire: str = "auto", width: int = WIDTH, lanes: int = 1) -> Iterator[Any]:
+def joined(
+    adapter: type[DeepEP], ranks: int, wire: str = "auto", width: int = WIDTH, ubatches: int = 1
+) -> Iterator[Any]:
     """The adapters of all ranks. They leave together, and every buffer is destroyed."""
     backends = [adapter(fake, facts(ranks, wire, width)) for _ in range(ranks)]
-    calls = [lambda b=b, m=m: b.join(m, SLOTS, lanes) for b, m in zip(backends, members_of(ranks), strict=True)]
+    calls = [lambda b=b, m=m: b.join(m, SLOTS, ubatches) for b, m in zip(backends, members_of(ranks), strict=True)]
     together(calls)
     try:
         yield backends

@@ -17,17 +17,17 @@ from moeserve.moe.all2all.deepep import ADAPTERS
 from moeserve.moe.all2all.deepep.ht import DeepEPHighThroughput
 from moeserve.moe.all2all.deepep.ll import DeepEPLowLatency
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.baton import Baton
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.lane import Lane
+from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import pick_ops
+from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, batch, cases, experts, there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.ranks import MAX_TOKENS, NAMES, SLOTS, WIDTH, facts, joined, on_all, some
-from tests.parallel.ranks import members_of, together
 
 WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4) if (name, ranks) != ("deepep_ht", 3)]
 EVERY_ADAPTER = pytest.mark.parametrize("name", NAMES)
@@ -52,7 +52,7 @@ def test_results_are_those_of_one_rank(name: str, ranks: int) -> None:
     }
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
-        return [there_and_back(backend, Lane(), by_rank[rank], rank * SLOTS) for by_rank in parts.values()]
+        return [there_and_back(backend, UBatch(), by_rank[rank], rank * SLOTS) for by_rank in parts.values()]
 
     with joined(ADAPTERS[name], ranks) as backends:
         outs_of = on_all(backends, work)
@@ -71,7 +71,7 @@ def test_the_fp8_wire(name: str) -> None:
     ranks = 2
     parts = [some(17, ranks, seed, width=300, top_k=1) for seed in range(ranks)]
     with joined(ADAPTERS[name], ranks, "fp8_b128", 300) as backends:
-        outs = on_all(backends, lambda r, backend: there_and_back(backend, Lane(), parts[r], r * SLOTS))
+        outs = on_all(backends, lambda r, backend: there_and_back(backend, UBatch(), parts[r], r * SLOTS))
     for out, (x, routing) in zip(outs, parts, strict=True):
         expected = alone(ranks, (x, routing), "fp8_b128")
         if name == "deepep_ll":
@@ -85,8 +85,8 @@ def test_the_fp8_wire(name: str) -> None:
 def test_rows_of_an_expert_are_ordered_by_rank_and_token(name: str) -> None:
     def work(rank: int, backend: All2All) -> list[float]:
         x = (torch.arange(9.0)[:, None] + 16 * rank).expand(-1, WIDTH).bfloat16()
-        ticket = backend.dispatch(x, Routing(torch.zeros(9, 1, dtype=torch.int32), torch.ones(9, 1)), Lane()).wait()
-        backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), Lane()).wait()
+        ticket = backend.dispatch(x, Routing(torch.zeros(9, 1, dtype=torch.int32), torch.ones(9, 1)), UBatch()).wait()
+        backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), UBatch()).wait()
         return [float(value) for value in ticket.inbound.x[:, 0]]
 
     with joined(ADAPTERS[name], 2) as backends:
@@ -95,46 +95,46 @@ def test_rows_of_an_expert_are_ordered_by_rank_and_token(name: str) -> None:
     assert second == []
 
 
-def two_lanes(rank: int, backend: All2All, parts: list[Any]) -> list[Tensor]:
-    """Five layers in two lanes with the order of moe/lane.py."""
+def two_ubatches(rank: int, backend: All2All, parts: list[Any]) -> list[Tensor]:
+    """Five layers in two micro-batches with the order of moe/micro-batch.py."""
     outs = [torch.full_like(part[0], torch.nan) for part in parts]
-    baton, lanes = Baton(2), (Lane(0), Lane(1))
-    for lane in lanes:
-        lane.couple(baton, lanes[1 - lane.index])
+    ping_pong, ubatches = PingPong(2), (UBatch(0), UBatch(1))
+    for ubatch in ubatches:
+        ubatch.couple(ping_pong, ubatches[1 - ubatch.index])
 
-    def run(lane: Lane) -> None:
-        x, routing = parts[lane.index]
+    def run(ubatch: UBatch) -> None:
+        x, routing = parts[ubatch.index]
         try:
-            lane.enter()
+            ubatch.enter()
             for _ in range(5):
-                ticket = lane.overlap(lambda: backend.dispatch(x, routing, lane))
+                ticket = ubatch.overlap(lambda: backend.dispatch(x, routing, ubatch))
                 y = experts(ticket.inbound, rank * SLOTS)
-                lane.overlap(lambda ticket=ticket, y=y: backend.combine(ticket, y, outs[lane.index], lane))  # type: ignore[misc]
-            lane.leave()
+                ubatch.overlap(lambda ticket=ticket, y=y: backend.combine(ticket, y, outs[ubatch.index], ubatch))  # type: ignore[misc]
+            ubatch.leave()
         except BaseException as error:
-            lane.fail(error)
+            ubatch.fail(error)
 
-    thread = threading.Thread(target=run, args=(lanes[1],), daemon=True)
+    thread = threading.Thread(target=run, args=(ubatches[1],), daemon=True)
     thread.start()
-    run(lanes[0])
+    run(ubatches[0])
     thread.join(20)
-    if baton.error is not None:
-        raise baton.error
+    if ping_pong.error is not None:
+        raise ping_pong.error
     return outs
 
 
 class Trusting(DeepEPLowLatency):
-    """Leaves the two-buffer rule to the order of the lanes."""
+    """Leaves the two-buffer rule to the order of the micro-batches."""
 
     def _receive_last(self) -> None:
         pass
 
 
 @pytest.mark.parametrize("adapter", [*ADAPTERS.values(), Trusting])
-def test_two_lanes_take_turns(adapter: Any) -> None:
+def test_two_ubatches_take_turns(adapter: Any) -> None:
     parts = [[some(12, 2, 10 * rank), some(7, 2, 10 * rank + 1)] for rank in range(2)]
-    with joined(adapter, 2, lanes=2) as backends:
-        outs = on_all(backends, lambda rank, backend: two_lanes(rank, backend, parts[rank]))
+    with joined(adapter, 2, ubatches=2) as backends:
+        outs = on_all(backends, lambda rank, backend: two_ubatches(rank, backend, parts[rank]))
     for rank in range(2):
         for out, (x, routing) in zip(outs[rank], parts[rank], strict=True):
             assert close(out, alone(2, (x, routing)), alone(2, (x.abs(), routing)))
@@ -146,14 +146,14 @@ def test_two_in_flight_in_any_order(name: str) -> None:
     parts = [[some(12, 2, 10 * rank), some(7, 2, 10 * rank + 1)] for rank in range(2)]
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
-        lanes, outs = (Lane(0), Lane(1)), [torch.empty_like(x) for x, _ in parts[rank]]
-        sent = [backend.dispatch(*part, lane) for part, lane in zip(parts[rank], lanes, strict=True)]
+        ubatches, outs = (UBatch(0), UBatch(1)), [torch.empty_like(x) for x, _ in parts[rank]]
+        sent = [backend.dispatch(*part, ubatch) for part, ubatch in zip(parts[rank], ubatches, strict=True)]
         tickets = [pending.wait() for pending in reversed(sent)][::-1]
         ys = [experts(ticket.inbound, rank * SLOTS) for ticket in tickets]
-        back = [backend.combine(*each) for each in zip(tickets, ys, outs, lanes, strict=True)]
+        back = [backend.combine(*each) for each in zip(tickets, ys, outs, ubatches, strict=True)]
         return [pending.wait() for pending in reversed(back)][::-1]
 
-    with joined(ADAPTERS[name], 2, lanes=2) as backends:
+    with joined(ADAPTERS[name], 2, ubatches=2) as backends:
         outs = on_all(backends, work)
     for rank in range(2):
         for out, (x, routing) in zip(outs[rank], parts[rank], strict=True):
@@ -172,13 +172,13 @@ def test_behind_the_plan_with_reference_experts(name: str) -> None:
 
     def through(backend: All2All, part: Any, slots: slice) -> Tensor:
         x, routing = part
-        ticket = backend.dispatch(x, routing, Lane()).wait()
+        ticket = backend.dispatch(x, routing, UBatch()).wait()
         y, own = torch.empty_like(ticket.inbound.x), ExpertWeights(w13[slots].clone(), w2[slots].clone())
-        kernel.run(ticket.inbound, kernel.pack(own), y, Lane().scratch)
-        return backend.combine(ticket, y, torch.full_like(x, torch.nan), Lane()).wait()
+        kernel.run(ticket.inbound, kernel.pack(own), y, UBatch().scratch)
+        return backend.combine(ticket, y, torch.full_like(x, torch.nan), UBatch()).wait()
 
     needs = MoENeeds(
-        hidden_size=width, dtype="bfloat16", device="cuda", max_tokens=MAX_TOKENS, world_size=ranks, lanes=2
+        hidden_size=width, dtype="bfloat16", device="cuda", max_tokens=MAX_TOKENS, world_size=ranks, ubatches=2
     )
     with joined(ADAPTERS[name], ranks, width=width) as backends:
         picked = [plan_moe(needs, [backend], [kernel]).all2all for backend in backends]
@@ -195,12 +195,12 @@ def test_a_width_of_the_kernels_own_is_not_copied() -> None:
 
     def work(rank: int, backend: All2All) -> None:
         x, routing = parts[rank]
-        pending = backend.dispatch(x, routing, Lane())
+        pending = backend.dispatch(x, routing, UBatch())
         ticket = pending.wait()
         assert ticket.inbound.layout is Layout.SLOTTED
         assert ticket.inbound.x.data_ptr() == pending.rows.data_ptr()  # type: ignore[attr-defined]
         out = torch.empty_like(x)
-        back = backend.combine(ticket, ticket.inbound.x, out, Lane())
+        back = backend.combine(ticket, ticket.inbound.x, out, UBatch())
         assert back.wait().data_ptr() == back.home_TW.data_ptr()  # type: ignore[attr-defined]
         expected = alone(2, parts[rank])
         assert out.shape == expected.shape
@@ -215,12 +215,12 @@ def test_a_ticket_serves_once_and_only_its_epoch(name: str) -> None:
     parts = [some(5, 2, rank) for rank in range(2)]
 
     def work(rank: int, backend: All2All) -> tuple[All2All, Any, Any]:
-        ticket = backend.dispatch(*parts[rank], Lane()).wait()
+        ticket = backend.dispatch(*parts[rank], UBatch()).wait()
         out = torch.empty_like(parts[rank][0])
-        backend.combine(ticket, ticket.inbound.x, out, Lane()).wait()
+        backend.combine(ticket, ticket.inbound.x, out, UBatch()).wait()
         with pytest.raises(RuntimeError, match="combined already"):
-            backend.combine(ticket, ticket.inbound.x, out, Lane())
-        late = backend.dispatch(*parts[rank], Lane())
+            backend.combine(ticket, ticket.inbound.x, out, UBatch())
+        late = backend.dispatch(*parts[rank], UBatch())
         return backend, late, late.wait() if rank == 0 else None
 
     with joined(ADAPTERS[name], 2) as backends:
@@ -229,9 +229,9 @@ def test_a_ticket_serves_once_and_only_its_epoch(name: str) -> None:
     with pytest.raises(PeerLost):
         late.wait()
     with pytest.raises(PeerLost):
-        first.combine(ticket, ticket.inbound.x, torch.empty_like(parts[0][0]), Lane())
+        first.combine(ticket, ticket.inbound.x, torch.empty_like(parts[0][0]), UBatch())
     with pytest.raises(PeerLost):
-        second.dispatch(*parts[1], Lane())
+        second.dispatch(*parts[1], UBatch())
 
 
 @EVERY_ADAPTER
@@ -241,7 +241,7 @@ def test_epochs_follow_each_other(name: str) -> None:
         members = members_of(ranks, epoch=epoch)
         together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members, strict=False)])  # type: ignore[misc]
         parts = [some(9, ranks, rank) for rank in range(ranks)]
-        outs = on_all(backends[:ranks], lambda r, b, parts=parts: there_and_back(b, Lane(), parts[r], r * SLOTS))  # type: ignore[misc]
+        outs = on_all(backends[:ranks], lambda r, b, parts=parts: there_and_back(b, UBatch(), parts[r], r * SLOTS))  # type: ignore[misc]
         for out, (x, routing) in zip(outs, parts, strict=True):
             assert close(out, alone(ranks, (x, routing)), alone(ranks, (x.abs(), routing)))
         together([backend.leave for backend in backends])
@@ -255,7 +255,7 @@ def test_a_silent_rank_is_a_lost_peer_and_its_buffer_is_left_alone(caplog: pytes
     buffer = backends[0].buffer
     buffer.exchange.timeout_s = 0.2
     with pytest.raises(PeerLost, match="CPU recv timeout"):
-        backends[0].dispatch(*some(5, 2, 0), Lane())
+        backends[0].dispatch(*some(5, 2, 0), UBatch())
     backends[1]._group.close()  # as its death would
     backends[0].leave()
     assert "its buffer is lost until this process ends" in caplog.text
@@ -326,7 +326,7 @@ def test_kernels_take_no_more_multiprocessors_than_they_may(asked: dict[str, int
     for name in ("deepep_ht", "deepep_v2"):
         backends = [ADAPTERS[name](fake, facts(2, **asked)) for _ in range(2)]
         together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
-        on_all(backends, lambda rank, backend: there_and_back(backend, Lane(), (x, routing), rank * SLOTS))
+        on_all(backends, lambda rank, backend: there_and_back(backend, UBatch(), (x, routing), rank * SLOTS))
         found.append(backends[0].buffer.num_sms)
         together([backend.leave for backend in backends])
     assert tuple(found) == expected

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.moe.all2all.deepep.group import Group
+from moeserve.moe.all2all.deepep.group import DeepEPGroup
+from tests.comm.ranks import members_of, together
 from tests.moe.deepep import fake
 from tests.moe.deepep.fake.tensors import POISON_INT
-from tests.parallel.ranks import members_of, together
 
 T = TypeVar("T")
 EXPERTS, TOP_K, HIDDEN, LIMIT = 6, 2, 2048, 8
@@ -21,7 +21,7 @@ BYTES = 1 << 25
 
 def on_two(work: Callable[[int, Any], T]) -> list[T]:
     """`work` with a process group each."""
-    groups = [Group(members, "fake", "") for members in members_of(2)]
+    groups = [DeepEPGroup(members, "fake", "") for members in members_of(2)]
     ready = together([lambda g=g: g.connect(False) for g in groups])  # type: ignore[misc]
     try:
         return together([lambda r=r: work(r, ready[r]) for r in range(2)])  # type: ignore[misc]

@@ -11,14 +11,14 @@ import torch
 
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.deepep import ADAPTERS, base, ht, ll, v2
-from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
+from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.fake import elastic as fake_elastic
 from tests.moe.deepep.ranks import SLOTS, facts, on_all, some
 from tests.moe.deepep.test_adapters import close
-from tests.parallel.ranks import members_of, together
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 WRONG = "^wrong results$"
@@ -85,8 +85,8 @@ def weights_left_to_combine(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_v2", WRONG)
 def weights_left_to_v2(patch: pytest.MonkeyPatch) -> None:
-    original = v2._Trip
-    patch.setattr(v2, "_Trip", lambda buffer, handle, weights: original(buffer, handle, torch.ones_like(weights)))
+    original = v2._V2Handle
+    patch.setattr(v2, "_V2Handle", lambda buffer, handle, weights: original(buffer, handle, torch.ones_like(weights)))
 
 
 @mutation("deepep_ll", WRONG)
@@ -236,7 +236,7 @@ def run(name: str, tokens: tuple[int, int] = (13, 8)) -> list[bool]:
 
     def work(rank: int, backend: All2All) -> Any:
         try:
-            return there_and_back(backend, Lane(), parts[rank], rank * SLOTS)
+            return there_and_back(backend, UBatch(), parts[rank], rank * SLOTS)
         except Exception as error:
             first.append(error)
             buffers[rank].exchange.abort()  # the other one waits in vain

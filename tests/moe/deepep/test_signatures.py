@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.moe.lane import Lane
+from moeserve.moe.ubatch import UBatch
 from tests.moe.contract.test_contract import there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.fake.utils import comm
@@ -83,7 +83,7 @@ def test_the_adapters_calls_mean_the_same_to_every_release(adapter: str, monkeyp
         monkeypatch.setattr(kind, attribute, staticmethod(noting) if is_static else noting)
     parts = [some(5, 2, rank) for rank in range(2)]
     with joined(ADAPTERS[adapter], 2) as backends:
-        on_all(backends, lambda r, backend: there_and_back(backend, Lane(), parts[r], r * SLOTS))
+        on_all(backends, lambda r, backend: there_and_back(backend, UBatch(), parts[r], r * SLOTS))
     assert {name.split(".")[1] for name, _, _ in calls} > {"__init__", "destroy"}
     for name, args, kwargs in calls:
         bound = [signature(recorded[name]).bind(*args, **kwargs).arguments for recorded in RELEASES.values()]

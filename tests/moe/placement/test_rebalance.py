@@ -123,7 +123,7 @@ def test_a_join_drops_what_is_on_its_way_and_versions_still_grow() -> None:
     assert one.pending is None
     assert not one.settle(Placed(version=1, layers=LAYERS), 2.0)
     larger = one.rescaled(6, 4)
-    assert (larger.version, larger.num_ranks, larger.slots_per_rank) == (2, 6, 4)
+    assert (larger.version, larger.num_ranks, larger.experts_per_rank) == (2, 6, 4)
     one.joined(larger)
     again = one.propose(100.0, force=True)
     assert again is None or again.version == 3

@@ -42,7 +42,7 @@ def naive_rank_loads(load: np.ndarray, placement: Placement) -> np.ndarray:
     for layer in range(placement.num_layers):
         row = placement.experts_LS[layer].tolist()
         for slot, expert in enumerate(row):
-            out[layer, slot // placement.slots_per_rank] += load[layer, expert] / row.count(expert)
+            out[layer, slot // placement.experts_per_rank] += load[layer, expert] / row.count(expert)
     return out
 
 
@@ -77,7 +77,7 @@ def test_another_number_of_ranks(case: tuple[np.ndarray, Placement], ranks: int,
     load, start = case
     new = rescaled(start, ranks, redundant, 9, load if known else None)
     assert new.version == 9
-    assert new.slots_per_rank == -(-(start.num_experts + redundant) // ranks)
+    assert new.experts_per_rank == -(-(start.num_experts + redundant) // ranks)
     same = rescaled(new, ranks, redundant, 10)
     assert known or (same.experts_LS == new.experts_LS).all(), "the same number of ranks needs no move"
 
@@ -91,14 +91,14 @@ def test_rescaling_moves_only_what_it_must(old: int, new: int) -> None:
     if new > old:
         assert fetched[:both].sum() == 0, "a rank that stays has all it needs already"
     else:
-        assert fetched.sum() == grown.experts_LS.size - 3 * both * start.slots_per_rank
-    assert grown.slots_per_rank == -(-16 // new)
+        assert fetched.sum() == grown.experts_LS.size - 3 * both * start.experts_per_rank
+    assert grown.experts_per_rank == -(-16 // new)
 
 
 def test_redundant_slots_survive_scaling_there_and_back() -> None:
     start = Placement.initial(2, 5, 2, redundant=1)
     up = rescaled(start, 4, 1, 1)
-    assert up.slots_per_rank == 2
+    assert up.experts_per_rank == 2
     assert rescaled(up, 2, 1, 2).experts_LS.shape == start.experts_LS.shape
 
 
@@ -166,7 +166,7 @@ def test_damaged_placements_are_refused() -> None:
         Placement(7, 2, 4, np.stack([good[0], np.array([0, 1, 2, 0], np.int32)]))
     with pytest.raises(ValueError, match=r"outside of 0\.\.3"):
         Placement(7, 2, 4, good + 1)
-    with pytest.raises(ValueError, match="cannot be dealt out evenly"):
+    with pytest.raises(ValueError, match="cannot be sharded evenly"):
         Placement(7, 3, 4, good)
 
 

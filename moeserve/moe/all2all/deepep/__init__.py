@@ -15,12 +15,12 @@ from moeserve.moe.all2all.deepep.v2 import DeepEPElastic
 
 if TYPE_CHECKING:
     from moeserve.moe.all2all.base import All2All
-    from moeserve.moe.all2all.registry import Facts
+    from moeserve.moe.all2all.registry import BackendFacts
 
 ADAPTERS = {adapter.name: adapter for adapter in (DeepEPHighThroughput, DeepEPLowLatency, DeepEPElastic)}
 
 
-def make(name: str, facts: Facts) -> All2All:
+def make(name: str, facts: BackendFacts) -> All2All:
     """The adapter called `name`. Raises Unavailable when the package does not load or cannot serve this model."""
     from moeserve.moe.all2all.registry import Unavailable
 

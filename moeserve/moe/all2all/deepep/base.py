@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from moeserve.comm.gloo import ON_DEVICE
+from moeserve.comm.members import Members
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Layout, Pending, Ticket
-from moeserve.moe.all2all.deepep.group import Group
+from moeserve.moe.all2all.deepep.group import DeepEPGroup
 from moeserve.moe.all2all.deepep.rows import Packed, next_multiple, pack_fp8, widen
-from moeserve.moe.all2all.wire import FP8
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import FP8
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, Inline, comm_stream
-from moeserve.parallel.gloo import ON_DEVICE
-from moeserve.parallel.members import Members
+from moeserve.moe.ubatch import UBatch
 
 if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import Facts
+    from moeserve.moe.all2all.registry import BackendFacts
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class DeepEP(ABC):
     takes_sms: ClassVar[bool] = True  # whether the number of multiprocessors can be limited
     nccl: ClassVar[bool] = False  # whether the buffer works on an NCCL communicator
 
-    def __init__(self, lib: Any, facts: Facts) -> None:
+    def __init__(self, lib: Any, facts: BackendFacts) -> None:
         self.lib = lib
         self.facts = facts
         self.fp8 = facts.wire.name == FP8
@@ -63,32 +63,32 @@ class DeepEP(ABC):
         self.deadline_s = 0.0  # of the members
         self.comm: CommStream = Inline()  # deep_ep has streams of its own; this one times them
         self._ids_dtype = getattr(lib, "topk_idx_t", torch.int64)
-        self._group: Group | None = None
+        self._group: DeepEPGroup | None = None
         self._buffer: Any | None = None
         self._lock = threading.Lock()
 
     @abstractmethod
-    def caps_of(self, facts: Facts) -> All2AllCaps: ...
+    def caps_of(self, facts: BackendFacts) -> All2AllCaps: ...
 
     @abstractmethod
     def open(self, group: Any) -> Any:
         """A buffer over a process group."""
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> Pending[Ticket]: ...
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]: ...
 
     @abstractmethod
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Pending[Tensor]: ...
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]: ...
 
-    def join(self, members: Members, slots_per_rank: int, lanes: int) -> None:
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         self._check(members)
-        self.num_slots = slots_per_rank
-        self.num_experts = members.size * slots_per_rank
+        self.num_slots = experts_per_rank
+        self.num_experts = members.size * experts_per_rank
         facts = self.facts
         self.deadline_s = members.deadline_s
         self.comm = comm_stream(facts.device)
         terms = f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, {self.max_tokens} tokens"
-        group = Group(members, self.name, f"{terms}, {slots_per_rank} slots, {lanes} lanes")
+        group = DeepEPGroup(members, self.name, f"{terms}, {experts_per_rank} slots, {ubatches} micro-batches")
         try:
             buffer = self.open(group.connect(self.nccl and facts.device == "cuda"))
         except BaseException as error:
@@ -179,14 +179,14 @@ class Combined:
     home_TW: Tensor
     event: Any
     out_TD: Tensor
-    flight: AbstractContextManager[None]
+    collective: AbstractContextManager[None]
     arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
         """The receiving kernel was launched with the sending one."""
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
-        with self.owner.calling(self.buffer), self.flight:
+        with self.owner.calling(self.buffer), self.collective:
             self.event.current_stream_wait()
         tokens, width = self.out_TD.shape
         return self.out_TD.copy_(self.home_TW[:tokens, :width])

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 import torch.distributed
 
+from moeserve.comm.gloo import Mesh
+from moeserve.comm.members import Members
 from moeserve.errors import PeerLost
-from moeserve.parallel.gloo import Mesh
-from moeserve.parallel.members import Members
 
 dist: Any = torch.distributed  # its type hints lack most of what is used here
 
 FAREWELL_S = 2.0  # how long a rank that leaves waits for the others to leave too
 
 
-class Group:
+class DeepEPGroup:
     """Gloo, over which buffers tell each other where they are. name, terms: as `Mesh` takes them."""
 
     def __init__(self, members: Members, name: str, terms: str) -> None:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.deepep.base import Combined, DeepEP, caps_with, pad_of
 from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
-from moeserve.moe.all2all.wire import FP8
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import FP8
 from moeserve.moe.routing import Routing
-from moeserve.parallel.gloo import ON_DEVICE
+from moeserve.moe.ubatch import UBatch
 
 if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import Facts
+    from moeserve.moe.all2all.registry import BackendFacts
 
 WORLDS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})  # that there are kernels for
 
@@ -37,7 +37,7 @@ class DeepEPHighThroughput(DeepEP):
     needs = "Buffer"
     max_top_k = 128
 
-    def caps_of(self, facts: Facts) -> All2AllCaps:
+    def caps_of(self, facts: BackendFacts) -> All2AllCaps:
         return caps_with(
             self.name,
             Layout.GROUPED,
@@ -58,9 +58,9 @@ class DeepEPHighThroughput(DeepEP):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _HTDispatched:
         buffer, ids_TK, rows = self.buffer, self.ids_of(routing), self.rows_of(x_TD)
-        flight = self.comm.watch()
+        collective = self.comm.watch()
         with self.calling(buffer):
             per_rank, per_node, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
                 ids_TK, self.num_experts, **_overlapping(buffer.capture())
@@ -75,19 +75,19 @@ class DeepEPHighThroughput(DeepEP):
                 topk_weights=routing.weights_TK.contiguous(),
                 **_overlapping(event),
             )
-        return _Dispatched(self, buffer, routing, received, x_TD.shape[1], flight)
+        return _HTDispatched(self, buffer, routing, received, x_TD.shape[1], collective)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Combined:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Combined:
         ticket.use()
-        trip: _Trip = ticket.private
-        sum_ND = y.new_empty((trip.routing.ids_TK.shape[0], y.shape[1]))
-        weighted_sum(y, trip.pairs, trip.routing, sum_ND)
-        flight = self.comm.watch()
-        with self.calling(trip.buffer):
-            home_TW, _, event = trip.buffer.combine(
-                widen(sum_ND, self.width), trip.handle, **_overlapping(trip.buffer.capture())
+        handle: _HTHandle = ticket.private
+        sum_ND = y.new_empty((handle.routing.ids_TK.shape[0], y.shape[1]))
+        weighted_sum(y, handle.pairs, handle.routing, sum_ND)
+        collective = self.comm.watch()
+        with self.calling(handle.buffer):
+            home_TW, _, event = handle.buffer.combine(
+                widen(sum_ND, self.width), handle.handle, **_overlapping(handle.buffer.capture())
             )
-        return Combined(self, trip.buffer, home_TW, event, out_TD, flight)
+        return Combined(self, handle.buffer, home_TW, event, out_TD, collective)
 
 
 def _overlapping(event: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _overlapping(event: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
+class _HTHandle:
     """What combine must know of its dispatch. routing: of the rows received, with local slots. pairs: where each of
     their (row, expert) pairs is among the inbound rows."""
 
@@ -107,13 +107,13 @@ class _Trip:
 
 
 @dataclass(slots=True)
-class _Dispatched:
+class _HTDispatched:
     owner: DeepEPHighThroughput
     buffer: Any
     routing: Routing
     received: tuple[Packed, Tensor, Tensor, list[int], Any, Any]
     width: int
-    flight: AbstractContextManager[None]
+    collective: AbstractContextManager[None]
     arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
@@ -121,10 +121,10 @@ class _Dispatched:
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         rows, ids_NK, weights_NK, counts, handle, event = self.received
-        with self.owner.calling(self.buffer), self.flight:
+        with self.owner.calling(self.buffer), self.collective:
             event.current_stream_wait()
         pairs = group_rows(ids_NK, self.owner.num_slots)
         assert pairs.counts_e.tolist() == counts, (pairs.counts_e, counts)
         x_PD = unpack(rows, self.width).index_select(0, pairs.order_P // ids_NK.shape[1])
         inbound = Inbound(Layout.GROUPED, x_PD, pairs.counts_e, pairs.counts_e.cumsum())
-        return Ticket(inbound, self.routing, _Trip(self.buffer, handle, Routing(ids_NK, weights_NK), pairs))
+        return Ticket(inbound, self.routing, _HTHandle(self.buffer, handle, Routing(ids_NK, weights_NK), pairs))

@@ -1,7 +1,7 @@
 """DeepEP's low-latency kernels: every (token, expert) pair is written straight into the expert's slot at its rank.
 
 Two buffers take turns from operation to operation, and each send wipes the counters of the operation before: what is
-still on its way must be received first. The lanes' order does that; the adapter makes sure of it in any other.
+still on its way must be received first. The micro-batches' order does that; the adapter makes sure of it in any other.
 The receiving kernel occupies the caller's stream, so it is launched by `arrive`, as late as possible.
 Rows of one sender reach a slot in any order.
 
@@ -21,15 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.deepep.base import DeepEP, caps_with
 from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
-from moeserve.moe.lane import Lane
 from moeserve.moe.routing import Routing
-from moeserve.parallel.gloo import ON_DEVICE
+from moeserve.moe.ubatch import UBatch
 
 if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import Facts
+    from moeserve.moe.all2all.registry import BackendFacts
 
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # that there are kernels for
 MAX_TOKENS = 128  # of one dispatch: slots of every rank have room for that many of each rank
@@ -38,19 +38,19 @@ IN_FLIGHT = 2
 
 
 class DeepEPLowLatency(DeepEP):
-    """One buffer for all lanes. The kernels round to fp8 themselves, rows are handed over as bfloat16."""
+    """One buffer for all micro-batches. The kernels round to fp8 themselves, rows are handed over as bfloat16."""
 
     name = "deepep_ll"
     needs = "Buffer"
     max_top_k = 11
     takes_sms = False
 
-    def __init__(self, lib: Any, facts: Facts) -> None:
+    def __init__(self, lib: Any, facts: BackendFacts) -> None:
         super().__init__(lib, facts)
         self._in_flight = 0
         self._last: _Received | None = None
 
-    def caps_of(self, facts: Facts) -> All2AllCaps:
+    def caps_of(self, facts: BackendFacts) -> All2AllCaps:
         return caps_with(
             self.name,
             Layout.SLOTTED,
@@ -72,12 +72,12 @@ class DeepEPLowLatency(DeepEP):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _LLDispatched:
         buffer, ids_TK = self.buffer, self.ids_of(routing)
         tokens, width = x_TD.shape
         assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
         assert self._in_flight < IN_FLIGHT, f"{IN_FLIGHT} dispatches wait to be combined already"
-        flight = self.comm.watch()
+        collective = self.comm.watch()
         with self.calling(buffer):
             self._receive_last()
             rows, counts_e, handle, _, hook = buffer.low_latency_dispatch(
@@ -89,27 +89,27 @@ class DeepEPLowLatency(DeepEP):
                 return_recv_hook=True,
             )
         self._in_flight += 1
-        trip = _Trip(buffer, handle, ids_TK)
-        self._last = pending = _Dispatched(self, buffer, hook, flight, routing, rows, counts_e, trip, width)
+        handle = _LLHandle(buffer, handle, ids_TK)
+        self._last = pending = _LLDispatched(self, buffer, hook, collective, routing, rows, counts_e, handle, width)
         return pending
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> _Combined:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _LLCombined:
         ticket.use()
-        trip: _Trip = ticket.private
-        flight = self.comm.watch()
+        handle: _LLHandle = ticket.private
+        collective = self.comm.watch()
         in_place = out_TD.shape[1] == self.width and out_TD.is_contiguous()
-        with self.calling(trip.buffer):
+        with self.calling(handle.buffer):
             self._receive_last()
-            home_TW, _, hook = trip.buffer.low_latency_combine(
+            home_TW, _, hook = handle.buffer.low_latency_combine(
                 widen(y, self.width),
-                trip.ids_TK,
+                handle.ids_TK,
                 ticket.routing.weights_TK.contiguous(),
-                trip.handle,
+                handle.handle,
                 return_recv_hook=True,
                 out=out_TD if in_place else None,
             )
         self._in_flight -= 1
-        self._last = pending = _Combined(self, trip.buffer, hook, flight, home_TW, out_TD)
+        self._last = pending = _LLCombined(self, handle.buffer, hook, collective, home_TW, out_TD)
         return pending
 
     def _receive_last(self) -> None:
@@ -118,7 +118,7 @@ class DeepEPLowLatency(DeepEP):
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
+class _LLHandle:
     """What combine must know of its dispatch."""
 
     buffer: Any
@@ -133,7 +133,7 @@ class _Received:
     owner: DeepEPLowLatency
     buffer: Any
     hook: Callable[[], None] | None
-    flight: AbstractContextManager[None]
+    collective: AbstractContextManager[None]
 
     @property
     def arrived_ns(self) -> int:
@@ -142,27 +142,27 @@ class _Received:
     def arrive(self) -> None:
         hook, self.hook = self.hook, None
         if hook is not None:
-            with self.owner.calling(self.buffer), self.flight:
+            with self.owner.calling(self.buffer), self.collective:
                 hook()
 
 
 @dataclass(slots=True)
-class _Dispatched(_Received):
+class _LLDispatched(_Received):
     routing: Routing
     rows: Packed
     counts_e: Tensor
-    trip: _Trip
+    handle: _LLHandle
     width: int
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         self.arrive()
         counts_e = self.counts_e.cpu().numpy().astype(np.int64)
         x_eCD = _slots(self.rows, counts_e, self.width)
-        return Ticket(Inbound(Layout.SLOTTED, x_eCD, counts_e, counts_e.cumsum()), self.routing, self.trip)
+        return Ticket(Inbound(Layout.SLOTTED, x_eCD, counts_e, counts_e.cumsum()), self.routing, self.handle)
 
 
 @dataclass(slots=True)
-class _Combined(_Received):
+class _LLCombined(_Received):
     home_TW: Tensor
     out_TD: Tensor
 

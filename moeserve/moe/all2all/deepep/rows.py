@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.moe.all2all.wire import BLOCK, Fp8Wire
+from moeserve.moe.all2all.wire_format import BLOCK, Fp8Wire
 
 Packed = Tensor | tuple[Tensor, Tensor]  # fp8 [T, W] with fp32 scales [T, b]
 

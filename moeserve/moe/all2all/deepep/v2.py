@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.deepep.base import Combined, DeepEP, caps_with, pad_of
 from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
-from moeserve.moe.all2all.wire import FP8
-from moeserve.moe.lane import Lane
+from moeserve.moe.all2all.wire_format import FP8
 from moeserve.moe.routing import Routing
-from moeserve.parallel.gloo import ON_DEVICE
+from moeserve.moe.ubatch import UBatch
 
 if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import Facts
+    from moeserve.moe.all2all.registry import BackendFacts
 
 MAX_TOKENS = 4096  # of one dispatch; the buffer has room for that many of each rank
 
@@ -41,7 +41,7 @@ class DeepEPElastic(DeepEP):
     nccl = True
     _sms = 0  # as many as the buffer thinks that it needs, but not more than it may; `combine` takes as many
 
-    def caps_of(self, facts: Facts) -> All2AllCaps:
+    def caps_of(self, facts: BackendFacts) -> All2AllCaps:
         power = 1 << max(0, facts.max_tokens - 1).bit_length()  # a kernel is compiled for every number there is
         return caps_with(
             self.name,
@@ -69,11 +69,11 @@ class DeepEPElastic(DeepEP):
         super().leave()
         self.lib.utils.comm.destroy_all_managed_nccl_comm()  # it would keep the group, and so rank 0's store, for ever
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, lane: Lane) -> _Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _V2Dispatched:
         buffer = self.buffer
         x_TD, ids_TK, weights_TK = _something(x_TD, self.ids_of(routing), routing.weights_TK.contiguous())
         rows = self.rows_of(x_TD)
-        flight = self.comm.watch()
+        collective = self.comm.watch()
         with self.calling(buffer):
             received = buffer.dispatch(
                 rows,
@@ -87,20 +87,20 @@ class DeepEPElastic(DeepEP):
                 num_sms=self._sms,
                 **_overlapping(buffer.capture()),
             )
-        return _Dispatched(self, buffer, routing, received, x_TD.shape[1], flight)
+        return _V2Dispatched(self, buffer, routing, received, x_TD.shape[1], collective)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, lane: Lane) -> Combined:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Combined:
         ticket.use()
-        trip: _Trip = ticket.private
-        rows = trip.weights_P.shape[0]
+        handle: _V2Handle = ticket.private
+        rows = handle.weights_P.shape[0]
         weighted_PD = y.new_empty((rows, y.shape[1]))
-        torch.mul(y[:rows], trip.weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
-        flight = self.comm.watch()
-        with self.calling(trip.buffer):
-            home_TW, _, event = trip.buffer.combine(
-                widen(weighted_PD, self.width), trip.handle, **_overlapping(trip.buffer.capture())
+        torch.mul(y[:rows], handle.weights_P[:, None], out=weighted_PD)  # in fp32, then rounded
+        collective = self.comm.watch()
+        with self.calling(handle.buffer):
+            home_TW, _, event = handle.buffer.combine(
+                widen(weighted_PD, self.width), handle.handle, **_overlapping(handle.buffer.capture())
             )
-        return Combined(self, trip.buffer, home_TW, event, out_TD, flight)
+        return Combined(self, handle.buffer, home_TW, event, out_TD, collective)
 
 
 def _overlapping(event: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
+class _V2Handle:
     """What combine must know of its dispatch: the weight of every inbound row, too."""
 
     buffer: Any
@@ -126,13 +126,13 @@ class _Trip:
 
 
 @dataclass(slots=True)
-class _Dispatched:
+class _V2Dispatched:
     owner: DeepEPElastic
     buffer: Any
     routing: Routing
     received: tuple[Packed, None, Tensor, Any, Any]
     width: int
-    flight: AbstractContextManager[None]
+    collective: AbstractContextManager[None]
     arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
@@ -140,8 +140,8 @@ class _Dispatched:
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         rows, _, weights_P, handle, event = self.received
-        with self.owner.calling(self.buffer), self.flight:
+        with self.owner.calling(self.buffer), self.collective:
             event.current_stream_wait()
         counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
         inbound = Inbound(Layout.GROUPED, unpack(rows, self.width), counts_e, counts_e.cumsum())
-        return Ticket(inbound, self.routing, _Trip(self.buffer, handle, weights_P))
+        return Ticket(inbound, self.routing, _V2Handle(self.buffer, handle, weights_P))

@@ -162,10 +162,10 @@ class ElasticBuffer:
         trap(len(data) == len(topk_idx) and len(data) <= limit, f"{len(data)} tokens of at most {limit}")
         trap(len(data) > 0 or not do_cpu_sync, "a rank without tokens sends a dummy where the host waits for counts")
         self._check_size(limit, data.shape[1])
-        letter = (data.clone(), scales, topk_idx.clone(), topk_weights, (limit, num_experts, alignment, do_expand))
-        letters = exchange.take(exchange.post(self.rank, "dispatch", letter))
-        trap(len({letter[4] for letter in letters}) == 1, "ranks differ in their terms")
-        arrived = _Arrived(letters, self.rank, self.deterministic)
+        message = (data.clone(), scales, topk_idx.clone(), topk_weights, (limit, num_experts, alignment, do_expand))
+        messages = exchange.take(exchange.post(self.rank, "dispatch", message))
+        trap(len({message[4] for message in messages}) == 1, "ranks differ in their terms")
+        arrived = _Arrived(messages, self.rank, self.deterministic)
         made = arrived.handle(topk_idx.clone() if do_handle_copy else topk_idx, do_cpu_sync)
         truths = arrived.truths(do_cpu_sync)
         shown, arrivals = zip(*map(poisoned, truths), strict=True)
@@ -202,9 +202,9 @@ class ElasticBuffer:
             partial = found.sum(1).bfloat16()
         else:
             partial = x[: len(meta)].clone()
-        letters = exchange.take(exchange.post(self.rank, "combine", (meta[:, 0].clone(), partial)))
+        messages = exchange.take(exchange.post(self.rank, "combine", (meta[:, 0].clone(), partial)))
         total = torch.zeros(len(handle.topk_idx), x.shape[1])
-        for source, part in letters:
+        for source, part in messages:
             mine = source // limit == self.rank
             total.index_add_(0, source[mine].long() % limit, part[mine].float())
         home, arrive = poisoned(total.bfloat16())
@@ -215,13 +215,13 @@ class ElasticBuffer:
 
 
 class _Arrived:
-    """What one rank gets of all ranks' letters: tokens once per rank, and one row per (token, expert) pair."""
+    """What one rank gets of all ranks' messages: tokens once per rank, and one row per (token, expert) pair."""
 
-    def __init__(self, letters: list[Any], rank: int, deterministic: bool) -> None:
-        self.letters = letters
-        self.limit, self.num_experts, self.alignment, self.do_expand = letters[0][4]
-        self.slots = self.num_experts // len(letters)
-        local = [local_of(letter[2], rank, self.slots) for letter in letters]
+    def __init__(self, messages: list[Any], rank: int, deterministic: bool) -> None:
+        self.messages = messages
+        self.limit, self.num_experts, self.alignment, self.do_expand = messages[0][4]
+        self.slots = self.num_experts // len(messages)
+        local = [local_of(message[2], rank, self.slots) for message in messages]
         self.mine = [(ids >= 0).any(1).nonzero()[:, 0] for ids in local]
         if not deterministic:
             self.mine = [at.flip(0) for at in self.mine]
@@ -243,7 +243,7 @@ class _Arrived:
 
     def _worst(self) -> tuple[int, int]:
         """Tokens and rows to make room for where nobody knows the counts."""
-        tokens = self.limit * len(self.letters)
+        tokens = self.limit * len(self.messages)
         rows = tokens * min(self.top_k, self.slots) + (self.alignment - 1) * self.slots
         return tokens, -(-rows // self.alignment) * self.alignment
 
@@ -259,8 +259,8 @@ class _Arrived:
     def truths(self, synced: bool) -> list[Tensor]:
         """Rows, scales, ids unless expanded, and weights: those that there are."""
         tokens, rows = (len(self.ids), int(self.aligned.sum())) if synced else self._worst()
-        every = [self._all(0), *([] if self.letters[0][1] is None else [self._all(1)])]
-        weights = None if self.letters[0][3] is None else self._all(3)
+        every = [self._all(0), *([] if self.messages[0][1] is None else [self._all(1)])]
+        weights = None if self.messages[0][3] is None else self._all(3)
         if not self.do_expand:
             tail = [self.ids, *([] if weights is None else [weights.masked_fill(self.ids < 0, 0)])]
             return [padded(part, tokens) for part in (*every, *tail)]
@@ -275,7 +275,7 @@ class _Arrived:
         return out
 
     def _all(self, field: int) -> Tensor:
-        return cat([take(letter[field], at) for letter, at in zip(self.letters, self.mine, strict=True)])
+        return cat([take(message[field], at) for message, at in zip(self.messages, self.mine, strict=True)])
 
 
 def _writable(rows: Tensor) -> Tensor:

@@ -148,24 +148,24 @@ class Buffer(LowLatency):
             check_weights(topk_weights, topk_idx)
             truths = self._layout(topk_idx, len(num_tokens_per_expert))
             trap(all(map(torch.equal, given, truths)), "the layout does not belong to these ids, or did not arrive")
-        letter = (data.clone(), scales, topk_idx, topk_weights, is_token_in_rank.clone())
-        letters = exchange.take(exchange.post(self.rank, "dispatch", letter))
-        return self._received(letters, handle, num_tokens_per_expert, expert_alignment, num_worst_tokens, async_finish)
+        message = (data.clone(), scales, topk_idx, topk_weights, is_token_in_rank.clone())
+        messages = exchange.take(exchange.post(self.rank, "dispatch", message))
+        return self._received(messages, handle, num_tokens_per_expert, expert_alignment, num_worst_tokens, async_finish)
 
     def _received(
-        self, letters: list[Any], handle: Any, per_expert: Any, alignment: int, worst: int, is_async: bool
+        self, messages: list[Any], handle: Any, per_expert: Any, alignment: int, worst: int, is_async: bool
     ) -> Any:
-        mine = [letter[4][:, self.rank].nonzero()[:, 0] for letter in letters]
-        rows: list[Tensor] = [cat([take(letter[0], at) for letter, at in zip(letters, mine, strict=True)])]
-        if letters[0][1] is not None:
-            rows.append(cat([letter[1][at] for letter, at in zip(letters, mine, strict=True)]))
+        mine = [message[4][:, self.rank].nonzero()[:, 0] for message in messages]
+        rows: list[Tensor] = [cat([take(message[0], at) for message, at in zip(messages, mine, strict=True)])]
+        if messages[0][1] is not None:
+            rows.append(cat([message[1][at] for message, at in zip(messages, mine, strict=True)]))
         if handle is not None:
             shown, arrivals = zip(*map(poisoned, rows), strict=True)
             x = tuple(shown) if len(rows) > 1 else shown[0]
             return x, None, None, None, None, EventOverlap(finish(list(arrivals), is_async))
         slots = len(per_expert) // self.group_size
-        ids = local_of(cat([letter[2][at] for letter, at in zip(letters, mine, strict=True)]), self.rank, slots)
-        weights = cat([letter[3][at] for letter, at in zip(letters, mine, strict=True)]).masked_fill(ids < 0, 0)
+        ids = local_of(cat([message[2][at] for message, at in zip(messages, mine, strict=True)]), self.rank, slots)
+        weights = cat([message[3][at] for message, at in zip(messages, mine, strict=True)]).masked_fill(ids < 0, 0)
         counts = torch.bincount(ids.flatten() + 1, minlength=slots + 1)[1:]
         aligned = [] if worst else [-(-count // alignment) * alignment for count in counts.tolist()]
         truths = [*rows, ids, weights]
@@ -173,14 +173,14 @@ class Buffer(LowLatency):
             truths = [padded(truth, worst) for truth in truths]
         shown, arrivals = zip(*map(poisoned, truths), strict=True)
         x = tuple(shown[:2]) if len(rows) > 1 else shown[0]
-        handle = self._handle(letters, mine)
+        handle = self._handle(messages, mine)
         return x, shown[-2], shown[-1], aligned, handle, EventOverlap(finish(list(arrivals), is_async))
 
-    def _handle(self, letters: list[Any], mine: list[Tensor]) -> tuple[Tensor, ...]:
-        prefix = torch.stack([letter[4].sum(0) for letter in letters]).cumsum(0).int()
+    def _handle(self, messages: list[Any], mine: list[Tensor]) -> tuple[Tensor, ...]:
+        prefix = torch.stack([message[4].sum(0) for message in messages]).cumsum(0).int()
         channels = torch.zeros(self.group_size, self.num_sms // 2, dtype=torch.int32)
-        send_head = torch.zeros(len(letters[self.rank][4]), self.group_size, dtype=torch.int32)
-        return prefix, channels, channels.clone(), torch.cat(mine).int(), letters[self.rank][4], send_head
+        send_head = torch.zeros(len(messages[self.rank][4]), self.group_size, dtype=torch.int32)
+        return prefix, channels, channels.clone(), torch.cat(mine).int(), messages[self.rank][4], send_head
 
     def combine(
         self,
@@ -203,10 +203,10 @@ class Buffer(LowLatency):
         trap(len(x) == len(source), f"{len(x)} rows for {len(source)} that were received")
         self._check_size(x.shape[1] * x.element_size(), self.get_combine_config(self.group_size))
         ends = [0, *prefix[:, self.rank].tolist()]
-        letter = [(source[a:b].long(), x[a:b].clone()) for a, b in pairwise(ends)]
-        letters = exchange.take(exchange.post(self.rank, "combine", letter))
+        message = [(source[a:b].long(), x[a:b].clone()) for a, b in pairwise(ends)]
+        messages = exchange.take(exchange.post(self.rank, "combine", message))
         total = torch.zeros(len(is_in_rank), x.shape[1])
-        for by_rank in letters:
+        for by_rank in messages:
             token, rows = by_rank[self.rank]
             total.index_add_(0, token, rows.float())
         home, arrive = poisoned(total.bfloat16())

@@ -74,10 +74,10 @@ class LowLatency:
         def receive() -> None:
             for arrive in (set_count, set_info, set_span):
                 arrive()
-            letters = self._receive(number)
-            trap(len({letter[0] for letter in letters}) == 1, "ranks differ in the most tokens of a dispatch")
+            messages = self._receive(number)
+            trap(len({message[0] for message in messages}) == 1, "ranks differ in the most tokens of a dispatch")
             for slot in range(slots):
-                for source, (_, rows, ids) in enumerate(letters):
+                for source, (_, rows, ids) in enumerate(messages):
                     hits = (ids == self.rank * slots + slot).nonzero()[:, 0].flip(0)  # in any order
                     start, end = int(count[slot]), int(count[slot]) + len(hits)
                     put(data[slot], scale[slot], slice(start, end), rows[hits])
@@ -123,12 +123,12 @@ class LowLatency:
 
         def receive() -> None:
             self._live.discard(number)
-            letters = self._receive(number)
+            messages = self._receive(number)
             total = torch.zeros(len(topk_idx), hidden)
             for k in range(topk_idx.shape[1]):
                 for token, expert in enumerate(topk_idx[:, k].tolist()):
                     if expert >= 0:
-                        row = _row_of(letters[expert // len(info)], expert % len(info), self.rank, token)
+                        row = _row_of(messages[expert // len(info)], expert % len(info), self.rank, token)
                         total[token] += row.float() * topk_weights[token, k]
             out.copy_(total)
 
@@ -144,23 +144,23 @@ class LowLatency:
         trap(len(self._live) < 2, "three low-latency results at a time, there are buffers for two")
         trap(self._on_its_way is None, "a send wipes the counters of what was not received yet")
 
-    def _send(self, what: str, letter: Any) -> int:
-        number = self.alive().post(self.rank, what, letter)
+    def _send(self, what: str, message: Any) -> int:
+        number = self.alive().post(self.rank, what, message)
         self._live.add(number)
         self._on_its_way = number
         return number
 
     def _receive(self, number: int) -> list[Any]:
-        letters = self.alive().take(number)
+        messages = self.alive().take(number)
         self._on_its_way = None
-        return letters
+        return messages
 
     def _finish(self, number: int, receive: Callable[[], None], is_async: bool, hooked: bool) -> Any:
         if hooked:
             return EventOverlap(None), _once(receive)
         if is_async:
-            letters = self._receive(number)  # the communication stream does
-            assert letters
+            messages = self._receive(number)  # the communication stream does
+            assert messages
         return EventOverlap(finish([receive], is_async)), None
 
 
@@ -174,8 +174,8 @@ def put(data: Tensor, scale: Tensor, at: slice, rows: Tensor) -> None:
     data.view(torch.uint8)[at] = (blocks * (448 / amax)[:, :, None]).flatten(1).to(FP8).view(torch.uint8)
 
 
-def _row_of(letter: Any, slot: int, home: int, token: int) -> Tensor:
-    info, span, rows = letter
+def _row_of(message: Any, slot: int, home: int, token: int) -> Tensor:
+    info, span, rows = message
     packed = int(span[slot, home])
     start, count = packed >> 32, packed & 0xFFFFFFFF
     at = (info[slot, start : start + count] == token).nonzero()[0, 0]

@@ -1,0 +1,99 @@
+"""The attention block of a decoder: project, normalise, rotate, write to the cache, attend, project back.
+
+T tokens (padded rows included), D model width, H heads and G KV heads of this rank, d head width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.blocks.columns import ColumnLinear
+from moeserve.blocks.inputs import Cut, LayerKV
+from moeserve.comm.tensor import TensorParallel
+from moeserve.loader.heads import Heads
+from moeserve.loader.spec import ModelSpec
+from moeserve.ops.linear import Linear
+from moeserve.ops.prologue import HeadRule
+from moeserve.ops.table import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What the attention blocks of one KV group share in one step."""
+
+    cos_Td: Tensor
+    sin_Td: Tensor
+    slot_mapping_T: Tensor  # of the real tokens
+    plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
+    cut: Cut | None = None
+
+    def attend(self, ops: Ops, q_THd: Tensor, kv: LayerKV) -> Tensor:
+        """Attention to the cache, [T, H * d]."""
+        if self.cut is None:
+            return ops.attention(q_THd, kv.k, kv.v, self.plan)
+        return self.cut(q_THd, self.plan, lambda q, plan, out: ops.attention(q, kv.k, kv.v, plan, out=out))
+
+
+class Attention:
+    """Grouped-query attention of the rank's heads over its paged cache; their outputs are gathered before `out`.
+
+    qkv: D -> (H + 2G) * d, queries first. head_norms: fp32 [H + G, d], or full_norms: fp32 weights of all query heads
+    of the model together and of all its key heads together (OLMoE).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: Ops,
+        heads: Heads,
+        tp: TensorParallel,
+        qkv: Linear,
+        out: ColumnLinear,
+        head_norms: Tensor | None = None,
+        full_norms: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self._ops, self._attend = ops, ops.opaque(AttentionStep.attend)  # which may end one recording and begin another
+        self._tp = tp
+        self._qkv = qkv
+        self._out = out
+        clip = math.inf if spec.clip_qkv is None else spec.clip_qkv
+        self._rule = HeadRule(heads.count, heads.count_kv, spec.scale, spec.norm_eps, head_norms, clip)
+        self._full_norms = full_norms
+        self._all_kv_heads = spec.num_kv_heads
+        self._dim = spec.head_dim
+        self._block = None
+        if ops.attention_block is not None and full_norms is None:
+            last = out.part if tp.size == 1 else None
+            self._block = ops.attention_block(qkv, last, self._rule, self._dim, ops.dtype)
+
+    def __call__(self, x_TD: Tensor, step: AttentionStep, kv: LayerKV, channel: int) -> Tensor:
+        if self._block is not None:
+            y = self._block(x_TD, step.cos_Td, step.sin_Td, kv.k, kv.v, step.slot_mapping_T, step.plan)
+            return y if self._tp.size == 1 else self._out(self._tp.gather_columns(y, channel), channel)
+        qkv = self._qkv(x_TD)
+        qkv_THd = qkv.view(qkv.shape[0], -1, self._dim)
+        normed = None if self._full_norms is None else self._normalise_fully(qkv_THd, self._full_norms, channel)
+        q_THd = self._ops.prologue(
+            qkv_THd, self._rule, step.cos_Td, step.sin_Td, kv.k, kv.v, step.slot_mapping_T, normed
+        )
+        attended = self._attend(step, self._ops, q_THd, kv)
+        return self._out(self._tp.gather_columns(attended, channel), channel)
+
+    def _normalise_fully(self, qkv_THd: Tensor, weights: tuple[Tensor, Tensor], channel: int) -> Tensor:
+        """Queries and keys in fp32, after norms over all ranks' heads: those are gathered, since a sum of the ranks'
+        sums would round differently."""
+        size, rank, heads = self._tp.size, self._tp.rank, self._rule.num_heads
+        holders = max(1, size // self._all_kv_heads)  # ranks that have the same keys
+        gathered = self._tp.gather_columns(qkv_THd[:, : heads + self._rule.num_kv_heads].flatten(1), channel)
+        all_TRHd = gathered.view(len(gathered), size, -1, self._dim)
+        parts = all_TRHd[:, :, :heads], all_TRHd[:, ::holders, heads:]
+        mine = []
+        for part, weight, place in zip(parts, weights, (rank, rank // holders), strict=True):
+            normed = self._ops.rms_norm(part.flatten(1).float(), weight, self._rule.eps)
+            mine.append(normed.view(part.shape)[:, place])
+        return torch.cat(mine, dim=1)

@@ -1,0 +1,115 @@
+"""Puts an engine together on the running loop: the runner is built in a thread, the core around it here."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast, runtime_checkable
+
+from moeserve.actor.inbox import Inbox
+from moeserve.cluster.group import forming
+from moeserve.cluster.order import Role
+from moeserve.config import Config, Limits
+from moeserve.messages import EngineIn, EngineOut, Phase, Ready, Traced
+
+if TYPE_CHECKING:
+    from moeserve.engine.core import EngineCore
+    from moeserve.engine.groups import KVGroup
+    from moeserve.engine.plan import Runner
+    from moeserve.engine.vote import GroupRunner
+
+T = TypeVar("T")
+
+# What a builder is called with: the settings, the role, and progress(name of the phase, percent of the whole).
+# What it returns: runner, resolved limits, facts for the front end, KV groups, end-of-text ids.
+Built = tuple["Runner", Limits, Ready, "tuple[KVGroup, ...]", "tuple[int, ...]"]
+Progress = Callable[[str, int], None]
+
+
+@runtime_checkable
+class SeveralRanks(Protocol):
+    """What a runner may have whose engine is more than this process. on_traced: hears what other ranks did in a step
+    that was traced, from any thread."""
+
+    on_traced: Callable[[Traced], object] | None
+
+    async def died(self) -> Exception:
+        """Returns why the engine cannot go on, once one of its ranks is gone."""
+        ...
+
+
+async def assemble(
+    config: Config, builder: str, role: Role, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], None], born_s: float
+) -> tuple[EngineCore, Ready]:
+    """Builds the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase meanwhile.
+
+    role: the engine's place among others. born_s: monotonic time at which the start began. Raises what the builder
+    raises. The loop stays free throughout, imports of torch and the like included. Cancelled, it leaves the building
+    thread to itself.
+    """
+    loop = asyncio.get_running_loop()
+    abandoned = False
+
+    def tell(name: str, percent: int) -> None:
+        if not abandoned:
+            emit(Phase(name, percent, time.monotonic() - born_s))
+
+    def progress(name: str, percent: int) -> None:
+        loop.call_soon_threadsafe(tell, name, percent)
+
+    def build() -> Built:
+        import moeserve.engine.group_core
+        import moeserve.engine.scheduler  # noqa: F401  (slow: here, so that the loop stays free)
+
+        module, _, function = builder.partition(":")
+        built: Built = getattr(import_module(module), function)(config, role, progress)
+        return built
+
+    tell("importing libraries", 1)
+    try:
+        runner, limits, ready, groups, eos_ids = await in_thread("engine start", build)
+    finally:
+        abandoned = True
+    from moeserve.engine.core import EngineCore
+    from moeserve.engine.group_core import GroupCore
+    from moeserve.engine.scheduler import Scheduler
+
+    scheduler = Scheduler(limits, groups, eos_ids=eos_ids, vocab_size=ready.vocab_size)
+    if not role.grouped:
+        return EngineCore(scheduler, runner, inbox, emit), ready
+    if isinstance(runner, SeveralRanks):
+        runner.on_traced = lambda traced: loop.call_soon_threadsafe(emit, traced)
+    grouped = cast("GroupRunner", runner)
+    return GroupCore(scheduler, grouped, inbox, emit, forming(grouped)), ready
+
+
+def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
+    """Calls a function in a daemon thread of its own: unlike the loop's executor, nothing ever waits for its end.
+
+    Raises RuntimeError at once when the interpreter ends and starts no threads any more.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            outcome: tuple[T | None, BaseException | None] = (function(), None)
+        except BaseException as exc:
+            outcome = (None, exc)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

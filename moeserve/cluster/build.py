@@ -1,0 +1,170 @@
+"""Builds what an engine runs: from settings to a runner with its weights in memory, and the facts about it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from moeserve.cluster.assemble import Built, Progress
+from moeserve.cluster.command import command_of
+from moeserve.cluster.order import Role
+from moeserve.cluster.rundir import RunDir
+from moeserve.config import Config, Limits
+from moeserve.engine.groups import KVGroup, groups_of
+from moeserve.engine.null_runner import NullRunner
+from moeserve.loader.heads import local_heads
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.loader.size import ModelSize, bytes_per_weight, model_size
+from moeserve.loader.spec import ModelSpec
+from moeserve.messages import Ready
+
+if TYPE_CHECKING:
+    from moeserve.engine.plan import Runner
+    from moeserve.runner.base import ModelRunnerBase
+    from moeserve.runner.remote import Team
+
+NULL_STEP_TOKENS = 2048
+NULL_RUNNER_BYTES = 1 << 40  # no KV is ever allocated: only max_num_seqs and max_model_len count
+
+
+def build_runner(config: Config, role: Role, progress: Progress) -> Built:
+    """Runner, limits, facts for the front end, KV groups and end-of-text ids.
+
+    Slow (imports torch, reads weights, starts the engine's other ranks): call it in a thread. Raises ConfigError with
+    what to change.
+    """
+    began_s = time.monotonic()
+    progress("reading the model's configuration", 2)
+    model_dir = resolve_model_dir(config.model.model)
+    spec = read_model_spec(model_dir)
+    if config.device.null_runner:
+        return _null(config, spec, began_s)
+    make = _grouped if role.grouped else _alone
+    threaded, limits, runner = make(config, spec, model_dir, role, progress)
+    dtype = str(runner.dtype).removeprefix("torch.")
+    asked = config.model.quantization
+    ready = _ready(spec, limits, dtype, asked, runner.properties.name, began_s, runner.notes)
+    ready = msgspec.structs.replace(ready, step_s=runner.step_s, checkpoint=runner.fingerprint)
+    return threaded, limits, ready, runner.groups, spec.eos_token_ids
+
+
+Made = tuple["Runner", Limits, "ModelRunnerBase"]
+
+
+def _alone(config: Config, spec: ModelSpec, model_dir: Path, role: Role, progress: Progress) -> Made:
+    from moeserve.runner.factory import make_runner
+    from moeserve.runner.thread import ThreadedRunner
+
+    assert role.world.size == 1, "an engine among others waits for a Join"
+    runner = make_runner(config, spec, model_dir)
+    threaded = ThreadedRunner(runner)
+    try:
+        limits = asyncio.run(threaded.call(runner.prepare, progress))  # in the thread that will run it
+    except BaseException:
+        threaded.close()
+        raise
+    return threaded, limits, runner
+
+
+def _grouped(config: Config, spec: ModelSpec, model_dir: Path, role: Role, progress: Progress) -> Made:
+    local_heads(spec, role.world)  # before anything is started
+    with _team(config, role.world.tp_size) as team:
+        from moeserve.moe.placement.placement import Placement
+        from moeserve.runner.factory import make_runner
+        from moeserve.runner.group import GroupedRunner
+
+        placement = None if role.placement is None else Placement.from_table(role.placement)
+        runner = make_runner(config, spec, model_dir, role.world, placement, grouped=True)
+        threaded = GroupedRunner(runner, team)
+        try:
+            limits = threaded.prepare_model(progress)
+        except BaseException:
+            threaded.close()
+            raise
+        return threaded, limits, runner
+
+
+@contextmanager
+def _team(config: Config, size: int) -> Iterator[Team | None]:
+    """The engine's other tensor-parallel ranks, which import and load while this one does; None if it has none.
+
+    Ends them when what follows fails.
+    """
+    if size == 1:
+        yield None
+        return
+    from moeserve.cluster.workers import WORKER, take_forked
+    from moeserve.runner.remote import Team
+
+    run_dir = RunDir()
+    log = config.server
+    team = Team(
+        command_of(WORKER),
+        run_dir.path,
+        size,
+        log_level=log.log_level,
+        log_format=log.log_format,
+        forked=take_forked(),
+    )
+    try:
+        team.start()
+        yield team
+    except BaseException:
+        team.close()
+        raise
+    finally:
+        run_dir.close()  # they are connected: nobody needs the socket's name any more
+
+
+def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
+    from moeserve.runner.limits import check, resolve, with_step_tokens
+
+    check(config, spec)
+    groups: tuple[KVGroup, ...] = groups_of((None,), config.cache.block_size)
+    config = with_step_tokens(config, NULL_STEP_TOKENS)
+    limits, notes = resolve(config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False)
+    ready = _ready(spec, limits, spec.dtype, "none", "null", began_s, notes)
+    return NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3), limits, ready, groups, ()
+
+
+def _ready(
+    spec: ModelSpec,
+    limits: Limits,
+    dtype: str,
+    asked: str,
+    device: str,
+    began_s: float,
+    notes: list[str] | tuple[str, ...],
+) -> Ready:
+    size: ModelSize = model_size(spec)
+    itemsize = 4 if dtype == "float32" else 2
+    per_weight = bytes_per_weight(spec, asked, itemsize)
+    heads = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    return Ready(
+        pid=os.getpid(),
+        architecture=spec.architecture,
+        dtype=dtype,
+        device=device,
+        vocab_size=spec.vocab_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        eos_token_ids=spec.eos_token_ids,
+        num_params=size.total,
+        num_active_params=size.active,
+        weight_bytes=heads * itemsize + int((size.total - heads) * per_weight),
+        startup_s=time.monotonic() - began_s,
+        num_moe_layers=sum(spec.moe_layers),
+        num_experts=spec.num_experts,
+        expert_bytes=int(3 * spec.hidden_size * spec.expert_size * per_weight),
+        notes=tuple(notes),
+    )

@@ -1,0 +1,80 @@
+"""What can be said about --dp, --tp and their kin from the model's config alone. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeserve.comm.world import World
+from moeserve.config import Config, ParallelConfig
+from moeserve.errors import ConfigError
+from moeserve.loader.heads import local_heads
+from moeserve.loader.spec import ModelSpec
+from moeserve.moe.all2all.names import check_name
+
+
+def check_parallel(config: Config, spec: ModelSpec) -> None:
+    """Raises ConfigError, with what would work, if this model cannot be sharded as asked."""
+    parallel = config.parallel
+    check_name(parallel.all2all)
+    local_heads(spec, World(size=parallel.num_ranks, tp_size=parallel.tp))
+    check_machines(parallel)
+    if parallel.node_rank:
+        raise ConfigError(f"--node-rank {parallel.node_rank}: requests go to machine 0; here run `moeserve serve`")
+    _check_redundant(parallel, spec)
+
+
+def check_machines(parallel: ParallelConfig) -> None:
+    """Raises ConfigError if the settings of this machine cannot be those of one among several."""
+    nnodes = parallel.nnodes
+    if parallel.node_rank >= nnodes:
+        raise ConfigError(f"--node-rank {parallel.node_rank} needs --nnodes {parallel.node_rank + 1} at least")
+    for name in ("rendezvous", "cluster_key_file"):
+        flag, value = f"--{name.replace('_', '-')}", getattr(parallel, name)
+        if nnodes > 1 and not value:
+            raise ConfigError(f"--nnodes {nnodes} needs {flag}, the same on all machines; see docs/multi-node.md")
+        if nnodes == 1 and value:
+            raise ConfigError(f"{flag} {value}: there is one machine; give --nnodes, or leave it out")
+    if parallel.dp % nnodes:
+        raise ConfigError(
+            f"--dp {parallel.dp} engines cannot be sharded evenly to --nnodes {nnodes} machines; "
+            f"the next number that can is --dp {-(-parallel.dp // nnodes) * nnodes}"
+        )
+    if nnodes > 1:
+        rendezvous_of(parallel)
+
+
+def rendezvous_of(parallel: ParallelConfig) -> tuple[str, int]:
+    """Host and port, the host in brackets if it is an IPv6 address."""
+    host, _, port = str(parallel.rendezvous).rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"--rendezvous {parallel.rendezvous}: must be HOST:PORT with an address of machine 0, as in 10.0.0.1:29500"
+        )
+    return host, int(port)
+
+
+def check_scale(config: Config, spec: ModelSpec, dp: int) -> None:
+    """`check_parallel` for another number of engines."""
+    if config.parallel.nnodes > 1:
+        raise ConfigError(
+            f"engines on {config.parallel.nnodes} machines stay as many as they are; start all machines with --dp {dp}"
+        )
+    check_parallel(replace(config, parallel=replace(config.parallel, dp=dp)), spec)
+
+
+def _check_redundant(parallel: ParallelConfig, spec: ModelSpec) -> None:
+    redundant, experts, ranks = parallel.redundant_experts, spec.num_experts, parallel.num_ranks
+    if not redundant:
+        return
+    if not experts:
+        raise ConfigError(f"--redundant-experts {redundant}: {spec.architecture} has no experts")
+    if parallel.ep == "off" or ranks == 1:
+        raise ConfigError(
+            f"--redundant-experts {redundant} needs experts sharded over several ranks (--dp, --tp, --ep on)"
+        )
+    most = experts * (ranks - 1)
+    if redundant > most:
+        raise ConfigError(
+            f"--redundant-experts {redundant}: {experts} experts on {ranks} ranks have use for {most} at most; "
+            "each rank has all of them then"
+        )

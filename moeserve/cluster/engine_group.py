@@ -1,0 +1,210 @@
+"""Bringing the engines of a group together: one Join to each per epoch, again after every loss."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from moeserve.cluster.engine_handle import EngineHandle
+from moeserve.cluster.facts import combined
+from moeserve.cluster.rendezvous import bracketed
+from moeserve.errors import ConfigError, Overloaded
+from moeserve.messages import Join, PlacementTable
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 600.0  # loading weights that a new placement asks for included
+SETTLE_S = 0.1  # survivors often tell of a death before its own notice comes
+MAX_FAILURES = 6  # meetings in a row that fail although nobody died
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where groups meet. folder: ours alone (mode 0700). epochs: numbers that only rise, shared by all groups.
+    address: of this machine, as the others know it."""
+
+    folder: str
+    epochs: Iterator[int]
+    tp_size: int
+    address: str = "127.0.0.1"
+
+
+class EngineGroup:
+    """A group of engines. `run` keeps them together; `regroup` changes who belongs to it.
+
+    alone: engines without others to meet serve as soon as they are up (one process each).
+    """
+
+    def __init__(
+        self,
+        engines: list[EngineHandle],
+        place: MeetingPlace,
+        *,
+        placement: PlacementTable | None,
+        alone: bool,
+        met: Callable[[EngineGroup], None],
+        hopeless: Callable[[str, int], None],
+    ) -> None:
+        self.engines = engines
+        self.placement = placement
+        self.epoch = 0
+        self._place = place
+        self._alone = alone
+        self._met = met
+        self._hopeless = hopeless
+        self._stale = True  # who belongs to it has changed since the last meeting
+        self._changed = asyncio.Event()
+        self._outcomes: list[asyncio.Future[str]] = []
+        self._folder = ""  # of the epoch in force
+
+    @property
+    def complete(self) -> bool:
+        """Whether all serve, together."""
+        return not self._stale and all(engine.epoch == self.epoch for engine in self.engines)
+
+    def poke(self) -> None:
+        """A engine's standing has changed."""
+        self._changed.set()
+
+    def regroup(self, engines: list[EngineHandle], placement: PlacementTable | None) -> asyncio.Future[str]:
+        """From the next meeting on these are the group. The future tells how that meeting went: "" if it went well."""
+        self.engines, self.placement, self._stale = engines, placement, True
+        outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._outcomes.append(outcome)
+        self.poke()
+        return outcome
+
+    def close(self) -> None:
+        """Nobody meets here any more; engines that are connected stay so."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def run(self) -> None:
+        failures = 0
+        while True:
+            await self._until(lambda: not self.complete)
+            for engine in self.engines:
+                engine.process.held = not self._alone
+            if any(engine.parted for engine in self.engines):
+                await asyncio.sleep(SETTLE_S)
+            await self._until(lambda: all(engine.up for engine in self.engines))
+            engines = self.engines
+            try:
+                combined([engine.process.ready for engine in engines if engine.process.ready is not None])
+            except ConfigError as error:  # together they would compute nonsense
+                self._hopeless(str(error), error.exit_code)
+                return
+            began_s = time.monotonic()
+            cause = await self._meet(engines, self.placement)
+            self._tell(cause)
+            if not cause:
+                failures = 0
+                log.info("%d engines serve in epoch %d (%.2f s)", len(engines), self.epoch, time.monotonic() - began_s)
+                self._met(self)
+                continue
+            log.warning("epoch %d did not come about: %s", self.epoch, cause)
+            failures += all(engine.up for engine in engines)
+            if failures >= MAX_FAILURES:
+                self._hopeless(f"the engines could not meet, {failures} times in a row: {cause}", 1)
+                return
+            await asyncio.sleep(min(0.05 * 2.0**failures, 5.0))
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _tell(self, cause: str) -> None:
+        if self._stale:
+            return  # regrouped meanwhile: the meeting that was asked for is yet to come
+        outcomes, self._outcomes = self._outcomes, []
+        for outcome in outcomes:
+            if not outcome.done():
+                outcome.set_result(cause)
+
+    async def _meet(self, engines: list[EngineHandle], placement: PlacementTable | None) -> str:
+        """Sends each its Join and waits for all; returns why it failed, or ""."""
+        epoch = self.epoch = next(self._place.epochs)
+        self._stale = False
+        for engine in engines:
+            engine.epoch, engine.parted = 0, None
+        if self._alone:
+            for engine in engines:
+                engine.join(epoch)
+            return ""
+        folder = os.path.join(self._place.folder, f"epoch-{epoch}")
+        os.mkdir(folder, 0o700)
+        cause = self._send_joins(engines, epoch, placement)
+        try:
+            async with asyncio.timeout(JOIN_S):
+                await self._until(lambda: bool(cause) or self._all_joined(engines) or bool(self._broken(engines)))
+            cause = cause or self._broken(engines)
+        except TimeoutError:
+            cause = self._give_up_on_late(engines, epoch)
+        if cause:
+            shutil.rmtree(folder, ignore_errors=True)
+            return cause
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = folder
+        for engine in engines:
+            engine.process.held = False
+        return ""
+
+    def _send_joins(self, engines: list[EngineHandle], epoch: int, placement: PlacementTable | None) -> str:
+        hosts = tuple(engine.process.host.name for engine in engines)
+        # For a group within another machine the port is a guess; if it is taken, they meet again with another one.
+        store, vote = _free_addresses(self._place.address if len(set(hosts)) > 1 else "127.0.0.1", 2)
+        token = secrets.token_hex(16)
+        for number, engine in enumerate(engines):
+            try:
+                engine.process.send(
+                    Join(
+                        epoch=epoch,
+                        dp_rank=number,
+                        tp_size=self._place.tp_size,
+                        hosts=hosts,
+                        directory=os.path.join(engine.process.host.folder, f"epoch-{epoch}"),
+                        store=store,
+                        vote=vote,
+                        token=token,
+                        placement=placement,
+                    )
+                )
+            except Overloaded as error:
+                return f"{engine.process.name} does not read its messages: {error}"
+        return ""
+
+    def _all_joined(self, engines: list[EngineHandle]) -> bool:
+        return all(engine.epoch == self.epoch for engine in engines)
+
+    def _broken(self, engines: list[EngineHandle]) -> str:
+        for engine in engines:
+            if not engine.up:
+                return f"{engine.process.name} ended"
+        for engine in engines:
+            if engine.parted is not None and engine.parted.epoch == self.epoch:
+                return f"{engine.process.name} said: {engine.parted.cause}"
+        return ""
+
+    def _give_up_on_late(self, engines: list[EngineHandle], epoch: int) -> str:
+        late = [engine for engine in engines if engine.epoch != epoch]
+        for engine in late:
+            engine.process.kill(f"did not join epoch {epoch} within {JOIN_S:g} s")
+        return f"{', '.join(engine.process.name for engine in late)} did not join within {JOIN_S:g} s"
+
+
+def _free_addresses(address: str, count: int) -> list[str]:
+    """host:port, as in a URL."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket(family)) for _ in range(count)]
+        for probe in probes:
+            probe.bind((address, 0))
+        return [f"{bracketed(address)}:{probe.getsockname()[1]}" for probe in probes]

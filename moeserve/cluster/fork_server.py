@@ -1,0 +1,44 @@
+"""The fork server: `python -m moeserve.cluster.fork_server FD`, started by `Forks` and by nobody else.
+
+Each of its forks becomes an engine, which first forks its workers: the same that other engines start with commands.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from moeserve.actor import guard
+from moeserve.actor.forking import serve
+from moeserve.cluster import engine_main, workers
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
+    guard.die_with_parent()
+    import_ahead()
+    num_ranks = serve(int(sys.argv[1]))
+    sys.argv[:] = [engine_main.__file__]
+    Path("/proc/self/comm").write_text("moeserve-engine", "ascii")
+    workers.fork(num_ranks - 1)
+    engine_main.main()
+
+
+def import_ahead() -> None:
+    """What every rank needs. None of it may leave a thread behind, or use a device."""
+    with suppress(ImportError):
+        import uvloop  # noqa: F401
+    import moeserve.cluster.build
+    import moeserve.cluster.tp_worker
+    import moeserve.comm.dp_coordinator
+    import moeserve.engine.group_core
+    import moeserve.engine.scheduler
+    import moeserve.moe.all2all.shm
+    import moeserve.runner.factory
+    import moeserve.runner.group  # noqa: F401
+
+
+if __name__ == "__main__":
+    main()

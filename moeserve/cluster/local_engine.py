@@ -1,0 +1,135 @@
+"""An engine inside this process, on this loop, with the model runner in its thread: for `LLM` and `AsyncEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from moeserve.actor.inbox import Inbox
+from moeserve.cluster.assemble import assemble, in_thread
+from moeserve.cluster.heartbeat import INTERVAL_S, Heartbeat
+from moeserve.cluster.interface import EngineGone, FromEngine
+from moeserve.cluster.order import BUILDER, Role
+from moeserve.config import Config
+from moeserve.errors import ConfigError, Overloaded
+from moeserve.messages import Drain, EngineIn, EngineOut, Phase, Pong, Ready
+
+if TYPE_CHECKING:
+    from moeserve.engine.plan import Runner
+
+log = logging.getLogger(__name__)
+
+INBOX_LIMIT = 100_000  # both readers share this loop, so they are never far behind
+ABORT_S = 1.0  # for an engine that was told to stop at once
+
+
+class LocalEngine:
+    """`EngineLink` to an engine on this loop; see interface.py. Nothing restarts it: its crash is ours as well."""
+
+    def __init__(self, config: Config, *, builder: str = BUILDER) -> None:
+        self.inbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
+        self.phase = Phase("starting", 0, 0.0)
+        self.ready: Ready | None = None
+        self._config = config
+        self._builder = builder
+        self._engine_inbox: Inbox[EngineIn] = Inbox("engine", INBOX_LIMIT)
+        self._heart = Heartbeat(time.monotonic())
+        self._task: asyncio.Task[None] | None = None
+        self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        assert self._task is None, "a link is started once"
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
+
+    async def until_ready(self) -> Ready:
+        return await asyncio.shield(self._first_ready)
+
+    @property
+    def stalled_s(self) -> float:
+        return self._heart.stalled_s(time.monotonic()) if self.ready else 0.0
+
+    @property
+    def healthy(self) -> bool:
+        return self.ready is not None and self._heart.healthy(time.monotonic())
+
+    def send(self, msg: EngineIn) -> None:
+        if not self._engine_inbox.closed:
+            self._engine_inbox.put(msg)
+
+    async def stop(self, deadline_s: float) -> None:
+        if self._task is None:
+            return
+        if self.ready is None:
+            self._task.cancel()
+        else:
+            self._engine_inbox.put(Drain(deadline_s), force=True)
+        await asyncio.wait([self._task], timeout=deadline_s + ABORT_S)
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        exit_code, cause = 1, "cancelled"
+        try:
+            core, ready = await assemble(
+                self._config, self._builder, Role(), self._engine_inbox, self._hear, time.monotonic()
+            )
+            try:
+                self._begin(ready)
+                async with asyncio.TaskGroup() as group:
+                    beat = group.create_task(self._beat(), name="heartbeat")
+                    await core.run()
+                    beat.cancel()
+            finally:
+                await _close(core.runner)
+            exit_code, cause = 0, "stopped"
+        except ConfigError as exc:
+            exit_code, cause = exc.exit_code, str(exc)
+        except Exception as exc:
+            while isinstance(exc, ExceptionGroup):
+                exc = exc.exceptions[0]
+            log.exception("the engine failed")
+            cause = f"{type(exc).__name__}: {exc}"
+        finally:
+            self._end(EngineGone(exit_code=exit_code, cause=cause))
+
+    def _begin(self, ready: Ready) -> None:
+        self._heart = Heartbeat(time.monotonic(), ready.step_s)
+        self.ready = ready
+        self.inbox.put(ready)
+        self._first_ready.set_result(ready)
+
+    def _end(self, gone: EngineGone) -> None:
+        self.ready = None
+        self._engine_inbox.close()  # the front end answers for what was in there: see EngineGone
+        self.inbox.put(gone, force=True)
+        if not self._first_ready.done():
+            self._first_ready.set_exception(gone.error())
+            self._first_ready.exception()  # nobody has to await it
+
+    def _hear(self, msg: EngineOut) -> None:
+        match msg:
+            case Pong():
+                self._heart.pong(msg, time.monotonic())
+                return
+            case Phase():
+                self.phase = msg
+        self.inbox.put(msg)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            with suppress(Overloaded):
+                self._engine_inbox.put(self._heart.ping(time.monotonic()))
+
+
+async def _close(runner: Runner) -> None:
+    """Waits for the step that runs, beside the loop if the interpreter still starts threads."""
+    try:
+        closing = in_thread("engine stop", runner.close)
+    except RuntimeError:
+        runner.close()
+    else:
+        await closing

@@ -1,0 +1,230 @@
+"""Changes to a fleet that serves, one at a time: more engines, fewer engines, experts elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moeserve.cluster.check_parallel import check_scale
+from moeserve.cluster.engine_group import EngineGroup
+from moeserve.cluster.facts import combined
+from moeserve.cluster.view import RebalanceDecision
+from moeserve.errors import ConfigError, Conflict, InvalidRequest, MoeserveError
+from moeserve.messages import Place
+
+if TYPE_CHECKING:
+    from moeserve.cluster.engine_handle import EngineHandle
+    from moeserve.cluster.fleet import Fleet
+    from moeserve.moe.placement.placement import Placement
+
+log = logging.getLogger(__name__)
+
+BOOT_S = 1800.0  # for new engines to load; one that shows no progress is given up long before
+MOVE_S = 600.0  # for a placement to be prepared and put in force
+CHECK_S = 5.0  # between two looks at the load
+
+T = TypeVar("T")
+
+
+class Scaling:
+    """Each change is done, or undone with its cause in the error, before the next one begins."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._at_work: asyncio.Task[Any] | None = None
+
+    async def scale(self, dp: int) -> int:
+        """Makes it `dp` engines while requests go on; returns how many there were before.
+
+        Raises InvalidRequest for a number that cannot work, Conflict if something else is under way or the change was
+        taken back.
+        """
+        if not isinstance(dp, int) or not 1 <= dp <= 1024:
+            raise InvalidRequest(f"dp must be from 1 to 1024, not {dp}", param="dp")
+        try:
+            check_scale(self._fleet.config, self._fleet.spec, dp)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="dp") from error
+        return await self._alone(self._scale(dp))
+
+    async def rebalance(self) -> RebalanceDecision | None:
+        """Moves experts to where the load so far asks for them, whether or not it pays; None: they are there already.
+
+        Raises Conflict if this fleet has no experts to move or something else is under way.
+        """
+        if self._fleet.experts is None:
+            raise Conflict("there are no experts to move: the model is dense, or --ep is off")
+        return await self._alone(self._rebalance(forced=True))
+
+    async def watch(self) -> None:
+        """Rebalances whenever it pays, for ever."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if self._at_work is None and self._fleet.ready is not None and self._fleet.groups[0].complete:
+                try:
+                    await self._alone(self._rebalance(forced=False))
+                except Conflict as cause:
+                    log.info("experts stay where they are: %s", cause)
+                except Exception:  # uneven experts are no reason to stop serving
+                    log.exception("rebalancing failed; the experts stay where they are")
+
+    async def stop(self) -> None:
+        if self._at_work is not None:
+            self._at_work.cancel()
+            await asyncio.wait([self._at_work])
+
+    async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs on even if the caller leaves: half a change is worse than one that nobody waits for."""
+        if self._at_work is not None or self._fleet.ready is None:
+            work.close()
+            raise Conflict("another change is under way" if self._at_work else "the engines are not ready")
+        task = self._at_work = asyncio.get_running_loop().create_task(work, name="scaling")
+        task.add_done_callback(self._done)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Conflict("the server is stopping") from None
+            raise
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._at_work = None
+        if not task.cancelled():
+            task.exception()  # its caller may have left
+
+    # ---- how many -------------------------------------------------------------------------------------------
+
+    async def _scale(self, dp: int) -> int:
+        fleet, before = self._fleet, self._fleet.dp
+        if all(engine.end is not None for engine in fleet.engines[:dp]):
+            raise Conflict("the engines that would stay are gone for good; start the server anew")
+        if dp > before:
+            await self._grow(dp)
+        elif dp < before:
+            await self._shrink(dp)
+        if dp != before:
+            fleet.announce()
+            fleet.traffic.flush()
+            log.info("%d engines serve; there were %d", dp, before)
+        return before
+
+    def _rescaled(self, dp: int) -> Placement | None:
+        experts = self._fleet.experts
+        return experts.rescaled(dp * self._fleet.config.parallel.tp) if experts is not None else None
+
+    async def _grow(self, dp: int) -> None:
+        """New engines load while the others serve; then all meet."""
+        fleet, old = self._fleet, self._fleet.engines
+        placement = await asyncio.to_thread(self._rescaled, dp)
+        table = placement.to_table() if placement is not None else None
+        new = fleet.new_engines(range(len(old), dp), dp, table)
+        try:
+            await self._boot(new)
+            if placement is not None:
+                await self._meet([*old, *new], placement)
+            else:
+                fleet.engines = [*old, *new]
+                fleet.add_groups([engine] for engine in new)
+                fleet.settle(None)
+        except BaseException as error:
+            for engine in new:
+                engine.retired = True
+            await asyncio.gather(*(engine.stop(0.0) for engine in new))
+            if isinstance(error, MoeserveError):
+                raise Conflict(f"{len(old)} engines go on, {dp} could not be made to: {error}") from error
+            raise
+
+    async def _boot(self, new: list[EngineHandle]) -> None:
+        """Raises what keeps one of them from serving."""
+        try:
+            async with asyncio.timeout(BOOT_S):
+                facts = await asyncio.gather(*(asyncio.shield(engine.process.first_ready) for engine in new))
+        except TimeoutError:
+            late = [engine.process.name for engine in new if not engine.up]
+            raise ConfigError(f"{', '.join(late)} did not load within {BOOT_S:g} s") from None
+        combined(
+            [*(engine.process.ready for engine in self._fleet.engines if engine.process.ready is not None), *facts]
+        )
+
+    async def _meet(self, engines: list[EngineHandle], placement: Placement) -> None:
+        """All of these form the group from now on, or the group stays as it was and Conflict says why."""
+        fleet, (group,) = self._fleet, self._fleet.groups
+        assert fleet.experts is not None
+        old, old_table = fleet.engines, fleet.experts.table
+        fleet.engines = engines
+        cause = await group.regroup(engines, placement.to_table())
+        if cause:
+            fleet.engines = old
+            group.regroup(old, old_table)
+            raise Conflict(cause)
+        fleet.settle(placement.to_table())
+
+    async def _shrink(self, dp: int) -> None:
+        """The last engines' requests are handed back at once; the others meet without them."""
+        fleet = self._fleet
+        stay, leave = fleet.engines[:dp], fleet.engines[dp:]
+        placement = await asyncio.to_thread(self._rescaled, dp)
+        table = placement.to_table() if placement is not None else None
+        fleet.engines = stay
+        for engine in leave:
+            engine.retired = True
+        for group in [group for group in fleet.groups if group.engines[0] in leave]:
+            fleet.drop_group(group)
+        fleet.settle(table)
+        for engine in leave:
+            fleet.hand_back(engine, died=False, cause=f"only {dp} shall serve")
+        # The vote lets the ones hold and the others end between the same two steps.
+        ending = asyncio.gather(*(engine.stop(0.0) for engine in leave))
+        try:
+            if table is not None:
+                await fleet.groups[0].regroup(stay, table)  # if it fails, the next meeting has the same engines
+        finally:
+            await ending
+
+    # ---- where the experts are ------------------------------------------------------------------------------
+
+    async def _rebalance(self, *, forced: bool) -> RebalanceDecision | None:
+        fleet, experts = self._fleet, self._fleet.experts
+        assert experts is not None
+        placement = await experts.propose(force=forced)
+        (group,) = fleet.groups
+        if placement is None:
+            return None
+        began_s = time.monotonic()
+        before = experts.moved_bytes
+        error = await self._move(group, placement)
+        decision = RebalanceDecision(
+            at_s=began_s,
+            forced=forced,
+            version=placement.version,
+            moved_bytes=experts.moved_bytes - before,
+            took_s=time.monotonic() - began_s,
+            error=error,
+        )
+        experts.decided(decision)
+        log.info("placement %d: %s", placement.version, error or f"in force after {decision.took_s:.2f} s")
+        return decision
+
+    async def _move(self, group: EngineGroup, placement: Placement) -> str:
+        """Returns why the placement is not in force, or ""."""
+        fleet, experts, engines = self._fleet, self._fleet.experts, group.engines
+        assert experts is not None
+        try:
+            if not group.complete:
+                raise MoeserveError("the engines were not together")
+            for engine in engines:
+                engine.process.send(Place(placement.to_table()))
+            async with asyncio.timeout(MOVE_S):
+                error = await experts.outcome()
+        except TimeoutError:
+            error = f"not all engines were done within {MOVE_S:g} s"
+        except MoeserveError as cause:
+            error = str(cause)
+        else:
+            fleet.settle(experts.table)  # all of it, or the layers that were done
+            return error
+        group.regroup(engines, experts.table)  # some may have begun: all meet again where they were
+        return error

@@ -1,0 +1,198 @@
+"""A tensor-parallel rank that is not its engine's leader: started or forked by the leader (workers.py).
+
+It executes the plans that the leader sends, with the same outcome, and keeps what it samples to itself. A rank that is
+lost ends a step, not the worker; it waits for the next order to join. Exit codes as in engine_process.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from moeserve.actor import guard
+from moeserve.cluster.logs import set_up_logging
+from moeserve.errors import ConfigError, PeerLost
+from moeserve.runner.orders import (
+    Allocate,
+    Build,
+    Failed,
+    Far,
+    Hello,
+    Meet,
+    Order,
+    OrderDone,
+    Part,
+    Prepare,
+    Run,
+    WorkerChannel,
+)
+from moeserve.runner.orders import Progress as Progressed
+from moeserve.runner.remote import WorkerBirth
+from moeserve.runner.thread import JobThread
+
+if TYPE_CHECKING:
+    from moeserve.runner.base import ModelRunnerBase
+
+log = logging.getLogger("moeserve.cluster.tp_worker")
+
+AGAIN_S = 0.1  # between two attempts to wake a step
+POLL_S = 0.02  # between two looks at a placement that is being prepared
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach whole process groups; the front end decides
+        signal.signal(number, signal.SIG_IGN)
+    birth = msgspec.json.decode(guard.adopt(), type=WorkerBirth)
+    set_up_logging(birth.log_level, birth.log_format)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(birth.address)
+    channel: WorkerChannel[Order] = WorkerChannel(sock, Order)
+    channel.send(Hello(birth.token, birth.tp_rank))
+    Worker(birth.tp_rank, channel).serve()
+    end(0)
+
+
+def end(code: int) -> None:
+    """Taking down a large process in order takes seconds or hangs."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def _import() -> None:
+    """What takes long, while the leader does the same."""
+    import moeserve.runner.factory  # noqa: F401
+
+
+class Worker:
+    """Orders are executed one after the other in the runner's thread; only `Part` is heard at once."""
+
+    def __init__(self, tp_rank: int, channel: WorkerChannel[Order]) -> None:
+        self._tp_rank = tp_rank
+        self._channel = channel
+        self._thread = JobThread("model runner", _import)
+        self._runner: ModelRunnerBase | None = None
+        self._lost: PeerLost | None = None  # from a loss to the next Meet nothing runs
+
+    def serve(self) -> None:
+        """Returns when the leader has closed the connection."""
+        while (order := self._channel.receive()) is not None:
+            if isinstance(order.what, Part):
+                self._part()
+            self._thread.do(lambda order=order: self._answer(order))  # type: ignore[misc]
+
+    def _answer(self, order: Order) -> None:
+        try:
+            done = self._execute(order)
+        except PeerLost as exc:
+            self._lost = exc
+            done = OrderDone(order.seq, lost=str(exc) or "a rank is gone", missing=exc.missing)
+        except ConfigError as exc:
+            self._fail(str(exc), exc.exit_code)
+        except BaseException as exc:
+            log.exception("the tensor-parallel worker failed")
+            self._fail(f"{type(exc).__name__}: {exc}", 1)
+        else:
+            done = msgspec.structs.replace(done, placed=self._placed)
+        self._channel.send(done)
+
+    def _fail(self, cause: str, exit_code: int) -> None:
+        self._channel.send(Failed(cause, exit_code))
+        end(exit_code)
+
+    def _execute(self, order: Order) -> OrderDone:
+        match order.what:
+            case Build():
+                return OrderDone(order.seq, value=self._build(order.what))
+            case Allocate(limits=limits):
+                self._here.allocate(limits, self._progress)
+            case Run(plan=plan):
+                return self._run(order.seq, plan)
+            case Meet():
+                self._meet(order.what)
+            case Prepare(placement=placement):
+                self._here.peers.prepare(placement)
+                threading.Thread(target=self._tell_how_far, name="placed", daemon=True).start()
+            case Part():
+                pass  # done before: this thread is idle now
+        return OrderDone(order.seq)
+
+    @property
+    def _here(self) -> ModelRunnerBase:
+        assert self._runner is not None, "Build comes first"
+        return self._runner
+
+    @property
+    def _placed(self) -> int:
+        return 0 if self._runner is None else self._runner.peers.placed
+
+    def _progress(self, name: str, percent: int) -> None:
+        self._channel.send(Progressed(name, percent))
+
+    def _build(self, build: Build) -> int:
+        from moeserve.loader.hf_config import read_model_spec
+        from moeserve.loader.model_dir import resolve_model_dir
+        from moeserve.moe.placement.placement import Placement
+        from moeserve.runner.factory import make_runner
+
+        model_dir = resolve_model_dir(build.config.model.model)
+        world = replace(build.world, rank=build.world.rank + self._tp_rank)
+        placement = None if build.placement is None else Placement.from_table(build.placement)
+        runner = make_runner(build.config, read_model_spec(model_dir), model_dir, world, placement, grouped=True)
+        runner.enter_thread()
+        budget = runner.load(self._progress)
+        self._runner = runner
+        return budget
+
+    def _run(self, seq: int, data: bytes) -> OrderDone:
+        from moeserve.engine.plan_codec import decode_plan
+        from moeserve.runner.group import checksum
+
+        if self._lost is not None:
+            raise self._lost
+        result = self._here.execute(decode_plan(data))
+        return OrderDone(seq, value=checksum(result), events=result.events)
+
+    def _meet(self, meet: Meet) -> None:
+        from moeserve.comm.members import Members
+
+        self._lost = None
+        self._here.join(Members.of(meet.join, self._tp_rank), meet.join.placement)
+
+    def _part(self) -> None:
+        """Wakes the step that runs, until the runner's thread is idle. In the thread that reads orders."""
+        self._lost = self._lost or PeerLost("this engine left its group")
+        idle = threading.Event()
+        self._thread.do(idle.set)
+        while not idle.is_set():
+            if self._runner is not None:
+                self._runner.leave()
+            idle.wait(AGAIN_S)
+        if self._runner is not None:
+            self._runner.leave()  # a `join` may have got through just before the thread was idle
+
+    def _tell_how_far(self) -> None:
+        """Until the placement is in force, or given up: between two steps only this tells the leader."""
+        last: int | None = None
+        peers = self._here.peers
+        while peers.moving:
+            if (now := peers.placed) != last:
+                self._channel.send(Far(now))
+                last = now
+            time.sleep(POLL_S)
+        self._channel.send(Far(peers.placed))
+
+
+if __name__ == "__main__":
+    main()

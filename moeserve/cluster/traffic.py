@@ -1,0 +1,125 @@
+"""The requests of a fleet: which engine has which, and which wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from moeserve.cluster.balance import Balancer
+from moeserve.cluster.engine_handle import EngineHandle
+from moeserve.errors import Overloaded
+from moeserve.messages import Abort, Answer, Call, StepOutput, Submit
+
+RETRY_S = 0.05  # for requests whose engine did not read its messages
+
+
+class Traffic:
+    """serving: the engines that may get requests now. While there is none, requests wait here."""
+
+    def __init__(self, serving: Callable[[], Sequence[EngineHandle]]) -> None:
+        self.balancer = Balancer()
+        self._serving = serving
+        self._owner: dict[int, EngineHandle] = {}
+        self._waiting: dict[int, Submit] = {}
+        self._retry: asyncio.TimerHandle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Submit) -> None:
+        """Raises Overloaded if the engine that should have it does not keep up."""
+        engines = {engine.rank: engine for engine in self._serving()}
+        if not engines:
+            self._waiting[request.rid] = request
+            return
+        rank = self.balancer.choose(request, engines)
+        engine = engines[rank]
+        engine.process.send(request)
+        self.balancer.assign(request, rank)
+        self._owner[request.rid] = engine
+        engine.rids.add(request.rid)
+
+    def flush(self) -> None:
+        """Sends what waits, oldest first, as far as there are engines that take it."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        waiting, self._waiting = self._waiting, {}
+        for rid, request in waiting.items():
+            try:
+                self.submit(request)
+            except Overloaded:
+                self._waiting[rid] = request
+        if self._waiting and self._serving():
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.flush)
+
+    def abort(self, rids: Sequence[int]) -> None:
+        """Raises Overloaded if an engine could not be told; it may be tried again with the same requests."""
+        by_engine: dict[EngineHandle, list[int]] = {}
+        for rid in rids:
+            if self._waiting.pop(rid, None) is None and (engine := self._owner.get(rid)) is not None:
+                by_engine.setdefault(engine, []).append(rid)
+        failure: Overloaded | None = None
+        for engine, theirs in by_engine.items():
+            try:
+                engine.process.send(Abort(theirs))
+            except Overloaded as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def note(self, engine: EngineHandle, out: StepOutput) -> None:
+        self.balancer.note(engine.rank, out)
+        if any(out.finish):
+            for rid, finish in zip(memoryview(out.rids).cast("q"), out.finish, strict=True):
+                if finish:
+                    self.end(rid)
+
+    def end(self, rid: int) -> None:
+        if (engine := self._owner.pop(rid, None)) is not None:
+            engine.rids.discard(rid)
+            self.balancer.end(rid)
+
+    def lost(self, engine: EngineHandle) -> tuple[int, ...]:
+        """The engine is gone; returns the requests that it had, oldest first."""
+        rids = tuple(sorted(engine.rids))
+        for rid in rids:
+            del self._owner[rid]
+        engine.rids.clear()
+        self.balancer.close(engine.rank)
+        return rids
+
+
+class Polls:
+    """Calls to all engines, answered once by all of them together. answer: gets the merged answer."""
+
+    def __init__(self, answer: Callable[[Answer], None]) -> None:
+        self._answer = answer
+        self._awaited: dict[int, set[EngineHandle]] = {}
+        self._faults: dict[int, list[str]] = {}
+
+    def ask(self, call: Call, engines: Sequence[EngineHandle]) -> None:
+        """Raises Overloaded if an engine does not read its messages."""
+        if not engines:
+            self._answer(Answer(call.id, False, "no engine serves at the moment"))
+            return
+        for engine in engines:
+            engine.process.send(call)
+        self._awaited[call.id], self._faults[call.id] = set(engines), []
+
+    def answered(self, engine: EngineHandle, msg: Answer) -> None:
+        if engine in self._awaited.get(msg.id, ()):
+            self._strike(msg.id, engine, "" if msg.ok else f"{engine.process.name}: {msg.detail}")
+
+    def lost(self, engine: EngineHandle) -> None:
+        for number in [number for number, awaited in self._awaited.items() if engine in awaited]:
+            self._strike(number, engine, f"{engine.process.name} ended before it answered")
+
+    def _strike(self, number: int, engine: EngineHandle, fault: str) -> None:
+        awaited, faults = self._awaited[number], self._faults[number]
+        awaited.discard(engine)
+        faults += [fault] if fault else []
+        if not awaited:
+            del self._awaited[number], self._faults[number]
+            self._answer(Answer(number, not faults, "; ".join(faults)))

@@ -1,0 +1,69 @@
+"""What a fleet looks like at one moment, as plain structs: for the banner, /v1/experts, metrics and tests."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moeserve.messages import PlacementTable
+from moeserve.metrics import StepRecord
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. state: loading, waiting (for the others), serving, draining, lost (a new one starts) or gone.
+
+    host: the machine's name.
+    """
+
+    rank: int
+    host: str
+    pid: int | None
+    state: str
+    epoch: int
+    restarts: int
+    num_requests: int
+    predicted_work: float  # in prompt tokens, as the balancer counts
+    last: StepRecord | None
+
+
+class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one attempt to move experts. error "": the placement is in force everywhere."""
+
+    at_s: float  # monotonic clock
+    forced: bool
+    version: int
+    moved_bytes: int = 0
+    took_s: float = 0.0
+    error: str = ""
+
+
+class ExpertsView(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts over ranks. counts: int64 [layers, experts], row-major: tokens since the start, as far as reported.
+    recent: float64, the same with what is older counting less (see `Rebalancer`).
+
+    balance: mean over fullest rank for the load of late, averaged over layers; 1 is even. moved_bytes: since the start,
+    over all ranks. why: what was decided last, for people. decisions: the last few; num_placed, num_given_up count all.
+    """
+
+    placement: PlacementTable
+    num_layers: int
+    counts: bytes
+    recent: bytes
+    balance: float
+    moved_bytes: int
+    why: str
+    decisions: tuple[RebalanceDecision, ...]
+    num_placed: int = 0
+    num_given_up: int = 0
+
+
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """epoch: the newest one. together: the engines form one group. experts: None for a dense model or ep off."""
+
+    dp: int
+    tp: int
+    together: bool
+    epoch: int
+    complete: bool  # all engines serve
+    waiting: int  # requests that wait for an engine
+    engines: tuple[EngineView, ...]
+    experts: ExpertsView | None

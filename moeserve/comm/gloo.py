@@ -1,0 +1,427 @@
+"""Messages between the ranks of one epoch by torch's Gloo, without any process-wide state.
+
+A mesh has one channel per micro-batch, each a `ProcessGroupGloo` of its own. Messages go from rank to rank instead of
+through
+collectives: at four ranks on two cores a small exchange takes a sixth of the time of `alltoall_base` (no hop through
+the group's worker threads), receivers need not know the sizes beforehand, and a failed one says whose it was.
+
+Gloo's own `abort` wakes nobody. A receive that times out does: it closes every connection of its group, here and so at
+the peers. `close` makes use of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from moeserve.comm.members import Members
+from moeserve.errors import ConfigError, PeerLost
+
+dist: Any = torch.distributed  # its type hints lack most of what is used here
+
+CONNECT_S = 10.0  # limit on connecting once all ranks have answered the roll call
+LOOK_S = 0.2  # how often who waits looks whether the group is still there
+POLL_S = 0.01
+NUM_TAGS = 1 << 16  # far more than are ever in flight
+ON_DEVICE = -1  # when what travels on a device arrived: nobody waits for it on the host
+BREAK_TAG = (1 << 31) - 1  # nobody sends with it
+
+
+class Mesh:
+    """All ranks of an epoch connected with each other. `close` may be called at any time, from any thread.
+
+    name: of the user, who is then alone with its messages. terms: whatever all ranks must agree on, e.g. sizes.
+    """
+
+    def __init__(self, members: Members, num_channels: int, name: str, terms: str = "") -> None:
+        self.members = members
+        self.missing: tuple[int, ...] = ()  # known once a wait failed
+        self._prefix = f"{members.token}/{members.epoch}/{name}"
+        self.num_channels = num_channels
+        self._terms = terms
+        self._store: Any | None = None
+        self._server: Any | None = None  # of the store; apart from it, since a receive that hangs keeps what it used
+        self._closed = threading.Event()
+        self.lock = threading.Lock()  # of what `close` takes away
+        self._channels: list[Channel] = []
+        self._line: Any | None = None
+
+    @property
+    def kind(self) -> type[Channel]:
+        """Of its channels."""
+        return Channel
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    @property
+    def store(self) -> Any:
+        """That connected the ranks, for whoever connects them in another way too. Raises PeerLost after `close`."""
+        store = self._store
+        if store is None:
+            raise self.lost()
+        return store
+
+    def connect(self) -> None:
+        """Meets the other ranks. Raises PeerLost naming those that did not come, ConfigError when terms differ."""
+        members = self.members
+        if members.size == 1:
+            self._channels = [self.kind(self, index, None) for index in range(self.num_channels)]
+            return
+        deadline = time.monotonic() + members.deadline_s
+        host, port = _address(members.store)
+        address = _local_address(members, host)
+        self._store = store = self._open_store(host, port, deadline)
+        self._call_roll(store, deadline)
+        options = dist.ProcessGroupGloo._Options()
+        options._threads = 1
+        options._timeout = timedelta(seconds=min(members.deadline_s, CONNECT_S))
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+        try:
+            for index in range(self.num_channels):
+                own = dist.PrefixStore(f"{self._prefix}/{index}", store)
+                group = dist.ProcessGroupGloo(own, members.rank, members.size, options)
+                group.set_timeout(timedelta(seconds=members.deadline_s))  # of collectives, from here on
+                self._channels.append(self.kind(self, index, group))
+                self._line = self._line or group
+        except RuntimeError as error:
+            self.close()
+            raise PeerLost(f"a rank left while all were connecting: {error}") from None
+        if self.closed:
+            self.close()
+            raise self.lost()
+
+    @property
+    def line(self) -> Any:
+        """The connections that carry all messages; those of the other channels carry only collectives. Raises PeerLost
+        after `close`."""
+        if (line := self._line) is None:
+            raise self.lost()
+        return line
+
+    def channel(self, ubatch: int) -> Channel:
+        """Raises PeerLost after `close`."""
+        if self.closed:
+            raise self.lost()
+        return self._channels[ubatch]
+
+    def close(self) -> None:
+        """Drops every connection: waits here and at the peers fail."""
+        self._closed.set()
+        with self.lock:
+            channels, self._channels = self._channels, []
+            self._store = self._server = self._line = None
+        for channel in channels:
+            channel.sever()
+
+    def lost(self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()) -> PeerLost:
+        """The error of a call that cannot succeed any more. The first cause found stays the cause."""
+        if missing and not self.missing and not self.closed:
+            self.missing = missing
+        return PeerLost(f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing)
+
+    def _open_store(self, host: str, port: int, deadline: float) -> Any:
+        limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        if self.members.rank == 0:
+            try:
+                listener = socket.create_server((host if self.members.one_host else "", port))
+            except OSError as error:
+                raise self.lost(f"cannot open the store at {host}:{port}: {error}") from None
+            master = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+            self._server = dist.TCPStore(host, port, timeout=limit, **master)
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=1.0).close()
+                return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
+            except (OSError, RuntimeError) as error:
+                if self.closed:
+                    raise self.lost() from None
+                if time.monotonic() > deadline:
+                    raise self.lost(f"rank 0 did not open the store at {host}:{port}: {error}", (0,)) from None
+            time.sleep(POLL_S)
+
+    def _call_roll(self, store: Any, deadline: float) -> None:
+        """Every rank says that it is here and on which terms. Keeps Gloo's long time-out for what cannot take long."""
+        members = self.members
+        keys = {rank: f"{self._prefix}/rank/{rank}" for rank in range(members.size)}
+        try:
+            store.set(keys[members.rank], self._terms or "-")
+            while absent := [rank for rank, key in keys.items() if not store.check([key])]:
+                if self.closed:
+                    raise self.lost()
+                if time.monotonic() > deadline:
+                    raise self.lost(f"ranks {absent} did not come within {members.deadline_s:g} s", tuple(absent))
+                time.sleep(POLL_S)
+            terms = {rank: store.get(key).decode() for rank, key in keys.items()}
+        except RuntimeError as error:
+            if self.closed:
+                raise self.lost() from None
+            raise self.lost(f"the store of rank 0 is gone: {error}", (0,)) from None
+        odd = next((rank for rank, other in terms.items() if other != terms[members.rank]), None)
+        if odd is not None:
+            raise ConfigError(
+                f"rank {members.rank} has {terms[members.rank]}, rank {odd} has {terms[odd]}; "
+                "start all engines with the same settings"
+            )
+
+
+class Channel:
+    """One micro-batch's messages; used by one thread at a time. All ranks post the same exchanges in the same order.
+
+    All channels' messages between two ranks share a connection: what was sent first is there first, with the whole
+    link to itself. Two connections would share it, and the rows that are needed first would come later than they can.
+    """
+
+    def __init__(self, mesh: Mesh, index: int, group: Any | None) -> None:
+        self.mesh = mesh
+        self._index = index
+        self._group = group
+        self._tag = 0
+        self._sends: list[_Sent] = []  # until they are known to be gone
+        self._watch: SimpleQueue[Exchange | None] | None = None
+
+    def post(
+        self,
+        receive: Mapping[int, Tensor],
+        send: Mapping[int, Tensor],
+        release: Callable[[], None] = lambda: None,
+    ) -> Exchange:
+        """Start an exchange. Contiguous uint8 tensors by peer; none empty. A message may be shorter than what takes it.
+
+        The tensors to send belong to the channel until it calls `release`, in the wait of a later exchange. Raises
+        PeerLost.
+        """
+        exchange = self.expect(receive.items())
+        exchange.send(send, release)
+        exchange.watch()
+        return exchange
+
+    def expect(self, receive: Iterable[tuple[int, Tensor]]) -> Exchange:
+        """Start an exchange with what is to come: nothing travels before the receiver has said where to. A peer may
+        send several messages, which land in the order of its tensors here. Raises PeerLost."""
+        mesh, self._tag = self.mesh, (self._tag + 1) % NUM_TAGS
+        peer, receives = -1, []
+        if mesh.closed:
+            raise mesh.lost()
+        try:
+            for peer, tensor in receive:
+                receives.append((peer, mesh.line.recv([tensor], peer, self._number(self._tag))))
+        except RuntimeError as error:
+            raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
+        return Exchange(self, self._tag, receives)
+
+    def send(self, tag: int, send: Mapping[int, Tensor], release: Callable[[], None]) -> None:
+        """The own part of exchange `tag`, or some of it."""
+        mesh, peer, works = self.mesh, -1, []
+        if mesh.closed:
+            raise mesh.lost()
+        try:
+            for peer, tensor in send.items():
+                works.append(mesh.line.send([tensor], peer, self._number(tag)))
+        except RuntimeError as error:
+            raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
+        self._sends.append(_Sent(tag, works, list(send.values()), release))
+
+    def all_gather(self, out: Tensor, mine: Tensor) -> Collective:
+        """out [R * N, B] = every rank's [N, B]. Raises PeerLost."""
+        return self._collective(lambda group: group._allgather_base(out, mine))
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> Collective:
+        """out [N, B] = the sum over ranks of this rank's part of [R * N, B]. Raises PeerLost."""
+        return self._collective(lambda group: group._reduce_scatter_base(out, parts))
+
+    def _number(self, tag: int) -> int:
+        """Of the exchange among those of all channels."""
+        return tag * self.mesh.num_channels + self._index
+
+    def _collective(self, start: Callable[[Any], dist.Work]) -> Collective:
+        try:
+            return Collective(self.mesh, start(self.group))
+        except RuntimeError as error:
+            raise self.mesh.lost(_brief(error)) from None
+
+    @property
+    def group(self) -> Any:
+        group = self._group
+        if group is None:
+            raise self.mesh.lost()
+        return group
+
+    def settle(self, tag: int) -> None:
+        """Release what was sent before exchange `tag`. Whoever answered that one has all that came before."""
+        sends, self._sends = self._sends, []
+        for sent in sends:
+            if sent.tag == tag:
+                self._sends.append(sent)
+                continue
+            for work in sent.works:
+                work.wait()
+            sent.release()
+
+    def sever(self) -> None:
+        """Close all connections. Runs beside whoever waits on them."""
+        group, self._group = self._group, None
+        if self._watch is not None:
+            self._watch.put(None)
+        if group is None:
+            return
+        for peer in range(group.size()):  # a connection that is gone fails at once, without closing the others
+            if peer != group.rank():
+                with contextlib.suppress(RuntimeError):  # that is the purpose
+                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+        self._sends = []  # they keep the group alive, and with it the store's port
+
+    def watch(self, exchange: Exchange) -> None:
+        """A thread receives it: the time of arrival is true when nobody waits yet, and who waits can leave. Gloo wakes
+        no receive whose message had begun to arrive when its sender died; the thread then stands until the deadline."""
+        with self.mesh.lock:  # a exchange that `sever` does not find would never be received
+            if not self.mesh.closed:
+                if self._watch is None:
+                    self._watch = SimpleQueue()
+                    threading.Thread(target=_receive_all, args=(self._watch,), name="gloo-watch", daemon=True).start()
+                self._watch.put(exchange)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What an exchange sent. The tensors are only held."""
+
+    tag: int
+    works: list[Any]
+    tensors: list[Tensor]
+    release: Callable[[], None]
+
+
+class Exchange:
+    """The messages of one exchange on their way."""
+
+    def __init__(self, channel: Channel, tag: int, receives: list[tuple[int, dist.Work]]) -> None:
+        self.arrived_ns = 0
+        self._watched = False
+        self._underway = threading.Lock()  # held until all is here; an Event takes 15 us more
+        self._underway.acquire()
+        self._channel = channel
+        self._tag = tag
+        self._receives = receives
+        self._awaited = -1  # the peer whose message is next
+        self._error: PeerLost | None = None
+
+    def send(self, tensors: Mapping[int, Tensor], release: Callable[[], None]) -> None:
+        """What goes to the peers in this exchange, or some of it, as in `Channel.post`. Raises PeerLost."""
+        self._channel.send(self._tag, tensors, release)
+
+    def watch(self) -> None:
+        """All is sent: from now on this is the exchange under way."""
+        self._watched = True
+        self._channel.watch(self)
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Until every message is here. Raises PeerLost naming the first rank whose message did not come."""
+        mesh = self._channel.mesh
+        limit = mesh.members.deadline_s if deadline_s is None else deadline_s
+        until = time.monotonic() + limit
+        if not self._watched:
+            self.watch()
+        while not self._underway.acquire(timeout=min(LOOK_S, limit)):
+            if mesh.closed:
+                raise mesh.lost()
+            if time.monotonic() > until:
+                error = mesh.lost(f"rank {self._awaited} was silent for {limit:g} s", (self._awaited,))
+                mesh.close()
+                raise error
+        self._underway.release()  # for whoever asks again
+        if self._error is not None:
+            raise self._error
+        try:
+            self._channel.settle(self._tag)
+        except RuntimeError as error:
+            raise mesh.lost(_brief(error)) from None
+
+    def receive(self) -> None:
+        """Take all messages; keeps the error for `wait`."""
+        mesh = self._channel.mesh
+        limit_s = mesh.members.deadline_s
+        until = time.monotonic() + limit_s
+        try:
+            for peer, work in self._receives:
+                self._awaited = peer
+                work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+        except RuntimeError as error:
+            silent = "Timed out" in str(error)
+            reason = f"was silent for {limit_s:g} s" if silent else f"is gone: {_brief(error)}"
+            self._error = mesh.lost() if mesh.closed else mesh.lost(f"rank {self._awaited} {reason}", (self._awaited,))
+            mesh.close()
+        if self._receives:
+            self.arrived_ns = time.monotonic_ns()
+        self._underway.release()
+
+
+class Collective:
+    """A collective of all ranks on its way. Gloo does not say who failed it, and of a reduction not when it ended: that
+    counts as arrived once waited for."""
+
+    def __init__(self, mesh: Mesh, work: Any) -> None:
+        self.arrived_ns = 0
+        self._mesh = mesh
+        self._work = work
+        with contextlib.suppress(RuntimeError):  # not implemented
+            work.get_future().add_done_callback(self._stamp)
+
+    def _stamp(self, future: object) -> None:
+        self.arrived_ns = time.monotonic_ns()
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        mesh = self._mesh
+        end_s = time.monotonic() + (mesh.members.deadline_s if deadline_s is None else deadline_s)
+        while True:
+            try:
+                self._work.wait(timedelta(seconds=LOOK_S))
+                break
+            except RuntimeError as error:
+                # Closed connections do not end every collective: one that had no receive under way waits on.
+                if self._work.is_completed() or mesh.closed or time.monotonic() > end_s:
+                    lost = mesh.lost() if mesh.closed else mesh.lost(_brief(error))
+                    mesh.close()
+                    raise lost from None
+        self.arrived_ns = self.arrived_ns or time.monotonic_ns()
+
+
+def _receive_all(queue: SimpleQueue[Exchange | None]) -> None:
+    while (exchange := queue.get()) is not None:
+        exchange.receive()
+
+
+def _address(store: str) -> tuple[str, int]:
+    host, _, port = store.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _local_address(members: Members, host: str) -> str:
+    """Of this machine, on the interface that leads to the store. Nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        local: str = probe.getsockname()[0]
+    if not members.one_host and local.startswith("127.") and not host.startswith("127."):
+        raise ConfigError(
+            f"the store's host {host!r} leads to {local}, which other machines cannot reach; "
+            "name the machine by an address of its network"
+        )
+    return local
+
+
+def _brief(error: BaseException) -> str:
+    """Gloo's message without its source location and advice."""
+    return str(error).split("] ", 1)[-1].split(". This is")[0]

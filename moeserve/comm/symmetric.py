@@ -1,0 +1,203 @@
+"""Symmetric memory: a region of each rank of one host that all others have mapped, and how their streams meet there.
+
+A region is made once, offered again in every epoch, and lives as long as the process: nobody can be about to write to
+memory that is gone. Nor can what is left of an old epoch be taken for something of a new one: before a rank meets the
+others again its device has done all that it was given, and flags hold numbers that grow from epoch to epoch.
+
+R ranks, B bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.comm.cudart import CudaRuntime, tensor_at
+from moeserve.comm.members import Members
+from moeserve.comm.shm import Meeting, module
+from moeserve.errors import ConfigError, PeerLost
+from moeserve.kernels.exchange import FAILED, TOLD, WRONG, meet
+
+if TYPE_CHECKING:
+    from moeserve._native import Region
+
+HEAD_BYTES = 4096  # of each micro-batch's part: a flag of 8 bytes per rank
+MEETINGS = 38  # bits for the number of a meeting within its epoch, of the 53 that a flag has for numbers
+
+
+class Offer(msgspec.Struct, frozen=True):
+    handle: bytes
+    gpu: str  # its UUID, the same in all processes
+
+
+class CudaMemory:
+    """What regions are made of: device memory over CUDA IPC, between processes whose GPUs are one, or reach each other.
+    Tests have another, of host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._runtime = CudaRuntime()
+        self._region: tuple[Tensor, Region] | None = None
+        self._opened: list[int] = []
+
+    def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
+        """This rank's region, uint8, zeroed when it was made, the same each time; and what lets others open it."""
+        if self._region is None or self._region[0].nbytes != num_bytes:
+            address = self._runtime.allocate(num_bytes)
+            offer = msgspec.msgpack.encode(Offer(self._runtime.handle(address), _uuid(self.device)))
+            region = module().Region(len(offer))
+            memoryview(region)[:] = offer
+            self._region = tensor_at(address, num_bytes, self.device), region
+        return self._region
+
+    def open(self, rank: int, fd: int) -> int:
+        """The address of another rank's region, of which `fd` is the offer. Raises ConfigError: out of reach."""
+        offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
+        here = torch.cuda.current_device()
+        there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
+        if there is None:
+            raise ConfigError(
+                f"cuda_ipc: GPU {offer.gpu} of rank {rank} is hidden from this rank; let all ranks of a host see all "
+                "their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
+            )
+        if there != here and not torch.cuda.can_device_access_peer(here, there):
+            raise ConfigError(
+                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
+                "peer access; use --all2all deepep_ht, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
+            )
+        self._opened.append(self._runtime.open(offer.handle, f"rank {rank}'s memory is out of reach"))
+        return self._opened[-1]
+
+    def close(self) -> None:
+        """Waits until this rank's device has nothing left to do, and unmaps all that `open` mapped."""
+        if self._region is not None:
+            torch.cuda.synchronize(self.device)
+        while self._opened:
+            self._runtime.close(self._opened.pop())
+
+    def words(self, count: int) -> Tensor:
+        """int32 zeros that host and device both see at once."""
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
+        meet(bases_R, state, rank, control, timeout_s, call)
+
+
+def _uuid(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One micro-batch's part of all regions, and the micro-batch's state; see kernels/exchange.py. own_B: this rank's
+    part. control:
+    for the host, in any thread. meet: what comes next on the current stream waits until all ranks are in this call."""
+
+    rank: int
+    bases_R: Tensor
+    own_B: Tensor
+    state: Tensor
+    control: NDArray[np.int32]
+    meet: Callable[[int], None]
+
+
+class Symmetric:
+    """All of this rank's windows. A group that failed stays so until the next `join`: kernels then move nothing more,
+    and each wait ends at once. Three things make one fail: a rank leaves, a rank ends (its connections do, and a thread
+    of ours sees that), a rank stays away for longer than the members' deadline."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._memory = memory
+        self._meeting: Meeting | None = None
+        self._watcher: threading.Thread | None = None
+        self._windows: list[Window] = []
+        self._deadline_s = 0.0
+        self._left = threading.Event()
+        self._gone: tuple[int, ...] = ()
+
+    def join(self, members: Members, ubatches: int, ubatch_bytes: int, facts: str) -> list[Window]:
+        """A window for each micro-batch. facts: what must be the same on all ranks. Raises PeerLost, ConfigError."""
+        assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
+        self.leave()
+        self._memory.close()
+        self._deadline_s, self._left, self._gone, self._windows = members.deadline_s, threading.Event(), (), []
+        meeting = self._meeting = Meeting(members, range(members.size), "symmetric", 1)
+        region_B, offer = self._memory.allocate(ubatches * ubatch_bytes)
+        peers = meeting.connect([offer], f"{ubatches} micro-batches of {ubatch_bytes} bytes, {facts}")
+        bases = dict.fromkeys(range(members.size), region_B.data_ptr())
+        bases |= {rank: self._memory.open(rank, fd) for rank, (_, fd) in peers.items()}
+        bases_R = torch.tensor(list(bases.values()), device=self._memory.device)
+        parts = region_B.view(ubatches, ubatch_bytes)
+        self._windows = [
+            self._window(members, bases_R + ubatch * ubatch_bytes, own_B) for ubatch, own_B in enumerate(parts)
+        ]
+        links = {connection: rank for rank, (connection, _) in peers.items()}
+        watch = (links, self._windows, self._left, meeting)
+        watcher = threading.Thread(target=self._watch, args=watch, name="peers", daemon=True)
+        watcher.start()
+        self._watcher = watcher
+        return self._windows
+
+    def _window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
+        state = torch.tensor([members.epoch << MEETINGS, 0], device=self._memory.device)
+        control = self._memory.words(WRONG + members.size)
+        say = partial(self._memory.meet, bases_R, state, members.rank, control, members.deadline_s)
+        return Window(members.rank, bases_R, own_B, state, control.numpy(), say)
+
+    def _watch(
+        self, links: Mapping[socket.socket, int], windows: list[Window], left: threading.Event, meeting: Meeting
+    ) -> None:
+        """The first rank that is gone ends this epoch for all; but ours stays connected until it leaves itself."""
+        with selectors.DefaultSelector() as selector:
+            for connection in links:
+                selector.register(connection, selectors.EVENT_READ)
+            if links:
+                ready = [key.fileobj for key, _ in selector.select()]
+                self._gone = tuple(sorted(rank for connection, rank in links.items() if connection in ready))
+                _tell(windows)
+        left.wait()
+        meeting.close()
+
+    def leave(self) -> None:
+        """Any thread, any time: who waits, here or at a peer, on the device or for the others to come, gives up."""
+        _tell(self._windows)
+        self._left.set()
+        if self._meeting is not None:
+            self._meeting.leave()
+        if self._watcher is not None:
+            self._watcher.join()  # it ends at once, and not while the process does
+
+    def check(self) -> None:
+        """Raises PeerLost if kernels have given up since `join`: what they, and all after them, left is not to be used
+        (RuntimeError: because ranks differ in what they do, a bug of ours).
+        It looks at host memory and waits for nothing, so wait first: for an event behind the results in question."""
+        failed = [window for window in self._windows if window.control[FAILED]]
+        if not failed:
+            return
+        if self._left.is_set():
+            raise PeerLost("this rank left its group")
+        wrong_WR = np.stack([window.control[WRONG:] for window in failed])
+        if (wrong_WR == 2).any():
+            strangers = (wrong_WR == 2).any(0).nonzero()[0].tolist()
+            raise RuntimeError(f"ranks {strangers} make other calls than this one, or for other numbers of tokens")
+        late = (wrong_WR == 1).any(0).nonzero()[0].tolist()
+        missing = self._gone or tuple(late)
+        why = "are gone" if self._gone else f"did not come in {self._deadline_s:g} s"
+        raise PeerLost(f"ranks that {why}: {', '.join(map(str, missing))}", missing)
+
+
+def _tell(windows: list[Window]) -> None:
+    for window in windows:
+        window.control[TOLD] = 1

@@ -1,0 +1,47 @@
+"""Where a process stands among those that serve one model. One process alone needs nothing of this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank among `size` ranks: dp_size engines of tp_size processes each, an engine's ranks side by side.
+
+    ep: experts are sharded over all ranks; otherwise each has all of them. ranks_on_host: that share this machine's
+    cores and memory.
+    """
+
+    rank: int = 0
+    size: int = 1
+    tp_size: int = 1
+    ep: bool = True
+    ranks_on_host: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not in a world of {self.size}; ranks run from 0 to {self.size - 1}")
+        if self.size % self.tp_size:
+            raise ValueError(f"{self.size} ranks cannot be sharded over engines of {self.tp_size}")
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.size // self.tp_size
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks that the experts are sharded over."""
+        return self.size if self.ep else 1
+
+    @property
+    def expert_rank(self) -> int:
+        return self.rank if self.ep else 0

@@ -1,0 +1,80 @@
+"""From logical experts to physical slots: one table lookup per (token, k) pair, and the count of the load.
+
+T tokens, K experts per token, E logical experts, N replicas of the expert that has most, W turns in the table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.routing import Routing
+
+MAX_TURNS = 64  # with more replicas than divide it, shares differ by a 64th at most
+_GROW = 1024  # tokens that the table of turns grows by
+
+
+class LogicalToPhysical:
+    """One layer's map. Which replica a pair goes to cannot change any bit: all hold the same weights.
+
+    Tokens take an expert's replicas in turn, by token index plus layer: turn w of expert e is entry
+    w * (E + 1) + e + 1 of a flat table, and entry w * (E + 1) is the -1 of padding.
+
+    counts_on_device: loads are counted without asking the device for the ids.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        layer: int,
+        device: torch.device | str = "cpu",
+        *,
+        counts_on_device: bool = False,
+    ) -> None:
+        self.counts_on_device = counts_on_device
+        slots_EN, counts_E = placement.replicas(layer)
+        self.layer = layer
+        self.num_experts = placement.num_experts
+        self.device = torch.device(device)
+        self.is_identity = bool((slots_EN[:, 0] == np.arange(self.num_experts)).all()) and slots_EN.shape[1] == 1
+        turns = min(MAX_TURNS, math.lcm(*set(counts_E.tolist())))
+        table_WE = slots_EN[np.arange(self.num_experts), np.arange(turns)[:, None] % counts_E]
+        padded = np.concatenate((np.full((turns, 1), -1, np.int32), table_WE.astype(np.int32)), axis=1)
+        self._table = torch.from_numpy(padded.ravel()).to(self.device)
+        self._turns = turns
+        self._starts_T1 = torch.empty((0, 1), dtype=torch.int32, device=self.device)
+        self._outgrown: list[torch.Tensor] = []  # recorded steps still read them
+
+    def __call__(self, routing: Routing) -> Routing:
+        """The routing with slots for experts; -1 stays -1."""
+        if self.is_identity:
+            return routing
+        ids_TK = routing.ids_TK
+        starts_T1 = self._starts(ids_TK.shape[0])
+        return Routing(self._table.index_select(0, (ids_TK + starts_T1).view(-1)).view_as(ids_TK), routing.weights_TK)
+
+    def after(self, placement: Placement) -> LogicalToPhysical:
+        """The same layer's map under another placement."""
+        return LogicalToPhysical(placement, self.layer, self.device, counts_on_device=self.counts_on_device)
+
+    def load(self, routing: Routing) -> NDArray[np.int64] | torch.Tensor:
+        """Pairs per logical expert; padding is not among them. int32 where they are counted on the device."""
+        if self.counts_on_device:
+            ids_N = routing.ids_TK.reshape(-1).long() + 1
+            counts = torch.zeros(self.num_experts + 1, dtype=torch.int32, device=ids_N.device)
+            return counts.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=torch.int32))[1:]
+        ids = routing.ids_TK.reshape(-1).cpu().numpy()
+        return np.bincount(ids + 1, minlength=self.num_experts + 1)[1:]
+
+    def _starts(self, tokens: int) -> torch.Tensor:
+        """Where each token's part of the table begins, and one more, so that id -1 finds the entry of padding."""
+        if tokens > self._starts_T1.shape[0]:
+            upto = -(-tokens // _GROW) * _GROW
+            self._outgrown.append(self._starts_T1)
+            turn_T = (torch.arange(upto, dtype=torch.int32, device=self.device) + self.layer) % self._turns
+            self._starts_T1 = (turn_T * (self.num_experts + 1) + 1)[:, None]
+        return self._starts_T1[:tokens]

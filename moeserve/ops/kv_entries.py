@@ -1,0 +1,39 @@
+"""How one head of keys or values lies in its cell of the cache: as it is, or as int8 with a scale of its own behind it.
+
+T tokens, G KV heads, d head width. An int8 head is d whole numbers and the four bytes of an fp32 scale, so whoever
+copies, moves or stores cells need not know. Native kernels have the same numbers (csrc/kernels/rotary.hpp).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 4
+
+
+def entry_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of `dtype` that one head takes in a cell."""
+    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def to_entries(x_TGd: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, G, entry_width]: rounded to dtype; int8 in multiples of the head's largest magnitude / 127.
+
+    [0.5, -1.27] -> [50, -127] and 0.01. A head that is not finite becomes zeros whose scale is NaN: what attends to it
+    is NaN, as it would be without rounding.
+    """
+    if dtype != torch.int8:
+        return x_TGd.to(dtype)
+    x_TGd = x_TGd.float()
+    largest_TG1 = x_TGd.abs().amax(-1, keepdim=True)
+    scale_TG1 = torch.where(largest_TG1.isfinite(), largest_TG1 / 127, torch.nan)
+    whole_TGd = torch.where(scale_TG1 > 0, (x_TGd / scale_TG1).round().clamp(-127, 127), 0.0)
+    return torch.cat((whole_TGd.to(torch.int8), scale_TG1.view(torch.int8)), -1)
+
+
+def from_entries(cells: Tensor) -> Tensor:
+    """What int8 heads [..., d + 4] stand for, in fp32 [..., d]; heads of other types as they are."""
+    if cells.dtype != torch.int8:
+        return cells
+    return cells[..., :-SCALE_BYTES] * cells[..., -SCALE_BYTES:].contiguous().view(torch.float32)

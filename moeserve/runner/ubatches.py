@@ -1,0 +1,268 @@
+"""A step on its way through the model in one micro-batch or in two (dual-batch overlap).
+
+Two micro-batches are two halves of the step's tokens. The second one runs in a thread of its own that lives as long as
+the
+runner; the ping-pong turn lets one of them work at a time, so they share everything but their scratch and their
+channel.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.engine.plan import Agreed
+from moeserve.messages import TraceEvent
+from moeserve.moe.ping_pong import PingPong
+from moeserve.moe.streams import CommStream, InFlightTransfer, Inline, here
+from moeserve.moe.ubatch import Load, UBatch
+from moeserve.runner.model import Model
+
+T = TypeVar("T")
+ALONE = Agreed(step=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """What the micro-batches of one step measured together. comm_us, exposed_us: by the host. transfers: what the
+    device can
+    tell of transfers. load_LE: rows per MoE layer and logical expert, [0, 0] if none; a tensor if they are still on the
+    device."""
+
+    comm_us: int
+    exposed_us: int
+    load_LE: Load
+    events: tuple[TraceEvent, ...]
+    transfers: Sequence[InFlightTransfer] = ()
+
+    def times_us(self) -> tuple[int, int]:
+        """(communication, the part of it that was not hidden), by host and device, once the step's results are here."""
+        comm_us, exposed_us = self.comm_us, self.exposed_us
+        for took_us, stood_us in (transfer.times_us for transfer in self.transfers):
+            comm_us, exposed_us = comm_us + took_us, exposed_us + stood_us
+        return comm_us, exposed_us
+
+
+class UBatchRunner:
+    """Runs steps in `ubatches`, of which a step uses the first or all. To be used by one thread at a time.
+
+    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `comm`: where transfers
+    run, once the device is known. `round_up`: to a number of tokens that ranks make room for, given that of the rank
+    with most; the same function on all ranks.
+    """
+
+    def __init__(self, num_ubatches: int = 1, tp_size: int = 1) -> None:
+        assert 1 <= num_ubatches <= 2, num_ubatches
+        self.ubatches = tuple(UBatch(index) for index in range(num_ubatches))
+        self.round_up: Callable[[int], int] = lambda tokens: tokens
+        self.comm: CommStream = Inline()
+        self._tp_size = tp_size
+        self._second = _UBatchThread()
+
+    def forward(
+        self, model: Model, step: StepInputs, split_at: int, agreed: Agreed | None, kv: Sequence[LayerKV]
+    ) -> Tensor:
+        """Hidden states [T, D] of all tokens, in order. With two micro-batches agreed, the first one has `split_at` of
+        them.
+
+        An error in a micro-batch ends both and is raised here, the first one if there are several; the next step may
+        follow.
+        """
+        agreed = agreed or ALONE
+        if agreed.ubatches == 1:
+            return self._run(agreed, [lambda ubatch: model.forward(step, kv, ubatch)])[0]
+        works = [_work(model, part, kv) for part in split(step, split_at)]
+        parts = [hidden for hidden in self._run(agreed, works) if hidden is not None]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def serve(self, model: Model, agreed: Agreed) -> None:
+        """Takes part in a step in which this rank has no tokens."""
+
+        def work(ubatch: UBatch) -> None:
+            model.serve(ubatch)
+
+        self._run(agreed, [work] * agreed.ubatches)
+
+    def take_meter(self) -> Meter:
+        """What was measured since the last call; to be called after each step."""
+        load_LE, *others = (ubatch.take_load() for ubatch in self.ubatches)
+        for other_LE in others:
+            if len(other_LE):
+                load_LE = load_LE + other_LE if len(load_LE) else other_LE
+        meters = [ubatch.meter for ubatch in self.ubatches]
+        comm_ns, exposed_ns = (sum(times) for times in zip(*((m.comm_ns, m.exposed_ns) for m in meters), strict=True))
+        meter = Meter(
+            comm_us=comm_ns // 1000,
+            exposed_us=min(comm_ns, exposed_ns) // 1000,  # looking takes its time also when all rows are here already
+            load_LE=load_LE,
+            events=tuple(event for meter in meters for event in meter.events or ()),
+            transfers=self.comm.take_transfers(),
+        )
+        for one in meters:
+            one.reset(trace=False)
+        return meter
+
+    def close(self) -> None:
+        """Ends the second micro-batch's thread; returns when it is gone."""
+        self._second.stop()
+
+    def _run(self, agreed: Agreed, works: Sequence[Callable[[UBatch], T]]) -> list[T]:
+        """What each micro-batch's work returned."""
+        # The same number of rounds in both micro-batches: with fewer, one would run ahead of the other, layer by layer.
+        most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
+        self.comm.take_transfers()  # of a step that failed
+        for ubatch in self.ubatches:
+            ubatch.most_tokens = most_tokens
+            ubatch.take_load()
+            ubatch.meter.reset(agreed.trace)
+        if len(works) == 1:
+            return [_timed(works[0], self.ubatches[0])]
+        return self._in_turns(works)
+
+    def _in_turns(self, works: Sequence[Callable[[UBatch], T]]) -> list[T]:
+        first, second = self.ubatches
+        ping_pong = PingPong(2)
+        first.couple(ping_pong, second)
+        second.couple(ping_pong, first)
+        results: dict[int, T] = {}
+
+        def run(ubatch: UBatch) -> None:
+            try:
+                ubatch.enter()
+                results[ubatch.index] = _timed(works[ubatch.index], ubatch)
+                ubatch.leave()
+            except BaseException as exc:
+                ubatch.fail(exc)
+
+        self._second.start(_like_here(lambda: run(second)))
+        run(first)
+        self._second.join()
+        if ping_pong.error is None:
+            return [results[0], results[1]]
+        try:
+            raise ping_pong.error
+        finally:
+            ping_pong.error = None  # the traceback holds this frame, the frame would hold the traceback
+
+
+def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
+    """The first `split_at` tokens and the others; a row that the split goes through is in both, and samples are in
+    neither.
+
+    rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of 3 from 8
+    """
+    offsets = step.offsets_R1
+    assert 0 <= split_at <= offsets[-1], (split_at, offsets)
+    ends = int(np.searchsorted(offsets, split_at))  # rows that begin before the split
+    begins = int(np.searchsorted(offsets, split_at, side="right")) - 1  # the row of the first token after it
+    starts = step.starts_R[begins:].copy()
+    if len(starts):
+        starts[0] += split_at - offsets[begins]
+    starts_R, offsets_R1 = step.rows_on_device
+    begun_R = (split_at - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row that the first part has
+    first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)
+    later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)
+    return (
+        _part(
+            step,
+            slice(0, split_at),
+            slice(0, ends),
+            np.minimum(offsets[: ends + 1], split_at),
+            step.starts_R[:ends],
+            first,
+        ),
+        _part(
+            step, slice(split_at, None), slice(begins, None), np.maximum(offsets[begins:] - split_at, 0), starts, later
+        ),
+    )
+
+
+def _part(
+    step: StepInputs,
+    tokens: slice,
+    rows: slice,
+    offsets_R1: NDArray[np.int32],
+    starts_R: NDArray[np.int32],
+    on_device: tuple[Tensor, Tensor],
+) -> StepInputs:
+    groups = tuple(
+        GroupInputs(group.slot_mapping_T[tokens], group.blocks_RN[rows], group.block_size, group.window)
+        for group in step.groups
+    )
+    ids_T, positions_T = step.ids_T[tokens], step.positions_T[tokens]
+    return StepInputs(ids_T, positions_T, groups, step.sample_S[:0], offsets_R1, starts_R, on_device)
+
+
+def _work(model: Model, part: StepInputs, kv: Sequence[LayerKV]) -> Callable[[UBatch], Tensor | None]:
+    """A half without tokens still takes part in all that the other ranks do in its micro-batch."""
+
+    def run(ubatch: UBatch) -> Tensor | None:
+        if len(part.ids_T):
+            return model.forward(part, kv, ubatch)
+        model.serve(ubatch)
+        return None
+
+    return run
+
+
+def _timed(work: Callable[[UBatch], T], ubatch: UBatch) -> T:
+    ubatch.meter.resume()
+    result = work(ubatch)
+    ubatch.meter.work("output", -1)
+    return result
+
+
+def _like_here(job: Callable[[], None]) -> Callable[[], None]:
+    """The job for another thread, with this one's torch settings: all are per thread."""
+    threads, inference, place = torch.get_num_threads(), torch.is_inference_mode_enabled(), here()
+
+    def run() -> None:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        with torch.inference_mode(inference), place():
+            job()
+
+    return run
+
+
+class _UBatchThread:
+    """Runs one job at a time, in a thread that starts with the first job and ends with `stop`."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """The job must not raise."""
+        if self._thread is None:
+            args = self._jobs, self._done
+            self._thread = threading.Thread(target=_run_jobs, args=args, name="micro-batch 1", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def join(self) -> None:
+        """Returns when the job is done."""
+        self._done.get()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None], done: queue.SimpleQueue[None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # a parked thread must not keep a step's tensors alive
+        done.put(None)

@@ -1,0 +1,106 @@
+"""Engine links around the builders of builders.py, in this process and in children."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.cluster.link import ChildEngine, EngineGone, EngineLink, FromEngine, LocalEngine
+from moeserve.config import Config
+from moeserve.messages import FinishReason, StepOutput, Submit
+from moeserve.sampling import TokenSampling
+
+
+class Reader:
+    """Reads a link as a front end does and keeps everything, in order."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self.link = link
+        self.seen: list[FromEngine] = []
+
+    def submit(self, rid: int, max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3)) -> None:
+        tokens = array("i", prompt).tobytes()
+        sampling = TokenSampling(seed=1, max_tokens=max_tokens)
+        self.link.send(Submit(rid=rid, tokens=tokens, num_prompt=len(prompt), sampling=sampling))
+
+    async def until(self, condition: Callable[[FromEngine], bool]) -> Any:
+        """The next message for which the condition holds."""
+        async with asyncio.timeout(20):
+            async for msg in self.link.inbox:
+                self.seen.append(msg)
+                if condition(msg):
+                    return msg
+        raise AssertionError("the link's inbox was closed")
+
+    async def gone(self) -> EngineGone:
+        gone: EngineGone = await self.until(lambda msg: isinstance(msg, EngineGone))
+        return gone
+
+    async def finished(self, rid: int) -> list[int]:
+        """Tokens of a request, from now to its end."""
+        tokens: list[int] = []
+
+        def last(msg: FromEngine) -> bool:
+            if not isinstance(msg, StepOutput):
+                return False
+            rids, columns = memoryview(msg.rids).cast("q"), memoryview(msg.tokens).cast("i")
+            if rid not in rids:
+                return False
+            row = rids.tolist().index(rid)
+            tokens.extend([columns[row]] if columns[row] >= 0 else [])
+            return msg.finish[row] != FinishReason.NONE
+
+        await self.until(last)
+        return tokens
+
+
+@asynccontextmanager
+async def _opened(link: EngineLink) -> AsyncIterator[tuple[Any, Reader]]:
+    await link.start()
+    try:
+        yield link, Reader(link)
+    finally:
+        await link.stop(0.0)
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A temporary directory in which the path of a socket fits (pytest's own are too long)."""
+    with tempfile.TemporaryDirectory(prefix="t-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """child("null", policy=...) opens a ChildEngine on that builder, with a Reader."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+    def open_link(builder: str, config: Config | None = None, **options: Any) -> Any:
+        return _opened(ChildEngine(config or Config(), builder=f"builders:{builder}", **options))
+
+    return open_link
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """local("null") opens a LocalEngine on that builder, with a Reader."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    def open_link(builder: str, config: Config | None = None) -> Any:
+        return _opened(LocalEngine(config or Config(), builder=f"builders:{builder}"))
+
+    return open_link
+
+
+@pytest.fixture(params=["child", "local"])
+def engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Either kind of link: what a front end may rely on."""
+    opener: Callable[..., Any] = request.getfixturevalue(request.param)
+    return opener

@@ -1,0 +1,36 @@
+"""What is refused before any process is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moeserve.cluster.check_parallel import check_parallel
+from moeserve.config import config_of
+from moeserve.errors import ConfigError
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.model_dir import resolve_model_dir
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"all2all": "torhc"}, "no all2all backend 'torhc'; did you mean 'torch'"),
+        ({"dp": 2, "tp": 3}, "choose tp from 1, 2, 4"),
+        ({"dp": 2, "redundant_experts": 100}, "have use for 8 at most"),
+        ({"redundant_experts": 1}, "needs experts sharded over several ranks"),
+        ({"dp": 2, "ep": "off", "redundant_experts": 1}, "needs experts sharded over several ranks"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work(settings: dict[str, object], reason: str) -> None:
+    config = config_of("demo", **settings)
+    with pytest.raises(ConfigError, match=reason):
+        check_parallel(config, read_model_spec(resolve_model_dir("demo")))
+
+
+def test_the_check_needs_no_torch() -> None:
+    code = "import sys, moeserve.cluster.check_parallel as _; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,193 @@
+"""Engines that are forks of a process with all imports: real ones, around made-up tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moeserve.actor import forked
+from moeserve.cluster import forks as module
+from moeserve.cluster.engine_process import EngineProcess
+from moeserve.cluster.forks import ForkedEngine, Forks
+from tests.cluster.test_fleet import Open, answers, fleet, some, until
+
+__all__ = ["fleet"]  # a fixture
+ENGINE = "moeserve-engine"
+
+
+_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    _others.clear()
+    _others.update(child.pid for child in psutil.Process().children())
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.05)
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr(module, "FORK_SERVER", "light_fork_server")
+
+
+@asynccontextmanager
+async def kept() -> AsyncIterator[Forks]:
+    forks = Forks()
+    forks.keep(1)
+    try:
+        yield forks
+    finally:
+        await forks.close()
+
+
+def children() -> list[psutil.Process]:
+    """Of this process; not those that fixtures of other tests still keep."""
+    return [child for child in psutil.Process().children() if child.pid not in _others]
+
+
+def servers() -> list[psutil.Process]:
+    """A fork has its server's command line, but not its name."""
+    found = [child for child in children() if module.FORK_SERVER in child.cmdline()]
+    return [child for child in found if child.name() != ENGINE]
+
+
+def engine_of(pid: int | None) -> psutil.Process:
+    engine = psutil.Process(pid)
+    assert engine.ppid() == os.getpid()
+    return engine
+
+
+async def replaced(process: EngineProcess) -> None:
+    before = process.pid
+    engine_of(before).kill()
+    await until(lambda: process.pid not in (None, 0, before))
+
+
+async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: Open) -> None:
+    async with fleet(2, fork_server="on") as front:
+        engines = front.fleet.engines
+        assert [engine_of(engine.process.pid).name() for engine in engines] == [ENGINE] * 2
+        server = psutil.Process(front.fleet.fork_server_pid)
+        busy = server.cpu_times()
+        await asyncio.sleep(0.3)
+        assert server.cpu_times() == busy  # it only waits
+        for _ in range(2):
+            streams = await some(front, 8, 600)
+            before = [engine.process.pid for engine in engines]
+            for pid in before:
+                engine_of(pid).kill()
+            assert await streams == answers(8, 600)
+            await until(lambda: front.fleet.view.complete)
+            assert not {engine.process.pid for engine in engines} & set(before)
+            assert [engine_of(engine.process.pid).name() for engine in engines] == [ENGINE] * 2
+        assert front.stats.engine_restarts == 4
+        assert front.fleet.fork_server_pid == server.pid
+        assert server.num_threads() == 1
+        left = {process.pid for process in children()}
+    assert not left & {process.pid for process in children()}
+
+
+@pytest.mark.usefixtures("light")
+async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) -> None:
+    async with fleet(2, fork_server="on") as front:
+        streams = await some(front, 4, 600)
+        (server,) = servers()
+        server.kill()
+        await until(lambda: front.fleet.fork_server_pid not in (None, server.pid))
+        assert await streams == answers(4, 600)
+        assert front.stats.engine_restarts == 0
+        process = front.fleet.engines[0].process
+        await replaced(process)
+        await until(lambda: engine_of(process.pid).name() == ENGINE)  # a fork gives itself its name
+
+
+@pytest.mark.usefixtures("light")
+async def test_without_a_fork_server_engines_start_alone(fleet: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 1000.0)
+    monkeypatch.setattr(forked, "FORK_S", 0.2)
+    async with fleet(2, fork_server="on") as front:
+        (server,) = servers()
+        server.suspend()  # it answers nobody: the first engine waits for it, the second one need not
+        for rank in range(2):
+            process = front.fleet.engines[rank].process
+            await replaced(process)
+            assert module.ENGINE in engine_of(process.pid).cmdline()
+            await until(lambda: front.fleet.view.complete)
+        assert not servers()
+
+
+@pytest.mark.usefixtures("light")
+async def test_an_engine_that_is_ended_before_it_was_forked_never_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    async with kept() as forks:
+        engine, other = (forks.start(name, b"{}", None) for name in ("engine 0", "engine 1"))
+        assert isinstance(engine, ForkedEngine)
+        assert engine.pid == 0
+        assert engine.alive
+        engine.kill("was not wanted")
+        assert not engine.alive
+        death = await engine.death()
+        assert (death.pid, death.exit_code, death.verdict) == (0, -signal.SIGKILL, "was not wanted")
+        assert await engine.started() == 0
+        assert await other.started() > 0
+        assert (await other.death()).exit_code == 1  # that is no order
+        assert "ValidationError" in "".join((await other.death()).log_tail)
+        assert children() == servers()
+
+
+@pytest.mark.usefixtures("light")
+async def test_an_order_that_no_pipe_takes_is_the_death_of_the_engine() -> None:
+    async with kept() as forks:
+        engine = forks.start("engine 0", b"[" + b" " * (1 << 28) + b"]", None)
+        death = await engine.death()
+        assert death.exit_code == 2
+        assert "start document of 268" in death.verdict
+
+
+def test_all_end_with_their_parent() -> None:
+    script = (
+        "import asyncio\n"
+        "from moeserve.cluster.forks import Forks\n"
+        "async def main():\n"
+        "    forks = Forks()\n"
+        "    forks.keep(2)\n"
+        "    server = forks._server\n"
+        "    forked = [await server.fork(2), await server.fork(2)]\n"
+        "    print('warm', flush=True)\n"
+        "    await asyncio.sleep(1000)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"warm\n"
+    num_children, deadline_s = 3 + 2, time.monotonic() + 10  # the server, two engines, and their workers
+    while len(children := psutil.Process(parent.pid).children(recursive=True)) < num_children:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert len(children) == num_children
+    _, left = psutil.wait_procs(children, timeout=10)
+    assert not left
+
+
+async def test_there_is_no_fork_server_where_none_is_asked_for(fleet: Open) -> None:
+    async with fleet(2, fork_server="off") as front:
+        await until(lambda: front.fleet.view.complete)
+        assert not servers()
+        assert front.fleet.fork_server_pid is None

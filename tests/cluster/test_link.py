@@ -1,0 +1,137 @@
+"""What a front end may rely on, whichever way its engine runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moeserve.cluster.link import EngineGone
+from moeserve.errors import DoesNotFit, EngineDied
+from moeserve.messages import Abort, Answer, Call, Phase, Ready, Refused, StepOutput, Stopped
+
+Open = Callable[..., Any]
+
+
+async def test_phases_come_first_then_ready_then_tokens_then_the_end(engine: Open) -> None:
+    async with engine("null") as (link, reader):
+        ready = await link.until_ready()
+        assert link.ready == ready
+        assert link.healthy
+        assert link.phase.name == "making tokens up"
+        reader.submit(1, max_tokens=5)
+        assert len(await reader.finished(1)) == 5
+        await link.stop(1.0)
+        assert (await reader.gone()).exit_code == 0
+    kinds = [type(msg) for msg in reader.seen]
+    assert kinds[:3] == [Phase, Phase, Ready]
+    assert set(kinds[3:-2]) == {StepOutput}
+    assert kinds[-2:] == [Stopped, EngineGone]
+    assert reader.seen[-2].cause == ""
+    assert not reader.seen[-1].restarting
+    assert link.ready is None
+    assert not link.healthy
+
+
+async def test_a_stop_lets_running_requests_finish(engine: Open) -> None:
+    async with engine("null") as (link, reader):
+        await link.until_ready()
+        reader.submit(1, max_tokens=200)
+        stopping = asyncio.ensure_future(link.stop(10.0))
+        assert len(await reader.finished(1)) == 200
+        await stopping
+
+
+async def test_a_stop_at_once_still_gives_each_request_its_end(engine: Open) -> None:
+    async with engine("endless") as (link, reader):
+        await link.until_ready()
+        reader.submit(1, max_tokens=10_000)
+        await reader.until(lambda msg: isinstance(msg, StepOutput))
+        stopping = asyncio.ensure_future(link.stop(0.0))
+        assert len(await reader.finished(1)) < 10_000
+        assert not (await reader.gone()).restarting
+        await stopping
+
+
+async def test_a_second_stop_may_be_more_impatient(engine: Open) -> None:
+    async with engine("endless") as (link, reader):
+        await link.until_ready()
+        reader.submit(1, max_tokens=10_000)
+        await reader.until(lambda msg: isinstance(msg, StepOutput))
+        patient = asyncio.ensure_future(link.stop(60.0))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await link.stop(0.0)
+            await patient
+
+
+async def test_settings_that_cannot_work_are_the_error_they_are(engine: Open) -> None:
+    async with engine("too_large") as (link, reader):
+        with pytest.raises(DoesNotFit, match="needs 80 GiB, has 1 GiB"):
+            await link.until_ready()
+        gone = await reader.gone()
+        assert (gone.exit_code, gone.cause, gone.restarting) == (5, "needs 80 GiB, has 1 GiB", False)
+        assert isinstance(gone.error(), DoesNotFit)
+
+
+async def test_a_crash_at_start_is_told_with_its_cause(engine: Open) -> None:
+    async with engine("crash") as (link, reader):
+        with pytest.raises(EngineDied, match="ValueError: a bug"):
+            await link.until_ready()
+        gone = await reader.gone()
+        assert (gone.exit_code, gone.restarting) == (1, False)
+
+
+async def test_a_failing_step_is_told_with_its_cause(engine: Open) -> None:
+    async with engine("failing") as (link, reader):
+        await link.until_ready()
+        reader.submit(1, max_tokens=10)
+        gone = await reader.gone()
+        assert "the device is on fire" in gone.cause
+        assert [type(msg) for msg in reader.seen].count(Stopped) == 1
+
+
+async def test_stopping_while_it_loads_is_quick(engine: Open) -> None:
+    async with engine("slow") as (link, reader):
+        await reader.until(lambda msg: isinstance(msg, Phase) and msg.name == "loading")
+        async with asyncio.timeout(5):
+            await link.stop(30.0)
+        with pytest.raises(EngineDied):
+            await link.until_ready()
+        assert not (await reader.gone()).restarting
+        assert link.inbox.stats.waiting == 0
+
+
+async def test_sending_without_an_engine_is_harmless(engine: Open) -> None:
+    async with engine("null") as (link, _):
+        await link.until_ready()
+        await link.stop(1.0)
+        link.send(Abort([1]))
+        await link.stop(0.0)
+
+
+async def test_calls_are_answered_and_refusals_reach_the_front_end(engine: Open) -> None:
+    async with engine("null") as (link, reader):
+        await link.until_ready()
+        link.send(Call(7, "audit"))
+        assert await reader.until(lambda msg: isinstance(msg, Answer)) == Answer(7, True)
+        reader.submit(2, max_tokens=1, prompt=(999_999,))  # not in the vocabulary
+        refused = await reader.until(lambda msg: isinstance(msg, Refused | StepOutput))
+        assert isinstance(refused, Refused)
+
+
+async def test_a_step_that_takes_long_shows_as_stalled(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("process", "local_engine"):
+        monkeypatch.setattr(f"moeserve.cluster.{place}.INTERVAL_S", 0.05)
+    monkeypatch.setattr("moeserve.cluster.heartbeat.UNHEALTHY_S", 0.5)
+    async with engine("waiting") as (link, reader):
+        await link.until_ready()
+        assert link.healthy
+        reader.submit(1, max_tokens=100)
+        async with asyncio.timeout(10):
+            while link.healthy:  # noqa: ASYNC110  (health is a property that a probe asks for)
+                await asyncio.sleep(0.02)
+        assert link.stalled_s > 0.5
+        assert not any(isinstance(msg, EngineGone) for msg in reader.seen)

@@ -1,0 +1,228 @@
+"""Who is let in at the rendezvous, who is not, and what each is told. No engines here."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from moeserve.actor.inbox import Inbox
+from moeserve.actor.keys import keys_of, read_secret, token_of
+from moeserve.actor.wire import PeerGone
+from moeserve.actor.zmq_wire import connect
+from moeserve.cluster.check_parallel import check_machines, check_scale
+from moeserve.cluster.node import join
+from moeserve.cluster.rendezvous import Admitted, Rendezvous, attendance, bracketed, misfit, resolve
+from moeserve.config import CacheConfig, Config, DeviceConfig, ModelConfig, ParallelConfig
+from moeserve.errors import AddressInUse, ConfigError
+from moeserve.loader.hf_config import read_model_spec
+from moeserve.loader.model_dir import resolve_model_dir
+
+SECRET = "a secret of the whole cluster"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Machine 0 of three."""
+    key = tmp_path / "key"
+    key.write_text(SECRET)
+    key.chmod(0o600)
+    where = f"127.0.0.1:{free_port()}"
+    return Config(parallel=ParallelConfig(dp=3, nnodes=3, rendezvous=where, cluster_key_file=str(key)))
+
+
+def on(config: Config, node_rank: int, **parallel: Any) -> Config:
+    return replace(config, parallel=replace(config.parallel, node_rank=node_rank, **parallel))
+
+
+@asynccontextmanager
+async def opened(config: Config, folder: Path) -> AsyncIterator[Rendezvous]:
+    machines = await Rendezvous.open(config, str(folder))
+    try:
+        yield machines
+    finally:
+        await machines.close()
+
+
+async def joins(config: Config, secret: str = SECRET, within_s: float = 1.0) -> Admitted:
+    return await join(config, secret.encode(), attendance(config, "/there"), time.monotonic() + within_s)
+
+
+async def test_each_machine_is_let_in_once(config: Config, tmp_path: Path) -> None:
+    async with opened(config, tmp_path) as machines:
+        assert [host.name for host in machines.hosts] == ["node-0", "node-1", "node-2"]
+        assert [host.absent for host in machines.hosts] == [
+            "",
+            "waiting for machine 1 of 3",
+            "waiting for machine 2 of 3",
+        ]
+        first, second = await joins(on(config, 1)), await joins(on(config, 2))
+        assert first.address != second.address
+        assert first.token != second.token
+        assert machines.hosts[2].folder == "/there"
+        with pytest.raises(ConfigError, match="--node-rank 1: there is a machine 1 already"):
+            await joins(on(config, 1))
+    with pytest.raises(ConfigError, match=r"nobody listens at .*: start machine 0 first, or check --rendezvous"):
+        await joins(on(config, 1), within_s=0.3)
+
+
+async def test_a_machine_that_does_not_come_back_frees_its_place(
+    config: Config, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("moeserve.cluster.host.CONNECT_S", 0.1)
+    async with opened(config, tmp_path):
+        await joins(on(config, 1))
+        for _ in range(100):
+            with suppress(ConfigError):
+                await joins(on(config, 1))
+                return
+        raise AssertionError("its place was not freed")
+
+
+async def test_another_key_is_told_apart_from_nobody_there(config: Config, tmp_path: Path) -> None:
+    async with opened(config, tmp_path):
+        with pytest.raises(ConfigError, match=r"machine 1 could not join: .* is the cluster key there the same"):
+            await joins(on(config, 1), "another secret of some length", within_s=0.5)
+        await joins(on(config, 1))
+
+
+async def test_another_protocol_is_named(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(config, tmp_path):
+        keys, token = keys_of(SECRET.encode()), token_of(SECRET.encode(), "rendezvous")
+        inbox: Inbox[Any] = Inbox("node")
+        address = f"tcp://{config.parallel.rendezvous}"
+        wire = connect(address, token=token, receives=Admitted, inbox=inbox, keys=keys, version=99)
+        try:
+            (gone,) = await inbox.drain(wait=True)
+        finally:
+            wire.close()
+        assert isinstance(gone, PeerGone)
+        assert "protocol 99, machine 0 1" in gone.cause
+
+
+async def test_nonsense_and_strangers_are_not_answered(config: Config, tmp_path: Path) -> None:
+    async with opened(config, tmp_path):
+        keys = keys_of(SECRET.encode())
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.curve_publickey, socket.curve_secretkey = keys.client_public, keys.client_secret
+        socket.curve_serverkey = keys.server_public
+        socket.connect(f"tcp://{config.parallel.rendezvous}")
+        facts = msgspec.msgpack.encode(attendance(on(config, 1)))
+        for frame in (b"", b"\xc1 no msgpack", facts):  # the last one without a hello
+            socket.send(frame)
+        await joins(on(config, 2))  # it lives
+        assert not socket.poll(100)
+        socket.close(0)
+        context.term()
+
+
+async def test_an_address_that_is_taken_or_not_ours_is_named(config: Config, tmp_path: Path) -> None:
+    async with opened(config, tmp_path):
+        with pytest.raises(AddressInUse, match=r"cannot listen at tcp://127\.0\.0\.1"):
+            await Rendezvous.open(config, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot listen at tcp://192\.0\.2\.1:29500"):
+        await Rendezvous.open(on(config, 0, rendezvous="192.0.2.1:29500"), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (lambda c: on(c, 1, dp=6), "--dp is 6 on machine 1, 3 on machine 0"),
+        (lambda c: on(c, 1, tp=2), "--tp is 2 on machine 1, 1 on machine 0"),
+        (lambda c: on(c, 1, nnodes=2), "--nnodes is 2 on machine 1, 3 on machine 0"),
+        (lambda c: on(c, 3), "--node-rank 3: with --nnodes 3 the other machines are 1 to 2"),
+        (lambda c: on(c, 0), "--node-rank 0: with --nnodes 3 the other machines are 1 to 2"),
+        (lambda c: on(c, 2), "--node-rank 2: there is a machine 2 already"),
+        (lambda c: replace(on(c, 1), cache=CacheConfig(block_size=32)), "--block-size is 32 on machine 1, 16 on"),
+        (lambda c: replace(on(c, 1), model=ModelConfig(dtype="float32")), "--dtype is float32 on machine 1, auto on"),
+        (lambda c: replace(on(c, 1), device=DeviceConfig(threads=3)), ""),
+        (lambda c: on(c, 1, rendezvous="head:1", cluster_key_file="/elsewhere"), ""),
+    ],
+)
+def test_what_must_be_the_same_is_compared(config: Config, changed: Any, why: str) -> None:
+    found = misfit(attendance(config), attendance(changed(config)), {2})
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+def test_another_moeserve_is_named(config: Config) -> None:
+    ours = attendance(config)
+    theirs = msgspec.structs.replace(attendance(on(config, 1)), version="0.0.7")
+    assert "machine 1 runs moeserve 0.0.7, machine 0 " in misfit(ours, theirs, set())
+
+
+def test_another_model_is_found_by_its_files(config: Config, tmp_path: Path) -> None:
+    demo = resolve_model_dir("demo")
+    copy = tmp_path / "copy"
+    shutil.copytree(demo, copy)
+    ours, there = attendance(config), replace(on(config, 1), model=ModelConfig(model=str(copy)))
+    assert misfit(ours, attendance(there), set()) == ""
+    (weights,) = copy.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    weights.write_bytes(data)
+    theirs = attendance(there)
+    assert f"fingerprints {theirs.model}, {ours.model}" in misfit(ours, theirs, set())
+    shutil.copy(demo / weights.name, weights)
+    assert misfit(ours, attendance(there), set()) == ""
+    (copy / "config.json").write_text((demo / "config.json").read_text() + "\n")
+    assert "the model on machine 1 is not the one on machine 0" in misfit(ours, attendance(there), set())
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"nnodes": 2, "dp": 2}, "--nnodes 2 needs --rendezvous"),
+        ({"nnodes": 2, "dp": 2, "rendezvous": "h:1"}, "--nnodes 2 needs --cluster-key-file"),
+        ({"nnodes": 2, "dp": 3, "rendezvous": "h:1", "cluster_key_file": "f"}, "--dp 3 .* --nnodes 2 .* --dp 4"),
+        ({"nnodes": 2, "dp": 1, "rendezvous": "h:1", "cluster_key_file": "f"}, "--dp 1 .* --dp 2"),
+        ({"nnodes": 2, "dp": 2, "rendezvous": "h", "cluster_key_file": "f"}, "--rendezvous h: must be HOST:PORT"),
+        ({"nnodes": 2, "dp": 2, "rendezvous": "h:0", "cluster_key_file": "f"}, "--rendezvous h:0: must be"),
+        ({"nnodes": 2, "dp": 2, "rendezvous": "h:x", "cluster_key_file": "f"}, "--rendezvous h:x: must be"),
+        ({"node_rank": 1}, "--node-rank 1 needs --nnodes 2"),
+        ({"rendezvous": "h:1"}, "--rendezvous h:1: there is one machine"),
+        ({"cluster_key_file": "f"}, "--cluster-key-file f: there is one machine"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_machines(ParallelConfig(**settings))
+
+
+def test_engines_of_several_machines_stay_as_many(config: Config) -> None:
+    with pytest.raises(ConfigError, match="on 3 machines stay as many as they are; start all machines with --dp 6"):
+        check_scale(config, read_model_spec(resolve_model_dir("demo")), 6)
+
+
+def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("127.0.0.1", here=True) == "127.0.0.1"
+    assert resolve("[::1]") == "::1"
+    assert bracketed("::1") == "[::1]"
+    assert bracketed("10.0.0.1") == "10.0.0.1"
+    with pytest.raises(ConfigError, match=r"there is no address for 'nowhere\.invalid'"):
+        resolve("nowhere.invalid")
+    answer = [(socket.AF_INET6, 1, 6, "", ("fe80::1", 0)), (socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: answer)
+    with pytest.raises(ConfigError, match=r"'head' means 127\.0\.1\.1 on this machine, which others cannot reach"):
+        resolve("head", here=True)
+
+
+def test_the_key_is_in_no_message(config: Config) -> None:
+    secret = read_secret(str(config.parallel.cluster_key_file))
+    assert secret not in msgspec.msgpack.encode(attendance(on(config, 1)))

@@ -1,0 +1,226 @@
+"""Engines of two processes: the bits of one, losses that pass, and deaths that take the whole engine along."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster.build import build_runner
+from moeserve.cluster.engine_process import EngineProcess
+from moeserve.cluster.host import LocalHost
+from moeserve.cluster.interface import EngineGone
+from moeserve.cluster.order import Role
+from moeserve.comm.world import World
+from moeserve.config import Config, config_of
+from moeserve.errors import ConfigError, EngineDied, PeerLost
+from moeserve.messages import (
+    Drain,
+    EngineOut,
+    Join,
+    Joined,
+    PlacementTable,
+    Ready,
+    StepOutput,
+    Submit,
+    Traced,
+    TraceNext,
+)
+from moeserve.moe.placement.placement import Placement
+from moeserve.runner.group import GroupedRunner
+from moeserve.runner.remote import Team
+from moeserve.sampling import TokenSampling
+from tests.comm.ranks import free_port
+from tests.runner.harness import Driver, Request
+
+PAIR = Role(world=World(size=2, tp_size=2, ranks_on_host=2), grouped=True)
+SAMPLING = TokenSampling(seed=1, max_tokens=99, temperature=0.8, logprobs=2)
+PROMPT = list(range(5, 60))
+DEMO = {"model": "demo", "kv_cache_bytes": 1 << 24, "max_num_seqs": 4, "threads": 1}
+
+
+def quiet(name: str, percent: int) -> None:
+    pass
+
+
+def config(**settings: Any) -> Config:
+    values = DEMO | settings
+    return config_of(values.pop("model"), **values)
+
+
+def join_of(directory: Path, epoch: int, placement: PlacementTable | None) -> Join:
+    folder = directory / f"epoch-{epoch}"
+    folder.mkdir(mode=0o700)
+    return Join(
+        epoch=epoch,
+        dp_rank=0,
+        tp_size=2,
+        hosts=("here",),
+        directory=str(folder),
+        store=f"127.0.0.1:{free_port()}",
+        token="secret",
+        placement=placement,
+    )
+
+
+async def step(runner: Any, driver: Driver, request: Request, chunk: int) -> None:
+    chunks = [(request, chunk)]
+    plan = driver.plan(chunks)
+    driver.update_from_output(chunks, plan, await runner.start(plan).result())
+
+
+async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path) -> None:
+    alone, *_ = await asyncio.to_thread(build_runner, config(), Role(), quiet)
+    one: Any = alone
+    driver = Driver(one.runner)
+    expected = driver.add(Request(list(PROMPT), SAMPLING))
+    while len(expected.output) < 8:
+        await step(one, driver, expected, 32)
+    one.close()
+
+    seen: list[int] = []
+    built = await asyncio.to_thread(build_runner, config(tp=2), PAIR, lambda name, percent: seen.append(percent))
+    pair = built[0]
+    assert isinstance(pair, GroupedRunner)
+    assert pair.team is not None
+    assert seen == sorted(set(seen))
+    assert seen[-1] >= 95
+    placement = pair.model.placement
+    assert placement is not None
+    driver = Driver(pair.model)
+    request = driver.add(Request(list(PROMPT), SAMPLING))
+    try:
+        await pair.join(join_of(short_dir, 1, placement.to_table()))
+        for _ in range(3):
+            await step(pair, driver, request, 32)
+        plan = driver.plan([(request, 32)])
+        pair._lost = PeerLost("some other engine is gone")
+        with pytest.raises(PeerLost, match="some other engine"):
+            await pair.start(plan).result()
+        await pair.leave()
+        await pair.join(join_of(short_dir, 2, placement.to_table()))
+        driver.update_from_output([(request, 32)], plan, await pair.start(plan).result())
+        while len(request.output) < 8:
+            await step(pair, driver, request, 32)
+        assert request.output == expected.output
+        assert all(map(torch.equal, request.logits, expected.logits))
+        assert [r.logprobs for r in request.results] == [r.logprobs for r in expected.results]
+        pid = pair.team.pids[1]
+    finally:
+        await asyncio.to_thread(pair.close)
+    assert not psutil.pid_exists(pid)
+
+
+class Ear:
+    """Hears an engine process."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    async def hear(self, msg: EngineOut) -> None:
+        self.seen.append(msg)
+
+    def lost(self) -> None:
+        pass
+
+    def gone(self, end: EngineGone) -> None:
+        self.seen.append(end)
+
+    async def until(self, condition: Callable[[Any], bool], what: str) -> Any:
+        """The first message that fulfils it; what came before is dropped."""
+        deadline_s = time.monotonic() + 40
+        while time.monotonic() < deadline_s:
+            for i, msg in enumerate(self.seen):
+                if condition(msg):
+                    del self.seen[: i + 1]
+                    return msg
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"no {what}; the last words: {self.seen[-3:]}")
+
+    async def heard(self, kind: type) -> Any:
+        return await self.until(lambda msg: isinstance(msg, kind), kind.__name__)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked: bool) -> None:
+    ear = Ear()
+    host = LocalHost(str(short_dir))
+    if forked:
+        host.keep(2)
+    process = EngineProcess(
+        config(tp=2), ear, role=lambda: PAIR, policy=RestartPolicy(first_pause_s=0.05, max_deaths=1)
+    )
+    life = asyncio.create_task(process.run(host))
+    try:
+        ready: Ready = await ear.heard(Ready)
+        assert (ready.num_moe_layers, ready.num_experts, ready.expert_bytes) == (4, 8, 3 * 256 * 320 * 2)
+        placement = Placement.initial(ready.num_moe_layers, ready.num_experts, 2)
+        process.send(join_of(short_dir, 1, placement.to_table()))
+        await ear.heard(Joined)
+        process.send(TraceNext())
+        process.send(Submit(rid=1, tokens=array("i", PROMPT).tobytes(), num_prompt=len(PROMPT), sampling=SAMPLING))
+        ranks = {(await ear.heard(Traced)).tp_rank for _ in range(2)}
+        assert ranks == {0, 1}
+        await ear.heard(StepOutput)
+
+        (worker,) = psutil.Process(ready.pid).children()
+        assert (worker.name() == "moeserve-worker") == forked
+        worker.terminate()  # what stops a service goes to all of its processes: the front end decides what follows
+        await asyncio.sleep(0.2)
+        assert worker.is_running()
+        worker.kill()
+        end: EngineGone = await ear.heard(EngineGone)
+        assert end.exit_code == 1
+        assert end.restarting
+        assert "tensor-parallel rank 1 is gone" in end.cause
+        assert "SIGKILL" in end.cause
+
+        ready = await ear.heard(Ready)
+        (worker,) = psutil.Process(ready.pid).children()
+        os.kill(ready.pid, signal.SIGKILL)
+        assert (await ear.heard(EngineGone)).exit_code == -signal.SIGKILL
+        _, alive = await asyncio.to_thread(psutil.wait_procs, [worker], 5)
+        assert not alive
+    finally:
+        process.send(Drain(0.0))
+        await process.stop(0.0)
+        await life
+        await host.forks.close()
+
+
+def team_of(command: list[str], directory: Path) -> Team:
+    return Team(command, str(directory), 2)
+
+
+def test_a_worker_that_cannot_be_started_is_a_config_error(short_dir: Path) -> None:
+    team = team_of(["/no/such/program"], short_dir)
+    with pytest.raises(ConfigError, match="cannot start tp worker 1"):
+        team.start()
+    team.close()
+
+
+def test_a_worker_that_dies_at_its_start_is_named_with_its_last_words(short_dir: Path) -> None:
+    team = team_of([sys.executable, "-c", "import sys; sys.exit('no torch here')"], short_dir)
+    began_s = time.monotonic()
+    team.start()
+    with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 is gone: .* exited with code 1"):
+        team.meet()
+    assert time.monotonic() - began_s < 10
+    team.close()
+
+
+def test_heads_that_cannot_be_shared_out_are_refused_before_anything_is_loaded() -> None:
+    role = Role(world=World(size=3, tp_size=3, ranks_on_host=3), grouped=True)
+    with pytest.raises(ConfigError, match=r"tp=3 cannot share out 4 query heads"):
+        build_runner(config(tp=3), role, quiet)

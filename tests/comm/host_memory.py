@@ -1,0 +1,115 @@
+"""Symmetric memory of CPU ranks, and streams for them: what stands in for CUDA's where there is none.
+
+Regions are shared memory, so ranks may be threads or processes. Kernels are interpreted, one at a time in a process:
+the interpreter belongs to one thread. Waiting for others is done here, or nobody else could be interpreted meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from moeserve.comm.shm import module
+from moeserve.comm.symmetric import CudaMemory, Symmetric
+from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG
+from moeserve.moe.streams import Launched
+from tests.kernels.interpreted import rounded
+
+T = TypeVar("T")
+INTERPRETER = threading.Lock()
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    with INTERPRETER, patch.object(interpreter, "_convert_float", rounded):
+        yield
+
+
+class HostMemory(CudaMemory):
+    """In which `meet` is what the kernel does, in Python."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._region: tuple[Tensor, Any] | None = None
+        self._mapped: list[mmap.mmap] = []
+
+    def allocate(self, num_bytes: int) -> tuple[Tensor, Any]:
+        if self._region is None or self._region[0].nbytes != num_bytes:
+            region = module().Region(num_bytes)
+            self._region = torch.frombuffer(region, dtype=torch.uint8), region
+        return self._region
+
+    def open(self, rank: int, fd: int) -> int:
+        self._mapped.append(mmap.mmap(fd, 0))
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapped[-1]))
+
+    def close(self) -> None:
+        """Mapped memory stays: it costs little, and a stream of a failed test may still use it."""
+
+    def words(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+    def meet(self, bases_R: Tensor, state: Any, rank: int, control: Any, timeout_s: float, call: int) -> None:
+        control, state = control.numpy(), state.numpy()
+        if state[1]:
+            return
+        state[0] += 1
+        number, bases = int(state[0]), bases_R.tolist()
+        for base in bases:
+            ctypes.c_int64.from_address(base + 8 * rank).value = number * CALLS + call % CALLS
+        flags = np.ctypeslib.as_array((ctypes.c_int64 * len(bases)).from_address(bases[rank]))
+        until_s = time.monotonic() + timeout_s
+        INTERPRETER.release()
+        try:
+            while (late := flags // CALLS < number).any() and not control[TOLD] and time.monotonic() < until_s:
+                time.sleep(1e-4)
+        finally:
+            INTERPRETER.acquire()
+        strange = (flags // CALLS == number) & (flags % CALLS != call % CALLS)
+        if late.any() or strange.any():
+            control[WRONG:] = late + 2 * strange
+            control[FAILED] = state[1] = 1
+
+
+class HostStream:
+    """Work is done in order by a thread of its own, as by a device. `join` waits, and asks whether it failed."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._thread = ThreadPoolExecutor(1)
+
+    def launch(self, work: Callable[[], T]) -> Launched[T]:
+        def run() -> T:
+            with interpreting():
+                return work()
+
+        return Waited(self._thread.submit(run), self._check)
+
+
+class Waited(Launched[T]):
+    def __init__(self, running: Future[T], check: Callable[[], None]) -> None:
+        self._running = running
+        self._check = check
+
+    def join(self) -> T:
+        value = self._running.result()
+        self._check()
+        return value
+
+
+def host_symmetric() -> tuple[Symmetric, Callable[[torch.device], HostStream]]:
+    """For a rank: its memory, and what makes its streams."""
+    memory = Symmetric(HostMemory())
+    return memory, lambda device: HostStream(memory.check)

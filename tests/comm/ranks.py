@@ -1,0 +1,59 @@
+"""Ranks as threads of one process, or as processes, that join one epoch."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from moeserve.comm.members import Members
+
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def members_of(
+    size: int, directory: str = "", *, epoch: int = 1, tp_size: int = 1, deadline_s: float = 20.0
+) -> list[Members]:
+    """One epoch on this machine, as each rank sees it."""
+    store = f"127.0.0.1:{free_port()}"
+    return [
+        Members(
+            epoch=epoch,
+            rank=rank,
+            tp_size=tp_size,
+            host_of=("here",) * size,
+            directory=directory,
+            store=store,
+            token="secret",
+            deadline_s=deadline_s,
+        )
+        for rank in range(size)
+    ]
+
+
+def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[T]:
+    """Run the calls at the same time, one thread each; the first error is raised when all have ended."""
+    results: list[T | None] = [None] * len(calls)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except BaseException as error:  # handed on below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    if errors:
+        raise errors[0]
+    return results  # type: ignore[return-value]

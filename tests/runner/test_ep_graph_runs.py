@@ -1,0 +1,187 @@
+"""Two ranks whose rows travel by `cuda_ipc`, recorded and not, give one rank's bits. Kernels are interpreted, device
+memory is the host's, and ranks are threads: the interpreter serves one of them at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.comm.world import World
+from moeserve.config import config_of
+from moeserve.engine.plan import Agreed, StepPlan, StepResult
+from moeserve.models.registry import family
+from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.moe.all2all.wire_format import wire_of
+from moeserve.ops.native import native
+from moeserve.ops.table import pick_ops
+from moeserve.runner.base import first_placement
+from moeserve.runner.cpu import CPUModelRunner
+from moeserve.runner.load import Progress, Shard
+from tests.comm.ranks import members_of, together
+from tests.runner.harness import Driver, Request, greedy, spec_of
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted"),
+    pytest.mark.skipif(native() is None, reason="ranks meet in shared memory"),
+]
+SPEC: dict[str, Any] = {
+    "architecture": "Qwen3MoeForCausalLM",
+    "qk_norm": "head",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_size": 16,
+    "num_layers": 1,
+    "moe_layers": (True,),
+    "windows": (None,),
+    "max_position": 64,
+}
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "kv_cache_bytes": 1 << 20,
+    "kernels": "triton",
+    "determinism": "full",
+}
+PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
+
+
+class Rank(CPUModelRunner):
+    """With weights that are the same for every number of ranks."""
+
+    def load_model(self, progress: Progress) -> None:
+        of, spec, placement = family(self.spec), self.spec, self.placement
+        assert placement is not None
+        generator = torch.Generator().manual_seed(0)
+        params = {}
+        for param in of.weight_plan(spec, ()).params:
+            values = torch.randn(param.shape, generator=generator) * 0.2 + ("norm" in param.name)
+            if param.name.endswith((".w13", ".w2")):
+                layer = int(param.name.split(".")[1])
+                values = values[placement.local(layer, self.world.expert_rank)].contiguous()
+            params[param.name] = values
+        shard = self.shard()
+        ops = pick_ops(self.device, self.dtype, "triton", exact=True)
+        self.model = of.build(
+            spec, params, ops, self.dtype, world=self.world, placement=placement, backends=shard.backends,
+            ubatches=shard.ubatches, max_tokens=shard.max_tokens,
+        )  # fmt: skip
+
+    def shard(self) -> Shard:
+        shard = super().shard()
+        if not self.deals_experts:
+            return shard
+        from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
+        from tests.comm.host_memory import host_symmetric
+
+        assert self.placement is not None
+        facts = BackendFacts(
+            hidden_size=self.spec.hidden_size, dtype=self.dtype, top_k=self.spec.experts_per_token, num_ranks=2,
+            max_tokens=self.max_tokens, num_slots=self.placement.experts_per_rank, wire=wire_of("auto", self.dtype),
+            comm_sms=1,
+        )  # fmt: skip
+        backend = CudaIpcAll2All(facts, *host_symmetric())
+        backend.caps = replace(backend.caps, devices=frozenset({"cpu"}))
+        return replace(shard, backends=[backend])
+
+    def warm_up(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from triton.runtime.interpreter import GridExecutor
+
+    from tests.comm import host_memory
+    from tests.kernels.interpreted import ordered_dots
+
+    lock, call = threading.RLock(), GridExecutor.__call__
+
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return call(*args, **kwargs)
+
+    monkeypatch.setattr(host_memory, "INTERPRETER", lock)
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
+    with ordered_dots():
+        yield
+
+
+def driver_of(world: World, graphs: str, dbo: str = "off") -> Driver:
+    spec, config = spec_of(**SPEC), config_of(None, graphs=graphs, dbo=dbo, dp=world.size, **SETTINGS)
+    placement = first_placement(config, spec, world)
+    runner = Rank(config, spec, Path(), world, placement)
+    runner.prepare()
+    return Driver(runner)
+
+
+@cache
+def alone() -> list[Request]:
+    driver = driver_of(World(), "off")
+    requests = [driver.add(Request(list(prompt), greedy())) for prompt in PROMPTS]
+    for request in requests:
+        driver.generate(request, 4, chunk=4)
+    return requests
+
+
+def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number: int) -> None:
+    """One that the ranks agreed on; one of them may have no tokens."""
+    plans = [driver.plan(mine) for driver, mine in zip(drivers, chunks, strict=True)]
+    if len(drivers[0].runner.ubatches.ubatches) == 1:
+        agreed = Agreed(number, most_tokens=(max(plan.num_tokens for plan in plans), 0))
+    else:
+        plans = [replace(plan, split_at=(plan.num_tokens + 1) // 2) for plan in plans]
+        first, second = max(plan.split_at for plan in plans), max(plan.num_tokens - plan.split_at for plan in plans)
+        agreed = Agreed(number, 2, (first, second))
+
+    def run(driver: Driver, plan: StepPlan) -> Callable[[], StepResult]:
+        return lambda: driver.runner.execute(replace(plan, agreed=agreed))
+
+    results = together([run(*one) for one in zip(drivers, plans, strict=True)])
+    for driver, mine, plan, result in zip(drivers, chunks, plans, results, strict=True):
+        driver.update_from_output(mine, plan, result)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off")])
+def test_two_ranks_give_the_bits_of_one(graphs: str, dbo: str, tmp_path: Path) -> None:
+    expected = alone()
+    drivers = [driver_of(World(rank=rank, size=2, ranks_on_host=2), graphs, dbo) for rank in range(2)]
+    members = members_of(2, str(tmp_path))
+    together([lambda d=d, m=m: d.runner.join(m, None) for d, m in zip(drivers, members, strict=True)])  # type: ignore[misc]
+    (left, right), (a, b, c) = drivers, [Request(list(prompt), greedy()) for prompt in PROMPTS]
+    for driver, request in ((left, a), (right, b), (left, c)):
+        driver.add(request)
+    steps: list[list[list[tuple[Request, int]]]] = [
+        [[(a, 4)], [(b, 2)]],
+        [[(a, 2), (c, 4)], [(b, 1)]],
+        [[(a, 1), (c, 1)], []],
+        [[(c, 1), (a, 1)], [(b, 1)]],
+        [[(a, 1)], [(b, 1)]],
+        [[(c, 1)], []],
+    ]
+    for number, chunks in enumerate(steps):
+        step(drivers, chunks, number)
+    for mine, theirs in zip((a, b, c), expected, strict=True):
+        assert len(mine.output) == 4
+        assert mine.output == theirs.output
+        assert all(map(torch.equal, mine.logits, theirs.logits))
+        for result in mine.results:
+            assert np.asarray(result.load_LE).sum() > 0
+    recorded = [getattr(driver.runner.graphs, "_recordings", ()) for driver in drivers]
+    assert all(bool(some) == (graphs != "off") for some in recorded), recorded
+    for driver in drivers:
+        driver.runner.leave()
+        driver.runner.close()

@@ -1,0 +1,109 @@
+"""Which steps of a rank in a group are replayed, in which shape, and when recordings are forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeserve.config import config_of
+from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
+from moeserve.moe.ubatch import UBatch
+from moeserve.ops import triton_ops
+from moeserve.runner.ep_graphs import EPGraphs
+from moeserve.runner.graphs import Mode, common_sizes
+from moeserve.runner.peers import Peers
+from tests.runner.harness import spec_of
+from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing
+
+
+@dataclass
+class Facts:
+    place: tuple[int, int] = (1, 0)
+    moving: bool = False
+    recordable: bool = True
+
+
+def plan(*counts: int, agreed: Agreed | None) -> StepPlan:
+    rows, nothing = np.arange(len(counts), dtype=np.int32), np.zeros(0, dtype=np.int32)
+    diffs = (BlockDiff(nothing, nothing, nothing),)
+    return StepPlan(
+        0, rows, rows, np.array(counts, dtype=np.int32), np.ones(len(counts), np.bool_), diffs, agreed=agreed
+    )
+
+
+def graphs_of(facts: Facts, asked: str = "auto") -> EPGraphs:
+    nothing: Any = Nothing()
+    graphs = EPGraphs(nothing, nothing, UBatch(), common_sizes(asked, LIMITS), facts)
+    assert graphs.shape(plan(1, agreed=Agreed(0, most_tokens=(1, 0)))).mode is Mode.NONE, "the first one warms kernels"
+    return graphs
+
+
+def test_a_step_has_the_size_of_the_rank_with_most_tokens() -> None:
+    graphs = graphs_of(Facts())
+    for counts, most, mode, tokens in (
+        ((1, 1), 2, Mode.FULL, 2),
+        ((1, 1), 100, Mode.FULL, 104),
+        ((1, 1), 297, Mode.PIECEWISE, 304),
+        ((1, 1), 301, Mode.PIECEWISE, 304),
+        ((1, 7), 9, Mode.PIECEWISE, 16),
+        ((1, 1), 513, Mode.NONE, 2),
+        ((1, 7), 2000, Mode.NONE, 8),
+    ):
+        shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
+        assert (shape.mode, shape.num_tokens) == (mode, tokens), (counts, most)
+
+
+def test_what_cannot_be_replayed_runs_as_it_is() -> None:
+    agreed = Agreed(1, most_tokens=(4, 0))
+    assert graphs_of(Facts()).shape(plan(1, agreed=None)).mode is Mode.NONE
+    assert graphs_of(Facts()).shape(plan(1, agreed=Agreed(1, 2, (4, 4)))).mode is Mode.NONE
+    assert graphs_of(Facts(moving=True)).shape(plan(1, agreed=agreed)).mode is Mode.NONE
+    assert graphs_of(Facts(recordable=False)).shape(plan(1, agreed=agreed)).mode is Mode.NONE
+
+
+def test_all_ranks_make_room_for_the_same_number_whatever_they_do() -> None:
+    for asked in ("auto", "full", "piecewise"):
+        graphs = graphs_of(Facts(), asked)
+        for most in (1, 3, 100, 299, 301, 512, 513, 2000):
+            room = graphs.round_up(most)
+            assert room >= most
+            assert room == graphs_of(Facts(recordable=False), asked).round_up(most)
+            for counts in ((1,), (2,), (1,) * min(most, 300)):
+                shape = graphs.shape(plan(*counts, agreed=Agreed(1, most_tokens=(most, 0))))
+                assert shape.mode is Mode.NONE or shape.num_tokens == room
+
+
+def test_recordings_go_with_the_group_and_the_placement() -> None:
+    facts = Facts()
+    graphs, step = graphs_of(facts), plan(1, agreed=Agreed(1, most_tokens=(1, 0)))
+    for place in ((1, 0), (2, 0), (2, 3)):
+        if facts.place != place:
+            facts.place = place
+            assert graphs.shape(step).mode is Mode.NONE
+            assert not graphs._recordings
+        shape = graphs.shape(step)
+        assert shape.mode is Mode.FULL
+        graphs._recordings[shape] = None  # type: ignore[assignment]
+
+
+def test_nothing_is_left_to_be_compiled_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router of a recorded step learns the number of tokens from the device, by a kernel of its own."""
+    real, on_device = triton_ops.route, []
+
+    def route(*args: Any) -> Any:
+        on_device.append(isinstance(args[-1], torch.Tensor))
+        return real(*args)
+
+    monkeypatch.setattr(triton_ops, "route", route)
+    monkeypatch.setattr(Peers, "graph_safe", True)
+    runner = ByTriton(config_of(None, graphs="full", **SETTINGS), spec_of(**SPEC), Path(), grouped=True)
+    runner.prepare()
+    assert isinstance(runner.graphs, EPGraphs)
+    assert not runner.graphs._recordings
+    assert any(on_device)
+    runner.close()
