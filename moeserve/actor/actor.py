@@ -1,16 +1,24 @@
-"""Actors: one inbox, one closed union of messages, one owner, and a lifetime that leaves no caller without an answer.
+"""The actor kit: start reading here. Every long-lived part of moeserve is an Actor.
 
-class Counter(Actor[Add | Read]):
-    total = 0
+An actor has one inbox, one closed union of messages that it understands, one owner, and one way to stop:
 
-    async def handle(self, msg: Add | Read) -> int | None:
-        match msg:
-            case Add(number): self.total += number
-            case Read(): return self.total
+    class Counter(Actor[Add | Reset]):
+        total = 0
 
-async with running(Counter("counter")) as counter:
-    counter.tell(Add(2))
-    assert await counter.ask(Read(), deadline_s=1) == 2
+        def handle(self, msg: Add | Reset) -> None:
+            match msg:
+                case Add(number):
+                    self.total += number
+                case Reset():
+                    self.total = 0
+                case _:
+                    assert_never(msg)
+
+    async with running(Counter("counter")) as counter:
+        counter.tell(Add(2))
+
+Messages are handled one at a time, in the order in which they were sent. There is no way to ask: an answer is a message
+to the asker's own inbox. Where an actor's process can die, a `Supervisor` (supervisor.py) starts it again.
 """
 
 from __future__ import annotations
@@ -21,129 +29,79 @@ from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from moeserve.actor.inbox import Inbox
-from moeserve.errors import ActorStopped
 
 M = TypeVar("M")
-
-
-class Envelope(Generic[M]):
-    """A message on its way. `reply` is there when the sender waits for the answer."""
-
-    __slots__ = ("msg", "reply")
-
-    def __init__(self, msg: M, reply: asyncio.Future[Any] | None = None) -> None:
-        self.msg = msg
-        self.reply = reply
-
-    def answer(self, value: Any) -> None:
-        if self.reply is not None and not self.reply.done():
-            self.reply.set_result(value)
-
-    def fail(self, cause: BaseException) -> None:
-        if self.reply is not None and not self.reply.done():
-            self.reply.set_exception(cause)
-
-
-class Ref(Generic[M]):
-    """What others hold of an actor: they can talk to it and nothing else."""
-
-    __slots__ = ("_inbox", "name")
-
-    def __init__(self, name: str, inbox: Inbox[Envelope[M]]) -> None:
-        self.name = name
-        self._inbox = inbox
-
-    def tell(self, msg: M) -> None:
-        """Sends and forgets. Raises Overloaded if the inbox is full, ActorStopped if nobody reads it any more."""
-        self._inbox.put(Envelope(msg))
-
-    async def ask(self, msg: M, deadline_s: float) -> Any:
-        """Sends and returns what the actor's `handle` returned, or raises what it raised.
-
-        TimeoutError after `deadline_s` seconds; the actor may still act on the message then.
-        """
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._inbox.put(Envelope(msg, reply))
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await reply
-        except TimeoutError:
-            if reply.done() and not reply.cancelled():  # the actor itself raised TimeoutError
-                raise
-            raise TimeoutError(f"{self.name} did not answer {type(msg).__name__} within {deadline_s:g} s") from None
+A = TypeVar("A", bound="Actor[Any]")
 
 
 class Actor(Generic[M]):
-    """Subclass and override `handle`. Messages are handled one at a time, in the order they came.
+    """Base class of everything that lives on an event loop and is talked to. Override `handle`.
 
-    An error while handling an ask goes to the asker and the actor lives on: the request was at fault or the
-    asker will know what to do. An error while handling a tell has no one to go to, so it ends the actor.
+    An actor that also works between messages overrides `turn`. inbox: where its messages arrive; a wire may fill it.
+    An error in `handle` or `turn` ends the actor and comes out of `run`.
     """
 
-    def __init__(self, name: str, limit: int = 10_000) -> None:
+    def __init__(self, name: str, inbox: Inbox[M] | None = None) -> None:
         self.name = name
-        self._inbox: Inbox[Envelope[M]] = Inbox(name, limit)
+        self.inbox: Inbox[M] = Inbox(name) if inbox is None else inbox
+        self._stopping = False
 
-    @property
-    def ref(self) -> Ref[M]:
-        return Ref(self.name, self._inbox)
-
-    async def handle(self, msg: M) -> Any:
-        """Acts on one message; the value answers an ask."""
-        raise NotImplementedError
-
-    async def on_start(self) -> None:
-        """Runs before the first message. An error here ends the actor; `on_stop` is not called then."""
-
-    async def on_stop(self) -> None:
-        """Runs after the last message, also after an error in `handle` or a cancellation."""
+    def tell(self, msg: M) -> None:
+        """Sends a message to this actor. Raises Overloaded if its inbox is full, ActorStopped if it has ended."""
+        self.inbox.put(msg)
 
     def stop(self) -> None:
-        """Ends the actor after the message that it handles now; what waits behind it gets ActorStopped."""
-        self._refuse_rest("stopped")
+        """Ends the actor after the turn in hand. Safe to repeat."""
+        self._stopping = True
+        self.inbox.wake()
+
+    @property
+    def over(self) -> bool:
+        """Whether `run` shall return."""
+        return self._stopping
+
+    def handle(self, msg: M) -> None:
+        """Acts on one message."""
+        raise NotImplementedError
+
+    async def turn(self) -> None:
+        """Waits for messages and handles all that are there."""
+        for msg in await self.inbox.drain(wait=True):
+            self.handle(msg)
+
+    async def on_start(self) -> None:
+        """Runs before the first turn. An error here ends the actor without a call of `on_stop`."""
+
+    async def on_stop(self) -> None:
+        """Runs after the last turn, also after an error or a cancellation."""
 
     async def run(self) -> None:
-        """The actor's whole life. Belongs into a TaskGroup; `running` does that."""
+        """The actor's whole life; belongs in a TaskGroup or in `running`. Closes the inbox at its end."""
         cause = "stopped"
         try:
             await self.on_start()
             try:
-                async for envelope in self._inbox:
-                    await self._serve(envelope)
+                while not self.over:
+                    await self.turn()
             finally:
                 await self.on_stop()
-        except BaseException as exc:
-            cause = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise
         finally:
-            self._refuse_rest(cause)
-
-    async def _serve(self, envelope: Envelope[M]) -> None:
-        try:
-            envelope.answer(await self.handle(envelope.msg))
-        except Exception as exc:
-            if envelope.reply is None:
-                raise
-            envelope.fail(exc)
-        except BaseException as exc:  # cancelled: the asker must not wait for ever
-            envelope.fail(ActorStopped(f"{self.name}: {type(exc).__name__}"))
-            raise
-
-    def _refuse_rest(self, cause: str) -> None:
-        for envelope in self._inbox.close(cause):
-            envelope.fail(ActorStopped(f"{self.name}: {cause}"))
+            self.inbox.close(cause)
 
 
 @asynccontextmanager
-async def running(actor: Actor[M], grace_s: float = 5.0) -> AsyncIterator[Ref[M]]:
-    """The actor lives as long as the block. If it dies first, the block is cancelled and its error comes out.
+async def running(actor: A, grace_s: float = 5.0) -> AsyncIterator[A]:
+    """Runs the actor as long as the block. If the actor dies first, the block is cancelled and the error comes out.
 
-    At the block's end the message in hand may take `grace_s` seconds more; then it is cancelled.
+    At the block's end the turn in hand may take `grace_s` seconds more; then it is cancelled.
     """
     async with asyncio.TaskGroup() as group:
         life = group.create_task(actor.run(), name=actor.name)
         try:
-            yield actor.ref
+            yield actor
         finally:
             actor.stop()
             await asyncio.wait([life], timeout=grace_s)
