@@ -1,15 +1,18 @@
 # make serve   set up .venv and serve the built-in demo model
-# make test    set up .venv with the development extras and run the whole test suite
+# make test    set up .venv with the development extras and run the tests that protect every promise
+# make test-all  those and the full products, sanitizers and ahead-of-time compiles
 # make check   format, lint, types, layers, sizes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 ARGS ?=
+WORKERS ?= 2
+FULL ?=
 BUILT_FROM := pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*.*)
 
 .DELETE_ON_ERROR:
-.PHONY: serve test check format bench clean
+.PHONY: serve test test-all check format bench clean
 
 # At a terminal the server gets a process group of its own, so that Ctrl-C reaches it and not make: it drains, exits 0.
 serve: $(VENV)/.serve
@@ -18,7 +21,11 @@ serve: $(VENV)/.serve
 	  else exec $(BIN)/moeserve serve $(ARGS); fi
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full "$(FULL)" $(ARGS)
+
+test-all: $(VENV)/.dev
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full all $(ARGS)
+	@$(BIN)/python tools/full_tests.py record
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,26 @@ import torch
 
 from tests.checkpoints import FAMILIES, SMALL, Checkpoint, randomise
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: tests press Ctrl-C in children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if "PYTEST_XDIST_WORKER" in os.environ:  # one core each
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", default="", help="groups of full tests to run as well, comma separated, or 'all'")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects full tests of the groups that `--full` does not name."""
+    asked = set(config.getoption("--full").split(","))
+    left_out = [item for item in items if (mark := item.get_closest_marker("full")) and not {"all", mark.args[0]} & asked]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture
