@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.checkpoints import FAMILIES, SMALL, Checkpoint, randomise
+from tests.full import left_out
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: tests press Ctrl-C in children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,11 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects full tests of the groups that `--full` does not name."""
-    asked = set(config.getoption("--full").split(","))
-    left_out = [item for item in items if (mark := item.get_closest_marker("full")) and not {"all", mark.args[0]} & asked]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    out = left_out(items, set(config.getoption("--full").split(",")))
+    if out:
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
 
 
 @pytest.fixture

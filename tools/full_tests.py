@@ -4,7 +4,7 @@
     python tools/full_tests.py record    all groups have passed on the sources as they are
 
 A test marked `full("group")` runs when `--full` names its group. The record is a file of digests, so that a fresh clone
-knows without any history what was tested.
+knows without any history what was tested. The group "shapes" (an hour) has no sources: `make test-all` alone runs it.
 """
 
 from __future__ import annotations

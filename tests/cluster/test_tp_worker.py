@@ -152,6 +152,7 @@ class Ear:
         return await self.until(lambda msg: isinstance(msg, kind), kind.__name__)
 
 
+@pytest.mark.full("ranks", keep=1)
 @pytest.mark.parametrize("forked", [False, True])
 async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked: bool) -> None:
     ear = Ear()

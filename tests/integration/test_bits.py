@@ -78,6 +78,7 @@ def alone(path: Any, dtype: str, **more: Any) -> list[Any]:
         return [bits(llm.generate(prompt_of(PROMPT), params)[0]) for params in PARAMS]
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)

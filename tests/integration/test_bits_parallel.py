@@ -1,7 +1,7 @@
 """Promise 1 over ranks: the tokens and logprob bits of one rank, whatever dp, tp, backend, micro-batches and placement.
 
 Every family and type once, with settings that rotate so that each value of one meets each value of the others. All
-of them together take an hour: `pytest -m slow tests/integration/test_bits_parallel.py`.
+of them together take an hour: `pytest --full shapes tests/integration/test_bits_parallel.py`.
 """
 
 from __future__ import annotations
@@ -216,12 +216,10 @@ ALL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full("shapes")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", ALL, ids=str)
-async def test_everything_with_everything(shape: Shape, make_checkpoint: Any, request: pytest.FixtureRequest) -> None:
-    if request.config.option.markexpr != "slow":
-        pytest.skip("takes long: ask for it by -m slow")
+async def test_everything_with_everything(shape: Shape, make_checkpoint: Any) -> None:
     for family, dtype in itertools.product(MOE, DTYPES):
         await play(make_checkpoint(family).path, dtype, shape)
 

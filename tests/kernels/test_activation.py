@@ -26,6 +26,7 @@ def test_silu_mul(rows: int, width: int, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.full("aot")
 def test_silu_mul_compiles_for_hopper() -> None:
     signature = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "row_stride": "i32", "width": "i32"}
     (report,) = compile_all([Case("activation:silu_mul_kernel", signature, {"BLOCK": 1024}, ("row_stride", "width"))])

@@ -81,6 +81,7 @@ def test_few_pairs(pairs: int, slots: int, block_m: int, routing: str) -> None:
 MANY = [(200, 5, 64, routing) for routing in ROUTINGS] + [(1050, 3, 16, "skewed"), (700, 9, 512, "some_nowhere")]
 
 
+@pytest.mark.full("kernels", keep=3)
 @pytest.mark.parametrize(("pairs", "slots", "chunk", "routing"), MANY)
 def test_many_pairs(pairs: int, slots: int, chunk: int, routing: str) -> None:
     """Among them more chunks than are added up at a time, and a last one with few pairs."""
@@ -108,6 +109,7 @@ def test_groups(counts: list[int]) -> None:
     check(align_groups(torch.tensor(counts, device=DEVICE).cumsum(0).int(), 40, 16), align_reference(ids, 3, 16), 40)
 
 
+@pytest.mark.full("aot")
 def test_align_compiles_for_hopper() -> None:
     tables = dict.fromkeys(("counts_ptr", "ends_ptr", "slot_ptr", "row_ptr"), "*i32")
     numbers = dict.fromkeys(("num_slots", "num_tiles", "block_m"), "i32")

@@ -57,6 +57,7 @@ def test_work_list_example() -> None:
     assert listed([600, 5], [1, 3], 2) == (items, [(0, 0, 0, 2)])
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize(
     ("starts", "news", "tile"),
     [
@@ -81,6 +82,7 @@ def test_splits_of_a_window() -> None:
     assert most_splits(Bounds(1, 1, 1, 9999), 512, 1) == 1
 
 
+@pytest.mark.full("aot")
 def test_planning_compiles_for_hopper() -> None:
     pointers = dict.fromkeys(("starts_ptr", "offsets_ptr", "items_ptr", "merges_ptr", "counts_ptr"), "*i32")
     numbers = dict.fromkeys(("num_rows", "least", "most", "capacity", "window"), "i32")

@@ -40,6 +40,7 @@ def test_combine_example() -> None:
         assert combine(y, weights, torch.tensor(ids, dtype=torch.int32, device=DEVICE)).tolist() == expected
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("tokens", "top_k", "width"), [(0, 2, 8), (1, 1, 1), (3, 8, 300), (2, 32, 40), (70, 3, 17), (64, 2, 1030)]
@@ -65,6 +66,7 @@ def test_combine_gives_the_moe_layers_bits(dtype: torch.dtype) -> None:
     check(combine(y.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE)), expected.to(DEVICE))
 
 
+@pytest.mark.full("aot")
 def test_combine_compiles_for_hopper() -> None:
     signature = {
         "y_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32", "out_ptr": "*bf16", "out_stride": "i32",

@@ -176,6 +176,7 @@ def test_giving_up(why: str) -> None:
     assert all(map(torch.equal, before, ranks.regions))
 
 
+@pytest.mark.full("aot")
 def test_exchange_compiles_for_hopper() -> None:
     """No spills; rows move 16 bytes at a time, although addresses come out of a table; flags are released to the whole
     system and acquired from it, and the host's word is read anew each time."""

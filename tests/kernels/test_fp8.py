@@ -89,6 +89,7 @@ def test_products_example() -> None:
     assert down_fp8(h, Scaled(ones[:, :128], scales[:, :1]), to, SMALL, out).unique().tolist() == [1]
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize("tma", [0, 1])
 @pytest.mark.parametrize(
     "ids", [[[0, 1], [2, 0], [1, 2]], [[1, -1]] * 18, [[2, -1], [-1, 0], [-1, -1], [2, 1]], [[-1, -1]]]
@@ -147,6 +148,7 @@ def compiled(config: Config, product: str, tma: int) -> Case:
     return Case("grouped_fp8:fp8_kernel", signature, constants, numbers, warps, stages)
 
 
+@pytest.mark.full("aot")
 def test_fp8_compiles_for_hopper() -> None:
     launches = [launch_fp8_of(rows, 128, 768, 2048, "untuned") for rows in (8, 131072)]
     cases = [compiled(config, product, tma) for product in ("up", "down") for config in launches for tma in (0, 1)]

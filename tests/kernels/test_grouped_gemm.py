@@ -79,6 +79,7 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "width"), [(64, 48), (72, 24), (37, 19), (128, 32)])
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -174,6 +175,7 @@ def compiled(dtype: str, product: str, config: Config, tma: int) -> Case:
     return Case("grouped_gemm:grouped_kernel", signature, constants, numbers, warps, stages)
 
 
+@pytest.mark.full("aot")
 def test_grouped_gemm_compiles_for_hopper() -> None:
     launches = [launch_of(rows, 128, 768, 2048, torch.bfloat16, "untuned") for rows in (8, 8192, 131072)]
     cases = [compiled("bf16", p, launch, tma) for p in ("up", "down") for launch in launches for tma in (0, 1)]

@@ -111,6 +111,7 @@ def test_step_inputs_are_those_of_a_loop(counts: str, padded: bool) -> None:
         assert (ours._base == -9).sum() >= ours._base.numel() - ours.numel(), field.name
 
 
+@pytest.mark.full("aot")
 def test_compiles_for_hopper() -> None:
     integers = (
         "table_stride", "group_stride", "blocks_stride", "slot_mapping_stride", "out_group_stride", "out_stride",

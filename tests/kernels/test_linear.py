@@ -68,6 +68,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
         assert torch.equal(linear(x[:rows], w), y[:rows])
 
 
+@pytest.mark.full("aot")
 def test_linear_compiles_for_hopper() -> None:
     numbers = dict.fromkeys(("x_stride", "out_stride", "width", "inner"), "i32")
     cases = []

@@ -97,6 +97,7 @@ def test_logprobs_of_no_rows() -> None:
     assert shapes == [(0, 4), (0, 4), (0,)]
 
 
+@pytest.mark.full("aot")
 def test_compiles_for_hopper() -> None:
     def signature(floats: str, integers: str, numbers: str, **more: str) -> dict[str, str]:
         pointers = {f"{name}_ptr": "*fp32" for name in floats.split()} | {f"{n}_ptr": "*i32" for n in integers.split()}

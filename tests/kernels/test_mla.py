@@ -63,6 +63,7 @@ def test_mla_example() -> None:
     torch.testing.assert_close(step.run().flatten().cpu(), torch.tensor([7.0, 0.0]))
 
 
+@pytest.mark.full("kernels", keep=2)
 @pytest.mark.parametrize(
     ("dtype", "heads", "latent", "rotated", "invariant"),
     [
@@ -79,6 +80,7 @@ def test_mla(dtype: torch.dtype, heads: int, latent: int, rotated: int, invarian
     close(step.run(invariant), step.expected())
 
 
+@pytest.mark.full("kernels", keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     many = Step(MlaShape(16, 32, 16, 16, dtype), [700, 30, 1500], [1, 1, 2])
@@ -90,6 +92,7 @@ def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         assert torch.equal(many.run(), together[token : token + new])
 
 
+@pytest.mark.full("aot")
 def test_mla_compiles_for_hopper() -> None:
     pointers = {"q_ptr": "*bf16", "cache_ptr": "*bf16", "out_ptr": "*bf16", "blocks_ptr": "*i32"}
     pointers |= dict.fromkeys(("values_ptr", "stats_ptr"), "*fp32")

@@ -101,6 +101,7 @@ def test_gated(rows: int, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual, expected, rtol=2e-2 if dtype != torch.float32 else 1e-3, atol=1e-5)
 
 
+@pytest.mark.full("aot")
 def test_compiles_for_hopper() -> None:
     strides = {"x_stride": "i32", "width": "i32"}
     norm = {"x_ptr": "*bf16", "weight_ptr": "*fp32", "rows": "i32", "eps": "fp32"} | strides

@@ -91,6 +91,7 @@ def test_attention_example() -> None:
     torch.testing.assert_close(step.run().cpu(), torch.tensor([[7.0], [0], [0]]))
 
 
+@pytest.mark.full("kernels", keep=6)
 @pytest.mark.parametrize(("dtype", "invariant"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window", "soft_cap", "sinks", "int8"),
@@ -151,6 +152,7 @@ def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+@pytest.mark.full("kernels", keep=1)
 @pytest.mark.usefixtures("rows_alone")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 530])
@@ -198,6 +200,7 @@ def _case(group: int, dim: int, block_m: int, warps: int, stages: int, int8: boo
     return Case("attention_kernel:attend_kernel", signature, constants, ("q_stride",), warps, stages)
 
 
+@pytest.mark.full("aot")
 def test_attention_compiles_for_hopper() -> None:
     merge = {"values_ptr": "*fp32", "stats_ptr": "*fp32", "out_ptr": "*bf16"}
     merge |= dict.fromkeys(("offsets_ptr", "merges_ptr", "counts_ptr"), "*i32")

@@ -137,6 +137,7 @@ def _case(heads: int, kv_heads: int, dim: int, norms: bool, int8: bool) -> Case:
     return Case("prologue:prologue_kernel", signature, constants, ("stride", "qk_stride"))
 
 
+@pytest.mark.full("aot")
 def test_prologue_compiles_for_hopper() -> None:
     reports = compile_all(
         [_case(32, 4, 128, True, False), _case(64, 8, 64, False, False), _case(32, 4, 128, True, True)]

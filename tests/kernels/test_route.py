@@ -106,6 +106,7 @@ def test_padding_is_not_read() -> None:
         assert (some_weights[2:] == 0).all()
 
 
+@pytest.mark.full("aot")
 def test_route_compiles_for_hopper() -> None:
     signature = {
         "logits_ptr": "*bf16", "live_ptr": "*i32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "num_tokens": "i32",

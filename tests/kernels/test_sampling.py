@@ -189,6 +189,7 @@ def test_cut_example() -> None:
     assert cut_of(logits, [2, 4, 4], [1.0, 0.5, 1.0], [INF] * 3, [INF, INF, -1.0]).tolist() == [1.0, 0.0, INF]
 
 
+@pytest.mark.full("kernels", keep=1)
 @pytest.mark.parametrize("room", [64, 16_384])
 def test_cut_is_that_of_sorting(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more candidates than there is room for, and with fewer; distances from 1e-30 to 1e30."""
@@ -209,6 +210,7 @@ def test_cut_is_that_of_sorting(room: int, monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
+@pytest.mark.full("aot")
 def test_compiles_for_hopper() -> None:
     def signature(floats: str, integers: str, logits: str = "fp32", **more: str) -> dict[str, str]:
         return (

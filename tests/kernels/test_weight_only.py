@@ -84,6 +84,7 @@ def test_packed_weights_mean_what_quantised_ones_do(group: int) -> None:
     assert torch.equal(widen_narrow(packed), meant)
 
 
+@pytest.mark.full("kernels", keep="pairs")
 @pytest.mark.parametrize(("kind", "group", "tma", "dtype"), CASES)
 @pytest.mark.parametrize("ids", [[[0, 1], [2, 0]], [[1, -1]] * 17, [[2, -1], [-1, 0], [-1, -1]], [[-1, -1]]])
 def test_both_products(ids: list[list[int]], kind: str, group: int, tma: int, dtype: torch.dtype) -> None:
@@ -151,6 +152,7 @@ def compiled(kind: str, group: int, product: str, rows: int, tma: int) -> Case:
     return Case("grouped_weight_only:weight_only_kernel", signature, constants, numbers, warps, stages)
 
 
+@pytest.mark.full("aot")
 def test_weight_only_compiles_for_hopper() -> None:
     cases = [compiled("int4", 128, product, rows, 1) for product in ("up", "down") for rows in (8, 131072)]
     cases += [compiled("int4", 128, "up", 8, 0), compiled("int4 with zeros", 32, "up", 8, 1)]

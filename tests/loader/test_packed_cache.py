@@ -313,6 +313,7 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(Reader, "carry_out", refuse)
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "granite_moe", "llama"])
 def test_each_rank_finds_its_share(name: str, dtype: torch.dtype, make_checkpoint: Any, tmp_path: Path) -> None:

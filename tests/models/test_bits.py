@@ -148,6 +148,7 @@ def _ordered_dots() -> Iterator[None]:
         yield
 
 
+@pytest.mark.full("models")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 @pytest.mark.usefixtures("_ordered_dots")
 def test_interpreted_triton_kernels(make_checkpoint: Any) -> None:

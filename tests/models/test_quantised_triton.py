@@ -80,6 +80,7 @@ def test_experts_multiply_e4m3_in_blocks(make_checkpoint: Any, tmp_path: Path, m
     assert far(plain, expected) > 1e-2
 
 
+@pytest.mark.full("models", keep=1)
 @pytest.mark.parametrize(("form", "sizes"), [("fp8 in blocks", BLOCKS), ("int4", {"moe_intermediate_size": 64})])
 def test_bits_depend_on_no_company(form: str, sizes: dict[str, int], make_checkpoint: Any, tmp_path: Path) -> None:
     """All layers quantised; a prompt whole and in chunks, then a token, beside others."""

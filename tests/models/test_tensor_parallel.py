@@ -128,6 +128,7 @@ def test_over_gloo(tmp_path: Path, make_checkpoint: Any) -> None:
             one.leave()
 
 
+@pytest.mark.full("ranks", keep="each")
 @pytest.mark.parametrize("redundant", [0, 3])
 @pytest.mark.parametrize(("engines", "tp_size"), [(1, 4), (2, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)

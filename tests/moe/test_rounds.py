@@ -61,6 +61,7 @@ def test_the_group_that_is_joined_decides_not_the_one_at_start(
     assert [meet(2, 1), meet(3, 2), meet(2, 3)] == [{8}, {5}, {8}]
 
 
+@pytest.mark.full("ranks", keep=2)
 @pytest.mark.parametrize(
     ("name", "wire"), [*((name, "auto") for name in (*ON_CPU, "torch by nccl")), (ON_CPU[-1], "fp8_b128")]
 )

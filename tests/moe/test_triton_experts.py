@@ -71,6 +71,7 @@ def rounded(x: Tensor) -> Tensor:
     return widen(*quantise_reference(x)).float()
 
 
+@pytest.mark.full("kernels", keep=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_agrees_with_swiglu_in_any_company(kind: str) -> None:
     w, counts = weights(kind), [3, 0, 17, 1]

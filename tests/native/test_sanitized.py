@@ -23,6 +23,7 @@ HEAP = ["-fsanitize=address", "--param", "asan-instrumentation-with-call-thresho
 THREADS = ["-fsanitize=thread"]
 
 pytestmark = [
+    pytest.mark.full("sanitizers"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
     pytest.mark.timeout(240),  # the compiler takes 3 to 20 seconds of a core, which may be busy
 ]

@@ -110,7 +110,7 @@ def test_a_cpu_without_kernels_falls_back_and_one_line_says_so(
     assert len(said) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full("sanitizers")
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_core_under_sanitizers(tmp_path: Path) -> None:

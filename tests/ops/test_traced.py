@@ -62,6 +62,7 @@ def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None) -> torch.
         return model.forward(step, kv.layers, UBatch())
 
 
+@pytest.mark.full("graphs")
 @pytest.mark.timeout(240)
 def test_layers_share_traces_and_results_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))

@@ -154,6 +154,7 @@ def step(drivers: list[Driver], chunks: list[list[tuple[Request, int]]], number:
         driver.update_from_output(mine, plan, result)
 
 
+@pytest.mark.full("graphs", keep=1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("graphs", "dbo"), [("off", "off"), ("off", "on"), ("full", "off"), ("piecewise", "off")])
 def test_two_ranks_give_the_bits_of_one(graphs: str, dbo: str, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def logprobs_of(result: StepResult) -> list[Logprobs]:
     return [*result.logprobs.values(), *(row for rows in result.prompt_logprobs.values() for row in rows.rows)]
 
 
+@pytest.mark.full("graphs")
 @pytest.mark.skipif(HAS_GPU, reason="there the kernels are not interpreted")
 def test_all_that_a_step_answers() -> None:
     """Tokens, their logprobs and the prompt's, and loads, which the device counts, of two requests in one step."""

@@ -127,6 +127,7 @@ def eager() -> list[Request]:
     return serve(by_triton("off"))
 
 
+@pytest.mark.full("graphs", keep=1)
 @pytest.mark.parametrize("graphs", ["full", "piecewise"])
 def test_replays_change_no_bit(graphs: str, eager: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size is recorded when it is met: the first steps of a size are its recording's warm-up, too."""

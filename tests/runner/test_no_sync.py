@@ -92,6 +92,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     return Guard(monkeypatch)
 
 
+@pytest.mark.full("graphs", keep=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there test_gpu.py asks the driver")
 @pytest.mark.parametrize("model", ["windows", "llama"])
 def test_no_step_asks_the_device(model: str, guard: Guard) -> None:

@@ -45,6 +45,7 @@ def sample_both(
     return plain.sample(logits.clone(), slots, at), triton.sample(logits.to(DEVICE, copy=True), slots, at)
 
 
+@pytest.mark.full("kernels", keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_mixture_of_requests(seed: int) -> None:
     rng = np.random.default_rng(seed)

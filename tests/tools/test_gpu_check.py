@@ -26,6 +26,7 @@ def records(folder: Path) -> dict[str, Any]:
     return {file.stem: json.loads(file.read_text()) for file in folder.iterdir()}
 
 
+@pytest.mark.full("graphs")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs in full")
 def test_smoke_run(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tools.gpu_check", "--smoke", "--out", str(tmp_path)]

@@ -100,6 +100,7 @@ BITS = [
 ]
 
 
+@pytest.mark.full("ranks", keep="pairs")
 @pytest.mark.parametrize(("name", "dtype", "ranks"), BITS)
 def test_bits_are_those_of_one_rank(name: str, dtype: torch.dtype, ranks: int, tmp_path: Path) -> None:
     parts = [[batch(ids, dtype, 7 * r) for r, ids in enumerate(by_rank)] for by_rank in cases(ranks).values()]

@@ -94,6 +94,7 @@ SIZES = [(2, 40), (2, 10), (4, 33), (4, 8), (3, 1)]
 LAYERS = [(name, *size) for name in NAMES for size in (SIZES[:1] if name in INTERPRETED else SIZES)]
 
 
+@pytest.mark.full("ranks", keep="each")
 @pytest.mark.parametrize(("name", "ranks", "max_tokens"), LAYERS)
 def test_bits_of_the_layer(name: str, ranks: int, max_tokens: int, tmp_path: Path) -> None:
     """Steps beyond a backend's capacity go in rounds; wherever experts live, the bits stay."""
