@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.ops.kv_entries import from_entries
-from moeserve.ops.linear import mkldnn_rows
 
 TILE = 64
 QUERY_BLOCK = 64
 SCORES = 1 << 20
 CONTEXT = 1 << 21
+SMALL_PRODUCT = 4096  # torch computes bfloat16 products of fewer multiplications with another kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,7 @@ class AttentionMetadata:
 
 def row_pad(dtype: torch.dtype, head_dim: int) -> int:
     """Query rows per product are a multiple of this, so that torch always takes the same kernel."""
-    if dtype != torch.bfloat16:
-        return 8
-    return mkldnn_rows(TILE * head_dim)
+    return 8 if dtype != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * head_dim)).bit_length()
 
 
 def plan_attention(
