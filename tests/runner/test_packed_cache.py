@@ -14,9 +14,9 @@ from moeserve import LLM, SamplingParams
 from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.weights import Reader
 from moeserve.messages import PlacementTable
+from moeserve.models.hf_config import read_model_spec
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
 from moeserve.runner import cpu
