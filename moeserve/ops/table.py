@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise, native_attention, native_layer, native_linear, native_rows, prologue
+from moeserve.ops import (
+    attention,
+    elementwise,
+    native_attention,
+    native_layer,
+    native_linear,
+    native_rows,
+    qk_norm_rope_cache,
+)
 from moeserve.ops.linear import PackLinear, padded_rows, plain_packer
 from moeserve.ops.memory import keep_freed_memory
 from moeserve.ops.native import native
@@ -58,7 +66,7 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
     route: Callable[..., tuple[Tensor, Tensor]] = elementwise.route  # triton's: and num_tokens, on the device
-    prologue: Callable[..., Tensor] = prologue.prologue
+    qk_norm_rope_cache: Callable[..., Tensor] = qk_norm_rope_cache.qk_norm_rope_cache
     plan_attention: PlanAttention = PLAN_BY_TORCH
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
@@ -164,7 +172,7 @@ def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         add_rms_norm=triton_ops.add_rms_norm,
         embedding=triton_ops.embedding,
         route=triton_ops.route,
-        prologue=triton_ops.prologue,
+        qk_norm_rope_cache=triton_ops.qk_norm_rope_cache,
         plan_attention=triton_ops.planner(dtype, exact),
         attention=triton_ops.attention,
     )
@@ -206,7 +214,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         add_rms_norm=native_rows.add_rms_norm,
         embedding=native_rows.embedding,
         route=native_rows.route,
-        prologue=native_rows.prologue,
+        qk_norm_rope_cache=native_rows.qk_norm_rope_cache,
         plan_attention=from_host(native_attention.plan_attention),
         attention=native_attention.attention,
         attention_block=native_layer.AttentionBlock,
