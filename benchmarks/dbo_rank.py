@@ -29,8 +29,9 @@ from moeserve.engine.ubatch_split import best_split
 from moeserve.engine.vote import Vote, decide
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import TraceEvent
+from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
-from moeserve.models.registry import family
+from moeserve.models.load_plan import load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
@@ -172,7 +173,7 @@ def _build(setup: Setup) -> Decoder:
     """The rank's part of a model with random weights, its experts joined with the other rank's."""
     spec, world = setup.spec, World(setup.rank, 2)
     placement = Placement.initial(spec.num_layers, spec.num_experts, 2)
-    plan = family(spec).weight_plan(spec, (), world, placement)
+    plan = load_plan(spec, (), world, placement)
     generator = torch.Generator().manual_seed(7)
     params = {}
     for param in plan.params:
@@ -180,7 +181,7 @@ def _build(setup: Setup) -> Decoder:
         if param.name.endswith("norm"):
             params[param.name] = torch.ones(param.shape)
     backend = TorchAll2All(wire_of("auto", DTYPE), spec.hidden_size, DTYPE, spec.experts_per_token, setup.tokens)
-    model = family(spec).build(
+    model = build_decoder(
         spec,
         params,
         pick_ops("cpu", DTYPE),

@@ -28,7 +28,7 @@ from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.spec import ModelSpec, RouterSpec
 from moeserve.messages import Placed
-from moeserve.models.registry import family
+from moeserve.models.load_plan import expert_load_plan
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.layer import MoELayer
@@ -162,9 +162,9 @@ def _write(folder: Path, spec: ModelSpec) -> None:
 
 def _rank(folder: Path, spec: ModelSpec, placement: Placement) -> tuple[list[MoELayer], ExpertStore]:
     """Rank 0 with its experts; rows for the other rank's slots are computed by its own, as in warm-up."""
-    checkpoint, of = open_checkpoint(folder), family(spec)
+    checkpoint = open_checkpoint(folder)
     names = checkpoint.tensors.keys()
-    files = ExpertFiles(checkpoint, lambda layer, expert: of.expert_plan(spec, names, layer, [expert]), torch.float32)
+    files = ExpertFiles(checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), torch.float32)
     ops = pick_ops("cpu", torch.float32)
     kernel = ReferenceExperts(ops)
     layers = []

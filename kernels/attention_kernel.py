@@ -17,43 +17,24 @@ EVERYTHING = tl.constexpr(ALL)
 
 
 @triton.jit
-def _load_entries(ptr, scales_ptr, rows, D: tl.constexpr, D_PAD: tl.constexpr, CELL: tl.constexpr):
-    """(elements [N, d], scales [N] or ones) of the cells at `rows`."""
+def _load_entries(ptr, scales_ptr, rows, D: tl.constexpr, D_PAD: tl.constexpr, ENTRY: tl.constexpr):
+    """(elements [N, d], scales [N] or ones) of the KV entries at `rows`."""
     columns = tl.arange(0, D_PAD)
-    at = ptr + rows[:, None] * CELL + columns[None, :]
+    at = ptr + rows[:, None] * ENTRY + columns[None, :]
     x = tl.load(at) if D == D_PAD else tl.load(at, mask=(columns < D)[None, :], other=0)
     if scales_ptr is None:
         scales = tl.full(rows.shape, 1.0, tl.float32)
     else:
-        scales = tl.load(scales_ptr + rows * (CELL // 4) + D // 4)
+        scales = tl.load(scales_ptr + rows * (ENTRY // 4) + D // 4)
     return x, scales
 
 
 @triton.jit
 def _attend_split(
-    q,
-    seen,
-    table_ptr,
-    k_ptr,
-    v_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    group,
-    low,
-    high,
-    sure,
-    begin,
-    end,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    CELL: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q, seen, table_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, group, low, high, sure, begin, end,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENTRY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The sum over positions begin .. end-1 (multiples of BLOCK_N) that lie between low and high; no others are read.
     seen [M]: the last that a row sees. sure: where positions begin that some row does not see."""
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -64,8 +45,8 @@ def _attend_split(
         near = tl.minimum(tl.maximum(positions, low), high)  # what lies elsewhere may be NaN
         block = tl.load(table_ptr + near // BLOCK_SIZE).to(tl.int32)
         rows = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * KV_HEADS + group
-        k, k_scales = _load_entries(k_ptr, k_scales_ptr, rows, D, D_PAD, CELL)
-        v, v_scales = _load_entries(v_ptr, v_scales_ptr, rows, D, D_PAD, CELL)
+        k, k_scales = _load_entries(k_ptr, k_scales_ptr, rows, D, D_PAD, ENTRY)
+        v, v_scales = _load_entries(v_ptr, v_scales_ptr, rows, D, D_PAD, ENTRY)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if k_scales_ptr is not None:
             scores = scores * k_scales[None, :]
@@ -93,7 +74,7 @@ def _attend_split(
 def _attend_item(
     item, group, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, values_ptr, stats_ptr,
     blocks_ptr, starts_ptr, offsets_ptr, items_ptr, q_stride, table_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CELL: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENTRY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +107,7 @@ def _attend_item(
         largest, weight, values = _attend_split(
             q, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, group,
             low, high, sure, parts_begin * SPLIT, parts_end * SPLIT,
-            KV_HEADS, D, D_PAD, CELL, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N,
+            KV_HEADS, D, D_PAD, ENTRY, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -136,7 +117,7 @@ def _attend_item(
             next_largest, next_weight, next_values = _attend_split(
                 q, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, group,
                 low, high, sure, part * SPLIT, part * SPLIT + SPLIT,
-                KV_HEADS, D, D_PAD, CELL, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N,
+                KV_HEADS, D, D_PAD, ENTRY, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             largest, weight, values = fold(largest, weight, values, next_largest, next_weight, next_values)
 
@@ -153,44 +134,18 @@ def _attend_item(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_stride"])
 def attend_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    sinks_ptr,
-    out_ptr,
-    values_ptr,
-    stats_ptr,
-    blocks_ptr,
-    starts_ptr,
-    offsets_ptr,
-    items_ptr,
-    counts_ptr,
-    num_rows,
-    num_tokens,
-    q_stride,
-    table_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    CELL: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FLAT: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, values_ptr, stats_ptr, blocks_ptr, starts_ptr,
+    offsets_ptr, items_ptr, counts_ptr, num_rows, num_tokens, q_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENTRY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
     """Programs share the items of all KV heads: how many there are, only the device knows."""
     zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, KV_HEADS * GROUP * D, 1024)
     for i in range(tl.program_id(0), tl.load(counts_ptr) * KV_HEADS, tl.num_programs(0)):
         _attend_item(
             i // KV_HEADS, i % KV_HEADS, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr,
             values_ptr, stats_ptr, blocks_ptr, starts_ptr, offsets_ptr, items_ptr, q_stride, table_stride,
-            KV_HEADS, GROUP, D, D_PAD, CELL, BLOCK_SIZE, WINDOW, SOFT_CAP, SPLIT, TILE, BLOCK_M, BLOCK_N,
+            KV_HEADS, GROUP, D, D_PAD, ENTRY, BLOCK_SIZE, WINDOW, SOFT_CAP, SPLIT, TILE, BLOCK_M, BLOCK_N,
             FLAT,
         )  # fmt: skip

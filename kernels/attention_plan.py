@@ -59,22 +59,9 @@ def _cut(starts_ptr, offsets_ptr, row, inside, least, most, window, TILE, SPLIT,
 
 @triton.jit(do_not_specialize=["num_rows", "least", "most", "capacity", "window"])
 def plan_kernel(
-    starts_ptr,
-    offsets_ptr,
-    items_ptr,
-    merges_ptr,
-    counts_ptr,
-    num_rows,
-    least,
-    most,
-    capacity,
-    window,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    starts_ptr, offsets_ptr, items_ptr, merges_ptr, counts_ptr, num_rows, least, most, capacity, window,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program: one row's items, behind those of the rows before it. Each counts all rows anew."""
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_R)
@@ -165,21 +152,8 @@ def list_work(
     merges = starts_R.new_empty((min(slots // 2, most_tiles(bounds, tile)), FIELDS))
     counts = starts_R.new_empty(2)
     plan_kernel[(rows,)](
-        starts_R,
-        offsets_R1,
-        items,
-        merges,
-        counts,
-        rows,
-        least,
-        most,
-        slots,
-        window,
-        TILE=tile,
-        SPLIT=SPLIT,
-        SPLIT_TILES=SPLIT_TILES,
-        BLOCK_R=max(256, triton.next_power_of_2(rows)),
-        BLOCK=128,
+        starts_R, offsets_R1, items, merges, counts, rows, least, most, slots, window,
+        TILE=tile, SPLIT=SPLIT, SPLIT_TILES=SPLIT_TILES, BLOCK_R=max(256, triton.next_power_of_2(rows)), BLOCK=128,
         num_warps=4,
-    )
+    )  # fmt: skip
     return WorkList(items, merges, counts)

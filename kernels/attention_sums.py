@@ -65,22 +65,10 @@ def zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, WIDTH: tl.constexpr
 
 @triton.jit
 def merge_kernel(
-    values_ptr,
-    stats_ptr,
-    sinks_ptr,
-    out_ptr,
-    offsets_ptr,
-    merges_ptr,
-    counts_ptr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    values_ptr, stats_ptr, sinks_ptr, out_ptr, offsets_ptr, merges_ptr, counts_ptr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """One program: ROWS query rows of a cut tile. HEADS: of one group."""
     merge = tl.program_id(0)
     if merge >= tl.load(counts_ptr + 1):
@@ -149,20 +137,7 @@ def merge(
         return
     rows = 4
     merge_kernel[(work.merges_M4.shape[0], groups * block_m // rows)](
-        values,
-        stats,
-        sinks_H,
-        out,
-        offsets_R1,
-        work.merges_M4,
-        work.counts_2,
-        GROUPS=groups,
-        HEADS=heads,
-        TILE=tile,
-        D=width,
-        D_PAD=triton.next_power_of_2(width),
-        BLOCK_M=block_m,
-        ROWS=rows,
-        UNROLL=4,
-        num_warps=4,
-    )
+        values, stats, sinks_H, out, offsets_R1, work.merges_M4, work.counts_2,
+        GROUPS=groups, HEADS=heads, TILE=tile, D=width, D_PAD=triton.next_power_of_2(width), BLOCK_M=block_m, ROWS=rows,
+        UNROLL=4, num_warps=4,
+    )  # fmt: skip

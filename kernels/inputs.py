@@ -1,7 +1,7 @@
 """A step's inputs, computed on the device from the request tables and a few words per row.
 
 T tokens and T' places for them, R rows and R', S rows that sample and S', G KV groups, N blocks per row. What is left
-of the places is padding: tokens 0 at position 0 whose K/V go to cell 0 of the null block, rows without tokens.
+of the places is padding: tokens 0 at position 0 whose K/V go to KV slot 0 of the null block, rows without tokens.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def put_tokens(
     tokens_row_ptr, blocks_row_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, index, start, count, group,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Id, position and cell of a row's new tokens number `index`."""
+    """Stores id, position and KV slot of a row's new tokens number `index`."""
     inside = index < count
     position = start + index
     block = tl.load(blocks_row_ptr + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    cell = block * BLOCK_SIZE + position % BLOCK_SIZE
-    tl.store(slot_mapping_ptr + index, cell.to(slot_mapping_ptr.dtype.element_ty), mask=inside)
+    kv_slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(slot_mapping_ptr + index, kv_slot.to(slot_mapping_ptr.dtype.element_ty), mask=inside)
     if group == 0:
         token = tl.load(tokens_row_ptr + position, mask=inside, other=0)
         tl.store(ids_ptr + index, token.to(ids_ptr.dtype.element_ty), mask=inside)
@@ -171,7 +171,8 @@ def fill_step(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, w
     [G, slots, at least N], its block tables; words: step.words on the device.
 
     slot 2 holds tokens [5, 6, 7], blocks [4, 9], block_size 2; its row starts at 1 and has 2 tokens; T' = 3, R' = 2
-    -> ids [6, 7, 0], positions [1, 2, 0], cells [9, 18, 0], blocks [[4, 9], [0, 0]], offsets [0, 2, 2], starts [1, 0]
+    -> ids [6, 7, 0], positions [1, 2, 0], slot mapping [9, 18, 0], blocks [[4, 9], [0, 0]], offsets [0, 2, 2],
+    starts [1, 0]
     """
     all_tokens, all_samples = len(out.ids_T), len(out.sample_S)
     groups, all_rows, num_blocks = out.blocks_GRN.shape

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, 2024) over a paged cache, for decode: all heads share one latent per token.
 
 T tokens, R rows (requests), N blocks per row, H heads, L latent width, P width of the rotated part. The cache is
-[blocks, block size, L + P]: keys are a whole cell, values its first L. Queries are absorbed: the up-projection of the
+[blocks, block size, L + P]: keys are a whole entry, values its first L. Queries are absorbed: the up-projection of the
 keys is already in them, and that of the values is still to come. attention_plan.py says how contexts are cut.
 """
 
@@ -79,9 +79,9 @@ def _latent_split(
         positions = at + tl.arange(0, BLOCK_N)
         near = tl.minimum(positions, end - 1)  # what lies behind may be NaN
         block = tl.load(table_ptr + near // BLOCK_SIZE).to(tl.int64)
-        cells = cache_ptr + (block * BLOCK_SIZE + near % BLOCK_SIZE)[:, None] * (L + P)
-        latent = tl.load(cells + columns[None, :], mask=(columns < L)[None, :], other=0.0)
-        rotated = tl.load(cells + L + rotated_columns[None, :], mask=(rotated_columns < P)[None, :], other=0.0)
+        entries = cache_ptr + (block * BLOCK_SIZE + near % BLOCK_SIZE)[:, None] * (L + P)
+        latent = tl.load(entries + columns[None, :], mask=(columns < L)[None, :], other=0.0)
+        rotated = tl.load(entries + L + rotated_columns[None, :], mask=(rotated_columns < P)[None, :], other=0.0)
         scores = tl.dot(q_rotated, tl.trans(rotated), input_precision="ieee")
         scores = tl.dot(q, tl.trans(latent), scores, input_precision="ieee")
         scores = tl.where(positions[None, :] <= seen[:, None], scores, float("-inf"))
@@ -229,7 +229,7 @@ def mla(q_THc: Tensor, cache: Tensor, plan: MlaPlan, out: Tensor | None = None) 
     """[T, H, L]: each head's mean of the latents, weighted by softmax; zero in tokens that no row owns.
 
     q_THc: [T, H, L + P], scaled and absorbed; heads of a token lie side by side.
-    L = P = 1, one head, q [0, 1], cells [4, 0], [8, ln 3] -> (4 + 3 * 8) / (1 + 3) = [7]
+    L = P = 1, one head, q [0, 1], entries [4, 0], [8, ln 3] -> (4 + 3 * 8) / (1 + 3) = [7]
     """
     shape, latent = plan.shape, plan.shape.latent
     width = latent + shape.rotated

@@ -35,17 +35,9 @@ def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, rows, width, eps, ROWS
 
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    x_stride,
-    residual_stride,
-    rows,
-    width,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, rows, width, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program: ROWS whole rows, both of x and of residual overwritten."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
 """Attention over a paged cache, for prefill and decode alike.
 
 T tokens, R rows (requests), N blocks per row, H heads, G KV heads, h = H / G, d head width, w a window. A token at
-position p sees positions p-w+1 .. p. The cache is k, v [blocks, block size, G, d], or int8 cells [.., d + 4]: a head's
-whole numbers and the bytes of its fp32 scale. attention_kernel.py says how it is computed.
+position p sees positions p-w+1 .. p. The cache is k, v [blocks, block size, G, d], or int8 entries [.., d + 4]: the
+whole numbers of a head and the bytes of its fp32 scale. attention_kernel.py has the kernel.
 """
 
 from __future__ import annotations
@@ -173,11 +173,11 @@ def attention(
     one head of width 1, q 1, keys [0, ln 3], values [4, 8] -> (4 + 3 * 8) / (1 + 3) = [7]
     """
     tokens, heads, d = q_THd.shape
-    cell = d + SCALE_BYTES if k_cache.dtype == torch.int8 else d
+    entry = d + SCALE_BYTES if k_cache.dtype == torch.int8 else d
     assert (heads, d, q_THd.dtype) == (plan.shape.heads, plan.shape.head_dim, plan.shape.dtype), (q_THd, plan.shape)
     assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
     for cache in (k_cache, v_cache):
-        assert cache.shape[1:] == (plan.shape.block_size, plan.shape.kv_heads, cell), (cache.shape, plan.shape)
+        assert cache.shape[1:] == (plan.shape.block_size, plan.shape.kv_heads, entry), (cache.shape, plan.shape)
         assert cache.dtype in (q_THd.dtype, torch.int8), (cache.dtype, q_THd.dtype)
         assert cache.is_contiguous(), cache.stride()
     if out is None:
@@ -209,16 +209,9 @@ def shape_of(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
 
 
 def _launch(
-    q_THd: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: AttentionMetadata,
-    part: Pass,
-    soft_cap: float,
-    sinks_H: Tensor | None,
-    out: Tensor,
-    config: Config,
-) -> None:
+    q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionMetadata, part: Pass, soft_cap: float,
+    sinks_H: Tensor | None, out: Tensor, config: Config,
+) -> None:  # fmt: skip
     shape, d = plan.shape, plan.shape.head_dim
     slots = plan.space.numel() // (shape.kv_heads * part.block_m * row_floats(d))
     values, stats = split_space(plan.space, slots * shape.kv_heads * part.block_m, d)
@@ -227,40 +220,15 @@ def _launch(
         part.work.items_I4.shape[0] * shape.kv_heads, config["programs"] * facts_of(q_THd.device).multiprocessors
     )
     attend_kernel[(programs,)](
-        q_THd,
-        k_cache,
-        v_cache,
-        k_cache.view(torch.float32) if quantised else None,
-        v_cache.view(torch.float32) if quantised else None,
-        sinks_H,
-        out,
-        values,
-        stats,
-        plan.blocks_RN,
-        plan.starts_R,
-        plan.offsets_R1,
-        part.work.items_I4,
-        part.work.counts_2,
-        plan.starts_R.shape[0],
-        q_THd.shape[0],
-        q_THd.stride(0),
-        plan.blocks_RN.stride(0),
-        KV_HEADS=shape.kv_heads,
-        GROUP=shape.group,
-        D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)),
-        CELL=k_cache.shape[3],
-        BLOCK_SIZE=shape.block_size,
-        WINDOW=shape.reach,
-        SOFT_CAP=soft_cap,
-        SPLIT=SPLIT,
-        TILE=part.tile,
-        BLOCK_M=part.block_m,
-        BLOCK_N=32 if q_THd.dtype == torch.float32 else 64,
-        FLAT=part.flat,
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-    )
+        q_THd, k_cache, v_cache, k_cache.view(torch.float32) if quantised else None,
+        v_cache.view(torch.float32) if quantised else None, sinks_H, out, values, stats, plan.blocks_RN, plan.starts_R,
+        plan.offsets_R1, part.work.items_I4, part.work.counts_2, plan.starts_R.shape[0], q_THd.shape[0],
+        q_THd.stride(0), plan.blocks_RN.stride(0),
+        KV_HEADS=shape.kv_heads, GROUP=shape.group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        ENTRY=k_cache.shape[3], BLOCK_SIZE=shape.block_size, WINDOW=shape.reach, SOFT_CAP=soft_cap, SPLIT=SPLIT,
+        TILE=part.tile, BLOCK_M=part.block_m, BLOCK_N=32 if q_THd.dtype == torch.float32 else 64, FLAT=part.flat,
+        num_warps=config["num_warps"], num_stages=config["num_stages"],
+    )  # fmt: skip
     merge(
         values, stats, sinks_H, out, plan.offsets_R1, part.work,
         shape.kv_heads, shape.group, part.tile, d, part.block_m,

@@ -86,9 +86,9 @@ class DeviceConfig:
         "batch: a request's bits depend on nothing but itself (always so on CPU; on CUDA it costs speed); full: nor on "
         "the number of ranks, which needs no other kernels today",
     )
-    kernels: Literal["auto", "native", "onednn", "torch", "triton"] = _opt(
+    kernels: Literal["auto", "native", "torch", "triton"] = _opt(
         "auto",
-        "what computes; on CPUs native, or torch's with or without oneDNN's packing, on CUDA triton or torch",
+        "what computes; on CPUs native or torch, which replaces onednn, on CUDA triton or torch",
         flag=None,
     )
     graphs: Literal["auto", "full", "piecewise", "off"] = _opt(
@@ -208,6 +208,8 @@ def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Conf
 
 def _checked(config: Config) -> Config:
     """Types and choices; ranges follow."""
+    if str(config.device.kernels) == "onednn":
+        raise ConfigError("kernels: onednn no longer exists; its successor is kernels: torch")
     try:
         return msgspec.convert(msgspec.to_builtins(config), Config)
     except (msgspec.ValidationError, TypeError) as error:

@@ -18,7 +18,7 @@ from moeserve.comm.tensor import TensorParallel
 from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec
 from moeserve.ops.linear import Linear
-from moeserve.ops.prologue import HeadRule
+from moeserve.ops.qk_norm_rope_cache import HeadRule
 from moeserve.ops.table import Ops
 
 
@@ -78,7 +78,7 @@ class Attention:
         qkv = self._qkv(x_TD)
         qkv_THd = qkv.view(qkv.shape[0], -1, self._dim)
         normed = None if self._full_norms is None else self._normalise_fully(qkv_THd, self._full_norms, channel)
-        q_THd = self._ops.prologue(
+        q_THd = self._ops.qk_norm_rope_cache(
             qkv_THd, self._rule, step.cos_Td, step.sin_Td, kv.k, kv.v, step.slot_mapping_T, normed
         )
         attended = self._attend(step, self._ops, q_THd, kv)

@@ -67,7 +67,7 @@ class RotaryTable:
         self._sin = (angles.sin() * magnitude).float().to(device)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) as `ops.prologue` takes them: [T, 1, d], sin negative in the first half."""
+        """(cos, sin) as `ops.qk_norm_rope_cache` takes them: [T, 1, d], sin negative in the first half."""
         cos = self._cos.index_select(0, positions_T)
         sin = self._sin.index_select(0, positions_T)
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]

@@ -72,8 +72,8 @@ def read_shape(text: str) -> ExpertShapes:
 
 
 def read_spec(model: str) -> ModelSpec:
-    from moeserve.loader.hf_config import read_model_spec
     from moeserve.loader.model_dir import resolve_model_dir
+    from moeserve.models.hf_config import read_model_spec
 
     return read_model_spec(resolve_model_dir(model))
 

@@ -20,11 +20,11 @@ from moeserve.config import Config, Limits
 from moeserve.engine.groups import KVGroup, groups_of
 from moeserve.engine.null_runner import NullRunner
 from moeserve.loader.heads import local_heads
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.loader.size import ModelSize, bytes_per_weight, model_size
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Ready
+from moeserve.models.hf_config import read_model_spec
 
 if TYPE_CHECKING:
     from moeserve.engine.plan import Runner

@@ -34,7 +34,6 @@ from moeserve.cluster.view import EngineView, FleetView
 from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import ConfigError
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import (
@@ -60,6 +59,7 @@ from moeserve.messages import (
     Traced,
     TraceNext,
 )
+from moeserve.models.hf_config import read_model_spec
 
 if TYPE_CHECKING:
     from moeserve.cluster.rebalancing import Rebalancing

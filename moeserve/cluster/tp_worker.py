@@ -141,8 +141,8 @@ class Worker:
         self._channel.send(Progressed(name, percent))
 
     def _build(self, build: Build) -> int:
-        from moeserve.loader.hf_config import read_model_spec
         from moeserve.loader.model_dir import resolve_model_dir
+        from moeserve.models.hf_config import read_model_spec
         from moeserve.moe.placement.placement import Placement
         from moeserve.runner.factory import make_runner
 

@@ -14,8 +14,8 @@ from moeserve.config import Config
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.generation_config import generation_defaults
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.models.hf_config import read_model_spec
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
 

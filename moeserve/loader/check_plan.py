@@ -1,4 +1,4 @@
-"""Compares a WeightPlan with the headers of a checkpoint, before anything is allocated or read."""
+"""Compares a LoadPlan with the headers of a checkpoint, before anything is allocated or read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.plan import Index, WeightPlan
+from moeserve.loader.load_plan import Index, LoadPlan
 from moeserve.loader.safetensors_file import TensorInfo
 
 SUPPORTED = ("F32", "BF16", "F16")
@@ -16,7 +16,7 @@ _MAX_SHOWN = 5
 _MAX_NAME = 200  # characters: a name in a file may be of any length
 
 
-def check_plan(checkpoint: Checkpoint, plan: WeightPlan) -> None:
+def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     """Raises one CheckpointError with everything missing, surplus or of a wrong shape or dtype (the first 5 of it)."""
     _check_coverage(plan)
     wanted = {piece.source: piece.shape for piece in plan.pieces}
@@ -51,7 +51,7 @@ def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
     return ""
 
 
-def _half_quantised(checkpoint: Checkpoint, plan: WeightPlan) -> Iterator[str]:
+def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
     """Parts of a parameter are computed as one: all of them are quantised, or none."""
     kinds: dict[str, dict[bool, str]] = defaultdict(dict)
     for piece in plan.pieces:
@@ -64,7 +64,7 @@ def _half_quantised(checkpoint: Checkpoint, plan: WeightPlan) -> Iterator[str]:
             yield f"tensor {sources[True]!r} is quantised; this is supported for linear layers only"
 
 
-def _check_coverage(plan: WeightPlan) -> None:
+def _check_coverage(plan: LoadPlan) -> None:
     """Every parameter is written exactly once: a gap would be served as whatever was in memory before."""
     shapes = {param.name: param.shape for param in plan.params}
     assert len(shapes) == len(plan.params), "two parameters of one name"

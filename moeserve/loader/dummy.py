@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.plan import Piece, WeightPlan
+from moeserve.loader.load_plan import LoadPlan, Piece
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.spec import StoredFormat
 from moeserve.loader.stored import Stored
@@ -20,7 +20,7 @@ from moeserve.loader.weights import Params, Reader
 from moeserve.ops.quantised import Quantised
 
 
-def imagined(model_dir: Path, plan: WeightPlan, form: StoredFormat | None = None) -> Checkpoint:
+def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) -> Checkpoint:
     """A checkpoint that has what the plan asks for. form: of its linear layers, in 8 bits and not packed."""
     tensors, stored = {}, {}
     linear = {param.name for param in plan.params if form and param.quantised_on_load}
@@ -38,7 +38,7 @@ class DummyParams(Params):
     """As `Params`, of an imagined checkpoint. Vectors lie around 1; products keep their inputs' size, so that nothing
     overflows and routers choose all experts alike. The same in every start on a device."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: WeightPlan, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(self, checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, **options: Any) -> None:
         super().__init__(checkpoint, plan, dtype, **options)
         self._reader = _Dice(Checkpoint(checkpoint.model_dir, {}))
 

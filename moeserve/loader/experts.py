@@ -25,7 +25,7 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.fingerprint import fingerprint
-from moeserve.loader.plan import WeightPlan
+from moeserve.loader.load_plan import LoadPlan
 from moeserve.loader.weights import Reader, empty_weight
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
@@ -43,7 +43,7 @@ class ExpertFiles:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        plan: Callable[[int, int], WeightPlan],
+        plan: Callable[[int, int], LoadPlan],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         asked: Asked | None = None,
@@ -105,7 +105,7 @@ class ExpertFiles:
     def close(self) -> None:
         self._reader.__exit__()
 
-    def _fill(self, plan: WeightPlan, work: Work) -> list[Weight]:
+    def _fill(self, plan: LoadPlan, work: Work) -> list[Weight]:
         weights = []
         for param in plan.params:
             pieces = [piece for piece in plan.pieces if piece.param == param.name]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
-from moeserve.loader.plan import Param, WeightPlan, is_packed
+from moeserve.loader.load_plan import LoadPlan, Param, is_packed
 from moeserve.loader.safetensors_file import read_header
 from moeserve.loader.weights import Params
 from moeserve.ops.native import native
@@ -42,7 +42,7 @@ SYNC_BYTES = 1 << 30  # so much at a time goes to the disk: at the end it might 
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-def key_of(identity: str, plan: WeightPlan, world: World, dtype: torch.dtype, asked: str | None) -> str:
+def key_of(identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, asked: str | None) -> str:
     """Of what a rank packs. identity: of the checkpoint (`ExpertFiles.identity`)."""
     what = identity, plan.params, plan.pieces, world.tp_rank, world.tp_size, dtype, asked, LAYOUT, __version__
     return hashlib.sha256(repr(what).encode()).hexdigest()[:32]

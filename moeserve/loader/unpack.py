@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.plan import Index, Piece
+from moeserve.loader.load_plan import Index, Piece
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import Stored, place
 from moeserve.ops.quantised import Quantised

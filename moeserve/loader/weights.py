@@ -1,4 +1,4 @@
-"""Carries out a WeightPlan: bytes go from the files straight into the parameters, many ranges at a time.
+"""Carries out a LoadPlan: bytes go from the files straight into the parameters, many ranges at a time.
 
 A range whose dtype and layout are already right is read by `preadv` into the parameter itself; anything else passes
 through a small buffer per thread. A parameter is read when it is asked for, so memory stays at what was made of those
@@ -26,7 +26,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader import unpack
 from moeserve.loader.check_plan import check_plan, part_shape
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.plan import Index, Param, Piece, WeightPlan
+from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
@@ -53,7 +53,7 @@ class Params(UserDict[str, Any]):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        plan: WeightPlan,
+        plan: LoadPlan,
         dtype: torch.dtype,
         *,
         device: torch.device | str = "cpu",

@@ -55,7 +55,7 @@ def build_decoder(
     """Build the decoder that `spec` describes. `params` (named as in models/checkpoint.py, of `dtype` or Quantised)
     is emptied.
 
-    tp: the engine's ranks, as `world` has them. placement: as for `weight_plan`. micro-batches: that a step may have.
+    tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. micro-batches: that a step may have.
     max_tokens: rows of one step. max_position: length of the rotary table, the model's own by default. Raises
     ConfigError when no all2all backend and expert kernel fit.
     """

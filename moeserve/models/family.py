@@ -1,48 +1,57 @@
-"""What a model family must say about itself: its architecture's name and how its checkpoints name tensors."""
+"""What a model family says about itself: how its config.json becomes a spec, and how its checkpoints name tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from moeserve.loader.fields import Fields
 
-from moeserve.comm.world import World
-from moeserve.loader.plan import WeightPlan
-from moeserve.loader.spec import ModelSpec
-from moeserve.models.build import build_decoder
-from moeserve.models.checkpoint import Names, expert_plan, weight_plan
-from moeserve.models.decoder import Decoder
-from moeserve.moe.placement.placement import Placement
-from moeserve.ops.table import Ops
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """One spelling of the routed experts, relative to `model.layers.N.`; `{}` is the expert's id.
+
+    gate, up, down: one tensor per expert. gate_up, down: all experts in one tensor, [E, 2I, D] and [E, D, I].
+    """
+
+    down: str
+    gate: str = ""
+    up: str = ""
+    gate_up: str = ""
+
+
+PER_EXPERT = ExpertNames(
+    gate="mlp.experts.{}.gate_proj.weight",
+    up="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+)
+FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a family calls its MoE tensors; everything else is called alike everywhere.
+
+    experts: the spellings that its checkpoints use, the usual one first. router: likewise.
+    """
+
+    experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)
+    router: tuple[str, ...] = ("mlp.gate.weight",)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model family. A family with another block structure overrides these methods."""
+    """One architecture.
+
+    architecture, model_type: as config.json has them. fields(config, number of layers): the fields of ModelSpec that
+    not all families share. defaults: the values where config.json is silent, those of the family's configuration class
+    in transformers 5.
+    """
 
     architecture: str
+    model_type: str
+    fields: Callable[[Fields, int], dict[str, Any]]
+    defaults: dict[str, Any]
     names: Names = field(default_factory=Names)
-
-    def weight_plan(
-        self,
-        spec: ModelSpec,
-        names: Collection[str],
-        world: World | None = None,
-        placement: Placement | None = None,
-    ) -> WeightPlan:
-        """This rank's parameters, and how the tensors `names` of the checkpoint fill them."""
-        return weight_plan(spec, self.names, names, world, placement)
-
-    def expert_plan(
-        self, spec: ModelSpec, names: Collection[str], moe_layer: int, experts: Sequence[int]
-    ) -> WeightPlan:
-        """Some experts of one MoE layer alone: parameters w13 [n, 2I, D] and w2 [n, D, I]."""
-        return expert_plan(spec, self.names, names, moe_layer, experts)
-
-    def build(
-        self, spec: ModelSpec, params: MutableMapping[str, Any], ops: Ops, dtype: torch.dtype, **options: Any
-    ) -> Decoder:
-        """The model; takes the tensors out of `params`. Options as in `build_decoder`."""
-        return build_decoder(spec, params, ops, dtype, **options)

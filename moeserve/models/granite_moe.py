@@ -1,13 +1,46 @@
 """GraniteMoE (granite-3.0-1b-a400m, 3b-a800m): softmax over the chosen experts only, experts fused per layer, and
-multipliers on embeddings, attention scores, residual branches and logits."""
+multipliers on embeddings, attention scores, residual branches and logits.
+
+Source: arXiv 2408.13359.
+"""
 
 from __future__ import annotations
 
-from moeserve.models.checkpoint import ExpertNames, Names
-from moeserve.models.family import Family
+from typing import Any
+
+from moeserve.loader.fields import Fields
+from moeserve.loader.spec import RouterSpec
+from moeserve.models.config_parts import MAX_MULTIPLIER, attention_bias, every_layer_moe, no_window, sizes
+from moeserve.models.family import ExpertNames, Family, Names
+
+
+def _fields(config: Fields, num_layers: int) -> dict[str, Any]:
+    return {
+        **every_layer_moe(config, num_layers),
+        **no_window(config, num_layers),
+        **attention_bias(config),
+        "attention_scale": config.number("attention_multiplier", 0, MAX_MULTIPLIER),
+        "embedding_scale": config.number("embedding_multiplier", 0, MAX_MULTIPLIER),
+        "residual_scale": config.number("residual_multiplier", 0, MAX_MULTIPLIER),
+        "logits_divisor": config.number("logits_scaling", 0, MAX_MULTIPLIER),
+        "router": RouterSpec(score="softmax_selected"),
+    }
+
 
 FAMILY = Family(
     "GraniteMoeForCausalLM",
+    "granitemoe",
+    _fields,
+    sizes(32000, 4096, 11008, 32, 32, None, 2048)
+    | {
+        "attention_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "eos_token_id": 2,
+        "logits_scaling": 1.0,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "residual_multiplier": 1.0,
+    },
     Names(
         experts=(
             ExpertNames(gate_up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"),

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.ops.kv_entries import from_entries
-from moeserve.ops.linear import mkldnn_rows
 
 TILE = 64
 QUERY_BLOCK = 64
 SCORES = 1 << 20
 CONTEXT = 1 << 21
+SMALL_PRODUCT = 4096  # torch computes bfloat16 products of fewer multiplications with another kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMetadata:
+class TorchAttentionMetadata:
     """What every layer of one KV group shares in one step."""
 
     num_tokens: int
@@ -55,9 +55,7 @@ class AttentionMetadata:
 
 def row_pad(dtype: torch.dtype, head_dim: int) -> int:
     """Query rows per product are a multiple of this, so that torch always takes the same kernel."""
-    if dtype != torch.bfloat16:
-        return 8
-    return mkldnn_rows(TILE * head_dim)
+    return 8 if dtype != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * head_dim)).bit_length()
 
 
 def plan_attention(
@@ -69,7 +67,7 @@ def plan_attention(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-) -> AttentionMetadata:
+) -> TorchAttentionMetadata:
     """Pack the step's queries into items. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from starts_R[i] on.
 
     blocks_RN: block tables, padded with 0. window: tokens that a query sees, itself included; None for all.
@@ -92,7 +90,7 @@ def plan_attention(
             columns = np.array(members[at : at + batch], np.int64).T
             items.append(_item(columns, m, length, blocks_RN, block_size, window, num_kv_heads, int(offsets_R1[-1])))
     heads_G1 = torch.arange(num_kv_heads, device=blocks_RN.device)[:, None]
-    return AttentionMetadata(int(offsets_R1[-1]), heads_G1, tuple(items))
+    return TorchAttentionMetadata(int(offsets_R1[-1]), heads_G1, tuple(items))
 
 
 def _base(position: int, window: int | None) -> int:
@@ -150,11 +148,11 @@ def _item(
     )
 
 
-def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionMetadata) -> Tensor:
+def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchAttentionMetadata) -> Tensor:
     """Attend to the paged cache [blocks, block_size, G, d]; [T', H * d] like q, zero in rows beyond the plan's tokens.
 
     Queries come already scaled. Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions
-    that no query sees read the first cell of the null block, which is zeroed here: zero times a stale NaN is NaN.
+    that no query sees read the first entry of the null block, which is zeroed here: zero times a stale NaN is NaN.
     """
     num_rows, num_heads, d = q_THd.shape
     num_kv_heads = k_cache.shape[2]
@@ -181,7 +179,7 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionMe
 
 
 def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, item: Item) -> Tensor:
-    """[B, m, G, h, d] in fp32 for one item and the KV heads given; k_rows and v_rows [cells * G, cell width]."""
+    """[B, m, G, h, d] in fp32 for one item and the KV heads given; k_rows and v_rows [entries, entry width]."""
     batch, m, kv_heads, h, d = q_BmGhd.shape
     length = item.size[2]
     compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32

@@ -1,7 +1,7 @@
-"""How one head of keys or values lies in its cell of the cache: as it is, or as int8 with a scale of its own behind it.
+"""How one head of keys or values lies in the KV cache: as it is, or as int8 with a scale of its own behind it.
 
 T tokens, G KV heads, d head width. An int8 head is d whole numbers and the four bytes of an fp32 scale, so whoever
-copies, moves or stores cells need not know. Native kernels have the same numbers (csrc/kernels/rotary.hpp).
+copies, moves or stores entries need not know. Native kernels have the same numbers (csrc/kernels/rotary.hpp).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def to_entries(x_TGd: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat((whole_TGd.to(torch.int8), scale_TG1.view(torch.int8)), -1)
 
 
-def from_entries(cells: Tensor) -> Tensor:
+def from_entries(entries: Tensor) -> Tensor:
     """What int8 heads [..., d + 4] stand for, in fp32 [..., d]; heads of other types as they are."""
-    if cells.dtype != torch.int8:
-        return cells
-    return cells[..., :-SCALE_BYTES] * cells[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    if entries.dtype != torch.int8:
+        return entries
+    return entries[..., :-SCALE_BYTES] * entries[..., -SCALE_BYTES:].contiguous().view(torch.float32)

@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
-class NativePlan:
+class NativeAttentionMetadata:
     """What every layer of one KV group shares in one step; keeps the tables alive that `pieces` points to."""
 
     num_tokens: int
@@ -44,29 +44,24 @@ def plan_attention(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-) -> NativePlan:
+) -> NativeAttentionMetadata:
     """As ops.attention.plan_attention. blocks_RN: int64, contiguous, on the CPU."""
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
     pieces = _module().AttentionPlan(
-        blocks_RN.data_ptr(),
-        blocks_RN.shape[1],
-        block_size,
-        window,
-        starts_R,
-        offsets_R1,
-        num_heads,
-        num_kv_heads,
+        blocks_RN.data_ptr(), blocks_RN.shape[1], block_size, window, starts_R, offsets_R1, num_heads, num_kv_heads,
         head_dim,
+    )  # fmt: skip
+    return NativeAttentionMetadata(
+        pieces.num_tokens, pieces, blocks_RN, (num_heads, num_kv_heads, head_dim, block_size)
     )
-    return NativePlan(pieces.num_tokens, pieces, blocks_RN, (num_heads, num_kv_heads, head_dim, block_size))
 
 
 def attention(
     q_THd: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: NativePlan,
+    plan: NativeAttentionMetadata,
     *,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
@@ -90,17 +85,9 @@ def attention(
         assert sinks_H.shape == (num_heads,), sinks_H.shape
     out = torch.empty((num_rows, num_heads * d), dtype=q_THd.dtype)
     plan.pieces.run(
-        q_THd.data_ptr(),
-        q_THd.stride(0),
-        KV_TYPES[q_THd.dtype],
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        KV_TYPES[k_cache.dtype],
-        out.data_ptr(),
-        num_rows,
-        soft_cap,
-        0 if sinks_H is None else sinks_H.data_ptr(),
-    )
+        q_THd.data_ptr(), q_THd.stride(0), KV_TYPES[q_THd.dtype], k_cache.data_ptr(), v_cache.data_ptr(),
+        KV_TYPES[k_cache.dtype], out.data_ptr(), num_rows, soft_cap, 0 if sinks_H is None else sinks_H.data_ptr(),
+    )  # fmt: skip
     return out
 
 

@@ -15,17 +15,20 @@ from torch import Tensor
 
 from moeserve.ops.kv_entries import entry_width
 from moeserve.ops.native import native
-from moeserve.ops.native_attention import NativePlan
+from moeserve.ops.native_attention import NativeAttentionMetadata
 from moeserve.ops.native_linear import NativeLinear, native_type
 from moeserve.ops.native_rows import KV_TYPES
-from moeserve.ops.prologue import HeadRule
+from moeserve.ops.qk_norm_rope_cache import HeadRule
 
 _native: Any = native()
 _empty = torch.empty
 
 
 class AttentionBlock:
-    """Projection, prologue, attention and, if given, the product behind it: x [T, D] -> [T, D], or [T, H * d]."""
+    """The QKV product, `qk_norm_rope_cache`, attention and, if given, the output product in one call.
+
+    x [T, D] -> [T, D], or [T, H * d] without the output product.
+    """
 
     __slots__ = ("_block", "_columns", "_dtype", "_keep", "_shape")
 
@@ -49,9 +52,9 @@ class AttentionBlock:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
-        plan: NativePlan,
+        plan: NativeAttentionMetadata,
     ) -> Tensor:
-        """Arguments as `prologue` and `attention` take them, all contiguous; both caches of x's dtype or int8."""
+        """Takes what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's dtype or int8."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         assert k_cache.dtype in (self._dtype, torch.int8), (k_cache.dtype, self._dtype)
         assert k_cache.shape[3] == entry_width(self._shape[2], k_cache.dtype), k_cache.shape

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.ops.kv_entries import entry_width
 from moeserve.ops.native import native
-from moeserve.ops.prologue import HeadRule
+from moeserve.ops.qk_norm_rope_cache import HeadRule
 
 _native: Any = native()
 AVAILABLE = hasattr(_native, "race") and bool(_native.supported_isas())
@@ -59,7 +59,7 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     return x_TD, residual_TD
 
 
-def prologue(
+def qk_norm_rope_cache(
     qkv_THd: Tensor,
     rule: HeadRule,
     cos_T1d: Tensor,
@@ -77,27 +77,12 @@ def prologue(
     assert k_cache.shape[3] == v_cache.shape[3] == entry_width(dim, k_cache.dtype), (k_cache.shape, v_cache.shape)
     q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_THd.dtype)
     _native.prologue(
-        _TYPES[qkv_THd.dtype],
-        rows,
-        slot_mapping_T.shape[0],
-        rule.num_heads,
-        rule.num_kv_heads,
-        dim,
-        qkv_THd.data_ptr(),
-        row_stride,
-        0 if normed_THd is None else normed_THd.data_ptr(),
-        0 if rule.norms is None else rule.norms.data_ptr(),
-        rule.eps,
-        rule.clip,
-        cos_T1d.data_ptr(),
-        sin_T1d.data_ptr(),
-        rule.scale,
-        slot_mapping_T.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        KV_TYPES[k_cache.dtype],
+        _TYPES[qkv_THd.dtype], rows, slot_mapping_T.shape[0], rule.num_heads, rule.num_kv_heads, dim,
+        qkv_THd.data_ptr(), row_stride, 0 if normed_THd is None else normed_THd.data_ptr(),
+        0 if rule.norms is None else rule.norms.data_ptr(), rule.eps, rule.clip, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
+        rule.scale, slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), KV_TYPES[k_cache.dtype],
         q_THd.data_ptr(),
-    )
+    )  # fmt: skip
     return q_THd
 
 
@@ -128,17 +113,9 @@ def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple
     ids_TK = _empty((rows, top_k), dtype=torch.int32)
     weights_TK = _empty((rows, top_k))
     _native.route(
-        _TYPES[logits_TE.dtype],
-        rows,
-        experts,
-        top_k,
-        logits_TE.data_ptr(),
-        _stride(logits_TE),
-        score == "softmax_selected",
-        renormalize,
-        ids_TK.data_ptr(),
-        weights_TK.data_ptr(),
-    )
+        _TYPES[logits_TE.dtype], rows, experts, top_k, logits_TE.data_ptr(), _stride(logits_TE),
+        score == "softmax_selected", renormalize, ids_TK.data_ptr(), weights_TK.data_ptr(),
+    )  # fmt: skip
     return ids_TK, weights_TK
 
 
@@ -163,15 +140,9 @@ def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor)
     assert y_PD.dtype is out_TD.dtype, (y_PD.dtype, out_TD.dtype)
     assert all(x.is_contiguous() for x in (y_PD, weights_TK, out_TD)), (y_PD.stride(), out_TD.stride())
     _native.sum_pairs(
-        _ELEMENTS[y_PD.dtype],
-        tokens,
-        top_k,
-        y_PD.shape[1],
-        y_PD.data_ptr(),
-        place_N.data_ptr(),
-        weights_TK.data_ptr(),
+        _ELEMENTS[y_PD.dtype], tokens, top_k, y_PD.shape[1], y_PD.data_ptr(), place_N.data_ptr(), weights_TK.data_ptr(),
         out_TD.data_ptr(),
-    )
+    )  # fmt: skip
     return out_TD
 
 
@@ -207,14 +178,7 @@ def race(x_rV: Tensor, low_r: Tensor, high_r: Tensor, token_hash_V: Tensor, bloc
     rows = low_r.shape[0]
     column_r = _empty(rows, dtype=torch.int64)
     _native.race(
-        rows,
-        x_rV.shape[1],
-        x_rV.data_ptr(),
-        _stride(x_rV),
-        low_r.data_ptr(),
-        high_r.data_ptr(),
-        token_hash_V.data_ptr(),
-        0 if blocks_rB is None else blocks_rB.data_ptr(),
-        column_r.data_ptr(),
-    )
+        rows, x_rV.shape[1], x_rV.data_ptr(), _stride(x_rV), low_r.data_ptr(), high_r.data_ptr(),
+        token_hash_V.data_ptr(), 0 if blocks_rB is None else blocks_rB.data_ptr(), column_r.data_ptr(),
+    )  # fmt: skip
     return column_r

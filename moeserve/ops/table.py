@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise, native_attention, native_layer, native_linear, native_rows, prologue
-from moeserve.ops.linear import PackLinear, onednn_pack, padded_rows, plain_packer
+from moeserve.ops import (
+    attention,
+    elementwise,
+    native_attention,
+    native_layer,
+    native_linear,
+    native_rows,
+    qk_norm_rope_cache,
+)
+from moeserve.ops.linear import PackLinear, padded_rows, plain_packer
 from moeserve.ops.memory import keep_freed_memory
 from moeserve.ops.native import native
 from moeserve.ops.probe import probe_attention, probe_linear, probe_native
@@ -58,7 +66,7 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
     route: Callable[..., tuple[Tensor, Tensor]] = elementwise.route  # triton's: and num_tokens, on the device
-    prologue: Callable[..., Tensor] = prologue.prologue
+    qk_norm_rope_cache: Callable[..., Tensor] = qk_norm_rope_cache.qk_norm_rope_cache
     plan_attention: PlanAttention = PLAN_BY_TORCH
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
@@ -75,7 +83,7 @@ class Ops:
         return ", ".join(f"{kernel}: {how}" for kernel, how in self.chosen)
 
 
-Choice = Literal["auto", "native", "onednn", "torch", "triton"]
+Choice = Literal["auto", "native", "torch", "triton"]
 
 
 def pick_ops(
@@ -86,14 +94,15 @@ def pick_ops(
     head_dim: int | None = None,
     exact: bool = False,
 ) -> Ops:
-    """Choose the kernels for this machine, after probing that their bits do not depend on the batch.
+    """Chooses the kernels for this machine, after a probe that their bits do not depend on the batch.
 
     On a CPU it also tells the C library to keep freed memory (ops/memory.py). Call it after the thread count is set:
-    native kernels compute with as many, and leave torch one, since threads of two pools would wait for each other.
-    kernels: auto takes native ones, else oneDNN's packed products, else plain torch, whatever works, and on other
-    devices Triton's, else torch's; the others demand one. head_dim: of the model, for which attention must be made.
-    exact: whether a row's bits may not depend on the batch (on CPUs they never do). Raises ConfigError for a dtype that
-    no kernel serves, or where what is demanded does not work.
+    native kernels compute with as many threads and leave torch one, because threads of two pools would wait for each
+    other.
+
+    kernels: auto takes native ones on CPUs and Triton's elsewhere, else torch's; the other choices demand one.
+    head_dim: of the model's attention. exact: whether a row's bits may not depend on the batch (on CPUs they never do).
+    Raises ConfigError for a dtype that no kernel serves, or where the kernels demanded do not work.
     """
     device = torch.device(device)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -101,23 +110,20 @@ def pick_ops(
     if device.type != "cpu" or kernels == "triton":
         return _on_device(device, dtype, kernels, head_dim, exact)
     keep_freed_memory()
-    obstacles: list[str] = []
-    for name, obstacle_of, table_of in (("native", _native_obstacle, _native), ("onednn", _onednn_obstacle, _onednn)):
-        if kernels in ("auto", name):
-            obstacle = obstacle_of(dtype, head_dim)
-            if obstacle is None:
-                if obstacles:
-                    log.info("%s; %s serves", "; ".join(obstacles), name)
-                return table_of(device, dtype)
-            if kernels == name:
-                raise ConfigError(f"{obstacle}; choose kernels: auto")
-            obstacles.append(obstacle)
-    return _torch(device, dtype, obstacles)
+    how = "torch"
+    if kernels != "torch":
+        obstacle = _native_obstacle(dtype, head_dim)
+        if obstacle is None:
+            return _native(device, dtype)
+        if kernels == "native":
+            raise ConfigError(f"{obstacle}; choose kernels: auto")
+        how = f"torch ({obstacle})"
+    return _torch(device, dtype, how)
 
 
 def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, head_dim: int | None, exact: bool) -> Ops:
-    if kernels in ("native", "onednn"):
-        raise ConfigError(f"kernels: {kernels} is for CPUs; choose kernels: auto on {device.type}")
+    if kernels == "native":
+        raise ConfigError(f"kernels: native is for CPUs; choose kernels: auto on {device.type}")
     obstacle = None if kernels == "torch" else _triton_obstacle(device, dtype, head_dim)
     if kernels != "torch" and obstacle is None:
         return _triton(device, dtype, exact)
@@ -130,7 +136,7 @@ def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, head_d
         )
     if obstacle:
         log.warning("%s; torch serves, slower", obstacle)
-    ops = _table(device, dtype, plain_packer(1), 1, "torch on " + device.type, 1)
+    ops = _table(device, dtype, 1, "torch on " + device.type, 1)
     return replace(ops, exact=False)
 
 
@@ -166,7 +172,7 @@ def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         add_rms_norm=triton_ops.add_rms_norm,
         embedding=triton_ops.embedding,
         route=triton_ops.route,
-        prologue=triton_ops.prologue,
+        qk_norm_rope_cache=triton_ops.qk_norm_rope_cache,
         plan_attention=triton_ops.planner(dtype, exact),
         attention=triton_ops.attention,
     )
@@ -208,7 +214,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         add_rms_norm=native_rows.add_rms_norm,
         embedding=native_rows.embedding,
         route=native_rows.route,
-        prologue=native_rows.prologue,
+        qk_norm_rope_cache=native_rows.qk_norm_rope_cache,
         plan_attention=from_host(native_attention.plan_attention),
         attention=native_attention.attention,
         attention_block=native_layer.AttentionBlock,
@@ -218,41 +224,25 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
     return ops
 
 
-def _onednn_obstacle(dtype: torch.dtype, head_dim: int | None) -> str | None:
-    """Why oneDNN's packed products cannot serve here, or None."""
-    if dtype == torch.float16:
-        return "oneDNN is not faster in float16"
-    try:
-        invariant = probe_linear(onednn_pack, dtype)
-    except RuntimeError as error:  # no oneDNN in this build, or no support for the dtype on this processor
-        return f"oneDNN cannot pack {dtype} here: {str(error).splitlines()[0]}"
-    return None if invariant else "oneDNN's products depend on the row count here"
-
-
-def _onednn(device: torch.device, dtype: torch.dtype) -> Ops:
-    probe_attention(dtype)
-    return _table(device, dtype, onednn_pack, 1, "oneDNN, packed", torch.get_num_threads())
-
-
-def _torch(device: torch.device, dtype: torch.dtype, obstacles: list[str]) -> Ops:
-    """obstacles: why nothing better serves."""
-    how = f"torch ({'; '.join(obstacles)})" if obstacles else "torch"
+def _torch(device: torch.device, dtype: torch.dtype, how: str) -> Ops:
+    """torch's kernels with the least padding of rows whose products pass the probe."""
+    threads = torch.get_num_threads()
     for pad in (1, 8, 16, 32):
         if probe_linear(plain_packer(pad), dtype):
             probe_attention(dtype)
-            return _table(device, dtype, plain_packer(pad), pad, f"{how}, rows in {pad}s", torch.get_num_threads())
+            return _table(device, dtype, pad, f"{how}, rows in {pad}s", threads)
     log.warning("products of %s depend on the row count at every padding up to 32 on this machine: "
                 "a request's tokens may depend on what else is in the batch", dtype)  # fmt: skip
-    return _table(device, dtype, plain_packer(32), 32, f"{how}, not batch-invariant", torch.get_num_threads())
+    return _table(device, dtype, 32, f"{how}, not batch-invariant", threads)
 
 
-def _table(device: torch.device, dtype: torch.dtype, pack: PackLinear, pad: int, how: str, threads: int) -> Ops:
+def _table(device: torch.device, dtype: torch.dtype, pad: int, how: str, threads: int) -> Ops:
     ops = Ops(
         device=device,
         dtype=dtype,
         chosen=(("linear", how), ("attention", "torch, tiles of 64"), ("others", "torch")),
         pad_rows=lambda rows: padded_rows(rows, pad),
-        pack_linear=pack,
+        pack_linear=plain_packer(pad),
         silu_mul=lambda x: elementwise.silu_mul(x, threads),
         sigmoid_gate=lambda x: elementwise.sigmoid_gate(x, threads),
     )

@@ -55,7 +55,7 @@ def traced(ops: Ops) -> Ops:
         add_rms_norm=elementwise.add_rms_norm,
         silu_mul=silu_mul,
         sigmoid_gate=elementwise.plain_sigmoid_gate,
-        prologue=opaque(ops.prologue),
+        qk_norm_rope_cache=opaque(ops.qk_norm_rope_cache),
         attention=opaque(ops.attention),
     )
 

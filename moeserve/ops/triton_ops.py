@@ -19,17 +19,17 @@ from moeserve.kernels.embedding import embedding
 from moeserve.kernels.linear import linear
 from moeserve.kernels.norms import add_rms_norm, rms_norm
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape
-from moeserve.kernels.prologue import prologue as prologue_kernel
+from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
 from moeserve.kernels.route import route
 from moeserve.ops.linear import Linear, plain_packer
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.triton_weights import WEIGHT_ONLY
 
 if TYPE_CHECKING:
-    from moeserve.ops.prologue import HeadRule
+    from moeserve.ops.qk_norm_rope_cache import HeadRule
     from moeserve.ops.step import PagedGroup, PlanAttention, StepRows
 
-__all__ = ["add_rms_norm", "attention", "embedding", "prologue", "rms_norm", "route", "silu_mul"]
+__all__ = ["add_rms_norm", "attention", "embedding", "qk_norm_rope_cache", "rms_norm", "route", "silu_mul"]
 
 BLOCKS_M = (16, 32, 64, 128)  # rows of a tile that launches may ask for
 _pack_plain = plain_packer(1)
@@ -84,7 +84,7 @@ def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
     return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else _pack_plain(weight, bias)
 
 
-def prologue(
+def qk_norm_rope_cache(
     qkv_THd: Tensor,
     rule: HeadRule,
     cos_T1d: Tensor,
@@ -94,8 +94,8 @@ def prologue(
     slot_mapping_T: Tensor,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """As ops.prologue.prologue."""
-    return prologue_kernel(
+    """See ops/qk_norm_rope_cache.py."""
+    return qk_norm_rope_cache_kernel(
         qkv_THd, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, slot_mapping_T,
         eps=rule.eps, norms=rule.norms, clip=rule.clip, normed_THd=normed_THd,
     )  # fmt: skip

@@ -19,12 +19,13 @@ from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.dummy import DummyParams, imagined
 from moeserve.loader.experts import ExpertFiles
+from moeserve.loader.load_plan import LoadPlan, Param
 from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
-from moeserve.loader.plan import Param, WeightPlan
 from moeserve.loader.size import bytes_per_weight
 from moeserve.loader.spec import ModelSpec
 from moeserve.loader.weights import Params
-from moeserve.models.registry import family
+from moeserve.models.build import build_decoder
+from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked, group_of
@@ -79,9 +80,8 @@ def load_model(
     if dummy and ((spec.stored and spec.stored.packed) or packed_cache or shard.world.size > 1):
         raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
-    of = family(spec)
     names = checkpoint.names
-    plan = of.weight_plan(spec, names, shard.world, shard.placement)
+    plan = load_plan(spec, names, shard.world, shard.placement)
     check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
     ops = pick_ops(device, dtype, config.device.kernels, head_dim=spec.head_dim, exact=config.device.exact)
     if config.device.compile:
@@ -91,7 +91,7 @@ def load_model(
     if spec.stored and spec.stored.activations and not shard.world.rank:
         log.info("config.json quantises activations, too: %s", _activations(ops, spec))
     files = ExpertFiles(
-        checkpoint, lambda layer, expert: of.expert_plan(spec, names, layer, [expert]), dtype, device, asked
+        checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked
     )
     params_of: Callable[..., Params] = DummyParams if dummy else Params
     cache, last = None, READ_FROM
@@ -108,7 +108,7 @@ def load_model(
             progress("reading and packing the weights", percent)
 
     with params_of(described, plan, dtype, device=device, asked=asked, progress=read) as params:
-        model = of.build(
+        model = build_decoder(
             spec,
             params,
             ops,
@@ -127,7 +127,7 @@ def load_model(
 
 
 def _check_kernels(
-    ops: Ops, checkpoint: Checkpoint, plan: WeightPlan, asked: Asked | None, packed_cache: str | None
+    ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None, packed_cache: str | None
 ) -> None:
     """Raises ConfigError for what these kernels cannot do, before a weight is read."""
     here, native = f"here {ops.device.type} serves by {ops.describe()}", "--device cpu with kernels: native"
@@ -147,7 +147,7 @@ def _check_kernels(
             raise ConfigError(f"{why}, and {what}, {here}; use {instead}, or {native}")
 
 
-def _quantised(checkpoint: Checkpoint, plan: WeightPlan, asked: Asked | None) -> Iterator[tuple[Param, str, int]]:
+def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Iterator[tuple[Param, str, int]]:
     """Each parameter that the model has in 4 or 8 bits, the kind, and inputs that share a scale (0: all)."""
     stored = {p.param: checkpoint.stored[p.source].form for p in plan.pieces if p.source in checkpoint.stored}
     for param in plan.params:
@@ -168,7 +168,7 @@ def _activations(ops: Ops, spec: ModelSpec) -> str:
     return f"they stay {ops.dtype} here, weights alone are quantised"
 
 
-def weight_bytes(plan: WeightPlan, dtype: torch.dtype, per_weight: float) -> int:
+def weight_bytes(plan: LoadPlan, dtype: torch.dtype, per_weight: float) -> int:
     """Of the parameters that a rank loads. per_weight: bytes of one in a linear layer."""
     sizes = [(math.prod(param.shape), param.quantised_on_load) for param in plan.params]
     return sum(int(size * (per_weight if linear else dtype.itemsize)) for size, linear in sizes)

@@ -14,8 +14,8 @@ from moeserve.cli.main import main
 from moeserve.cli.tune import ExpertShapes, linear_shapes, read_shape
 from moeserve.errors import ConfigError
 from moeserve.kernels.tuning import Job
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
+from moeserve.models.hf_config import read_model_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 

@@ -10,8 +10,8 @@ import pytest
 from moeserve.cluster.check_parallel import check_parallel
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.models.hf_config import read_model_spec
 
 
 @pytest.mark.parametrize(

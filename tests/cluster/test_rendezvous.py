@@ -24,8 +24,8 @@ from moeserve.cluster.node import join
 from moeserve.cluster.rendezvous import Admitted, Rendezvous, attendance, bracketed, misfit, resolve
 from moeserve.config import CacheConfig, Config, DeviceConfig, ModelConfig, ParallelConfig
 from moeserve.errors import AddressInUse, ConfigError
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.models.hf_config import read_model_spec
 
 SECRET = "a secret of the whole cluster"
 

@@ -24,7 +24,6 @@ from moeserve.comm.world import World
 from moeserve.config import Config, config_of
 from moeserve.engine.group_core import GroupCore
 from moeserve.engine.scheduler import Scheduler
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import (
     Drain,
@@ -42,6 +41,7 @@ from moeserve.messages import (
     Submit,
 )
 from moeserve.metrics import StepRecord
+from moeserve.models.hf_config import read_model_spec
 from moeserve.moe.placement.placement import Placement
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.group import GroupedRunner

@@ -11,7 +11,7 @@ import torch
 
 from moeserve import LLM, SamplingParams
 from moeserve.engine.groups import groups_of
-from moeserve.loader.hf_config import read_model_spec
+from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.native import native
 from moeserve.runner import kv_cache
 from moeserve.runner.base import DTYPES

@@ -117,7 +117,14 @@ def test_compiles_for_hopper() -> None:
         "table_stride", "group_stride", "blocks_stride", "slot_mapping_stride", "out_group_stride", "out_stride",
         "rows", "tokens", "samples", "all_rows", "all_tokens", "all_samples", "num_blocks",
     )  # fmt: skip
-    pointers = {"table": "i32", "blocks": "i32", "words": "i32", "ids": "i64", "positions": "i64", "cells": "i64"}
+    pointers = {
+        "table": "i32",
+        "blocks": "i32",
+        "words": "i32",
+        "ids": "i64",
+        "positions": "i64",
+        "slot_mapping": "i64",
+    }
     pointers |= {"rows": "i32", "sample": "i64", "offsets": "i32", "starts": "i32"}
     signature = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(integers, "i32")
     writes = {"arena_ptr": "*i32", "words_ptr": "*i32", "pieces": "i32"}

@@ -36,8 +36,8 @@ class Step:
         widths = [-(-end // size) for end in ends]
         numbers = torch.randperm(sum(widths) + 3, generator=random) + 1
         self.blocks = torch.zeros((len(starts), max([*widths, 1])), dtype=torch.int64)
-        cells = (len(numbers) + 1, size, shape.kv_heads, shape.head_dim)
-        self.k, self.v = torch.full(cells, NAN), torch.full(cells, NAN)
+        sizes = (len(numbers) + 1, size, shape.kv_heads, shape.head_dim)
+        self.k, self.v = torch.full(sizes, NAN), torch.full(sizes, NAN)
         at = 0
         for row, (end, width) in enumerate(zip(ends, widths, strict=True)):
             self.blocks[row, :width] = numbers[at : at + width]
@@ -45,7 +45,7 @@ class Step:
             for cache in (self.k, self.v):
                 for block in range(width):
                     used = min(size, end - block * size)
-                    values = torch.randn((used, *cells[2:]), generator=random)
+                    values = torch.randn((used, *sizes[2:]), generator=random)
                     cache[self.blocks[row, block], :used] = values
         self.all_blocks = self.blocks.clone().to(DEVICE)
         if shape.window is not None:  # blocks that nobody sees any more are given back
@@ -185,7 +185,7 @@ def _case(group: int, dim: int, block_m: int, warps: int, stages: int, int8: boo
     signature |= dict.fromkeys(("num_rows", "num_tokens", "q_stride", "table_stride"), "i32")
     signature |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32") if int8 else {}
     signature |= {} if plain else {"sinks_ptr": "*fp32"}
-    constants: dict[str, object] = {"GROUP": group, "KV_HEADS": 4, "D": dim, "D_PAD": dim, "CELL": dim + 4 * int8}
+    constants: dict[str, object] = {"GROUP": group, "KV_HEADS": 4, "D": dim, "D_PAD": dim, "ENTRY": dim + 4 * int8}
     constants |= {
         "FLAT": block_m == 128,
         "BLOCK_SIZE": 16,

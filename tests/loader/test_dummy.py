@@ -14,8 +14,8 @@ from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
 from moeserve.loader.dummy import DummyParams, imagined
-from moeserve.loader.hf_config import read_model_spec
-from moeserve.models.registry import family
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import load_plan
 from moeserve.runner.cpu import CPUModelRunner
 
 
@@ -30,7 +30,7 @@ def config_only(make_checkpoint: Any, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_parameter_is_filled_and_the_same_in_every_start(config_only: Path, dtype: torch.dtype) -> None:
     spec = read_model_spec(config_only)
-    plan = family(spec).weight_plan(spec, set())
+    plan = load_plan(spec, set())
     found = []
     for threads in (1, 4):
         with DummyParams(imagined(config_only, plan), plan, dtype, threads=threads) as params:

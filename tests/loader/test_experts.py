@@ -14,7 +14,8 @@ from moeserve.errors import CheckpointError
 from moeserve.loader import experts as module
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from tests.runner.expert_checkpoint import DTYPES, FAMILY, SPEC, E, write_experts
+from moeserve.models.load_plan import expert_load_plan
+from tests.runner.expert_checkpoint import DTYPES, SPEC, E, write_experts
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -46,7 +47,7 @@ def test_an_expert_has_the_bits_of_the_file(
 def expert_files(folder: Path, dtype: torch.dtype = torch.float32) -> ExpertFiles:
     checkpoint = open_checkpoint(folder)
     names = checkpoint.tensors.keys()
-    return ExpertFiles(checkpoint, lambda layer, e: FAMILY.expert_plan(SPEC, names, layer, [e]), dtype)
+    return ExpertFiles(checkpoint, lambda layer, e: expert_load_plan(SPEC, names, layer, [e]), dtype)
 
 
 def change_bytes(path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.generation_config import generation_defaults
-from moeserve.loader.hf_config import read_model_spec
+from moeserve.models.hf_config import read_model_spec
 from tests.loader.conftest import WriteConfig
 
 

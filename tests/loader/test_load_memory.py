@@ -15,13 +15,13 @@ import resource, sys
 from pathlib import Path
 import torch
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.plan import Param, Piece, WeightPlan
+from moeserve.loader.load_plan import Param, Piece, LoadPlan
 from moeserve.loader.weights import Params
 
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
 turn = sys.argv[3] == "transposed"
-plan = WeightPlan(
+plan = LoadPlan(
     tuple(Param(name, shape[::-1] if turn else shape) for name, shape in shapes.items()),
     tuple(Piece(name, shape, name, transpose=turn) for name, shape in shapes.items()),
 )

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.models.hf_config import read_model_spec
 from tests.loader.conftest import WriteConfig
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
 from moeserve.loader.weights import Params, Reader
-from moeserve.models.registry import family
+from moeserve.models.build import build_decoder
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.ops.native import native
@@ -268,10 +269,10 @@ def built(
 ) -> tuple[list[Tensor], bool]:
     """What one rank's products are packed to, in order, and whether that was found. folder None: without a cache."""
     spec = read_model_spec(path)
-    checkpoint, of = open_checkpoint(path, spec.stored), family(spec)
-    plan = of.weight_plan(spec, checkpoint.names, world)
+    checkpoint = open_checkpoint(path, spec.stored)
+    plan = load_plan(spec, checkpoint.names, world)
     files = ExpertFiles(
-        checkpoint, lambda layer, expert: of.expert_plan(spec, checkpoint.names, layer, [expert]), dtype
+        checkpoint, lambda layer, expert: expert_load_plan(spec, checkpoint.names, layer, [expert]), dtype
     )
     ops, room, cache, make = pick_ops("cpu", dtype, "native"), new_room, None, Params
     if folder:
@@ -287,7 +288,7 @@ def built(
     tp = BoardTensor(world.tp_rank, Board(world.tp_size))
     backends = [TorchAll2All(wire_of("auto", dtype), spec.hidden_size, dtype, spec.experts_per_token, 16)]
     with make(checkpoint, plan, dtype, asked=asked) as params, torch.inference_mode():
-        of.build(spec, params, ops.packing_into(recording), dtype, world=world, tp=tp, backends=backends)
+        build_decoder(spec, params, ops.packing_into(recording), dtype, world=world, tp=tp, backends=backends)
     files.close()
     if cache:
         cache.finish()
@@ -350,7 +351,7 @@ def test_whatever_decides_the_bytes_is_in_the_key(make_checkpoint: Any, tmp_path
 
     def key(world: World = ONE, dtype: torch.dtype = torch.bfloat16, asked: str | None = None) -> str:
         checkpoint = open_checkpoint(path, spec.stored)
-        plan = family(spec).weight_plan(spec, checkpoint.names, world)
+        plan = load_plan(spec, checkpoint.names, world)
         files = ExpertFiles(checkpoint, lambda layer, expert: plan, dtype)
         files.close()
         return key_of(files.identity(), plan, world, dtype, asked)
@@ -370,7 +371,7 @@ def test_whatever_decides_the_bytes_is_in_the_key(make_checkpoint: Any, tmp_path
     config = (path / "config.json").read_text()
     (path / "config.json").write_text(config.replace("1e-06", "1e-05"))
     keys.append(key())
-    plan = family(spec).weight_plan(spec, open_checkpoint(path, spec.stored).names)
+    plan = load_plan(spec, open_checkpoint(path, spec.stored).names)
     keys += [key_of("", plan, World(rank, tp, tp), torch.half, None) for tp in (3, 5) for rank in (0, 2)]
     assert len(set(keys)) == len(keys)
 

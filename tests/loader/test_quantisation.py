@@ -15,12 +15,12 @@ from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader import unpack
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.hf_config import read_model_spec
-from moeserve.loader.plan import Piece
+from moeserve.loader.load_plan import Piece
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.spec import StoredFormat
 from moeserve.loader.stored import Stored
-from moeserve.models.registry import family
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.runner.limits import check
 from tests.loader.eager import load
 from tests.quantised_checkpoints import FORMS, write_quantised
@@ -133,7 +133,7 @@ def small(make_checkpoint: Any, tmp_path: Path) -> Any:
 def everything(path: Path) -> dict[str, Any]:
     spec = read_model_spec(path)
     checkpoint = open_checkpoint(path, spec.stored)
-    return load(checkpoint, family(spec).weight_plan(spec, checkpoint.names), torch.bfloat16)
+    return load(checkpoint, load_plan(spec, checkpoint.names), torch.bfloat16)
 
 
 def put(name: str, index: Any, value: float) -> Any:
@@ -190,11 +190,11 @@ def test_experts_read_one_by_one_are_the_same(kind: str, make_checkpoint: Any, t
     else:
         asked = kind.removeprefix("asked ")
     spec = read_model_spec(path)
-    checkpoint, of = open_checkpoint(path, spec.stored), family(spec)
-    plan = of.weight_plan(spec, checkpoint.names)
+    checkpoint = open_checkpoint(path, spec.stored)
+    plan = load_plan(spec, checkpoint.names)
     params = load(checkpoint, plan, torch.bfloat16, asked=asked)
     files = ExpertFiles(
-        checkpoint, lambda layer, e: of.expert_plan(spec, checkpoint.names, layer, [e]), torch.bfloat16, asked=asked
+        checkpoint, lambda layer, e: expert_load_plan(spec, checkpoint.names, layer, [e]), torch.bfloat16, asked=asked
     )
     for expert in (5, 0, 5):
         for got, name in zip(files.read(1, expert), ("w13", "w2"), strict=True):

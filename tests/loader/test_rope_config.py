@@ -9,8 +9,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import RopeSpec
+from moeserve.models.hf_config import read_model_spec
 from tests.loader.conftest import LLAMA, WriteConfig
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.plan import Param, Piece, WeightPlan
+from moeserve.loader.load_plan import LoadPlan, Param, Piece
 from moeserve.loader.safetensors_file import DTYPE_BITS, read_header
 from tests.loader.eager import load
 
@@ -144,9 +144,9 @@ def test_every_dtype_of_the_format_is_understood(dtype: str, tmp_path: Path) -> 
     assert read_header(file_of(tmp_path, header, bytes(num_bytes)))["w"].num_bytes == num_bytes
 
 
-def plan_of(tensors: dict[str, torch.Tensor]) -> WeightPlan:
+def plan_of(tensors: dict[str, torch.Tensor]) -> LoadPlan:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return WeightPlan(
+    return LoadPlan(
         tuple(Param(name, shape) for name, shape in shapes.items()),
         tuple(Piece(name, shape, name) for name, shape in shapes.items()),
     )

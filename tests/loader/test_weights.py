@@ -18,16 +18,16 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader import weights
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.plan import Param, Piece, WeightPlan
+from moeserve.loader.load_plan import LoadPlan, Param, Piece
 from tests.loader.eager import load
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def copy_all(tensors: dict[str, Tensor], **shapes: tuple[int, ...]) -> WeightPlan:
+def copy_all(tensors: dict[str, Tensor], **shapes: tuple[int, ...]) -> LoadPlan:
     """The plan that copies every tensor; `shapes` overrides what it expects of some."""
     want = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | shapes
-    return WeightPlan(
+    return LoadPlan(
         tuple(Param(name, shape) for name, shape in want.items()),
         tuple(Piece(name, shape, name) for name, shape in want.items()),
     )
@@ -80,7 +80,7 @@ def test_experts_one_by_one_and_fused_fill_the_same_parameter(tmp_path: Path) ->
     ]
     pieces.append(Piece("fused", (3, 5, 8), "fused", transpose=True))
     pieces.append(Piece("fused", (3, 5, 8), "last expert", take=(2,), transpose=True))
-    plan = WeightPlan(
+    plan = LoadPlan(
         (Param("one by one", (3, 8, 5)), Param("fused", (3, 8, 5)), Param("last expert", (8, 5))), tuple(pieces)
     )
     params = load(open_checkpoint(tmp_path), plan, torch.float32)
@@ -124,7 +124,7 @@ def test_any_piece_gives_what_indexing_gives(
         ]
     before, weights.READ_BYTES = weights.READ_BYTES, read_bytes
     try:
-        params = load(open_checkpoint(tmp_path), WeightPlan((Param("p", shape),), tuple(pieces_)), dtype, threads=2)
+        params = load(open_checkpoint(tmp_path), LoadPlan((Param("p", shape),), tuple(pieces_)), dtype, threads=2)
     finally:
         weights.READ_BYTES = before
     expected = torch.stack((taken, taken), dim=-1) if stacked else taken
@@ -146,10 +146,10 @@ def test_progress_counts_every_byte_once(small_file: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[Checkpoint, WeightPlan], str]:
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[Checkpoint, LoadPlan], str]:
     """Loads, expects a refusal in under a second with no parameter allocated, and returns the message."""
 
-    def refuse(checkpoint: Checkpoint, plan: WeightPlan) -> str:
+    def refuse(checkpoint: Checkpoint, plan: LoadPlan) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda *a, **k: pytest.fail("allocated before the plan was checked"))
             began = time.process_time()
@@ -161,7 +161,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[Checkpoint, WeightPlan
     return refuse
 
 
-Refused = Callable[[Checkpoint, WeightPlan], str]
+Refused = Callable[[Checkpoint, LoadPlan], str]
 
 
 def test_missing_and_surplus_tensors_are_named(small_file: Path, refused: Refused) -> None:
@@ -176,7 +176,7 @@ def test_missing_and_surplus_tensors_are_named(small_file: Path, refused: Refuse
 def test_ignored_tensors_are_not_surplus(small_file: Path) -> None:
     tensors = load_file(small_file)
     some = copy_all({name: tensor for name, tensor in tensors.items() if name != "a.f32"})
-    plan = WeightPlan(some.params, some.pieces, ignore=frozenset({"a.f32", "never there"}))
+    plan = LoadPlan(some.params, some.pieces, ignore=frozenset({"a.f32", "never there"}))
     assert "a.f32" not in load(open_checkpoint(small_file.parent), plan, torch.float32)
 
 
@@ -206,7 +206,7 @@ def test_a_wholly_foreign_checkpoint_of_20000_tensors_is_refused_in_short(tmp_pa
 
 
 def test_a_plan_that_leaves_a_gap_is_our_own_bug(small_file: Path) -> None:
-    plan = WeightPlan((Param("p", (6, 7)),), (Piece("a.f32", (5, 7), "p", at=(slice(0, 5),)),))
+    plan = LoadPlan((Param("p", (6, 7)),), (Piece("a.f32", (5, 7), "p", at=(slice(0, 5),)),))
     with pytest.raises(AssertionError, match="do not cover"):
         load(open_checkpoint(small_file.parent), plan, torch.float32)
 

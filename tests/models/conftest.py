@@ -17,10 +17,11 @@ from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.heads import local_kv_heads
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
+from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
-from moeserve.models.registry import family
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import load_plan
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.ubatch import UBatch
@@ -28,6 +29,7 @@ from moeserve.ops.native import native
 from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, Ops, pick_ops
 from tests.checkpoints import FAMILIES as FAMILIES
+from tests.loader.conftest import write_config as write_config
 from tests.loader.eager import load
 
 
@@ -38,11 +40,11 @@ def carry_out(
     world: World | None = None,
     placement: Placement | None = None,
 ) -> dict[str, Tensor]:
-    """The plain meaning of a WeightPlan: every parameter, filled piece by piece."""
+    """The plain meaning of a LoadPlan: every parameter, filled piece by piece."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
-    plan = family(spec).weight_plan(spec, tensors.keys(), world, placement)
+    plan = load_plan(spec, tensors.keys(), world, placement)
     params = {param.name: torch.full(param.shape, torch.nan, dtype=dtype) for param in plan.params}
     for piece in plan.pieces:
         assert tensors[piece.source].shape == piece.shape
@@ -87,12 +89,12 @@ class Driver:
             module.set_threads([-1] * threads)
         if asked or self.spec.stored:
             checkpoint = open_checkpoint(path, self.spec.stored)
-            plan = family(self.spec).weight_plan(self.spec, checkpoint.names, world, placement)
+            plan = load_plan(self.spec, checkpoint.names, world, placement)
             params = load(checkpoint, plan, dtype, asked=asked)
         else:
             params = carry_out(path, self.spec, dtype, world, placement)
         change(params)
-        self.model: Decoder = family(self.spec).build(
+        self.model: Decoder = build_decoder(
             self.spec, params, ops, dtype, world=world, tp=tp, placement=placement, backends=backends
         )
         self.block_size = block_size

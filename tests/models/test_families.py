@@ -10,11 +10,11 @@ import torch
 
 from moeserve.blocks.inputs import GroupInputs, StepInputs
 from moeserve.comm.world import World
-from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.hf_config import read_model_spec
-from moeserve.loader.spec import ModelSpec
-from moeserve.models.registry import FAMILIES, family
+from moeserve.models.build import build_decoder
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import load_plan
+from moeserve.models.registry import FAMILIES
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.table import Choice
 from tests.loader.eager import load
@@ -29,13 +29,6 @@ FUSED = {
 }
 
 
-def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    spec = ModelSpec(architecture="NoSuchModel", dtype="float32", vocab_size=8, hidden_size=8, num_layers=1,
-                     num_heads=1, num_kv_heads=1, head_dim=8, max_position=8, norm_eps=1e-6)  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"NoSuchModel.*MixtralForCausalLM"):
-        family(spec)
-
-
 def test_every_family_is_tested() -> None:
     assert {f"{name}ForCausalLM" for name, _ in CHECKPOINTS.values()} == set(FAMILIES)
 
@@ -48,7 +41,7 @@ def test_fused_expert_tensors_fill_the_same_parameters(name: str, make_checkpoin
     separate = carry_out(checkpoint.path, spec, torch.float32)
     tensors = checkpoint.reference.state_dict()
     assert f"model.layers.0.{FUSED[name][0]}" in tensors
-    plan = family(spec).weight_plan(spec, tensors.keys())
+    plan = load_plan(spec, tensors.keys())
     assert tensors.keys() - plan.ignore == {piece.source for piece in plan.pieces}
     for piece in plan.pieces:
         assert tensors[piece.source].shape == piece.shape
@@ -63,7 +56,7 @@ def test_ranks_share_out_the_experts(fused: bool, make_checkpoint: Any) -> None:
     names = tensors.keys() if fused else list(_safetensors_names(checkpoint))
     everything = carry_out(checkpoint.path, spec, torch.float32)
     for rank in range(4):
-        plan = family(spec).weight_plan(spec, names, World(rank, 4))
+        plan = load_plan(spec, names, World(rank, 4))
         shapes = {param.name: param.shape for param in plan.params}
         assert shapes["layers.0.w13"] == (2, 64, 64)
         assert {piece.source for piece in plan.pieces} | plan.ignore >= set(names)
@@ -88,7 +81,7 @@ def test_the_loader_carries_out_the_plan(name: str, make_checkpoint: Any) -> Non
     path = make_checkpoint(name).path
     spec = read_model_spec(path)
     checkpoint = open_checkpoint(path)
-    plan = family(spec).weight_plan(spec, checkpoint.tensors.keys())
+    plan = load_plan(spec, checkpoint.tensors.keys())
     loaded = load(checkpoint, plan, torch.bfloat16)
     expected = carry_out(path, spec, torch.bfloat16)
     assert loaded.keys() == expected.keys()
@@ -97,7 +90,7 @@ def test_the_loader_carries_out_the_plan(name: str, make_checkpoint: Any) -> Non
 
 def test_a_saved_lm_head_is_ignored_when_tied(make_checkpoint: Any) -> None:
     spec = read_model_spec(make_checkpoint("llama", tie_word_embeddings=True).path)
-    plan = family(spec).weight_plan(spec, ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+    plan = load_plan(spec, ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
     assert plan.ignore >= {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
     assert "lm_head" not in {param.name for param in plan.params}
 
@@ -105,7 +98,7 @@ def test_a_saved_lm_head_is_ignored_when_tied(make_checkpoint: Any) -> None:
 def test_missing_tensors_are_still_asked_for(make_checkpoint: Any) -> None:
     """An empty checkpoint gets a full plan, so that the loader can name what is missing."""
     spec = read_model_spec(make_checkpoint("mixtral").path)
-    sources = {piece.source for piece in family(spec).weight_plan(spec, []).pieces}
+    sources = {piece.source for piece in load_plan(spec, []).pieces}
     assert "model.layers.1.block_sparse_moe.experts.7.w3.weight" in sources
     assert "lm_head.weight" in sources
 
@@ -117,7 +110,7 @@ def test_parameters_are_taken_out_while_building(make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen2_moe").path
     spec = read_model_spec(path)
     params = carry_out(path, spec, torch.bfloat16)
-    family(spec).build(spec, params, pick_ops("cpu", torch.bfloat16), torch.bfloat16)
+    build_decoder(spec, params, pick_ops("cpu", torch.bfloat16), torch.bfloat16)
     assert params == {}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.loader.plan import LINEAR
+from moeserve.loader.load_plan import LINEAR
 from moeserve.ops.native import native
 from moeserve.ops.quantised import quantisation_of
 from tests.quantised_checkpoints import FORMS, dequantised, write_quantised

@@ -16,9 +16,9 @@ from moeserve.comm.world import World
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.heads import Heads, local_heads, possible_tp
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.loader.spec import ModelSpec
-from moeserve.models.registry import family
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
@@ -198,7 +198,7 @@ def test_the_loader_reads_shares(name: str, make_checkpoint: Any) -> None:
     path = make_checkpoint(name, intermediate_size=90, vocab_size=301).path
     spec, checkpoint = read_model_spec(path), open_checkpoint(path)
     world = World(3, 4, 4)
-    loaded = load(checkpoint, family(spec).weight_plan(spec, checkpoint.tensors.keys(), world), torch.bfloat16)
+    loaded = load(checkpoint, load_plan(spec, checkpoint.tensors.keys(), world), torch.bfloat16)
     expected = carry_out(path, spec, torch.bfloat16, world)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[param], expected[param]) for param in expected)
@@ -218,7 +218,7 @@ def test_which_ranks_hold_which_heads(make_checkpoint: Any) -> None:
 def test_impossible_sizes_are_refused_with_the_possible_ones(tp_size: int, make_checkpoint: Any) -> None:
     spec = dataclasses.replace(read_model_spec(make_checkpoint("llama").path), num_heads=12, num_kv_heads=4)
     with pytest.raises(ConfigError, match=rf"tp={tp_size} .*12 query heads on 4 KV heads.*from 1, 2, 4, 12"):
-        family(spec).weight_plan(spec, [], World(0, tp_size, tp_size))
+        load_plan(spec, [], World(0, tp_size, tp_size))
 
 
 @native_only

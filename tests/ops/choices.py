@@ -8,7 +8,7 @@ import torch
 from moeserve.errors import ConfigError
 from moeserve.ops.table import Choice, Ops, pick_ops
 
-CHOICES: tuple[Choice, ...] = ("native", "onednn", "torch")
+CHOICES: tuple[Choice, ...] = ("native", "torch")
 
 
 def ops_of(dtype: torch.dtype, kernels: Choice) -> Ops:

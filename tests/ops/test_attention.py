@@ -15,7 +15,7 @@ from moeserve.ops.kv_entries import entry_width, from_entries, to_entries
 
 @dataclass
 class Cache:
-    """Random contexts in scattered blocks; every cell that belongs to nobody holds NaN. keys, values: what int8 ones
+    """Random contexts in scattered blocks; every slot that belongs to nobody holds NaN. keys, values: what int8 ones
     stand for."""
 
     k: Tensor
@@ -37,9 +37,9 @@ def make_cache(lengths: list[int], g: int, d: int, size: int, dtype: torch.dtype
     for length, count in zip(lengths, counts, strict=True):
         blocks = [free.pop() for _ in range(count)]
         own_k, own_v = (to_entries(torch.randn(length, g, d, generator=generator), dtype) for _ in range(2))
-        cells = torch.tensor([blocks[p // size] * size + p % size for p in range(length)])
-        k.view(-1, g, width)[cells] = own_k
-        v.view(-1, g, width)[cells] = own_v
+        slots = torch.tensor([blocks[p // size] * size + p % size for p in range(length)])
+        k.view(-1, g, width)[slots] = own_k
+        v.view(-1, g, width)[slots] = own_v
         tables.append(blocks)
         keys.append(from_entries(own_k))
         values.append(from_entries(own_v))

@@ -125,13 +125,13 @@ def test_new_keys_and_values_reach_their_cells() -> None:
 
 def test_int8_cells() -> None:
     x = torch.tensor([[[50.0, -127.0, 0.0, 62.5]], [[0.0, 0.0, 0.0, 0.0]], [[1.0, torch.inf, 0.0, 2.0]]])
-    cells = to_entries(x, torch.int8)
-    assert cells.shape == (3, 1, entry_width(4, torch.int8))
-    assert from_entries(cells)[0, 0].tolist() == [50, -127, 0, 62]  # halves go to even numbers
+    entries = to_entries(x, torch.int8)
+    assert entries.shape == (3, 1, entry_width(4, torch.int8))
+    assert from_entries(entries)[0, 0].tolist() == [50, -127, 0, 62]  # halves go to even numbers
     assert from_entries(to_entries(x / 100, torch.int8))[0, 0].tolist() == pytest.approx(
         [0.5, -1.27, 0.0, 0.62], abs=0.01
     )
-    assert not from_entries(cells)[1].any()
-    assert from_entries(cells)[2].isnan().all()
+    assert not from_entries(entries)[1].any()
+    assert from_entries(entries)[2].isnan().all()
     assert entry_width(4, torch.bfloat16) == 4
     assert torch.equal(from_entries(to_entries(x, torch.bfloat16)), x.bfloat16())

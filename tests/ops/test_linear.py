@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.ops.linear import PackedLinear, PlainLinear, onednn_pack, padded_rows
+from moeserve.ops.linear import PlainLinear, padded_rows
 from moeserve.ops.probe import probe_attention, probe_linear
 from moeserve.ops.table import Choice, pick_ops
 from tests.ops.choices import CHOICES, ops_of
@@ -24,29 +25,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def test_example() -> None:
     weight, bias = torch.tensor([[3.0, 4.0]]), torch.tensor([5.0])
-    for linear in (PlainLinear(weight, bias), PlainLinear(weight, bias, pad=8), PackedLinear(weight, bias)):
+    for linear in (PlainLinear(weight, bias), PlainLinear(weight, bias, pad=8)):
         assert linear(torch.tensor([[1.0, 2.0]])).tolist() == [[16.0]]
-
-
-def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN can pack such weights on this processor; bfloat16 needs AVX-512."""
-    try:
-        PackedLinear(torch.ones(16, 16, dtype=dtype))
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN does not pack bfloat16 on this processor")
-def test_packed_bfloat16_has_the_bits_of_plain() -> None:
-    """What lets small weights stay plain, and a tied embedding be packed."""
-    generator = torch.Generator().manual_seed(0)
-    for k, n in ((64, 96), (512, 40), (1000, 24)):
-        weight = torch.randn(n, k, generator=generator).bfloat16()
-        bias = torch.randn(n, generator=generator).bfloat16()
-        x = torch.randn(37, k, generator=generator).bfloat16()
-        for b in (None, bias):
-            assert torch.equal(PackedLinear(weight, b)(x), PlainLinear(weight, b)(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -91,11 +71,10 @@ def test_columns_keep_their_bits(dtype: torch.dtype, kernels: Choice, threads: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lone_row_keeps_its_bits_however_long_the_sum(dtype: torch.dtype) -> None:
     """Libraries split long sums for a single row; in bfloat16 few outputs show it, so many are looked at."""
-    if not packs(dtype):
-        pytest.skip("oneDNN does not pack bfloat16 on this processor")
+    ops = ops_of(dtype, "torch")
     generator = torch.Generator().manual_seed(2)
     for k, n in ((1280, 256), (2048, 256), (4096, 128)):
-        linear = onednn_pack(torch.randn(n, k, generator=generator).to(dtype), None)
+        linear = ops.pack_linear(torch.randn(n, k, generator=generator).to(dtype), None)
         x = torch.randn(250, k, generator=generator).to(dtype)
         whole = linear(x)
         assert torch.equal(torch.cat([linear(row) for row in x.split(1)]), whole), (k, n)
@@ -104,9 +83,10 @@ def test_a_lone_row_keeps_its_bits_however_long_the_sum(dtype: torch.dtype) -> N
 
 def test_tiny_bfloat16_weights_keep_their_rows_bits() -> None:
     """Routers of small models: torch computes products below a size with another kernel."""
+    ops = ops_of(torch.bfloat16, "torch")
     generator = torch.Generator().manual_seed(3)
     for n, k in ((8, 256), (4, 64), (64, 64), (16, 300)):
-        linear = onednn_pack(torch.randn(n, k, generator=generator).bfloat16(), None)
+        linear = ops.pack_linear(torch.randn(n, k, generator=generator).bfloat16(), None)
         x = torch.randn(6000, k, generator=generator).bfloat16()
         whole = linear(x)
         for rows in (1, 2, 3, 5):
@@ -139,11 +119,9 @@ def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import moeserve.ops.table as table
 
     monkeypatch.setattr(table, "native", lambda: None)
-    monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: isinstance(pack(torch.ones(1, 1), None), PlainLinear)
-                        and pack(torch.ones(1, 1), None).pad == 16)  # fmt: skip
+    monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: pack(torch.ones(1, 1), None).pad == 16)
     ops = pick_ops("cpu", torch.float32)
-    assert "rows in 16s" in ops.describe()
-    assert "oneDNN's products depend" in ops.describe()
+    assert "torch (there are no native kernels for this machine), rows in 16s" in ops.describe()
     assert [ops.pad_rows(n) for n in (0, 1, 16, 17)] == [16, 16, 16, 32]
 
 
@@ -158,20 +136,6 @@ def test_padded_row_counts() -> None:
         assert len(set(sizes)) < 120
 
 
-def test_a_processor_without_packed_products_is_served_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    import moeserve.ops.table as table
-
-    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
-        raise NotImplementedError("no such operator\nand a long story")
-
-    monkeypatch.setattr(table, "native", lambda: None)
-    monkeypatch.setattr(table, "onednn_pack", pack)
-    described = pick_ops("cpu", torch.float32).describe()
-    assert "machine; oneDNN cannot pack torch.float32 here: no such operator), rows in" in described
-    with pytest.raises(ConfigError, match="no such operator; choose kernels: auto"):
-        pick_ops("cpu", torch.float32, "onednn")
-
-
 def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import moeserve.ops.table as table
 
@@ -184,8 +148,8 @@ def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog
 def test_refuses_other_dtypes() -> None:
     with pytest.raises(ConfigError, match="float64"):
         pick_ops("cpu", torch.float64)
-    with pytest.raises(ConfigError, match="choose kernels: auto"):
-        pick_ops("cpu", torch.float16, "onednn")
+    with pytest.raises(ConfigError, match="its successor is kernels: torch"):
+        config_of("demo", kernels="onednn")
 
 
 def test_native_kernels_that_compute_wrongly_do_not_serve(

@@ -238,16 +238,16 @@ def test_scales_of_any_size(isa: str, q_dtype: torch.dtype) -> None:
     module.use_isa(isa)
     cache = make_cache([200], 2, 24, 16, torch.float32)
     sizes = torch.tensor([0.0, 1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e37])[torch.arange(200) % 7].view(200, 1, 1)
-    cells = torch.tensor([cache.tables[0][p // 16] * 16 + p % 16 for p in range(200)])
+    slots = torch.tensor([cache.tables[0][p // 16] * 16 + p % 16 for p in range(200)])
     cache.k, cache.v = (to_entries(x, torch.int8) for x in (cache.k, cache.v))
-    write_kv(cache.keys[0] * sizes, cache.values[0] * sizes.flip(0), cache.k, cache.v, cells)
+    write_kv(cache.keys[0] * sizes, cache.values[0] * sizes.flip(0), cache.k, cache.v, slots)
     q = [x * 1e-3 for x in make_queries([200], 4, 24, q_dtype)]
     found = run(cache, [(0, 0, 200)], q, None)[0]
     for position in (0, 5, 150, 199):
         assert torch.equal(found[position], reference(cache, (0, position, 1), q, None).to(q_dtype)), position
     assert found.isfinite().all()
     cache.keys[0][100, 1, 3] = torch.inf
-    write_kv(cache.keys[0][100:101], cache.values[0][100:101], cache.k, cache.v, cells[100:101])
+    write_kv(cache.keys[0][100:101], cache.values[0][100:101], cache.k, cache.v, slots[100:101])
     broken = run(cache, [(0, 0, 200)], q, None)[0]
     assert torch.equal(broken[:100], found[:100])
     assert broken[100:, 48:].isnan().all()
@@ -259,9 +259,9 @@ def test_later_values_do_not_reach_earlier_queries() -> None:
     cache = make_cache([60], 1, 16, 16, torch.float32)
     q = make_queries([60], 4, 16, torch.float32)
     expected = run(cache, [(0, 0, 60)], q, 20)[0]
-    cell = cache.tables[0][1] * 16 + 4  # position 20
-    cache.v.view(-1, 16)[cell] = torch.inf
-    cache.k.view(-1, 16)[cell] = torch.nan
+    slot = cache.tables[0][1] * 16 + 4  # position 20
+    cache.v.view(-1, 16)[slot] = torch.inf
+    cache.k.view(-1, 16)[slot] = torch.nan
     found = run(cache, [(0, 0, 60)], q, 20)[0]
     assert torch.equal(found[:20], expected[:20])
     assert torch.equal(found[40:], expected[40:])
@@ -272,9 +272,9 @@ def test_scores_of_minus_infinity_weigh_nothing() -> None:
     """A key that overflowed, alone in its tile or chunk as far as the window goes, or the only one there is."""
     cache = make_cache([1100], 1, 16, 16, torch.float32)
     q = [x.abs() + 0.1 for x in make_queries([1100], 2, 16, torch.float32)]
-    cells = [cache.tables[0][position // 16] * 16 + position % 16 for position in (0, 63, 1023)]
-    cache.k.view(-1, 16)[cells] = -torch.inf
-    cache.v.view(-1, 16)[cells] = 1e9
+    slots = [cache.tables[0][position // 16] * 16 + position % 16 for position in (0, 63, 1023)]
+    cache.k.view(-1, 16)[slots] = -torch.inf
+    cache.v.view(-1, 16)[slots] = 1e9
     found = run(cache, [(0, 0, 1100)], q, 8)[0]
     assert found[0].isnan().all()
     assert found[1:].abs().max() < 10

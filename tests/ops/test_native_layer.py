@@ -21,7 +21,7 @@ from moeserve.ops import native_attention, native_layer, native_rows
 from moeserve.ops.kv_entries import to_entries
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import NativeLinear
-from moeserve.ops.prologue import HeadRule
+from moeserve.ops.qk_norm_rope_cache import HeadRule
 
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,17 +61,17 @@ def test_attention(
     blocks = blocks.view(len(counts), 8).contiguous()
     offsets = np.cumsum([0, *counts]).astype(np.int32)
     places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
-    cells = torch.tensor([int(blocks[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p in places])
+    slots = torch.tensor([int(blocks[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p in places])
     shape = BLOCK, None, np.array(starts, np.int32), offsets, HEADS, KV_HEADS, DIM
     plan = native_attention.plan_attention(blocks, *shape)
 
     k, v = (cache.clone() for cache in caches)
-    q = native_rows.prologue(qkv(x).view(tokens, -1, DIM), rule, cos, sin, k, v, cells)
+    q = native_rows.qk_norm_rope_cache(qkv(x).view(tokens, -1, DIM), rule, cos, sin, k, v, slots)
     attended = native_attention.attention(q, k, v, plan)
     for last, expected in ((None, attended), (out, out(attended))):
         block_k, block_v = (cache.clone() for cache in caches)
         block = native_layer.AttentionBlock(qkv, last, rule, DIM, dtype)
-        assert torch.equal(block(x, cos, sin, block_k, block_v, cells, plan), expected)
+        assert torch.equal(block(x, cos, sin, block_k, block_v, slots, plan), expected)
         assert torch.equal(block_k, k)
         assert torch.equal(block_v, v)
 

@@ -20,7 +20,7 @@ from moeserve.moe.routing import Routing
 from moeserve.ops import elementwise, native_rows
 from moeserve.ops.kv_entries import from_entries, to_entries
 from moeserve.ops.native import native
-from moeserve.ops.prologue import HeadRule, prologue
+from moeserve.ops.qk_norm_rope_cache import HeadRule, qk_norm_rope_cache
 from moeserve.runner import noise
 from moeserve.runner.filters import first_max
 
@@ -123,7 +123,7 @@ def test_threads_and_batch_change_no_bit(threads: None) -> None:
             assert torch.equal(kernel(x[first:last].clone()), whole[first:last])
 
 
-def prologue_case(
+def case_of(
     dtype: torch.dtype, dim: int, *, norms: bool, clip: float, normed: bool
 ) -> tuple[Tensor, HeadRule, Tensor, Tensor, Tensor, Tensor | None]:
     tokens, heads, groups = 9, 6, 2
@@ -147,13 +147,15 @@ def bits_of(x: Tensor) -> Tensor:
     ("norms", "clip", "normed"),
     [(False, math.inf, False), (True, math.inf, False), (False, 0.7, False), (True, 0.9, False), (False, 0.7, True)],
 )
-def test_prologue(dim: int, dtype: torch.dtype, norms: bool, clip: float, normed: bool, rounded: bool) -> None:
+def test_qk_norm_rope_cache(
+    dim: int, dtype: torch.dtype, norms: bool, clip: float, normed: bool, rounded: bool
+) -> None:
     """Two of the nine rows are padding: their queries are computed, their keys and values go nowhere."""
-    qkv, rule, cos, sin, cells, given = prologue_case(dtype, dim, norms=norms, clip=clip, normed=normed)
+    qkv, rule, cos, sin, slots, given = case_of(dtype, dim, norms=norms, clip=clip, normed=normed)
     empty = torch.full((6, 7, 2, dim), torch.nan)
     caches = [to_entries(empty, torch.int8 if rounded else dtype) for _ in range(4)]
-    found = native_rows.prologue(qkv, rule, cos, sin, *caches[:2], cells, given), *caches[:2]
-    expected = prologue(qkv, rule, cos, sin, *caches[2:], cells, given), *caches[2:]
+    found = native_rows.qk_norm_rope_cache(qkv, rule, cos, sin, *caches[:2], slots, given), *caches[:2]
+    expected = qk_norm_rope_cache(qkv, rule, cos, sin, *caches[2:], slots, given), *caches[2:]
     for mine, reference in zip(found, expected, strict=True):
         if norms:
             tolerance = 0.05 if mine.dtype == torch.int8 else 1e-5  # one step of a scale
@@ -162,7 +164,7 @@ def test_prologue(dim: int, dtype: torch.dtype, norms: bool, clip: float, normed
         else:
             assert torch.equal(bits_of(mine), bits_of(reference))
     assert int(from_entries(caches[0]).isnan().any(-1).sum()) == (42 - 7) * 2
-    alone = native_rows.prologue(qkv[4:5].clone(), rule, cos[4:5], sin[4:5], *caches[:2], cells[4:5],
+    alone = native_rows.qk_norm_rope_cache(qkv[4:5].clone(), rule, cos[4:5], sin[4:5], *caches[:2], slots[4:5],
                                  None if given is None else given[4:5])  # fmt: skip
     assert torch.equal(alone[0], found[0][4])
 
@@ -179,8 +181,8 @@ def test_int8_cells_are_the_references(dtype: torch.dtype) -> None:
     qkv = heads.view(8, 1, 24).expand(8, 3, 24).to(dtype).contiguous()
     rule, ones = HeadRule(1, 1, 1.0, 1e-6), torch.ones(8, 1, 24)
     caches = [torch.full((8, 1, 1, 28), 77, dtype=torch.int8) for _ in range(4)]
-    native_rows.prologue(qkv, rule, ones, 0 * ones, *caches[:2], torch.arange(8))
-    prologue(qkv, rule, ones, 0 * ones, *caches[2:], torch.arange(8))
+    native_rows.qk_norm_rope_cache(qkv, rule, ones, 0 * ones, *caches[:2], torch.arange(8))
+    qk_norm_rope_cache(qkv, rule, ones, 0 * ones, *caches[2:], torch.arange(8))
     assert torch.equal(caches[0], caches[2])
     assert torch.equal(caches[1], caches[3])
     assert caches[1][5].flatten()[:6].tolist() == [127, 2, 2, 4, 4, 6]

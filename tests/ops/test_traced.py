@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 
 from moeserve.blocks.inputs import Cut, GroupInputs, StepInputs
 from moeserve.engine.groups import groups_of
-from moeserve.models.registry import family
+from moeserve.models.build import build_decoder
+from moeserve.models.load_plan import load_plan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import FOLDER, traced
@@ -39,12 +40,12 @@ def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None) -> torch.
     """What a model with random weights makes of one request's first tokens; every other layer has experts."""
     moe_layers = tuple(i % 2 == 0 for i in range(layers))
     spec = spec_of(**MODEL, num_layers=layers, moe_layers=moe_layers, windows=(None,) * layers)
-    of, generator = family(spec), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     params = {
         param.name: torch.randn(param.shape, generator=generator) * 0.15 + ("norm" in param.name)
-        for param in of.weight_plan(spec, ()).params
+        for param in load_plan(spec, ()).params
     }
-    model = of.build(spec, params, ops, torch.float32)
+    model = build_decoder(spec, params, ops, torch.float32)
     groups = groups_of(spec.windows, 16)
     kv = KVCache(groups, spec, 4, 0, torch.float32, CPU)
     starts_R, offsets_R1 = np.zeros(1, np.int32), np.array([0, tokens], np.int32)

@@ -13,8 +13,8 @@ import numpy as np
 from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult
-from moeserve.loader.hf_config import read_model_spec
 from moeserve.messages import Join, Placed, PlacementTable
+from moeserve.models.hf_config import read_model_spec
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.group import GroupedRunner
 from tests.comm.ranks import free_port

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve.loader.spec import ModelSpec
-from moeserve.models.registry import family
 
 E, D, I = 8, 32, 24  # noqa: E741
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,7 +17,6 @@ SPEC = ModelSpec(
     num_kv_heads=1, head_dim=8, max_position=8, norm_eps=1e-5, num_experts=E, experts_per_token=3, expert_size=I,
     moe_layers=(False, True, False, True),
 )  # fmt: skip
-FAMILY = family(SPEC)
 
 
 def write_experts(

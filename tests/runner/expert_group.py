@@ -19,6 +19,7 @@ from torch import Tensor
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.messages import Placed
+from moeserve.models.load_plan import expert_load_plan
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
@@ -29,7 +30,7 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.runner.experts import ExpertStore, Read
-from tests.runner.expert_checkpoint import FAMILY, SPEC, D, E
+from tests.runner.expert_checkpoint import SPEC, D, E
 
 L, K = 2, 3
 OPS: dict[torch.dtype, Ops] = {}
@@ -68,7 +69,7 @@ class Group:
         checkpoint = open_checkpoint(self.folder)
         names = checkpoint.tensors.keys()
         self.files.append(
-            ExpertFiles(checkpoint, lambda layer, e: FAMILY.expert_plan(SPEC, names, layer, [e]), self.dtype)
+            ExpertFiles(checkpoint, lambda layer, e: expert_load_plan(SPEC, names, layer, [e]), self.dtype)
         )
         return self.files[-1]
 

@@ -14,7 +14,8 @@ import torch
 
 from moeserve.config import config_of
 from moeserve.loader.spec import ModelSpec
-from moeserve.models.registry import family
+from moeserve.models.build import build_decoder
+from moeserve.models.load_plan import load_plan
 from moeserve.ops.table import pick_ops
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
@@ -59,17 +60,17 @@ class RandomWeights(CPUModelRunner):
 
 def random_model(runner: ModelRunnerBase) -> Any:
     """With the runner's dtype and kernels, on its device; the same weights every time."""
-    of, device = family(runner.spec), runner.config.device
+    device = runner.config.device
     generator = torch.Generator().manual_seed(0)
 
     def weights(param: Any) -> torch.Tensor:
         values = torch.randn(param.shape, generator=generator) * 0.15 + ("norm" in param.name)
         return values.to(runner.device, runner.dtype)
 
-    params = {param.name: weights(param) for param in of.weight_plan(runner.spec, ()).params}
+    params = {param.name: weights(param) for param in load_plan(runner.spec, ()).params}
     exact = device.exact
     ops = pick_ops(runner.device, runner.dtype, device.kernels, head_dim=runner.spec.head_dim, exact=exact)
-    return of.build(runner.spec, params, ops, runner.dtype)
+    return build_decoder(runner.spec, params, ops, runner.dtype)
 
 
 def driver_of(model: str, dtype: str, cls: type[ModelRunnerBase] = RandomWeights, **settings: Any) -> Driver:

@@ -17,7 +17,8 @@ import torch
 from moeserve.comm.world import World
 from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, StepPlan, StepResult
-from moeserve.models.registry import family
+from moeserve.models.build import build_decoder
+from moeserve.models.load_plan import load_plan
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.ops.native import native
@@ -63,11 +64,11 @@ class Rank(CPUModelRunner):
     """With weights that are the same for every number of ranks."""
 
     def load_model(self, progress: Progress) -> None:
-        of, spec, placement = family(self.spec), self.spec, self.placement
+        spec, placement = self.spec, self.placement
         assert placement is not None
         generator = torch.Generator().manual_seed(0)
         params = {}
-        for param in of.weight_plan(spec, ()).params:
+        for param in load_plan(spec, ()).params:
             values = torch.randn(param.shape, generator=generator) * 0.2 + ("norm" in param.name)
             if param.name.endswith((".w13", ".w2")):
                 layer = int(param.name.split(".")[1])
@@ -75,7 +76,7 @@ class Rank(CPUModelRunner):
             params[param.name] = values
         shard = self.shard()
         ops = pick_ops(self.device, self.dtype, "triton", exact=True)
-        self.model = of.build(
+        self.model = build_decoder(
             spec, params, ops, self.dtype, world=self.world, placement=placement, backends=shard.backends,
             ubatches=shard.ubatches, max_tokens=shard.max_tokens,
         )  # fmt: skip

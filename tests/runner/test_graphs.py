@@ -18,9 +18,10 @@ from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords, step_reference
 from moeserve.kernels.staged import write_reference
-from moeserve.loader.plan import LINEAR
+from moeserve.loader.load_plan import LINEAR
 from moeserve.loader.spec import ModelSpec
-from moeserve.models.registry import family
+from moeserve.models.build import build_decoder
+from moeserve.models.load_plan import load_plan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
@@ -64,11 +65,10 @@ class ByTriton(OnHere):  # type: ignore[misc]
     everything NaN that it reaches, and so does the null block. The first layer's weights are int8."""
 
     def load_model(self, progress: Progress) -> None:
-        of = family(self.spec)
         generator = torch.Generator().manual_seed(0)
         params: dict[str, Any] = {
             param.name: (torch.randn(param.shape, generator=generator) * 0.2 + ("norm" in param.name)).to(self.device)
-            for param in of.weight_plan(self.spec, ()).params
+            for param in load_plan(self.spec, ()).params
         }
         params["embed"][0] = torch.nan
         for name in params:
@@ -76,7 +76,9 @@ class ByTriton(OnHere):  # type: ignore[misc]
                 params[name], rounding = quantisation_of(params[name], "int8", name)
                 for job in rounding:
                     job()
-        self.model = of.build(self.spec, params, pick_ops(self.device, self.dtype, "triton", exact=True), self.dtype)
+        self.model = build_decoder(
+            self.spec, params, pick_ops(self.device, self.dtype, "triton", exact=True), self.dtype
+        )
 
     def warm_up(self) -> None:
         for cache in self.kv.layers:

@@ -32,7 +32,7 @@ from moeserve.kernels.mla import MlaShape, mla, mla_reference, plan_mla
 from moeserve.kernels.norms import add_rms_norm, rms_norm, rms_norm_reference
 from moeserve.kernels.paged_attention import attention, attention_reference, plan_attention
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
-from moeserve.kernels.prologue import prologue
+from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from moeserve.kernels.route import Rule, route_by, route_reference
 from moeserve.kernels.sampling import SamplingTensors, sample
 from moeserve.kernels.staged import pack, write, write_reference
@@ -192,18 +192,18 @@ def latent(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 
 def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    """Norm per head, rotation, keys and values in their cells."""
+    """Norm per head, rotation, keys and values in their slots."""
     heads, kv, dim, tokens = size(bench, 32, 8), KV_HEADS, size(bench, 128, 32), size(bench, 300, 3)
     qkv, norm = bench.random(tokens, heads + 2 * kv, dim), torch.rand(heads + kv, dim, device=bench.device)
     turns = torch.rand(tokens, 1, dim // 2, device=bench.device) * 6
     cos, sin = torch.cat((turns.cos(), turns.cos()), -1), torch.cat((-turns.sin(), turns.sin()), -1)
     k, v = (bench.random(tokens // 16 + 1, 16, kv, dim) for _ in range(2))
-    cells = torch.randperm(tokens, device=bench.device)
-    q = prologue(qkv, heads, kv, 0.5, cos, sin, k, v, cells, eps=1e-6, norms=norm)
+    slots = torch.randperm(tokens, device=bench.device)
+    q = qk_norm_rope_cache(qkv, heads, kv, 0.5, cos, sin, k, v, slots, eps=1e-6, norms=norm)
     qk = qkv[:, : heads + kv].double()
     qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
     qk = qk * cos + torch.roll(qk, dim // 2, -1) * sin
-    got = [cache.flatten(0, 1)[cells] for cache in (k, v)]
+    got = [cache.flatten(0, 1)[slots] for cache in (k, v)]
     return torch.cat((q, *got), 1), torch.cat((qk[:, :heads] * 0.5, qk[:, heads:], qkv[:, heads + kv :]), 1), ROUNDED
 
 
@@ -277,7 +277,7 @@ CHECKS: Mapping[str, Check] = {
     "moe 100": partial(experts, tokens=100), "moe 4096": partial(experts, tokens=4096), "moe w8a8": experts_fp8,
     "moe int4": experts_int4, "quantise": quantised, "decode": partial(decoded, invariant=True),
     "decode fast": partial(decoded, invariant=False), "prefill": partial(prefilled, invariant=True),
-    "prefill fast": partial(prefilled, invariant=False), "mla": latent, "prologue": rotated, "logprobs": logged,
+    "prefill fast": partial(prefilled, invariant=False), "mla": latent, "qk norm": rotated, "logprobs": logged,
     "sample": sampled, "penalties": penalised, "staged": staged, "step": filled, **narrow.CHECKS,
 }  # fmt: skip
 UNFIT_FOR_SMOKE = ("moe w8a8", "quantise")  # the interpreter has no products of e4m3 and rounds to it wrongly

@@ -1,7 +1,7 @@
 """Experts one after another with the matrix products of the ops table: the reference of every expert kernel.
 
-It is also the fast path where products are packed (oneDNN on CPUs): an expert's weights are read once per step,
-experts without rows are skipped, and row counts are rounded up over the following rows instead of being copied.
+An expert's weights are read once per step, experts without rows are skipped, and row counts are rounded up over the
+following rows instead of being copied.
 """
 
 from __future__ import annotations

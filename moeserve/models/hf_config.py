@@ -1,8 +1,8 @@
 """Reads config.json of a Hugging Face checkpoint into a ModelSpec, without torch and without transformers.
 
-A key that config.json leaves out has the value that the family's configuration class in transformers 5 gives it
-(`families.py`). Both spellings of transformers 4 and 5 are read. Anything that would change the model's numbers and
-that we do not compute is refused: a wrong answer is worse than none.
+A key that config.json leaves out has the value that the family's configuration class in transformers 5 gives it. The
+spellings of transformers 4 and 5 are read. A key that would change the model's numbers, and that moeserve does not
+compute, is refused: a wrong answer is worse than none.
 """
 
 from __future__ import annotations
@@ -12,23 +12,31 @@ from typing import Any
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
-from moeserve.loader.families import COMMON_DEFAULTS, FAMILIES, MAX_POSITION, MAX_WIDTH
 from moeserve.loader.fields import Fields
 from moeserve.loader.files import read_json
-from moeserve.loader.generation_config import generation_defaults, read_eos_ids
+from moeserve.loader.generation_config import read_eos_ids
 from moeserve.loader.quantisation import read_stored_format
 from moeserve.loader.rope_config import longest_context, read_rope
 from moeserve.loader.spec import ModelSpec
-
-__all__ = ["SUPPORTED_ARCHITECTURES", "generation_defaults", "read_model_spec"]
-
-SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+from moeserve.models.config_parts import MAX_LAYERS, MAX_POSITION, MAX_WIDTH
+from moeserve.models.registry import FAMILIES
 
 _FILE = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
-_MAX_LAYERS = 1000
 _MAX_HEADS = 4096
 _MAX_VOCAB = 4 * 2**20
+
+_COMMON_DEFAULTS: dict[str, Any] = {
+    "attention_bias": False,
+    "eos_token_id": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
 
 
 def read_model_spec(model_dir: Path) -> ModelSpec:
@@ -37,9 +45,9 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
     path = model_dir / _FILE
     architecture = _architecture(path, values)
     family = FAMILIES[architecture]
-    config = Fields(path, values, {**COMMON_DEFAULTS, **family.defaults})
+    config = Fields(path, values, {**_COMMON_DEFAULTS, **family.defaults})
     _refuse_foreign(config)
-    num_layers = config.integer("num_hidden_layers", 1, _MAX_LAYERS)
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCAB)
     rope = read_rope(config)
     max_position = config.integer("max_position_embeddings", 1, MAX_POSITION)
@@ -55,13 +63,13 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
         tie_embeddings=config.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos_ids(model_dir, config, vocab_size),
         stored=read_stored_format(config),
-        **family.special(config, num_layers),
+        **family.fields(config, num_layers),
     )
 
 
 def _architecture(path: Path, values: dict[str, Any]) -> str:
     """The first supported class in `architectures`; without that key, the class of `model_type`."""
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    supported = ", ".join(FAMILIES)
     config = Fields(path, values, {"architectures": None, "model_type": None})
     model_type, names = config.raw("model_type"), config.raw("architectures")
     if names is None and model_type is None:

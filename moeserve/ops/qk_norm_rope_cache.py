@@ -1,4 +1,4 @@
-"""What lies between attention's projection and attention itself, as one function of the ops table.
+"""QK-norm, rotary embedding and KV write: all that lies between attention's projection and attention itself.
 
 T tokens (padded rows included), H heads and G KV heads of this rank, d head width.
 """
@@ -16,8 +16,11 @@ from moeserve.ops.elementwise import rotary, write_kv
 
 @dataclass(frozen=True, slots=True)
 class HeadRule:
-    """What happens to the heads of one attention block. norms: fp32 weights [H + G, d] of a norm per head, queries'
-    first. clip: largest magnitude that norms and values may have, infinity for any. scale: of the softmax."""
+    """What is done to the heads of one attention block.
+
+    scale: of the softmax. norms: fp32 weights [H + G, d] of a norm per head, queries first. clip: the largest magnitude
+    that normed heads and values may have; infinity for no limit.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -27,7 +30,7 @@ class HeadRule:
     clip: float = math.inf
 
 
-def prologue(
+def qk_norm_rope_cache(
     qkv_THd: Tensor,
     rule: HeadRule,
     cos_T1d: Tensor,
@@ -37,10 +40,10 @@ def prologue(
     slot_mapping_T: Tensor,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """Norms per head, clipping, rotation; keys and values go to their cells, queries come back: scaled, [T, H, d].
+    """Norms, clips and rotates heads, writes keys and values to the KV cache, and returns scaled queries [T, H, d].
 
     qkv_THd: [T, H + 2G, d], queries first. slot_mapping_T: of the first tokens; the rest is padding. normed_THd: fp32
-    [T, H + G, d], contiguous: queries and keys instead of qkv's. cos and sin as `rotary` takes them. All in fp32 until
+    [T, H + G, d], contiguous: queries and keys in place of qkv's. cos and sin as `rotary` takes them. All in fp32 until
     one rounding.
     """
     both = rule.num_heads + rule.num_kv_heads

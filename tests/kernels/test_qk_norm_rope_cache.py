@@ -1,4 +1,4 @@
-"""Attention's prologue, interpreted, beside the plain one of the ops table; and compiled for sm_90."""
+"""QK-norm, RoPE and KV write in one kernel, interpreted, beside the plain reference; and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.prologue import prologue
-from moeserve.ops import prologue as plain
+from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
+from moeserve.ops import qk_norm_rope_cache as plain
 from moeserve.ops.kv_entries import entry_width, from_entries
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
@@ -29,11 +29,11 @@ def close(got: Tensor, wanted: Tensor, precision: float) -> None:
     torch.testing.assert_close(got.float() / largest, wanted.float() / largest, rtol=0, atol=precision)
 
 
-def test_prologue_example() -> None:
+def test_qk_norm_rope_cache_example() -> None:
     cos, sin = torch.zeros((1, 1, 2), device=DEVICE), torch.tensor([[[-1.0, 1.0]]], device=DEVICE)
     qkv = torch.tensor([[[1.0, 0], [1, 0], [3, 4]]], device=DEVICE)
     k, v = torch.zeros((2, 16, 1, 2), device=DEVICE), torch.zeros((2, 16, 1, 2), device=DEVICE)
-    q = prologue(qkv, 1, 1, 2.0, cos, sin, k, v, torch.tensor([17], device=DEVICE))
+    q = qk_norm_rope_cache(qkv, 1, 1, 2.0, cos, sin, k, v, torch.tensor([17], device=DEVICE))
     assert q.tolist() == [[[0, 2]]]
     assert k[1, 1].tolist() == [[0, 1]]
     assert v[1, 1].tolist() == [[3, 4]]
@@ -52,8 +52,10 @@ CASES: list[tuple[int, int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "options"), CASES)
-def test_prologue(heads: int, kv_heads: int, dim: int, options: dict[str, Any], int8: bool, dtype: torch.dtype) -> None:
-    """Strided rows, one of them padding full of NaN; huge, tiny and zero heads; cells that nobody writes stay."""
+def test_qk_norm_rope_cache(
+    heads: int, kv_heads: int, dim: int, options: dict[str, Any], int8: bool, dtype: torch.dtype
+) -> None:
+    """Strided rows, one of them padding full of NaN; huge, tiny and zero heads; slots that nobody writes stay."""
     random = torch.Generator().manual_seed(dim)
     both, tokens, real = heads + kv_heads, 5, 4
     qkv = torch.randn((tokens, both + kv_heads + 1, dim), generator=random).to(dtype)[:, :-1]
@@ -66,25 +68,25 @@ def test_prologue(heads: int, kv_heads: int, dim: int, options: dict[str, Any], 
         rule = plain.HeadRule(heads, kv_heads, dim**-0.5, 1e-6, torch.rand((both, dim), generator=random), rule.clip)
     normed = torch.randn((tokens, both, dim), generator=random) if "normed" in options else None
     cos, sin = angles(tokens, dim, random)
-    cells = torch.tensor([17, 3, 40, 32])
+    slot_mapping = torch.tensor([17, 3, 40, 32])
     cache_dtype = torch.int8 if int8 else dtype
     cache = torch.randint(-100, 100, (3, 16, kv_heads, entry_width(dim, cache_dtype)), generator=random).to(cache_dtype)
     wanted_k, wanted_v = cache.clone(), cache.clone()
-    wanted = plain.prologue(qkv, rule, cos, sin, wanted_k, wanted_v, cells, normed)
+    wanted = plain.qk_norm_rope_cache(qkv, rule, cos, sin, wanted_k, wanted_v, slot_mapping, normed)
     got_k, got_v = cache.clone().to(DEVICE), cache.clone().to(DEVICE)
     moved = [None if t is None else t.to(DEVICE) for t in (rule.norms, normed)]
-    got = prologue(
-        qkv.to(DEVICE), heads, kv_heads, rule.scale, cos.to(DEVICE), sin.to(DEVICE), got_k, got_v, cells.to(DEVICE),
-        eps=rule.eps, norms=moved[0], clip=rule.clip, normed_THd=moved[1],
+    got = qk_norm_rope_cache(
+        qkv.to(DEVICE), heads, kv_heads, rule.scale, cos.to(DEVICE), sin.to(DEVICE), got_k, got_v,
+        slot_mapping.to(DEVICE), eps=rule.eps, norms=moved[0], clip=rule.clip, normed_THd=moved[1],
     )  # fmt: skip
     precision = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     close(got[:real].cpu(), wanted[:real], precision)
     assert got[real:].count_nonzero() == 0
     untouched = torch.ones(48, dtype=torch.bool)
-    untouched[cells] = False
+    untouched[slot_mapping] = False
     for mine, theirs in ((got_k.cpu(), wanted_k), (got_v.cpu(), wanted_v)):
         assert torch.equal(mine.flatten(0, 1)[untouched], cache.flatten(0, 1)[untouched])
-        ours, others = mine.flatten(0, 1)[cells], theirs.flatten(0, 1)[cells]
+        ours, others = mine.flatten(0, 1)[slot_mapping], theirs.flatten(0, 1)[slot_mapping]
         if int8:  # a share that is nearly halfway may go either way
             largest = from_entries(others).abs().amax(-1, keepdim=True)
             assert ((from_entries(ours) - from_entries(others)).abs() <= largest * 1.01 / 127).all()
@@ -98,7 +100,7 @@ def test_int8_heads_that_are_not_finite_become_nan() -> None:
     qkv[0, 2, 5], qkv[1, 2, 0] = NAN, -torch.inf
     cos, sin = torch.ones((3, 1, 8), device=DEVICE), torch.zeros((3, 1, 8), device=DEVICE)
     k, v = (torch.zeros((1, 16, 1, 12), dtype=torch.int8, device=DEVICE) for _ in range(2))
-    prologue(qkv, 1, 1, 1.0, cos, sin, k, v, torch.arange(3, device=DEVICE))
+    qk_norm_rope_cache(qkv, 1, 1, 1.0, cos, sin, k, v, torch.arange(3, device=DEVICE))
     heads = from_entries(v[0, :3, 0].cpu())
     assert heads[:2].isnan().all()
     assert (heads[2] == 1).all()
@@ -108,7 +110,7 @@ def test_cells_below_zero_are_not_written() -> None:
     qkv = torch.ones((2, 3, 8), device=DEVICE)
     cos = torch.ones((2, 1, 8), device=DEVICE)
     kv = torch.zeros((2, 3, 16, 1, 8), device=DEVICE)
-    prologue(qkv, 1, 1, 1.0, cos, cos, kv[0, 1:], kv[1, 1:], torch.tensor([-1, 20], device=DEVICE))
+    qk_norm_rope_cache(qkv, 1, 1, 1.0, cos, cos, kv[0, 1:], kv[1, 1:], torch.tensor([-1, 20], device=DEVICE))
     assert kv.count_nonzero() == 16
     assert (kv[1, 2, 4] == 1).all()
 
@@ -116,7 +118,7 @@ def test_cells_below_zero_are_not_written() -> None:
 def test_no_tokens() -> None:
     empty = torch.zeros((0, 1, 8), device=DEVICE)
     cache = torch.zeros((1, 16, 1, 8), device=DEVICE)
-    q = prologue(
+    q = qk_norm_rope_cache(
         torch.zeros((0, 3, 8), device=DEVICE), 1, 1, 1.0, empty, empty, cache, cache, torch.arange(0, device=DEVICE)
     )
     assert q.shape == (0, 1, 8)
@@ -127,18 +129,18 @@ def _case(heads: int, kv_heads: int, dim: int, norms: bool, int8: bool) -> Case:
     signature = {"qkv_ptr": "*bf16", "qk_ptr": "*bf16", "q_ptr": "*bf16", "k_ptr": cache, "v_ptr": cache}
     signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_mapping_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
     signature |= dict.fromkeys(("num_real", "stride", "qk_stride"), "i32")
-    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "CELL": dim + 4 * int8, "BLOCK_D": dim}
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "ENTRY": dim + 4 * int8, "BLOCK_D": dim}
     constants: dict[str, object] = {**sizes, "CLIP": None, "BLOCK_H": 2048 // dim, "BLOCK_G": kv_heads}
     signature |= {"weights_ptr": "*fp32"} if norms else {}
     signature |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"} if int8 else {}
     for optional in ("weights_ptr", "k_scales_ptr", "v_scales_ptr"):
         if optional not in signature:
             constants[optional] = None
-    return Case("prologue:prologue_kernel", signature, constants, ("stride", "qk_stride"))
+    return Case("qk_norm_rope_cache:qk_norm_rope_cache_kernel", signature, constants, ("stride", "qk_stride"))
 
 
 @pytest.mark.full("aot")
-def test_prologue_compiles_for_hopper() -> None:
+def test_qk_norm_rope_cache_compiles_for_hopper() -> None:
     reports = compile_all(
         [_case(32, 4, 128, True, False), _case(64, 8, 64, False, False), _case(32, 4, 128, True, True)]
     )

@@ -51,7 +51,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPlan:
+class LoadPlan:
     """All parameters and all copies. Checkpoint tensors that no piece names are surplus and refused,
     except those in `ignore` (a tied lm_head that was saved anyway, say)."""
 

@@ -9,55 +9,23 @@ the heads of qkv, and equal shares of out, gate_up, down and lm_head (`share`: t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from moeserve.comm.tensor import share
 from moeserve.comm.world import World
 from moeserve.loader.heads import local_heads
-from moeserve.loader.plan import Param, Piece, WeightPlan
+from moeserve.loader.load_plan import LoadPlan, Param, Piece
 from moeserve.loader.spec import ModelSpec
+from moeserve.models.family import ExpertNames, Names
+from moeserve.models.registry import FAMILIES
 from moeserve.moe.placement.placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """One spelling of the routed experts, relative to `model.layers.N.`; `{}` is the expert's id.
-
-    gate, up, down: one tensor per expert. gate_up, down: all experts in one tensor, [E, 2I, D] and [E, D, I].
-    """
-
-    down: str
-    gate: str = ""
-    up: str = ""
-    gate_up: str = ""
-
-
-PER_EXPERT = ExpertNames(
-    gate="mlp.experts.{}.gate_proj.weight",
-    up="mlp.experts.{}.up_proj.weight",
-    down="mlp.experts.{}.down_proj.weight",
-)
-FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What a family calls its MoE tensors; everything else is called alike everywhere.
-
-    experts: the spellings that its checkpoints use, the usual one first. router: likewise.
-    """
-
-    experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)
-    router: tuple[str, ...] = ("mlp.gate.weight",)
-
-
-def weight_plan(
+def load_plan(
     spec: ModelSpec,
-    names: Names,
     present: Collection[str],
     world: World | None = None,
     placement: Placement | None = None,
-) -> WeightPlan:
+) -> LoadPlan:
     """Every parameter of the decoder and the copies that fill it from a checkpoint with the tensors `present`.
 
     placement: which experts this rank holds, in the order of its slots (default: `Placement.initial`).
@@ -70,7 +38,7 @@ def weight_plan(
     world = world or World()
     if placement is None:
         placement = Placement.initial(sum(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
-    builder = _Builder(spec, names, present, world, placement)
+    builder = _Builder(spec, present, world, placement)
     builder.add("embed", (spec.vocab_size, spec.hidden_size), "model.embed_tokens.weight")
     builder.add("norm", (spec.hidden_size,), "model.norm.weight")
     if not spec.tie_embeddings:
@@ -84,18 +52,16 @@ def weight_plan(
     ignored = {name for name in present if name.endswith("rotary_emb.inv_freq")}
     if spec.tie_embeddings:
         ignored.add("lm_head.weight")
-    return WeightPlan(tuple(builder.params), tuple(builder.pieces), frozenset(ignored | builder.elsewhere))
+    return LoadPlan(tuple(builder.params), tuple(builder.pieces), frozenset(ignored | builder.elsewhere))
 
 
-def expert_plan(
-    spec: ModelSpec, names: Names, present: Collection[str], moe_layer: int, experts: Sequence[int]
-) -> WeightPlan:
+def expert_load_plan(spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int]) -> LoadPlan:
     """Some experts of one MoE layer (counted among the MoE layers) alone, in this order: parameters w13 and w2."""
     theirs = f"model.layers.{[i for i, moe in enumerate(spec.moe_layers) if moe][moe_layer]}."
     w13 = Param("w13", (len(experts), 2 * spec.expert_size, spec.hidden_size))
     w2 = Param("w2", (len(experts), spec.hidden_size, spec.expert_size))
-    spelling = _spelling(names, present, theirs)
-    return WeightPlan((w13, w2), tuple(expert_pieces(spec, spelling, "", theirs, experts)))
+    spelling = _spelling(FAMILIES[spec.architecture].names, present, theirs)
+    return LoadPlan((w13, w2), tuple(expert_pieces(spec, spelling, "", theirs, experts)))
 
 
 def _spelling(names: Names, present: Collection[str], theirs: str) -> ExpertNames:
@@ -108,11 +74,9 @@ def _spelling(names: Names, present: Collection[str], theirs: str) -> ExpertName
 class _Builder:
     """Collects parameters and pieces, layer by layer."""
 
-    def __init__(
-        self, spec: ModelSpec, names: Names, present: Collection[str], world: World, placement: Placement
-    ) -> None:
+    def __init__(self, spec: ModelSpec, present: Collection[str], world: World, placement: Placement) -> None:
         self.spec = spec
-        self.names = names
+        self.names = FAMILIES[spec.architecture].names
         self.present = present
         self.world = world
         self.placement = placement
