@@ -127,8 +127,8 @@ class UBatch:
             meter.transfer(name, layer, start_ns, wait_ns, time.monotonic_ns(), pending.arrived_ns)
         return value
 
-    def stay(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
-        """A layer's experts where no row travels; `compute` gives the result and the layer's load."""
+    def run_fused(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
+        """Runs a layer whose rows stay on this rank; `compute` returns the output and the rows per expert."""
         layer = len(self._loads)
         self.meter.work(WORK_BEFORE["dispatch"], layer)
         out_TD, counts_E = compute()

@@ -45,7 +45,7 @@ class _Layer:
 
     local: list[int]  # the expert in each local slot
     ones: list[tuple[int, Any]]  # local slot, packed expert: what changes
-    slots: LogicalToPhysical
+    to_physical: LogicalToPhysical
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class ExpertStore:
         layer = self._layers[move.done]
         for slot, one in move.staged.ones:
             layer.experts.put(layer.packed, slot, one)
-        layer.slots = move.staged.slots
+        layer.to_physical = move.staged.to_physical
         self._local[move.done] = move.staged.local
         move.staged = None
         move.done += 1
@@ -243,7 +243,7 @@ class ExpertStore:
             new = dict(ones)
             keep = [new[s] if s in new else layer.experts.take(layer.packed, s) for s in range(len(wanted))]
             layer.packed = layer.experts.stack(keep)
-        layer.slots = layer.slots.after(target)
+        layer.to_physical = layer.to_physical.after(target)
         self._local[index] = wanted
         return num_bytes
 
@@ -317,9 +317,11 @@ class ExpertStore:
         for index, layer in enumerate(self._layers):
             local = target.local(index, self._rank)
             ones, num_bytes = self._bring(index, local, pace)
-            staged = _Layer(local, ones, layer.slots.after(target))
-            if staged.slots.device.type == "cuda":
-                torch.cuda.current_stream(staged.slots.device).synchronize()  # not the device: a step may be recorded
+            staged = _Layer(local, ones, layer.to_physical.after(target))
+            if staged.to_physical.device.type == "cuda":
+                torch.cuda.current_stream(
+                    staged.to_physical.device
+                ).synchronize()  # not the device: a step may be recorded
             self._offer(move, staged, num_bytes)
 
     def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:

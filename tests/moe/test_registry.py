@@ -199,7 +199,7 @@ def test_slots_are_regrouped_for_a_kernel_of_groups() -> None:
     plan = plan_moe(needs(), [Slots(4)], [reference()])
     assert isinstance(plan.all2all, GroupedFromSlotted)
     assert plan.reasons[0][2] == (
-        "picked; rows of 32 travel filled up to 128; rows are copied between slots's slots and reference's groups; "
+        "picked; rows of 32 travel filled up to 128; rows are copied between slots's layout and reference's; "
         "a step of 64 tokens goes in 4 rounds of 16"
     )
     assert "1 ranks, 1 micro-batches, cpu, float32 rows of 32" in plan.table()

@@ -90,7 +90,12 @@ def test_experts(tokens: int, score: str, renormalize: bool, dtype: torch.dtype)
     x = random(tokens, WIDTH, dtype=dtype, seed=3)
     expected, counts = separately(x, router, kernel, packed, top_k, score, renormalize)
     block = native_layer.ExpertsBlock(router, top_k, score, renormalize, dtype)
-    found, found_counts = block(x, packed)
+    padded = torch.cat((x, torch.full_like(x[:2], math.nan)))
+    for num_tokens in (0, tokens):
+        with_padding, _ = block(padded, packed, num_tokens)
+        assert torch.equal(with_padding[:num_tokens], expected[:num_tokens])
+        assert not with_padding[num_tokens:].any()
+    found, found_counts = block(x, packed, tokens)
     assert torch.equal(found, expected)
     assert np.array_equal(found_counts, counts)
     assert found_counts.sum() == tokens * top_k

@@ -90,7 +90,7 @@ class Group:
         """What the layers give for the test's rows, computed in the slots where the ranks' maps say they are."""
         out = torch.empty_like(self.x)
         for layer in range(L):
-            slots = [rank.layers[layer].slots(self.routing[layer]) for rank in self.ranks]
+            slots = [rank.layers[layer].to_physical(self.routing[layer]) for rank in self.ranks]
             assert all(torch.equal(one.ids_TK, slots[0].ids_TK) for one in slots), "ranks disagree about the slots"
             packed = [one for rank in self.ranks for one in rank.layers[layer].packed]
             kernel, ubatch, all2all = ReferenceExperts(self.ops), UBatch(), LocalAll2All(len(packed))

@@ -40,7 +40,8 @@ class All2AllCaps:
     goes in several rounds. copies: how many times received rows are in memory at once, results included. pad_hidden:
     the width that rows are filled up to, None where they are too wide. exact: it keeps the order of rows and sums that
     `Inbound` and `combine` promise, so bits do not depend on where experts are. device_counts: counts of rows stay on
-    the device, see `Inbound`. obstacle: why it cannot serve here.
+    the device, see `Inbound`. in_place: rows stay on this rank as they are, so an expert kernel may sort and sum them
+    itself (`Fusible`). obstacle: why it cannot serve here.
     """
 
     name: str
@@ -54,6 +55,7 @@ class All2AllCaps:
     max_in_flight: int | None = None
     graph_safe: bool = False
     device_counts: bool = False
+    in_place: bool = False
     exact: bool = True
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     obstacle: str | None = None
@@ -81,11 +83,12 @@ class Inbound:
         counts_e = self.counts_e
         return counts_e.cpu().numpy().astype(np.int64) if isinstance(counts_e, Tensor) else counts_e
 
-    def split(self, slots: int) -> tuple[Inbound, Inbound]:
-        """The rows of the first slots and the others, GROUPED; both have all slots, some without rows."""
+    def split(self, num_experts: int) -> tuple[Inbound, Inbound]:
+        """Returns the rows of the first local experts and those of the others, GROUPED. Both name all local experts,
+        some of them without rows."""
         assert self.layout is Layout.GROUPED
         first_e, rest_e = self.host_counts_e.copy(), self.host_counts_e.copy()
-        first_e[slots:] = rest_e[:slots] = 0
+        first_e[num_experts:] = rest_e[:num_experts] = 0
         rows = int(first_e.sum())
         return (
             Inbound(self.layout, self.x, first_e, first_e.cumsum()),
@@ -95,10 +98,10 @@ class Inbound:
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """The results of the first `slots` local slots may travel while the others are computed: `send(y)`, at most once.
-    What was not sent early goes with `combine`."""
+    """Permission to send the first `num_experts` local experts' results while the others are computed: `send(y)`, at
+    most once. Results that were not sent early go with `combine`."""
 
-    slots: int
+    num_experts: int
     send: Callable[[Tensor], None]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from moeserve.comm.members import Members
@@ -21,16 +23,14 @@ class LocalAll2All:
         layouts=frozenset({Layout.GROUPED}),
         wires=frozenset({"float32", "bfloat16", "float16"}),
         world_sizes=lambda size: size == 1,
+        in_place=True,
     )
 
     def __init__(self, num_slots: int, wire: WireFormat | None = None) -> None:
         self._num_slots = num_slots
         self._wire = wire if wire is not None and wire.lossy else None
-
-    @property
-    def rounds(self) -> bool:
-        """Whether rows lose digits as if they travelled."""
-        return self._wire is not None
+        if self._wire is not None:
+            self.caps = replace(self.caps, in_place=False)
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         self._num_slots = experts_per_rank

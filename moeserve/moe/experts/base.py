@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
-from moeserve.moe.ubatch import Scratch
+from moeserve.moe.routing import Router
+from moeserve.moe.ubatch import Load, Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +77,22 @@ class Experts(Protocol):
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor, scratch: Scratch) -> None:
         """out = w2 (silu(w1 x) * w3 x) for each row with its slot's weights; out is laid out as inbound.x."""
+        ...
+
+
+class FusedExperts(Protocol):
+    """Router, dispatch, experts and combine of rows that stay on their rank, in one call."""
+
+    def __call__(self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor) -> tuple[Tensor, Load]:
+        """Returns the weighted sums [T, D] and the rows of each expert [E]. Logical expert e is local expert e. Rows
+        from `num_tokens` on are padding."""
+        ...
+
+
+@runtime_checkable
+class Fusible(Experts, Protocol):
+    """A kernel family that has a fused form as well."""
+
+    def fuse(self, router: Router) -> FusedExperts:
+        """Returns the fused form for the layer with this router; its bits are those of the separate steps."""
         ...

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
+from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import Room, native_type, new_room, pack, packing_of
+from moeserve.ops.native_layer import ExpertsBlock
+from moeserve.ops.native_linear import NativeLinear, Room, native_type, new_room, pack, packing_of
 from moeserve.ops.quantised import Weight
 
 
@@ -99,3 +101,9 @@ class NativeExperts:
             weights.type, weights.gate_up, weights.down, weights.bytes_eS.data_ptr(), weights.bytes_eS.shape[1],
             inbound.host_counts_e, x_PD.data_ptr(), x_PD.stride(0), out.data_ptr(), out.stride(0),
         )  # fmt: skip
+
+    def fuse(self, router: Router) -> ExpertsBlock:
+        """Returns one native call for router, experts and weighted sum."""
+        assert isinstance(router.gate, NativeLinear)
+        rule = router.rule
+        return ExpertsBlock(router.gate, router.top_k, rule.score, rule.renormalize, router.ops.dtype)

@@ -98,18 +98,21 @@ class TritonExperts:
         config = weights.launch(expected, x_PD)
         weights.run(x_PD, align_groups(ends_e, rows, config["block_m"]), config, out[:rows])
 
+    def fuse(self, router: Router) -> FusedTritonExperts:
+        """Returns the same products behind the router, with the sum in a kernel of its own."""
+        return FusedTritonExperts(router)
 
-class TritonBlock:
-    """Router, experts and weighted sum of rows that stay on their rank: x [T, D] -> [T, D], without asking the device
-    for anything."""
+
+class FusedTritonExperts:
+    """Router, experts and weighted sum of rows that stay on their rank; the host never waits for the device."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    def __call__(self, x_TD: Tensor, packed: Packed, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(result, rows of each expert). Expert e is in slot e. Rows from num_tokens on are padding."""
+    def __call__(self, x_TD: Tensor, packed: Packed, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+        """See `FusedExperts`."""
         tokens, width = x_TD.shape
-        routing = self._router(x_TD, tokens if num_tokens is None else num_tokens)
+        routing = self._router(x_TD, num_tokens)
         top_k = routing.ids_TK.shape[1]
         config = packed.launch(tokens * top_k, x_TD)
         to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])

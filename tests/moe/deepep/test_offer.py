@@ -61,7 +61,7 @@ def test_without_the_package(name: str) -> None:
         (
             "deepep_ll",
             "picked; rows of 2880 travel filled up to 3072; "
-            "rows are copied between deepep_ll's slots and reference's groups; "
+            "rows are copied between deepep_ll's layout and reference's; "
             "a step of 300 tokens goes in 3 rounds of 128; bits may depend on where experts are",
         ),
         ("deepep_v2", "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are"),
