@@ -77,7 +77,7 @@ def test_the_page_tells_what_happens(name: str, tmp_path: Path) -> None:
             dtype=torch.float32,
             top_k=2,
             max_tokens=4,
-            num_slots=2,
+            experts_per_rank=2,
         )[0]
         for _ in members
     ]

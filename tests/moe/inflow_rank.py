@@ -16,13 +16,13 @@ import torch
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all import rounds
 from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.registry import make_backends
-from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from tests.comm import fake_nccl
 from tests.comm.ranks import members_of
-from tests.moe.contract.backends import BY_NCCL
+from tests.moe.contract.backends import BY_NCCL, facts_of
 
 WIDTH, TOP_K, SLOTS, LANES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
 ROUND_BYTES = 16 << 20
@@ -35,15 +35,16 @@ def peak_bytes() -> int:
 
 
 def backend_of(name: str, wire: str) -> All2All:
-    if name in BY_NCCL:
-        return BY_NCCL[name](wire_of(wire, DTYPE), WIDTH, DTYPE, TOP_K, TOKENS, 24)
+    if name == BY_NCCL:
+        shape = {"hidden_size": WIDTH, "top_k": TOP_K, "max_tokens": TOKENS, "experts_per_rank": SLOTS}
+        return NcclAll2All(facts_of(DTYPE, RANKS, wire, **shape))
     (backend,) = make_backends(
         ParallelConfig(dp=RANKS, all2all=name, wire=wire),  # type: ignore[arg-type]
         hidden_size=WIDTH,
         dtype=DTYPE,
         top_k=TOP_K,
         max_tokens=TOKENS,
-        num_slots=SLOTS,
+        experts_per_rank=SLOTS,
     )
     return backend
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,3 +206,15 @@ class All2All(Protocol):
         (for the next dispatch of this micro-batch) when `wait` has returned.
         """
         ...
+
+
+class Absent:
+    """Stands for a backend that cannot serve, so that the plan can show the reason. Nothing but `caps` is ever used."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.caps = All2AllCaps(name=name, layouts=frozenset(), wires=frozenset(), obstacle=why)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise AssertionError(self.caps.obstacle)
+
+    join = leave = dispatch = combine = _refuse

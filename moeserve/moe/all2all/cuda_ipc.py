@@ -21,26 +21,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.comm.members import Members
-from moeserve.comm.symmetric import HEAD_BYTES, Symmetric, Window
-from moeserve.errors import PeerLost
+from moeserve.comm.symmetric import HEAD_BYTES, CudaMemory, Symmetric, Window
+from moeserve.errors import ConfigError, PeerLost
 from moeserve.kernels.align import align
 from moeserve.kernels.exchange import collect, gather, publish
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.all2all.rounds import most_rows, round_tokens
 from moeserve.moe.all2all.wire_format import RAW, RawWire
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, Launched, comm_stream
 from moeserve.moe.ubatch import UBatch
-
-if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.ops.native import native
 
 T = TypeVar("T")
 TURNS = 2  # dispatches of a micro-batch that may be in flight
@@ -88,6 +87,21 @@ class _Pending(Generic[T]):
 
     def wait(self, deadline_s: float | None = None) -> T:
         return self.launched.join()
+
+
+def make(facts: BackendFacts) -> CudaIpcAll2All:
+    """Returns the backend for GPU ranks of one machine."""
+    if facts.num_hosts > 1:
+        raise Unavailable(f"cuda_ipc serves one machine, these ranks are on {facts.num_hosts}; use deepep_v2")
+    if facts.device != "cuda":
+        raise Unavailable(f"cuda_ipc moves rows between GPUs, these ranks are on {facts.device}; use shm")
+    if native() is None:
+        raise Unavailable("cuda_ipc needs moeserve's native code; reinstall moeserve with a C++20 compiler")
+    try:
+        memory = Symmetric(CudaMemory(torch.device(facts.device)))
+    except ConfigError as error:
+        raise Unavailable(str(error)) from None
+    return CudaIpcAll2All(facts, memory)
 
 
 class CudaIpcAll2All:

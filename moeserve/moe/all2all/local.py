@@ -9,9 +9,15 @@ from torch import Tensor
 from moeserve.comm.members import Members
 from moeserve.moe.all2all.base import All2AllCaps, Completed, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
+from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import WireFormat
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
+
+
+def make(facts: BackendFacts) -> LocalAll2All:
+    """Returns the backend of one rank."""
+    return LocalAll2All(facts.experts_per_rank, facts.wire)
 
 
 class LocalAll2All:
@@ -26,20 +32,20 @@ class LocalAll2All:
         in_place=True,
     )
 
-    def __init__(self, num_slots: int, wire: WireFormat | None = None) -> None:
-        self._num_slots = num_slots
+    def __init__(self, num_experts: int, wire: WireFormat | None = None) -> None:
+        self._num_experts = num_experts
         self._wire = wire if wire is not None and wire.lossy else None
         if self._wire is not None:
             self.caps = replace(self.caps, in_place=False)
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        self._num_slots = experts_per_rank
+        self._num_experts = experts_per_rank
 
     def leave(self) -> None:
         """There is nobody to part from."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
-        rows = group_rows(routing.ids_TK, self._num_slots)
+        rows = group_rows(routing.ids_TK, self._num_experts)
         if self._wire is not None:
             x_TD = self._wire.decode(self._wire.encode(x_TD), x_TD.dtype, x_TD.shape[1])
         x_PD = grouped_rows(x_TD, rows, routing.ids_TK.shape[1])

@@ -18,10 +18,12 @@ from moeserve.comm.members import Members
 from moeserve.comm.shm import Meeting, module
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.all2all.rounds import round_tokens
 from moeserve.moe.all2all.wire_format import RAW, WireFormat
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.native import native
 
 if TYPE_CHECKING:
     from moeserve._native import Element, Exchange, Region
@@ -40,6 +42,17 @@ class _ShmMembership:
     room: list[int]
     address: list[int]
     y: list[Tensor]
+
+
+def make(facts: BackendFacts) -> ShmAll2All:
+    """Returns the backend for CPU ranks of one machine."""
+    if facts.num_hosts > 1:
+        raise Unavailable(f"shm serves one machine, these ranks are on {facts.num_hosts}")
+    if facts.device != "cpu":
+        raise Unavailable(f"shm moves rows between CPU ranks, these are on {facts.device}")
+    if native() is None:
+        raise Unavailable("shm needs moeserve's native code; reinstall moeserve with a C++20 compiler")
+    return ShmAll2All(facts.hidden_size, facts.dtype, facts.top_k, facts.max_tokens, facts.wire)
 
 
 class ShmAll2All:
@@ -75,7 +88,7 @@ class ShmAll2All:
         self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
         row_bytes = self._hidden * self._dtype.itemsize
         facts = {
-            "experts_per_rank": experts_per_rank,
+            "slots_per_rank": experts_per_rank,
             "max_tokens": self.caps.max_tokens,
             "top_k": self._top_k,
             "x_row_bytes": row_bytes if self._wire is None else self._wire.row_bytes(self._hidden),

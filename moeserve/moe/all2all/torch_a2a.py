@@ -10,8 +10,7 @@ B bytes of a row on the wire, n pairs of one message.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,72 +19,51 @@ from torch import Tensor
 
 from moeserve.comm.gloo import Channel, Exchange, Mesh
 from moeserve.comm.members import Members
-from moeserve.errors import PeerLost
-from moeserve.moe.all2all.base import All2AllCaps, Early, Inbound, Layout, Ticket
+from moeserve.comm.nccl import why_not
+from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
+from moeserve.moe.all2all.nccl import NcclAll2All
+from moeserve.moe.all2all.over_mesh import MeshAll2All
 from moeserve.moe.all2all.pool import Pool
-from moeserve.moe.all2all.rounds import round_tokens
-from moeserve.moe.all2all.wire_format import RAW, WireFormat
+from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
 I64 = NDArray[np.int64]
 
 
-class TorchAll2All:
-    """wire: of dispatched rows; results travel in the model's dtype. max_tokens: of a step on one rank."""
+def make(facts: BackendFacts) -> All2All:
+    """Returns the backend for these ranks: by Gloo on CPUs, by NCCL between GPUs."""
+    if facts.device == "cpu":
+        return TorchAll2All(facts)
+    if (why := why_not(-(-facts.num_ranks // facts.num_hosts))) is not None:
+        raise Unavailable(f"{why}; use --all2all cuda_ipc, which serves ranks of one machine")
+    return NcclAll2All(facts)
 
-    def __init__(self, wire: WireFormat, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
-        self.caps = All2AllCaps(
-            name="torch",
-            layouts=frozenset({Layout.GROUPED}),
-            wires=frozenset({wire.name} if wire.name in RAW else RAW),
-            max_tokens=max_tokens,
-            copies=5,
-            devices=frozenset({"cpu"}),
-        )
-        self._wire = wire
-        self._width = hidden_size
-        self._dtype = dtype
-        self._top_k = top_k
-        self._max_tokens = max_tokens  # of one dispatch, from `join` on
-        self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden_size * dtype.itemsize)
-        self._row_bytes = wire.row_bytes(hidden_size)
-        self._mesh: Mesh | None = None
-        self._num_slots = 0
+
+class TorchAll2All(MeshAll2All[Mesh]):
+    """Sends one message to each rank and direction; the first half of the local experts' results may go early."""
+
+    def __init__(self, facts: BackendFacts) -> None:
+        super().__init__(facts, "cpu")
+        self._row_bytes = facts.wire.row_bytes(facts.hidden_size)
         self._pools: list[Pool] = []
 
-    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        self._num_slots = experts_per_rank
-        self._max_tokens = self._round_tokens(members.size)
-        self.caps = replace(self.caps, max_tokens=self._max_tokens)
+    def new_mesh(self, members: Members, ubatches: int, terms: str) -> Mesh:
+        """Returns connections over Gloo."""
         self._pools = [Pool() for _ in range(ubatches)]
-        terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, top {self._top_k}"
-        terms += f", {self._max_tokens} tokens, {experts_per_rank} slots, {ubatches} micro-batches"
-        self._mesh = Mesh(members, ubatches, "torch", terms)
-        self._mesh.connect()
-
-    def leave(self) -> None:
-        if self._mesh is not None:
-            self._mesh.close()
-
-    @property
-    def mesh(self) -> Mesh:
-        if self._mesh is None:
-            raise PeerLost("this rank has not joined a group yet")
-        return self._mesh
+        return Mesh(members, ubatches, "torch", terms)
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _TorchDispatched:
+        """See `All2All`."""
+        self._check_size(x_TD, routing)
         mesh, pool = self.mesh, self._pools[ubatch.index]
         size, me = mesh.members.size, mesh.members.rank
-        limit = self._max_tokens
-        tokens, top_k = routing.ids_TK.shape
-        assert tokens <= limit, f"{tokens} tokens of at most {limit}"
-        assert top_k <= self._top_k, f"{top_k} experts per token of at most {self._top_k}"
-        rows = group_rows(routing.ids_TK, size * self._num_slots)
-        counts_Re = rows.counts_e.reshape(size, self._num_slots)
+        rows = group_rows(routing.ids_TK, size * self._num_local)
+        counts_Re = rows.counts_e.reshape(size, self._num_local)
         encoded_TB = self._wire.encode(x_TD)
         send_buffers = self._send_buffers(rows, counts_Re, routing.ids_TK)
+        limit = self._max_tokens
         region = self._index_rows(limit * self._top_k) + limit  # rows of B bytes that any message fits in
         taken = pool.take(size * region * self._row_bytes)
         taken_RNB = taken[: size * region * self._row_bytes].view(size, region, self._row_bytes)
@@ -101,12 +79,12 @@ class TorchAll2All:
         receive = {rank: taken_RNB[rank].view(-1) for rank in range(size) if rank != me}
         channel = mesh.channel(ubatch.index)
         exchange = channel.post(receive, send, lambda: pool.give(outbox))
-        # With one micro-batch nothing could go out early: the micro-batch waits for its rows as soon as they are all
-        # sent.
-        early_slots = self._num_slots // 2 if ubatch.in_turns else 0
-        return _TorchDispatched(self, channel, exchange, routing, rows, pool, taken, taken_RNB, early_slots)
+        # With one micro-batch no result could go early: that one waits for its rows as soon as all are sent.
+        num_early = self._num_local // 2 if ubatch.in_turns else 0
+        return _TorchDispatched(self, channel, exchange, routing, rows, pool, taken, taken_RNB, num_early)
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _TorchCombined:
+        """See `All2All`."""
         ticket.use()
         handle: _TorchHandle = ticket.private
         handle.send_all(y)
@@ -130,20 +108,20 @@ class TorchAll2All:
 
     def _index_rows(self, pairs: int) -> int:
         """Rows of B bytes that the index of so many pairs takes."""
-        return -(-4 * (self._num_slots + pairs) // self._row_bytes)
+        return -(-4 * (self._num_local + pairs) // self._row_bytes)
 
     def read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
         """(rows from each rank for each local slot [R, e], rows of all messages in their order [P], as places in the
         memory [R * N, B])."""
         size, region, _ = taken_RNB.shape
-        counts_Re = np.empty((size, self._num_slots), np.int64)
+        counts_Re = np.empty((size, self._num_local), np.int64)
         places = []
         for rank in range(size):
             head = taken_RNB[rank].view(-1).numpy().view(np.int32)
-            counts_Re[rank] = head[: self._num_slots]
+            counts_Re[rank] = head[: self._num_local]
             pairs = int(counts_Re[rank].sum())
             first = rank * region + self._index_rows(pairs)
-            places.append(first + head[self._num_slots : self._num_slots + pairs].astype(np.int64))
+            places.append(first + head[self._num_local : self._num_local + pairs].astype(np.int64))
         return counts_Re, torch.from_numpy(np.concatenate(places))
 
     def rows_of(self, taken_RNB: Tensor, place_P: Tensor) -> Tensor:
@@ -186,7 +164,7 @@ class _TorchRows:
 
 class _TorchHandle:
     """The way back of one dispatch. Its receives are posted before the experts compute, so that results travel as soon
-    as they are sent, and those of the first `early_slots` of every rank are a message of their own.
+    as they are sent, and those of the first `num_early` of every rank are a message of their own.
 
     rows: own pairs by global slot. counts_Re: rows from each rank for each local slot. place_P: where the inbound rows
     hold each pair of the messages, in their order. like: for the width and dtype of results.
@@ -200,7 +178,7 @@ class _TorchHandle:
         counts_Re: I64,
         place_P: Tensor,
         like: Tensor,
-        early_slots: int,
+        num_early: int,
     ) -> None:
         self.rows = rows
         self._pool = pool
@@ -208,9 +186,9 @@ class _TorchHandle:
         self._place_P = place_P
         self._me = channel.mesh.members.rank
         self._home = _TorchRows.take(pool, len(rows.order_P), like)
-        size, num_slots = counts_Re.shape
-        self._parts = [slice(start, end) for start, end in ((0, early_slots), (early_slots, num_slots)) if start < end]
-        expected_Re = rows.counts_e.reshape(size, num_slots)
+        size, num_local = counts_Re.shape
+        self._parts = [slice(start, end) for start, end in ((0, num_early), (num_early, num_local)) if start < end]
+        expected_Re = rows.counts_e.reshape(size, num_local)
         self._ends_R = expected_Re.sum(1).cumsum()
         self.exchange = channel.expect(
             (rank, _bytes(self._home.rows_ND[rows_of]))
@@ -269,7 +247,7 @@ class _TorchDispatched:
     pool: Pool
     taken: Tensor
     taken_RNB: Tensor
-    early_slots: int
+    num_early: int
 
     @property
     def arrived_ns(self) -> int:
@@ -281,13 +259,13 @@ class _TorchDispatched:
     def wait(self, deadline_s: float | None = None) -> Ticket:
         self.exchange.wait(deadline_s)
         counts_Re, place_M = self.owner.read(self.taken_RNB)
-        order_P, place_P = _by_slot(counts_Re)
+        order_P, place_P = _by_expert(counts_Re)
         x_PD = self.owner.rows_of(self.taken_RNB, place_M[order_P])
         self.pool.give(self.taken)
         counts_e = counts_Re.sum(0)
         inbound = Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
-        handle = _TorchHandle(self.channel, self.pool, self.rows, counts_Re, place_P, x_PD, self.early_slots)
-        early = Early(self.early_slots, handle.send) if self.early_slots else None
+        handle = _TorchHandle(self.channel, self.pool, self.rows, counts_Re, place_P, x_PD, self.num_early)
+        early = Early(self.num_early, handle.send) if self.num_early else None
         return Ticket(inbound, self.routing, handle, early=early)
 
 
@@ -312,7 +290,7 @@ class _TorchCombined:
         return out_TD
 
 
-def _by_slot(counts_Re: I64) -> tuple[Tensor, Tensor]:
+def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:
     """(order, place): pairs sorted by (rank, slot) to (slot, rank), and back.
 
     [[1, 1], [2, 0]] -> [0, 2, 3, 1], [0, 3, 1, 2]

@@ -35,7 +35,7 @@ def facts(ranks: int, wire: str = "auto", width: int = WIDTH, **changes: Any) ->
             "dtype": torch.bfloat16,
             "top_k": TOP_K,
             "max_tokens": MAX_TOKENS,
-            "num_slots": SLOTS,
+            "experts_per_rank": SLOTS,
             "num_ranks": ranks,
             "wire": wire_of(wire, torch.bfloat16),
             **changes,

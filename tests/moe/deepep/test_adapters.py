@@ -14,8 +14,8 @@ from torch import Tensor
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import All2All, Layout
 from moeserve.moe.all2all.deepep import ADAPTERS
-from moeserve.moe.all2all.deepep.ht import DeepEPHighThroughput
 from moeserve.moe.all2all.deepep.ll import DeepEPLowLatency
+from moeserve.moe.all2all.deepep.v2 import DeepEPElastic
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
@@ -29,7 +29,7 @@ from tests.moe.contract.test_contract import alone, batch, cases, experts, there
 from tests.moe.deepep import fake
 from tests.moe.deepep.ranks import MAX_TOKENS, NAMES, SLOTS, WIDTH, facts, joined, on_all, some
 
-WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4) if (name, ranks) != ("deepep_ht", 3)]
+WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4)]
 EVERY_ADAPTER = pytest.mark.parametrize("name", NAMES)
 
 
@@ -81,22 +81,21 @@ def test_the_fp8_wire(name: str) -> None:
         assert not same(out, alone(ranks, (x, routing)))
 
 
-@pytest.mark.parametrize("name", ["deepep_ht", "deepep_v2"])
-def test_rows_of_an_expert_are_ordered_by_rank_and_token(name: str) -> None:
+def test_rows_of_an_expert_are_ordered_by_rank_and_token() -> None:
     def work(rank: int, backend: All2All) -> list[float]:
         x = (torch.arange(9.0)[:, None] + 16 * rank).expand(-1, WIDTH).bfloat16()
         ticket = backend.dispatch(x, Routing(torch.zeros(9, 1, dtype=torch.int32), torch.ones(9, 1)), UBatch()).wait()
         backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), UBatch()).wait()
         return [float(value) for value in ticket.inbound.x[:, 0]]
 
-    with joined(ADAPTERS[name], 2) as backends:
+    with joined(DeepEPElastic, 2) as backends:
         first, second = on_all(backends, work)
     assert first == [*range(9), *range(16, 25)]
     assert second == []
 
 
 def two_ubatches(rank: int, backend: All2All, parts: list[Any]) -> list[Tensor]:
-    """Five layers in two micro-batches with the order of moe/micro-batch.py."""
+    """Five layers in two micro-batches with the order of moe/ubatch.py."""
     outs = [torch.full_like(part[0], torch.nan) for part in parts]
     ping_pong, ubatches = PingPong(2), (UBatch(0), UBatch(1))
     for ubatch in ubatches:
@@ -250,7 +249,7 @@ def test_epochs_follow_each_other(name: str) -> None:
 
 def test_a_silent_rank_is_a_lost_peer_and_its_buffer_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Tearing a buffer down takes all ranks; the others may be dead."""
-    backends = [DeepEPHighThroughput(fake, facts(2)) for _ in range(2)]
+    backends = [DeepEPElastic(fake, facts(2)) for _ in range(2)]
     together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
     buffer = backends[0].buffer
     buffer.exchange.timeout_s = 0.2
@@ -282,19 +281,19 @@ def test_a_buffer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: Any, group: Any) -> Any:
         raise RuntimeError("Assertion error (buffer.hpp:1): num_ranks")
 
-    monkeypatch.setattr(DeepEPHighThroughput, "open", refused)
-    backends = [DeepEPHighThroughput(fake, facts(2)) for _ in range(2)]
+    monkeypatch.setattr(DeepEPElastic, "open", refused)
+    backends = [DeepEPElastic(fake, facts(2)) for _ in range(2)]
     calls = [lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)]  # type: ignore[misc]
-    with pytest.raises(ConfigError, match="deepep_ht cannot make its buffer: Assertion error"):
+    with pytest.raises(ConfigError, match="deepep_v2 cannot make its buffer: Assertion error"):
         together(calls)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "hosts", "why"),
     [
-        ("deepep_ht", 3, None, "deepep_ht does not serve 3 ranks"),
+        ("deepep_v2", 1, None, "deepep_v2 does not serve 1 ranks"),
         ("deepep_ll", 9, None, "deepep_ll does not serve 9 ranks"),
-        ("deepep_ht", 16, ("a",) * 9 + ("b",) * 7, "wants 8 ranks, one after the other, on every node"),
+        ("deepep_ll", 16, ("a",) * 9 + ("b",) * 7, "wants 8 ranks, one after the other, on every node"),
     ],
 )
 def test_groups_that_there_are_no_kernels_for(name: str, ranks: int, hosts: Any, why: str) -> None:
@@ -308,25 +307,20 @@ def test_widths_and_rounds() -> None:
         return ADAPTERS[name](fake, facts(2, wire, **changes)).caps
 
     widths = (24, 2880, 4096, 8000, 9000)
-    assert [caps("deepep_ht").pad_hidden(width) for width in widths] == [256, 3072, 4096, 8192, None]
+    assert [caps("deepep_v2").pad_hidden(width) for width in widths] == [256, 3072, 4096, 8192, None]
     assert [caps("deepep_v2", "fp8_b128").pad_hidden(width) for width in widths] == [512, 3072, 4096, 8192, None]
     assert [caps("deepep_ll").pad_hidden(width) for width in widths] == [2048, 3072, 4096, 8192, None]
-    assert [caps(name, max_tokens=5001).max_tokens for name in NAMES] == [5001, 128, 4096]
-    assert [caps(name, max_tokens=37).max_tokens for name in NAMES] == [37, 40, 64]
+    assert [caps(name, max_tokens=5001).max_tokens for name in NAMES] == [4096, 128]
+    assert [caps(name, max_tokens=37).max_tokens for name in NAMES] == [64, 40]
     assert not any(caps(name).exact for name in NAMES)
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"), [({}, (24, 12)), ({"comm_sms": 8}, (8, 8)), ({"comm_sms": 40}, (40, 12))]
-)
-def test_kernels_take_no_more_multiprocessors_than_they_may(asked: dict[str, int], expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("asked", "expected"), [({}, 12), ({"comm_sms": 8}, 8), ({"comm_sms": 40}, 12)])
+def test_kernels_take_no_more_multiprocessors_than_they_may(asked: dict[str, int], expected: int) -> None:
     """ElasticBuffer knows how many it needs, which may be fewer."""
     x, routing = some(5, 2, 0)
-    found = []
-    for name in ("deepep_ht", "deepep_v2"):
-        backends = [ADAPTERS[name](fake, facts(2, **asked)) for _ in range(2)]
-        together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
-        on_all(backends, lambda rank, backend: there_and_back(backend, UBatch(), (x, routing), rank * SLOTS))
-        found.append(backends[0].buffer.num_sms)
-        together([backend.leave for backend in backends])
-    assert tuple(found) == expected
+    backends = [DeepEPElastic(fake, facts(2, **asked)) for _ in range(2)]
+    together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+    on_all(backends, lambda rank, backend: there_and_back(backend, UBatch(), (x, routing), rank * SLOTS))
+    assert backends[0].buffer.num_sms == expected
+    together([backend.leave for backend in backends])

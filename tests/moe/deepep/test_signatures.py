@@ -44,10 +44,9 @@ def plain(function: Any) -> list[tuple[str, Any]]:
 def offered() -> Iterator[tuple[str, Any]]:
     """What the fake has of the package's public methods and functions."""
     yield "destroy_all_managed_nccl_comm", comm.destroy_all_managed_nccl_comm
-    own = {"alive", "start_low_latency"}
     for class_name, kind in CLASSES.items():
         for name, method in inspect.getmembers(kind, inspect.isfunction):
-            if (name == "__init__" or not name.startswith("_")) and name not in own:
+            if name == "__init__" or not name.startswith("_"):
                 yield f"{class_name}.{name}", method
 
 

@@ -14,13 +14,13 @@ Packed = Tensor | tuple[Tensor, Tensor]  # fp8 [T, W] with fp32 scales [T, b]
 
 
 def widen(x_TD: Tensor, width: int) -> Tensor:
-    """[T, W], contiguous: zeros behind every row. Takes any number of leading dimensions."""
+    """Returns x contiguous with zeros behind every row, [T, W]; any number of leading dimensions."""
     missing = width - x_TD.shape[-1]
     return torch.nn.functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
 
 
 def pack_fp8(x_TW: Tensor) -> Packed:
-    """Elements and scales apart; the same bits as `Fp8Wire` has."""
+    """Returns elements and scales, with the bits of `Fp8Wire`."""
     width = x_TW.shape[1]
     rows_TB = Fp8Wire().encode(x_TW)
     data_TW = rows_TB[:, :width].contiguous().view(torch.float8_e4m3fn)
@@ -29,15 +29,9 @@ def pack_fp8(x_TW: Tensor) -> Packed:
 
 
 def unpack(rows: Packed, width: int) -> Tensor:
-    """[T, D] bfloat16, contiguous; of bfloat16 rows of this very width themselves."""
+    """Returns [T, D] bfloat16, contiguous; bfloat16 rows of this very width are not copied."""
     if isinstance(rows, Tensor):
         return rows[:, :width].contiguous()
     data_TW, scale_Tb = rows
     blocks_TbB = data_TW.float().view(data_TW.shape[0], -1, BLOCK) * scale_Tb[:, :, None]
     return blocks_TbB.flatten(1)[:, :width].to(torch.bfloat16).contiguous()
-
-
-def next_multiple(width: int, step: int, most: int) -> int | None:
-    """`width` rounded up to a multiple of `step`; None beyond `most`."""
-    wide = -(-width // step) * step
-    return wide if wide <= most else None
