@@ -85,11 +85,11 @@ class ExpertsBlock:
         assert isinstance(num_tokens, int), num_tokens
         assert x_TD.dtype is packed.dtype, (x_TD.dtype, packed.dtype)
         assert x_TD.is_contiguous(), x_TD.stride()
-        slots = packed.bytes_eS
+        experts = packed.bytes_eB
         out_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
         counts_E = np.empty(self._num_experts, np.int64)
         self._block.run(
-            packed.gate_up, packed.down, slots.data_ptr(), slots.shape[1], counts_E, x_TD.data_ptr(), num_tokens,
+            packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], counts_E, x_TD.data_ptr(), num_tokens,
             out_TD.data_ptr(),
         )  # fmt: skip
         if num_tokens < len(out_TD):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
-from moeserve.moe.experts.native import NativeExperts, Packed
+from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
@@ -44,7 +44,7 @@ def rows(count: int, width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def run(packed: Packed, x_PD: Tensor, counts: list[int]) -> Tensor:
+def run(packed: PackedNative, x_PD: Tensor, counts: list[int]) -> Tensor:
     counts_e = np.array(counts, np.int64)
     out = torch.full_like(x_PD, torch.nan)
     NativeExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out, Scratch())
@@ -125,8 +125,8 @@ def test_moving_experts() -> None:
     packed, whole = experts.pack(weights), experts.pack(other)
     taken = experts.take(packed, 1)
     experts.put(packed, 1, experts.pack_expert(other.w13_eFD[1], other.w2_eDI[1]))
-    assert torch.equal(packed.bytes_eS[1], whole.bytes_eS[1])
-    assert torch.equal(taken.bytes_eS[0], experts.pack(weights).bytes_eS[1])
+    assert torch.equal(packed.bytes_eB[1], whole.bytes_eB[1])
+    assert torch.equal(taken.bytes_eB[0], experts.pack(weights).bytes_eB[1])
     again = experts.stack([experts.take(packed, slot) for slot in (4, 1)])
     x = rows(6, 64, torch.bfloat16)
     assert torch.equal(run(again, x, [2, 4])[2:], run(whole, x[2:], [0, 4, 0, 0, 0]))

@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
 from moeserve.moe.experts.base import ExpertWeights
-from moeserve.moe.experts.native import NativeExperts, Packed
+from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import Scratch
 from moeserve.ops import native_attention, native_layer, native_rows
@@ -102,10 +102,16 @@ def test_experts(tokens: int, score: str, renormalize: bool, dtype: torch.dtype)
 
 
 def separately(
-    x: Tensor, router: NativeLinear, kernel: NativeExperts, packed: Packed, top_k: int, score: str, renormalize: bool
+    x: Tensor,
+    router: NativeLinear,
+    kernel: NativeExperts,
+    packed: PackedNative,
+    top_k: int,
+    score: str,
+    renormalize: bool,
 ) -> tuple[Tensor, Any]:
     routing = Routing(*native_rows.route(router(x), top_k, score, renormalize))
-    rows = group_rows(routing.ids_TK, len(packed.bytes_eS))
+    rows = group_rows(routing.ids_TK, len(packed.bytes_eB))
     inbound = Inbound(Layout.GROUPED, grouped_rows(x, rows, top_k), rows.counts_e, rows.counts_e.cumsum())
     y = torch.empty_like(inbound.x)
     kernel.run(inbound, packed, y, Scratch())
