@@ -23,7 +23,7 @@ from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.engine.plan import Agreed
 from moeserve.messages import TraceEvent
 from moeserve.moe.ping_pong import PingPong
-from moeserve.moe.streams import CommStream, InFlightTransfer, Inline, here
+from moeserve.moe.streams import CommStream, InFlightTransfer, here
 from moeserve.moe.ubatch import Load, UBatch
 from moeserve.runner.model import Model
 
@@ -64,7 +64,7 @@ class UBatchRunner:
         assert 1 <= num_ubatches <= 2, num_ubatches
         self.ubatches = tuple(UBatch(index) for index in range(num_ubatches))
         self.round_up: Callable[[int], int] = lambda tokens: tokens
-        self.comm: CommStream = Inline()
+        self.comm = CommStream()
         self._tp_size = tp_size
         self._second = _UBatchThread()
 

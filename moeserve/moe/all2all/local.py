@@ -1,4 +1,4 @@
-"""One rank, no communication: the specification that every other backend must agree with, bit for bit."""
+"""One rank, no communication: the specification that every exact backend agrees with, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def make(facts: BackendFacts) -> LocalAll2All:
 
 
 class LocalAll2All:
-    """All experts are here; dispatch is a sort, combine is a sum. A wire that rounds rounds here too, though nothing
-    travels: the bits of one rank are those of many."""
+    """All experts are on this rank: dispatch is a sort, combine is a sum. A wire that rounds rounds here too, so that
+    one rank has the bits of many."""
 
     caps = All2AllCaps(
         name="local",
@@ -39,12 +39,14 @@ class LocalAll2All:
             self.caps = replace(self.caps, in_place=False)
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        """See `All2All`."""
         self._num_experts = experts_per_rank
 
     def leave(self) -> None:
-        """There is nobody to part from."""
+        """See `All2All`; there is no connection."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
+        """See `All2All`."""
         rows = group_rows(routing.ids_TK, self._num_experts)
         if self._wire is not None:
             x_TD = self._wire.decode(self._wire.encode(x_TD), x_TD.dtype, x_TD.shape[1])
@@ -53,5 +55,6 @@ class LocalAll2All:
         return Completed(Ticket(inbound, routing, rows))
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Completed[Tensor]:
+        """See `All2All`."""
         ticket.use()
         return Completed(weighted_sum(y, ticket.private, ticket.routing, out_TD))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
             inbound, order_P = self._inbound(taken_NB, ids_TK.shape[1], theirs[:, :-1].sum(0))
             return Ticket(inbound, routing, _NcclHandle(channel, theirs[:, :-1].sum(1), order_P.argsort(), home))
 
-        return _InFlight(collective, receive)
+        return _NcclPending(collective, receive)
 
     def _inbound(self, taken_NB: Tensor, top_k: int, counts_e: I64) -> tuple[Inbound, Tensor]:
         """Returns this rank's rows, and which (row, k) pair of those received each one is."""
@@ -95,13 +95,13 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         home_PD = y.new_empty((len(home.order_P), y.shape[1]))
         splits = home.counts_e.tolist(), handle.pairs_R.tolist()
         collective = handle.channel.all_to_all(bytes_of(home_PD), bytes_of(back_PD), *splits)
-        return _InFlight(collective, lambda: weighted_sum(home_PD, home, ticket.routing, out_TD))
+        return _NcclPending(collective, lambda: weighted_sum(home_PD, home, ticket.routing, out_TD))
 
 
 @dataclass(frozen=True, slots=True)
 class _NcclHandle:
-    """The way back. pairs_R: of each rank. place_P: where the inbound rows hold them, in the order in which they came.
-    home: own pairs as they come home, by rank."""
+    """What `combine` needs from its dispatch. pairs_R: received from each rank. place_P: where the inbound rows
+    hold those pairs. home: the own pairs as they come home, by rank."""
 
     channel: DeviceChannel
     pairs_R: I64
@@ -110,15 +110,12 @@ class _NcclHandle:
 
 
 @dataclass(slots=True)
-class _InFlight(Generic[T]):
-    """All is launched; `then` makes of it what was asked for."""
+class _NcclPending(Pending[T]):
+    """A transfer that is launched whole; `then` returns its result."""
 
     collective: DeviceCollective
     then: Callable[[], T]
     arrived_ns: int = ON_DEVICE
-
-    def arrive(self) -> None:
-        pass
 
     def wait(self, deadline_s: float | None = None) -> T:
         self.collective.wait()
@@ -126,7 +123,7 @@ class _InFlight(Generic[T]):
 
 
 def _exchange(channel: Channel, ours: I64) -> I64:
-    """Row r: what rank r says of this one, in its row for it [R, X]. The host waits. Raises PeerLost."""
+    """Sends row r of `ours` to rank r; returns the rows for this rank, [R, X]. The host waits. Raises PeerLost."""
     me, sent = channel.mesh.members.rank, torch.from_numpy(ours).view(torch.uint8)
     taken = sent.clone()
     others = [rank for rank in range(len(ours)) if rank != me]
@@ -135,13 +132,13 @@ def _exchange(channel: Channel, ours: I64) -> I64:
 
 
 def _counts(ids_TK: Tensor, num_ids: int) -> Tensor:
-    """Pairs of each id, int64 [num_ids]. `bincount` would ask the device."""
+    """Returns the pairs of each id, int64 [num_ids]. `bincount` would make the host wait."""
     ids_N = ids_TK.flatten().long() + 1
     return ids_N.new_zeros(num_ids + 1).index_add_(0, ids_N, torch.ones_like(ids_N))[1:]
 
 
 def _sorted(ids_TK: Tensor, num_ids: int, counts_e: I64) -> Grouping:
-    """`group_rows` where the host knows the counts: nobody asks the device."""
+    """`group_rows` for counts that the host knows: it need not wait for the device."""
     ids_N = ids_TK.flatten()
     order_N = ids_N.where(ids_N >= 0, num_ids).sort(stable=True).indices
     place_N = torch.empty_like(order_N)

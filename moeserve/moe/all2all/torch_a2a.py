@@ -1,10 +1,10 @@
 """All-to-all over torch's Gloo: one message per pair of ranks and direction, of any size, so no counts travel ahead.
 
-A row travels once to each rank that has experts for it, behind an index that says which of them. The results come back
-one per (token, k) pair, because the owner has to add them up in order of k.
+A row travels once to each rank that has experts for it, behind an index that names them. The results come back one per
+(token, k) pair, because the token's rank has to add them up in order of k.
 
-T tokens of this rank, K experts per token, D model width, R ranks, e slots of one rank, P rows for this rank's experts,
-B bytes of a row on the wire, n pairs of one message.
+T tokens of this rank, K experts per token, D model width, R ranks, e experts of one rank, P rows for this rank's
+experts, B bytes of a row on the wire, n pairs of one message.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from moeserve.comm.gloo import Channel, Exchange, Mesh
 from moeserve.comm.members import Members
 from moeserve.comm.nccl import why_not
-from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.over_mesh import MeshAll2All
-from moeserve.moe.all2all.pool import Pool
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
+from moeserve.moe.all2all.wire_format import ALIGNMENT
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
@@ -91,7 +91,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
         return _TorchCombined(handle, ticket.routing, out_TD)
 
     def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> list[_SendBuffer]:
-        """What goes to each rank."""
+        """Returns the message to each rank."""
         tokens, top_k = ids_TK.shape
         token_P = rows.order_P.numpy() // top_k
         ends = counts_Re.sum(1).cumsum()
@@ -107,12 +107,12 @@ class TorchAll2All(MeshAll2All[Mesh]):
         return send_buffers
 
     def _index_rows(self, pairs: int) -> int:
-        """Rows of B bytes that the index of so many pairs takes."""
+        """Returns how many rows of B bytes the index of so many pairs takes."""
         return -(-4 * (self._num_local + pairs) // self._row_bytes)
 
     def read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
-        """(rows from each rank for each local slot [R, e], rows of all messages in their order [P], as places in the
-        memory [R * N, B])."""
+        """Returns the rows from each rank for each local expert [R, e], and where in the memory [R * N, B] the rows of
+        all messages are, in order [P]."""
         size, region, _ = taken_RNB.shape
         counts_Re = np.empty((size, self._num_local), np.int64)
         places = []
@@ -125,14 +125,14 @@ class TorchAll2All(MeshAll2All[Mesh]):
         return counts_Re, torch.from_numpy(np.concatenate(places))
 
     def rows_of(self, taken_RNB: Tensor, place_P: Tensor) -> Tensor:
-        """[P, D]: the rows at these places of the memory, decoded."""
+        """Returns the rows at these places of the memory, decoded, [P, D]."""
         rows_NB = taken_RNB.view(-1, self._row_bytes).view(torch.int64)
         return self._wire.decode(rows_NB.index_select(0, place_P).view(torch.uint8), self._dtype, self._width)
 
 
 @dataclass(frozen=True, slots=True)
 class _SendBuffer:
-    """One message: int32 rows of each slot and the row of every pair, filled up to whole rows; then the rows."""
+    """One message: an int32 index (pairs of each local expert, each pair's row) padded to whole rows, then the rows."""
 
     index: NDArray[np.int32]
     token_n: Tensor
@@ -140,9 +140,11 @@ class _SendBuffer:
 
     @property
     def num_rows(self) -> int:
+        """The message's length in rows of B bytes."""
         return self.index_rows + len(self.token_n)
 
     def write(self, encoded_TB: Tensor, into_NB: Tensor) -> None:
+        """Writes the message, gathered from the encoded rows of all tokens."""
         into_NB.view(-1)[: self.index.nbytes].numpy().view(np.int32)[:] = self.index
         rows_nB = into_NB[self.index_rows : self.num_rows].view(torch.int64)
         torch.index_select(encoded_TB.view(torch.int64), 0, self.token_n, out=rows_nB)
@@ -150,13 +152,14 @@ class _SendBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _TorchRows:
-    """Rows of y's width and dtype in a pool's buffer."""
+    """Rows in a pool's buffer."""
 
     buffer: Tensor
     rows_ND: Tensor
 
     @classmethod
     def take(cls, pool: Pool, rows: int, like: Tensor) -> _TorchRows:
+        """Returns memory for rows of like's width and dtype."""
         num_bytes = rows * like.shape[1] * like.itemsize
         buffer = pool.take(num_bytes)
         return cls(buffer, buffer[:num_bytes].view(like.dtype).view(rows, like.shape[1]))
@@ -164,10 +167,10 @@ class _TorchRows:
 
 class _TorchHandle:
     """The way back of one dispatch. Its receives are posted before the experts compute, so that results travel as soon
-    as they are sent, and those of the first `num_early` of every rank are a message of their own.
+    as they are sent. The results of every rank's first `num_early` experts are a message of their own.
 
-    rows: own pairs by global slot. counts_Re: rows from each rank for each local slot. place_P: where the inbound rows
-    hold each pair of the messages, in their order. like: for the width and dtype of results.
+    rows: own pairs by physical expert. counts_Re: rows from each rank for each local expert. place_P: where the inbound
+    rows hold each pair of the messages, in order. like: has the width and dtype of results.
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class _TorchHandle:
         )
 
     def send(self, y: Tensor) -> None:
-        """The next message to each rank; y holds its results."""
+        """Sends the next message to each rank; y holds its results."""
         messages = list(self._messages(self._counts_Re, self._parts.pop(0)))
         outbox = _TorchRows.take(self._pool, sum(rows.stop - rows.start for _, rows in messages), y)
         send, start = {}, 0
@@ -209,7 +212,7 @@ class _TorchHandle:
         self.exchange.send(send, lambda: self._pool.give(outbox.buffer))
 
     def send_all(self, y: Tensor) -> None:
-        """What is not sent yet; the own rows need no message."""
+        """Sends all messages that are left, and copies the results of the own rows."""
         while self._parts:
             self.send(y)
         self.exchange.watch()
@@ -218,14 +221,16 @@ class _TorchHandle:
         torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
 
     def take(self) -> Tensor:
-        """All results of the own rows, by global slot, once they are here; `give` lends the memory again."""
+        """Returns all results of the own pairs, by physical expert, once they are here; `give` ends their use."""
         return self._home.rows_ND
 
     def give(self) -> None:
+        """Gives the results' memory back."""
         self._pool.give(self._home.buffer)
 
     def _messages(self, counts_Re: I64, part: slice) -> Iterator[tuple[int, slice]]:
-        """(rank, rows of its message about these slots) for each other rank that has any; rows are by (rank, slot)."""
+        """Yields (rank, rows of its message about these local experts) for each other rank that has any; rows are in
+        order of rank, then expert."""
         starts_R = counts_Re.sum(1).cumsum() - counts_Re.sum(1) + counts_Re[:, : part.start].sum(1)
         ends_R = starts_R + counts_Re[:, part].sum(1)
         for rank, (start, end) in enumerate(zip(starts_R.tolist(), ends_R.tolist(), strict=True)):
@@ -238,7 +243,7 @@ def _bytes(rows_ND: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _TorchDispatched:
+class _TorchDispatched(Pending[Ticket]):
     owner: TorchAll2All
     channel: Channel
     exchange: Exchange
@@ -252,9 +257,6 @@ class _TorchDispatched:
     @property
     def arrived_ns(self) -> int:
         return self.exchange.arrived_ns
-
-    def arrive(self) -> None:
-        pass
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         self.exchange.wait(deadline_s)
@@ -270,7 +272,7 @@ class _TorchDispatched:
 
 
 @dataclass(slots=True)
-class _TorchCombined:
+class _TorchCombined(Pending[Tensor]):
     handle: _TorchHandle
     routing: Routing
     out_TD: Tensor
@@ -278,9 +280,6 @@ class _TorchCombined:
     @property
     def arrived_ns(self) -> int:
         return self.handle.exchange.arrived_ns
-
-    def arrive(self) -> None:
-        pass
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
         handle = self.handle
@@ -291,13 +290,13 @@ class _TorchCombined:
 
 
 def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:
-    """(order, place): pairs sorted by (rank, slot) to (slot, rank), and back.
+    """Returns (order, place): from pairs sorted by (rank, expert) to (expert, rank), and back.
 
     [[1, 1], [2, 0]] -> [0, 2, 3, 1], [0, 3, 1, 2]
     """
-    size, slots = counts_Re.shape
-    slot_M = np.repeat(np.tile(np.arange(slots, dtype=np.int16), size), counts_Re.reshape(-1))
-    order = slot_M.argsort(kind="stable")
+    size, num_local = counts_Re.shape
+    expert_M = np.repeat(np.tile(np.arange(num_local, dtype=np.int16), size), counts_Re.reshape(-1))
+    order = expert_M.argsort(kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return torch.from_numpy(order), torch.from_numpy(place)
@@ -305,3 +304,26 @@ def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:
 
 def _part(ends: I64, index: int) -> slice:
     return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
+
+
+class Pool:
+    """Byte buffers of one micro-batch, lent to one exchange at a time. Used by one thread at a time.
+
+    Fresh memory for every exchange would cost more than the copy into it: the kernel has to clear each page first.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns uint8 [at least num_bytes], the smallest free buffer that fits; its contents are undefined."""
+        fits = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
+        if not fits:
+            return torch.empty(max(ALIGNMENT, 1 << (num_bytes - 1).bit_length()), dtype=torch.uint8)
+        best = min(fits, key=Tensor.numel)
+        self._free = [buffer for buffer in self._free if buffer is not best]
+        return best
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes back a buffer that `take` returned."""
+        self._free.append(buffer)

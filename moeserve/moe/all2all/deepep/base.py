@@ -26,7 +26,7 @@ from moeserve.moe.all2all.deepep.rows import Packed, pack_fp8, widen
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import FP8
 from moeserve.moe.routing import Routing
-from moeserve.moe.streams import CommStream, Inline, comm_stream
+from moeserve.moe.streams import CommStream, comm_stream
 from moeserve.moe.ubatch import UBatch
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class DeepEP(ABC):
         self.num_experts = 0  # physical experts of all ranks
         self.num_local = 0  # of this rank
         self.deadline_s = 0.0  # of the members
-        self.comm: CommStream = Inline()  # deep_ep has streams of its own; this one times them
+        self.comm = CommStream()  # deep_ep has streams of its own; this one times them
         self._ids_dtype = getattr(lib, "topk_idx_t", torch.int64)
         self._group: DeepEPGroup | None = None
         self._buffer: Any | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.deepep.base import DeepEP, caps_with
 from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
 from moeserve.moe.all2all.registry import BackendFacts
@@ -138,7 +138,7 @@ class _V2Handle:
 
 
 @dataclass(slots=True)
-class _V2Dispatched:
+class _V2Dispatched(Pending[Ticket]):
     owner: DeepEPElastic
     buffer: Any
     routing: Routing
@@ -146,9 +146,6 @@ class _V2Dispatched:
     width: int
     collective: AbstractContextManager[None]
     arrived_ns: int = ON_DEVICE
-
-    def arrive(self) -> None:
-        """The receiving kernel was launched with the sending one."""
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         rows, _, weights_P, handle, event = self.received
@@ -160,7 +157,7 @@ class _V2Dispatched:
 
 
 @dataclass(slots=True)
-class _V2Combined:
+class _V2Combined(Pending[Tensor]):
     """Results that the kernels send home and add up. A rank without tokens has sent one row that went nowhere, so what
     comes back is cut to what was asked for."""
 
@@ -171,9 +168,6 @@ class _V2Combined:
     out_TD: Tensor
     collective: AbstractContextManager[None]
     arrived_ns: int = ON_DEVICE
-
-    def arrive(self) -> None:
-        """The receiving kernel was launched with the sending one."""
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
         with self.owner.calling(self.buffer), self.collective:
