@@ -106,12 +106,12 @@ class MoELayer:
 
     def _run_experts(self, ticket: Ticket, y: Tensor, ubatch: UBatch) -> None:
         if (early := ticket.early) is None:
-            self.experts.run(ticket.inbound, self.packed, y, ubatch.scratch)
+            self.experts.run(ticket.inbound, self.packed, y)
             return
         first, rest = ticket.inbound.split(early.num_experts)
-        self.experts.run(first, self.packed, y, ubatch.scratch)
+        self.experts.run(first, self.packed, y)
         ubatch.send_early(lambda: early.send(y))
-        self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :], ubatch.scratch)
+        self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :])
 
 
 class FusedMoELayer(MoELayer):

@@ -22,7 +22,7 @@ from moeserve.moe.routing import Router
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoENeeds:
-    """What the model and the settings ask of a backend and a kernel.
+    """Requirements of the model and the settings on a backend and a kernel.
 
     max_tokens: rows of one step on one rank. world_size: ranks that the experts are sharded over. replicas: whether
     some experts are there more than once. exact: whether a request's bits may depend on nothing but the request.
@@ -37,7 +37,6 @@ class MoENeeds:
     tp_size: int = 1
     replicas: bool = False
     ubatches: int = 1
-    graphs: bool = False
     exact: bool = False
 
 
@@ -105,7 +104,7 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
 
 
 def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
-    """What keeps the four steps apart; None if nothing does."""
+    """Returns what keeps the four steps apart; None if nothing does."""
     checks = (
         (isinstance(kernel, Fusible), f"{kernel.caps.name} has no fused form"),
         (backend.caps.in_place, f"rows travel by {backend.caps.name}, or are rounded as if they did"),
@@ -116,14 +115,14 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
 
 
 def _regroups(backend: All2All, kernel: Experts) -> bool:
-    """Whether SLOTTED rows must be copied to GROUPED ones in between."""
+    """Returns whether SLOTTED rows must be copied to GROUPED ones in between."""
     return kernel.caps.layouts.isdisjoint(backend.caps.layouts) and (
         Layout.SLOTTED in backend.caps.layouts and Layout.GROUPED in kernel.caps.layouts
     )
 
 
 def _remarks(needs: MoENeeds, backend: All2All, kernel: Experts) -> list[str]:
-    """What a user should know about the pair that was picked."""
+    """Returns what a user should know about the pair that was picked."""
     caps, remarks = backend.caps, []
     if (width := caps.pad_hidden(needs.hidden_size)) != needs.hidden_size:
         remarks.append(f"rows of {needs.hidden_size} travel filled up to {width}")
@@ -138,7 +137,7 @@ def _remarks(needs: MoENeeds, backend: All2All, kernel: Experts) -> list[str]:
 
 
 def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
-    """Why the pair cannot serve; None if it can."""
+    """Returns why the pair cannot serve; None if it can."""
     wire, compute = backend.caps, kernel.caps
     if wire.obstacle is not None:
         return wire.obstacle
@@ -146,10 +145,6 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
         (needs.device in wire.devices, f"{wire.name} does not serve {needs.device}"),
         (wire.world_sizes(needs.world_size), f"{wire.name} does not serve {needs.world_size} ranks"),
         (needs.dtype in wire.wires, f"{wire.name} does not carry {needs.dtype}"),
-        (
-            wire.max_hidden is None or needs.hidden_size <= wire.max_hidden,
-            f"{wire.name} takes rows of {wire.max_hidden}, the model's have {needs.hidden_size}",
-        ),
         (wire.pad_hidden(needs.hidden_size) is not None, f"{wire.name} takes no rows of {needs.hidden_size}"),
         (
             wire.max_in_flight is None or needs.ubatches <= wire.max_in_flight,
@@ -177,6 +172,5 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
             compute.device_counts or not wire.device_counts,
             f"{wire.name} counts rows on the device, {compute.name} must know them on the host",
         ),
-        (not needs.graphs or (wire.graph_safe and compute.graph_safe), "not both can be captured in a graph"),
     )
     return next((why for holds, why in checks if not holds), None)

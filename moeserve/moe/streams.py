@@ -1,4 +1,4 @@
-"""Where communication runs beside computation: on CUDA in a stream of its own, tied to the computing one by events.
+"""Streams for communication beside computation; on CUDA a stream of its own, tied to the computing one by events.
 
 All micro-batches of a process compute on one stream, in the order of their turns, and all its transfers run on another,
 in the order of `launch`. The host only launches: a transfer begins behind what was computed before, and what is

@@ -1,4 +1,4 @@
-"""A micro-batch: one part of the batch on its way through the model, with its scratch, its communication, its loads.
+"""A micro-batch: one part of the batch on its way through the model, with its communication and its loads.
 
 With a single micro-batch nothing overlaps but the work given as `meanwhile`. Dual-batch overlap is two micro-batches
 that take turns: `overlap` sends this micro-batch's rows, lets the other one compute while they travel, and then waits
@@ -27,27 +27,6 @@ T = TypeVar("T")
 Load = NDArray[np.int64] | Tensor  # rows per expert; a tensor where they were counted on a device
 
 
-class Scratch:
-    """Named buffers that live as long as their micro-batch and grow to the largest size asked for."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Returns a buffer of `shape` with like's dtype and device; its contents are undefined."""
-        count = int(np.prod(shape))
-        key = (name, like.dtype, like.device)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < count:
-            buffer = self._buffers[key] = torch.zeros(count, dtype=like.dtype, device=like.device)
-        return buffer[:count].view(shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
 class UBatch:
     """One of the step's micro-batches, the one numbered `index`.
 
@@ -58,7 +37,6 @@ class UBatch:
     def __init__(self, index: int = 0) -> None:
         self.index = index
         self.most_tokens = 0
-        self.scratch = Scratch()
         self.meter = UBatchMeter(index)
         self._loads: list[Load] = []
         self._ping_pong: PingPong | None = None

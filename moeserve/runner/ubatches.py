@@ -1,9 +1,7 @@
 """A step on its way through the model in one micro-batch or in two (dual-batch overlap).
 
 Two micro-batches are two halves of the step's tokens. The second one runs in a thread of its own that lives as long as
-the
-runner; the ping-pong turn lets one of them work at a time, so they share everything but their scratch and their
-channel.
+the runner; only one of them works at a time (moe/ping_pong.py), so they share everything but their channel.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.comm import fake_nccl
 from tests.comm.ranks import members_of
 from tests.moe.contract.backends import BY_NCCL, facts_of
 
-WIDTH, TOP_K, SLOTS, LANES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
+WIDTH, TOP_K, LOCAL, UBATCHES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
 ROUND_BYTES = 16 << 20
 DTYPE = torch.bfloat16
 
@@ -36,7 +36,7 @@ def peak_bytes() -> int:
 
 def backend_of(name: str, wire: str) -> All2All:
     if name == BY_NCCL:
-        shape = {"hidden_size": WIDTH, "top_k": TOP_K, "max_tokens": TOKENS, "experts_per_rank": SLOTS}
+        shape = {"hidden_size": WIDTH, "top_k": TOP_K, "max_tokens": TOKENS, "experts_per_rank": LOCAL}
         return NcclAll2All(facts_of(DTYPE, RANKS, wire, **shape))
     (backend,) = make_backends(
         ParallelConfig(dp=RANKS, all2all=name, wire=wire),  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def backend_of(name: str, wire: str) -> All2All:
         dtype=DTYPE,
         top_k=TOP_K,
         max_tokens=TOKENS,
-        experts_per_rank=SLOTS,
+        experts_per_rank=LOCAL,
     )
     return backend
 
@@ -52,8 +52,8 @@ def backend_of(name: str, wire: str) -> All2All:
 class Rank:
     def __init__(self, rank: int, name: str, wire: str, directory: str, store: str) -> None:
         self.backend = backend_of(name, wire)
-        self.backend.join(replace(members_of(RANKS, directory)[rank], store=store), SLOTS, LANES)
-        self.ubatches = [UBatch(index) for index in range(LANES)]
+        self.backend.join(replace(members_of(RANKS, directory)[rank], store=store), LOCAL, UBATCHES)
+        self.ubatches = [UBatch(index) for index in range(UBATCHES)]
 
     @property
     def max_tokens(self) -> int:
@@ -65,13 +65,13 @@ class Rank:
         """Both micro-batches have their rows, and results, before either sends them home."""
         x, out = torch.ones((tokens, WIDTH), dtype=DTYPE), torch.empty((tokens, WIDTH), dtype=DTYPE)
         routing = Routing(torch.tensor([[0, 1]], dtype=torch.int32).repeat(tokens, 1), torch.ones(tokens, TOP_K))
-        flying = []
+        in_flight = []
         for ubatch in self.ubatches:
             ticket = self.backend.dispatch(x, routing, ubatch).wait()
             y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
             y.copy_(ticket.inbound.x)
-            flying.append((ticket, y, ubatch))
-        for one in [self.backend.combine(ticket, y, out, ubatch) for ticket, y, ubatch in flying]:
+            in_flight.append((ticket, y, ubatch))
+        for one in [self.backend.combine(ticket, y, out, ubatch) for ticket, y, ubatch in in_flight]:
             one.wait()
 
     def serve(self) -> None:

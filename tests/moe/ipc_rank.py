@@ -11,7 +11,7 @@ from moeserve.comm.members import Members
 from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
-from tests.moe.contract.backends import SLOTS, facts_of, make
+from tests.moe.contract.backends import LOCAL, facts_of, make
 from tests.moe.contract.test_contract import batch, cases, there_and_back
 
 
@@ -25,12 +25,12 @@ def main(members: Members, path: str) -> None:
         torch.cuda.set_device(device)
         facts = facts_of(torch.float32, members.size, device="cuda")
         backend = CudaIpcAll2All(facts, Symmetric(CudaMemory(device)))
-    backend.join(members, SLOTS, 1)
+    backend.join(members, LOCAL, 1)
     ubatch, outs = UBatch(), []
     for by_rank in cases(members.size).values():
         x, routing = batch(by_rank[members.rank], torch.float32, members.rank)
         part = x.to(device), Routing(routing.ids_TK.to(device), routing.weights_TK.to(device))
-        outs.append(there_and_back(backend, ubatch, part, members.rank * SLOTS).cpu())
+        outs.append(there_and_back(backend, ubatch, part, members.rank * LOCAL).cpu())
         backend.check()  # type: ignore[attr-defined]
     torch.save(outs, path)
     backend.leave()

@@ -22,7 +22,7 @@ from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
-from moeserve.moe.ubatch import Scratch, UBatch
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 from moeserve.ops.table import pick_ops
 
@@ -92,16 +92,6 @@ def test_loads_are_kept_layer_by_layer() -> None:
     assert ubatch.take_load().size == 0
 
 
-def test_scratch_is_reused_and_grows() -> None:
-    scratch = Scratch()
-    like = torch.zeros(1)
-    first = scratch.take("a", (4, 4), like)
-    assert scratch.take("a", (2, 3), like).data_ptr() == first.data_ptr()
-    assert scratch.take("b", (4,), like).data_ptr() != first.data_ptr()
-    assert scratch.take("a", (5, 4), like).shape == (5, 4)
-    assert scratch.num_bytes == (20 + 4) * 4
-
-
 class _Backend(LocalAll2All):
     def __init__(self, **changes: object) -> None:
         super().__init__(E)
@@ -117,11 +107,11 @@ class _Kernel(ReferenceExperts):
 def test_plan_picks_the_first_pair_that_can() -> None:
     slotted = _Kernel(layouts=frozenset({Layout.SLOTTED}))
     good = ReferenceExperts(pick_ops("cpu", torch.float32))
-    plan = plan_moe(NEEDS, [_Backend(max_hidden=16), LocalAll2All(E)], [slotted, good])
+    plan = plan_moe(NEEDS, [_Backend(pad_hidden=lambda width: None), LocalAll2All(E)], [slotted, good])
     assert (plan.all2all.caps.name, plan.experts.caps.name) == ("local", "reference")
     assert [why for _, _, why in plan.reasons] == [
-        "other takes rows of 16, the model's have 32",
-        "other takes rows of 16, the model's have 32",
+        "other takes no rows of 32",
+        "other takes no rows of 32",
         "local and quick share no layout",
         "picked",
         "reference has no fused form",
@@ -135,11 +125,10 @@ def test_plan_picks_the_first_pair_that_can() -> None:
     [
         ({}, {}, {"world_size": 2}, "does not serve 2 ranks"),
         ({"wires": frozenset({"bfloat16"})}, {}, {}, "does not carry float32"),
-        ({"max_hidden": 16}, {}, {}, "takes rows of 16, the model's have 32"),
+        ({"pad_hidden": lambda width: None}, {}, {}, "takes no rows of 32"),
         ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches in flight, 2 micro-batches"),
         ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
         ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
-        ({}, {}, {"graphs": True}, "captured in a graph"),
     ],
 )
 def test_plan_says_what_is_in_the_way(

@@ -14,7 +14,6 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import NativeLinear
 from moeserve.ops.table import pick_ops
@@ -47,7 +46,7 @@ def rows(count: int, width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 def run(packed: PackedNative, x_PD: Tensor, counts: list[int]) -> Tensor:
     counts_e = np.array(counts, np.int64)
     out = torch.full_like(x_PD, torch.nan)
-    NativeExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out, Scratch())
+    NativeExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out)
     return out
 
 
@@ -86,7 +85,7 @@ def test_agrees_with_the_reference(dtype: torch.dtype) -> None:
     expected = torch.empty_like(x)
     counts_e = np.array(counts)
     inbound = Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum())
-    reference.run(inbound, reference.pack(weights), expected, Scratch())
+    reference.run(inbound, reference.pack(weights), expected)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     difference = run(NativeExperts().pack(weights), x, counts).double() - expected.double()
     assert difference.norm() <= tolerance * expected.double().norm()

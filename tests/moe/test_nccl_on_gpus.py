@@ -25,7 +25,7 @@ from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from tests.comm.ranks import members_of
-from tests.moe.contract.backends import SLOTS, facts_of
+from tests.moe.contract.backends import LOCAL, facts_of
 from tests.moe.contract.test_contract import Batch, alone, batch, cases, experts, same_bits, there_and_back
 
 ENDS_S = 20.0
@@ -80,8 +80,8 @@ def travel(members: Members, dtype: str, path: str) -> None:
     torch.cuda.set_device(members.rank)
     kind: torch.dtype = getattr(torch, dtype)
     backend = NcclAll2All(facts_of(kind, comm_sms=8))
-    backend.join(members, SLOTS, 2)
-    first, ubatch = members.rank * SLOTS, UBatch()
+    backend.join(members, LOCAL, 2)
+    first, ubatch = members.rank * LOCAL, UBatch()
     outs = [[there_and_back(backend, ubatch, on_gpu(part), first)] for part in parts_of(members.rank, kind)]
     outs += [two_ubatches(backend, part, first) for part in parts_of(members.rank, kind)]
     torch.cuda.synchronize()

@@ -16,7 +16,6 @@ from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Routing
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops import native_attention, native_layer, native_rows
 from moeserve.ops.kv_entries import to_entries
 from moeserve.ops.native import native
@@ -114,7 +113,7 @@ def separately(
     rows = group_rows(routing.ids_TK, len(packed.bytes_eB))
     inbound = Inbound(Layout.GROUPED, grouped_rows(x, rows, top_k), rows.counts_e, rows.counts_e.cumsum())
     y = torch.empty_like(inbound.x)
-    kernel.run(inbound, packed, y, Scratch())
+    kernel.run(inbound, packed, y)
     return weighted_sum(y, rows, routing, torch.empty_like(x)), rows.counts_e
 
 

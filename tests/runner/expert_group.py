@@ -96,7 +96,7 @@ class Group:
             kernel, ubatch, all2all = ReferenceExperts(self.ops), UBatch(), LocalAll2All(len(packed))
             ticket = all2all.dispatch(self.x[layer], slots[0], ubatch).wait()
             y = torch.empty_like(ticket.inbound.x)
-            kernel.run(ticket.inbound, packed, y, ubatch.scratch)
+            kernel.run(ticket.inbound, packed, y)
             all2all.combine(ticket, y, out[layer], ubatch).wait()
         return out
 

@@ -26,8 +26,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Layout(Enum):
-    """How received rows lie in memory. GROUPED: [P, D], sorted by local expert. SLOTTED: [e, C, D], each expert's rows
-    first in its part."""
+    """The arrangement of received rows in memory. GROUPED: [P, D], sorted by local expert. SLOTTED: [e, C, D],
+    each expert's rows first in its part."""
 
     GROUPED = "grouped"
     SLOTTED = "slotted"
@@ -35,7 +35,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class All2AllCaps:
-    """What a backend can do; `plan_moe` compares it with kernels and model once at start. None: no limit.
+    """Capabilities of a backend; `plan_moe` compares them with kernels and model once at start. None: no limit.
 
     max_tokens: tokens of one dispatch on one rank, the same on all ranks; `join` may change it, and a larger step goes
     in several rounds. copies: how many times received rows are in memory at once, results included. pad_hidden: returns
@@ -50,7 +50,6 @@ class All2AllCaps:
     wires: frozenset[str]  # dtypes that travel, e.g. "bfloat16"
     max_tokens: int | None = None
     copies: int = 3
-    max_hidden: int | None = None
     pad_hidden: Callable[[int], int | None] = lambda width: width
     world_sizes: Callable[[int], bool] = lambda size: size >= 1
     max_in_flight: int | None = None
@@ -183,7 +182,7 @@ class All2All(Protocol):
 
     @property
     def caps(self) -> All2AllCaps:
-        """What the backend can do."""
+        """The backend's capabilities."""
         ...
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:

@@ -101,8 +101,8 @@ def make(facts: BackendFacts) -> CudaIpcAll2All:
 
 
 class CudaIpcAll2All:
-    """For ranks on GPUs of one host, or on one GPU. After a failure `wait` returns as always, with undefined results:
-    `check`, called after waiting for the device, raises PeerLost.
+    """Moves rows between ranks on GPUs of one host, or on one GPU. After a failure `wait` returns as always, with
+    undefined results: `check`, called after waiting for the device, raises PeerLost.
 
     All ranks must agree on `ubatch.most_tokens`; each has as many tokens or fewer (0: as many as a round may have).
     """

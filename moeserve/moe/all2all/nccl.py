@@ -100,8 +100,8 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
 
 @dataclass(frozen=True, slots=True)
 class _NcclHandle:
-    """What `combine` needs from its dispatch. pairs_R: received from each rank. place_P: where the inbound rows
-    hold those pairs. home: the own pairs as they come home, by rank."""
+    """The state that `combine` needs from its dispatch. pairs_R: received from each rank. place_P: where the inbound
+    rows hold those pairs. home: the own pairs as they come home, by rank."""
 
     channel: DeviceChannel
     pairs_R: I64

@@ -1,4 +1,4 @@
-"""What the backends over `Mesh` share: row format, rounds, and how they join and leave."""
+"""The base of the backends over a `Mesh`: row format, rounds, joining and leaving."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ REMOVED = {"allgather": "torch", "deepep_ht": "deepep_v2"}  # name -> successor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """What a backend is made for and what never changes.
+    """The facts that a backend is made for; they never change.
 
     max_tokens: rows of one step on one rank. num_ranks: ranks that the experts are sharded over. comm_sms:
     multiprocessors that moving rows may take. sms_asked: whether the user named that number.

@@ -1,4 +1,4 @@
-"""How many tokens go in one round, so that no rank receives more rows than it has planned memory for.
+"""Limits the tokens of one round, so that no rank receives more rows than it has planned memory for.
 
 In the worst case every token of every rank has all its experts on one rank. The planned rows depend only on what all
 ranks of all epochs share; the tokens of a round also depend on the size of the group.

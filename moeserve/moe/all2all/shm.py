@@ -55,7 +55,7 @@ def make(facts: BackendFacts) -> ShmAll2All:
 
 
 class ShmAll2All:
-    """For any number of CPU ranks on one host. max_tokens: rows of a step on one rank.
+    """Moves rows between any number of CPU ranks on one host. max_tokens: rows of a step on one rank.
 
     Up to two dispatches of a micro-batch may be in flight; all ranks must wait for their results in the same order.
     """

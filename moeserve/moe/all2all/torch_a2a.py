@@ -150,21 +150,6 @@ class _SendBuffer:
         torch.index_select(encoded_TB.view(torch.int64), 0, self.token_n, out=rows_nB)
 
 
-@dataclass(frozen=True, slots=True)
-class _TorchRows:
-    """Rows in a pool's buffer."""
-
-    buffer: Tensor
-    rows_ND: Tensor
-
-    @classmethod
-    def take(cls, pool: Pool, rows: int, like: Tensor) -> _TorchRows:
-        """Returns memory for rows of like's width and dtype."""
-        num_bytes = rows * like.shape[1] * like.itemsize
-        buffer = pool.take(num_bytes)
-        return cls(buffer, buffer[:num_bytes].view(like.dtype).view(rows, like.shape[1]))
-
-
 class _TorchHandle:
     """The way back of one dispatch. Its receives are posted before the experts compute, so that results travel as soon
     as they are sent. The results of every rank's first `num_early` experts are a message of their own.
@@ -188,13 +173,13 @@ class _TorchHandle:
         self._counts_Re = counts_Re
         self._place_P = place_P
         self._me = channel.mesh.members.rank
-        self._home = _TorchRows.take(pool, len(rows.order_P), like)
+        self._buffer, self.home_ND = pool.take_rows(len(rows.order_P), like)
         size, num_local = counts_Re.shape
         self._parts = [slice(start, end) for start, end in ((0, num_early), (num_early, num_local)) if start < end]
         expected_Re = rows.counts_e.reshape(size, num_local)
         self._ends_R = expected_Re.sum(1).cumsum()
         self.exchange = channel.expect(
-            (rank, _bytes(self._home.rows_ND[rows_of]))
+            (rank, _bytes(self.home_ND[rows_of]))
             for part in self._parts
             for rank, rows_of in self._messages(expected_Re, part)
         )
@@ -202,14 +187,14 @@ class _TorchHandle:
     def send(self, y: Tensor) -> None:
         """Sends the next message to each rank; y holds its results."""
         messages = list(self._messages(self._counts_Re, self._parts.pop(0)))
-        outbox = _TorchRows.take(self._pool, sum(rows.stop - rows.start for _, rows in messages), y)
+        buffer, outbox_ND = self._pool.take_rows(sum(rows.stop - rows.start for _, rows in messages), y)
         send, start = {}, 0
         for rank, rows in messages:
             place = self._place_P[rows]
-            into_ND = outbox.rows_ND[start : start + len(place)]
+            into_ND = outbox_ND[start : start + len(place)]
             torch.index_select(y, 0, place, out=into_ND)
             send[rank], start = _bytes(into_ND), start + len(place)
-        self.exchange.send(send, lambda: self._pool.give(outbox.buffer))
+        self.exchange.send(send, lambda: self._pool.give(buffer))
 
     def send_all(self, y: Tensor) -> None:
         """Sends all messages that are left, and copies the results of the own rows."""
@@ -217,16 +202,12 @@ class _TorchHandle:
             self.send(y)
         self.exchange.watch()
         ends_R = self._counts_Re.sum(1).cumsum()
-        mine_ND = self._home.rows_ND[_part(self._ends_R, self._me)]
+        mine_ND = self.home_ND[_part(self._ends_R, self._me)]
         torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
 
-    def take(self) -> Tensor:
-        """Returns all results of the own pairs, by physical expert, once they are here; `give` ends their use."""
-        return self._home.rows_ND
-
     def give(self) -> None:
-        """Gives the results' memory back."""
-        self._pool.give(self._home.buffer)
+        """Gives back the memory of home_ND, which holds the results of the own pairs, by physical expert."""
+        self._pool.give(self._buffer)
 
     def _messages(self, counts_Re: I64, part: slice) -> Iterator[tuple[int, slice]]:
         """Yields (rank, rows of its message about these local experts) for each other rank that has any; rows are in
@@ -284,7 +265,7 @@ class _TorchCombined(Pending[Tensor]):
     def wait(self, deadline_s: float | None = None) -> Tensor:
         handle = self.handle
         handle.exchange.wait(deadline_s)
-        out_TD = weighted_sum(handle.take(), handle.rows, self.routing, self.out_TD)
+        out_TD = weighted_sum(handle.home_ND, handle.rows, self.routing, self.out_TD)
         handle.give()
         return out_TD
 
@@ -323,6 +304,12 @@ class Pool:
         best = min(fits, key=Tensor.numel)
         self._free = [buffer for buffer in self._free if buffer is not best]
         return best
+
+    def take_rows(self, num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a buffer, and in it so many rows of like's width and dtype."""
+        num_bytes = num_rows * like.shape[1] * like.itemsize
+        buffer = self.take(num_bytes)
+        return buffer, buffer[:num_bytes].view(like.dtype).view(num_rows, like.shape[1])
 
     def give(self, buffer: Tensor) -> None:
         """Takes back a buffer that `take` returned."""

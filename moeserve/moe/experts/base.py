@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.routing import Router
-from moeserve.moe.ubatch import Load, Scratch
+from moeserve.moe.ubatch import Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCaps:
-    """What a kernel can compute; `plan_moe` compares it with backends and model once at start.
+    """Capabilities of a kernel; `plan_moe` compares them with backends and model once at start.
 
     not_on: why the kernel does not run on a device, where that needs a reason. width_step: elements that the model's
     width and an expert's must be multiples of. device_counts: whether the kernel takes row counts that only the device
@@ -46,7 +46,6 @@ class ExpertsCaps:
     layouts: frozenset[Layout]
     dtypes: frozenset[str]
     devices: frozenset[str]
-    graph_safe: bool = False
     not_on: Mapping[str, str] = field(default_factory=dict)
     width_step: int = 1
     device_counts: bool = False
@@ -57,7 +56,7 @@ class Experts(Protocol):
 
     @property
     def caps(self) -> ExpertsCaps:
-        """What the kernel can compute."""
+        """The kernel's capabilities."""
         ...
 
     def pack(self, weights: ExpertWeights) -> Any:
@@ -80,7 +79,7 @@ class Experts(Protocol):
         """Returns packed weights with these as local experts 0, 1, ...; each came from `pack_expert` or `take`."""
         ...
 
-    def run(self, inbound: Inbound, weights: Any, out: Tensor, scratch: Scratch) -> None:
+    def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
         """Computes out = w2 (silu(w1 x) * w3 x) for each row by its expert's weights; out is laid out as inbound.x."""
         ...
 
@@ -102,7 +101,7 @@ S = TypeVar("S", bound=Stacked)
 
 
 class StackedExperts:
-    """How the kernels whose packed weights are `Stacked` move single experts: see `Experts`."""
+    """A base of kernels whose packed weights are `Stacked`: moves single experts."""
 
     def put(self, packed: Stacked, index: int, expert: Stacked) -> None:
         """See `Experts`."""

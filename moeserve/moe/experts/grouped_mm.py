@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.table import Ops
 
 
@@ -52,7 +51,7 @@ class GroupedMM(StackedExperts):
         """See `Experts`."""
         return PackedGroupedMM((w13_FD[None], w2_DI[None]))
 
-    def run(self, inbound: Inbound, weights: PackedGroupedMM, out: Tensor, scratch: Scratch) -> None:
+    def run(self, inbound: Inbound, weights: PackedGroupedMM, out: Tensor) -> None:
         """See `Experts`."""
         ends = inbound.host_counts_e.cumsum()
         rows = int(ends[-1])

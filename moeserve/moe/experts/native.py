@@ -17,7 +17,6 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import ExpertsBlock
 from moeserve.ops.native_linear import NativeLinear, Room, native_type, new_room, pack, packing_of
@@ -94,7 +93,7 @@ class NativeExperts(StackedExperts):
         bytes_eB = new_room(sum(expert.bytes_eB.nbytes for expert in experts))[0].view(len(experts), -1)
         return experts[0].of_parts([torch.cat([expert.bytes_eB for expert in experts], out=bytes_eB)])
 
-    def run(self, inbound: Inbound, weights: PackedNative, out: Tensor, scratch: Scratch) -> None:
+    def run(self, inbound: Inbound, weights: PackedNative, out: Tensor) -> None:
         """See `Experts`."""
         x_PD = inbound.x
         assert x_PD.dtype == out.dtype == weights.dtype

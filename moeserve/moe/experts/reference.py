@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
@@ -54,7 +53,7 @@ class ReferenceExperts:
         """See `Experts`."""
         return list(experts)
 
-    def run(self, inbound: Inbound, weights: list[Products], out: Tensor, scratch: Scratch) -> None:
+    def run(self, inbound: Inbound, weights: list[Products], out: Tensor) -> None:
         """See `Experts`."""
         ops = self._ops
         x_PD = inbound.x

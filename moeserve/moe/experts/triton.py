@@ -20,7 +20,6 @@ from moeserve.kernels.configs import Config
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.quantised import Weight
 from moeserve.ops.triton_weights import Kernels, kernels_for, parts_of, with_parts
 
@@ -74,7 +73,7 @@ class TritonExperts(StackedExperts):
         """See `Experts`."""
         return self.pack(ExpertWeights(w13_FD[None], w2_DI[None]))
 
-    def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor, scratch: Scratch) -> None:
+    def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
         """See `Experts`."""
         ends_e = inbound.ends_e
         if isinstance(ends_e, Tensor):

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """When a better placement is worth the move. Times are seconds in which steps run.
+    """Thresholds for a move to a better placement. Times are seconds in which steps run.
 
     half_life_s: of the counted load. horizon_s: how long the load is assumed to stay the same. expert_share: the part
     of a step in which all ranks wait for the fullest one's experts. slowdown: the part of a step that moving takes.

@@ -20,14 +20,14 @@ from tests.comm.ranks import members_of, together
 
 T = TypeVar("T")
 WIDTH = 24
-SLOTS = 3  # of one rank
+LOCAL = 3  # of one rank
 TOP_K = 3
 MAX_TOKENS = 40
 
 
 def facts_of(dtype: torch.dtype, ranks: int = 2, wire: str = "auto", **changes: Any) -> BackendFacts:
     facts = BackendFacts(
-        hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=MAX_TOKENS, experts_per_rank=SLOTS, num_ranks=ranks,
+        hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=MAX_TOKENS, experts_per_rank=LOCAL, num_ranks=ranks,
         wire=wire_of(wire, dtype),
     )  # fmt: skip
     return replace(facts, **changes)
@@ -89,7 +89,7 @@ def group(
     """settings: deadline_s of the members, max_tokens of the backends."""
     members = members_of(ranks, directory, deadline_s=settings.get("deadline_s", 20.0))
     backends = [make(name, dtype, ranks, wire, int(settings.get("max_tokens", MAX_TOKENS))) for _ in members]
-    together([lambda b=b, m=m: b.join(m, SLOTS, ubatches) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
+    together([lambda b=b, m=m: b.join(m, LOCAL, ubatches) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
     try:
         yield Group(backends)
     finally:

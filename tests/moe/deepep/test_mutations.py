@@ -16,7 +16,7 @@ from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.fake import elastic as fake_elastic
-from tests.moe.deepep.ranks import SLOTS, facts, on_all, some
+from tests.moe.deepep.ranks import LOCAL, facts, on_all, some
 from tests.moe.deepep.test_adapters import close
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -52,7 +52,7 @@ def ids_as_the_router_has_them(patch: pytest.MonkeyPatch) -> None:
 @mutation("deepep_v2", WRONG)
 def local_ids_in(patch: pytest.MonkeyPatch) -> None:
     original = base.DeepEP.ids_of
-    patch.setattr(base.DeepEP, "ids_of", lambda self, r: original(self, r).remainder(SLOTS))
+    patch.setattr(base.DeepEP, "ids_of", lambda self, r: original(self, r).remainder(LOCAL))
 
 
 @mutation("deepep_v2", WRONG)
@@ -147,7 +147,7 @@ def a_buffer_of_the_other_mode(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_ll", "queue pair per local expert")
 def too_few_queue_pairs(patch: pytest.MonkeyPatch) -> None:
-    opened_with(ll.DeepEPLowLatency, patch, num_local=SLOTS - 1)
+    opened_with(ll.DeepEPLowLatency, patch, num_local=LOCAL - 1)
 
 
 @mutation("deepep_v2", "sends a dummy")
@@ -172,14 +172,14 @@ def opened_with(adapter: Any, patch: pytest.MonkeyPatch, **facts: Any) -> None:
 def run(name: str, tokens: tuple[int, int] = (13, 8)) -> list[bool]:
     """Whether each of two ranks got the right results."""
     backends: list[Any] = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
-    together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+    together([lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
     parts = [some(count, 2, seed) for seed, count in enumerate(tokens)]
     groups, buffers = ([getattr(b, part) for b in backends] for part in ("_group", "_buffer"))
     first: list[Exception] = []
 
     def work(rank: int, backend: All2All) -> Any:
         try:
-            return there_and_back(backend, UBatch(), parts[rank], rank * SLOTS)
+            return there_and_back(backend, UBatch(), parts[rank], rank * LOCAL)
         except Exception as error:
             first.append(error)
             buffers[rank].exchange.abort()  # the other one waits in vain
@@ -206,7 +206,7 @@ def test_a_wrong_adapter_fails(which: str, monkeypatch: pytest.MonkeyPatch) -> N
     name, patch, why = MUTATIONS[which]
     patch(monkeypatch)
     try:
-        verdict = "right results" if all(run(name)) and all(run(name, (9, 0))) else "wrong results"
+        outcome = "right results" if all(run(name)) and all(run(name, (9, 0))) else "wrong results"
     except Exception as error:
-        verdict = f"{type(error).__name__}: {error}"
-    assert re.search(why, verdict), verdict
+        outcome = f"{type(error).__name__}: {error}"
+    assert re.search(why, outcome), outcome

@@ -83,7 +83,6 @@ def test_with_the_package(name: str, terms: str) -> None:
         ("deepep_v2", {"dtype": "float16"}, "does not carry float16"),
         ("deepep_ll", {"hidden_size": 9000}, "takes no rows of 9000"),
         ("deepep_ll", {"ubatches": 3}, "has 2 dispatches in flight, 3 micro-batches are asked"),
-        ("deepep_v2", {"graphs": True}, "captured in a graph"),
     ],
 )
 def test_what_it_cannot_do(name: str, changes: dict[str, Any], why: str) -> None:

@@ -1,9 +1,11 @@
-"""What the adapters share: a buffer per epoch, and how errors are reported.
+"""The base of the adapters: a buffer per epoch, and how errors are reported.
 
 No adapter is `exact`: the kernels add the results of a token up by rank, or with fused multiplies, in bfloat16.
 DeepEP's "experts" are physical experts here. A rank that dies cannot take part in tearing a buffer down, so the
 survivors keep theirs until the process ends; a rank that waits for the dead one gets PeerLost after deep_ep's own limit
 (100 s; v2: the members' deadline).
+
+T tokens of D elements, W >= D elements that travel, b = W / 128 blocks.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from moeserve.comm.members import Members
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Layout, Pending, Ticket
 from moeserve.moe.all2all.deepep.group import DeepEPGroup
-from moeserve.moe.all2all.deepep.rows import Packed, pack_fp8, widen
 from moeserve.moe.all2all.registry import BackendFacts
-from moeserve.moe.all2all.wire_format import FP8
+from moeserve.moe.all2all.wire_format import BLOCK, FP8
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, comm_stream
 from moeserve.moe.ubatch import UBatch
 
 log = logging.getLogger(__name__)
+SentRows = Tensor | tuple[Tensor, Tensor]  # bfloat16 [T, W]; or fp8 with fp32 scales [T, W / 128]
 
 SILENCE = ("timeout", "CPU wait")  # in deep_ep's errors: a peer did not answer in time
 RANKS_OF_NODE = 8  # that NVLink connects; beyond, ranks come in whole nodes
@@ -138,13 +140,6 @@ class DeepEP(ABC):
         """Returns the ids in the package's own dtype."""
         return routing.ids_TK.to(self._ids_dtype).contiguous()
 
-    def rows_of(self, x_TD: Tensor) -> Packed:
-        """Returns the rows as they are sent."""
-        tokens = x_TD.shape[0]
-        assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
-        x_TW = widen(x_TD, self.width)
-        return pack_fp8(x_TW) if self.fp8 else x_TW
-
     def _check(self, members: Members) -> None:
         if not self.caps.world_sizes(members.size):
             raise ConfigError(f"{self.name} does not serve {members.size} ranks; choose another all2all or size")
@@ -164,3 +159,18 @@ def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
         exact=False,
         **more,
     )
+
+
+def widen(x_TD: Tensor, width: int) -> Tensor:
+    """Returns x contiguous with zeros behind every row, [T, W]; any number of leading dimensions."""
+    missing = width - x_TD.shape[-1]
+    return torch.nn.functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
+
+
+def unpack(rows: SentRows, width: int) -> Tensor:
+    """Returns [T, D] bfloat16, contiguous; bfloat16 rows of this very width are not copied."""
+    if isinstance(rows, Tensor):
+        return rows[:, :width].contiguous()
+    data_TW, scale_Tb = rows
+    blocks_TbB = data_TW.float().view(data_TW.shape[0], -1, BLOCK) * scale_Tb[:, :, None]
+    return blocks_TbB.flatten(1)[:, :width].to(torch.bfloat16).contiguous()

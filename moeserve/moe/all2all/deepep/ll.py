@@ -23,8 +23,7 @@ from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
-from moeserve.moe.all2all.deepep.base import DeepEP, caps_with
-from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
+from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, unpack, widen
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
@@ -123,7 +122,7 @@ class DeepEPLowLatency(DeepEP):
 
 @dataclass(frozen=True, slots=True)
 class _LLHandle:
-    """What `combine` needs from its dispatch."""
+    """The state that `combine` needs from its dispatch."""
 
     buffer: Any
     handle: Any
@@ -153,7 +152,7 @@ class _Received:
 @dataclass(slots=True)
 class _LLDispatched(_Received):
     routing: Routing
-    rows: Packed
+    rows: SentRows
     counts_e: Tensor
     handle: _LLHandle
     width: int
@@ -177,7 +176,7 @@ class _LLCombined(_Received):
         return self.out_TD
 
 
-def _rows(rows: Packed, counts_e: NDArray[np.int64], width: int) -> Tensor:
+def _rows(rows: SentRows, counts_e: NDArray[np.int64], width: int) -> Tensor:
     """Returns [e, C, D] bfloat16, a view where nothing has to be decoded; only valid rows are decoded."""
     if isinstance(rows, Tensor):
         return rows[:, :, :width]

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
-from moeserve.moe.all2all.deepep.base import DeepEP, caps_with
-from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
+from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, unpack, widen
 from moeserve.moe.all2all.registry import BackendFacts
-from moeserve.moe.all2all.wire_format import FP8
+from moeserve.moe.all2all.wire_format import BLOCK, FP8, Fp8Wire
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
@@ -76,11 +75,12 @@ class DeepEPElastic(DeepEP):
         """See `All2All`."""
         buffer = self.buffer
         x_TD, ids_TK, weights_TK = _something(x_TD, self.ids_of(routing), routing.weights_TK.contiguous())
-        rows = self.rows_of(x_TD)
+        assert len(x_TD) <= self.max_tokens, f"{len(x_TD)} tokens of at most {self.max_tokens}"
+        x_TW = widen(x_TD, self.width)
         collective = self.comm.watch()
         with self.calling(buffer):
             received = buffer.dispatch(
-                rows,
+                _pack_fp8(x_TW) if self.fp8 else x_TW,
                 topk_idx=ids_TK,
                 topk_weights=weights_TK,
                 num_experts=self.num_experts,
@@ -108,6 +108,15 @@ class DeepEPElastic(DeepEP):
         return _V2Combined(self, handle.buffer, home_TW, event, out_TD, collective)
 
 
+def _pack_fp8(x_TW: Tensor) -> SentRows:
+    """Returns elements and scales, with the bits of `Fp8Wire`."""
+    width = x_TW.shape[1]
+    rows_TB = Fp8Wire().encode(x_TW)
+    data_TW = rows_TB[:, :width].contiguous().view(torch.float8_e4m3fn)
+    scale_Tb = rows_TB[:, width : width + 4 * (width // BLOCK)].contiguous().view(torch.float32)
+    return data_TW, scale_Tb
+
+
 def _padded(width: int, step: int) -> int | None:
     """Returns `width` rounded up to a multiple of `step`, None beyond what there are kernels for: 2880 becomes 3072."""
     wide = -(-width // step) * step
@@ -130,7 +139,7 @@ def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor
 
 @dataclass(frozen=True, slots=True)
 class _V2Handle:
-    """What `combine` needs from its dispatch. weights_P: the weight of every inbound row."""
+    """The state that `combine` needs from its dispatch. weights_P: the weight of every inbound row."""
 
     buffer: Any
     handle: Any
@@ -142,7 +151,7 @@ class _V2Dispatched(Pending[Ticket]):
     owner: DeepEPElastic
     buffer: Any
     routing: Routing
-    received: tuple[Packed, None, Tensor, Any, Any]
+    received: tuple[SentRows, None, Tensor, Any, Any]
     width: int
     collective: AbstractContextManager[None]
     arrived_ns: int = ON_DEVICE
