@@ -48,20 +48,20 @@ def _ordered_dots() -> Iterator[None]:
         yield
 
 
-def weights_of(slots: slice) -> ExpertWeights:
+def weights_of(local: slice) -> ExpertWeights:
     generator = torch.Generator().manual_seed(1)
     w13 = torch.randn(2 * LOCAL, 32, WIDTH, generator=generator) / 5
     w2 = torch.randn(2 * LOCAL, WIDTH, 16, generator=generator) / 4
-    return ExpertWeights(w13[slots], w2[slots])
+    return ExpertWeights(w13[local], w2[local])
 
 
-def layer(backend: All2All, x_TD: Tensor, routing: Routing, slots: slice, most_tokens: int) -> Tensor:
+def layer(backend: All2All, x_TD: Tensor, routing: Routing, local: slice, most_tokens: int) -> Tensor:
     kernel, ubatch = TritonExperts(), UBatch()
     ubatch.most_tokens = most_tokens
     ticket = backend.dispatch(x_TD, routing, ubatch).wait()
     y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
     with interpreting():
-        kernel.run(ticket.inbound, kernel.pack(weights_of(slots)), y)
+        kernel.run(ticket.inbound, kernel.pack(weights_of(local)), y)
     return backend.combine(ticket, y, torch.full_like(x_TD, torch.nan), ubatch).wait()
 
 

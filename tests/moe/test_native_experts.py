@@ -1,4 +1,4 @@
-"""Native experts: the bits of the native products and SwiGLU written out, for any division of rows over slots."""
+"""Native experts: the bits of the native products and SwiGLU written out, for any division of rows over experts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     module.set_threads([-1])
 
 
-def make(dtype: torch.dtype, width: int = 64, hidden: int = 48, slots: int = E, seed: int = 0) -> ExpertWeights:
+def make(dtype: torch.dtype, width: int = 64, hidden: int = 48, num_experts: int = E, seed: int = 0) -> ExpertWeights:
     generator = torch.Generator().manual_seed(seed)
     return ExpertWeights(
-        (torch.randn(slots, 2 * hidden, width, generator=generator) * width**-0.5).to(dtype),
-        (torch.randn(slots, width, hidden, generator=generator) * hidden**-0.5).to(dtype),
+        (torch.randn(num_experts, 2 * hidden, width, generator=generator) * width**-0.5).to(dtype),
+        (torch.randn(num_experts, width, hidden, generator=generator) * hidden**-0.5).to(dtype),
     )
 
 
@@ -53,12 +53,12 @@ def run(packed: PackedNative, x_PD: Tensor, counts: list[int]) -> Tensor:
 def written_out(x_PD: Tensor, weights: ExpertWeights, counts: list[int]) -> Tensor:
     """Two native products and the kernels' own exp, one expert after another."""
     parts = []
-    for slot, x in enumerate(torch.split(x_PD[: sum(counts)], counts)):
-        gate, up = (NativeLinear(half.float())(x.float()) for half in weights.w13_eFD[slot].chunk(2))
+    for expert, x in enumerate(torch.split(x_PD[: sum(counts)], counts)):
+        gate, up = (NativeLinear(half.float())(x.float()) for half in weights.w13_eFD[expert].chunk(2))
         power, minus = torch.empty_like(gate), -gate
         module.exp(minus.data_ptr(), power.data_ptr(), gate.numel())
         hidden = (gate / (1 + power) * up).to(x.dtype)
-        parts.append(NativeLinear(weights.w2_eDI[slot])(hidden))
+        parts.append(NativeLinear(weights.w2_eDI[expert])(hidden))
     return torch.cat(parts)
 
 
@@ -126,7 +126,7 @@ def test_moving_experts() -> None:
     experts.put(packed, 1, experts.pack_expert(other.w13_eFD[1], other.w2_eDI[1]))
     assert torch.equal(packed.bytes_eB[1], whole.bytes_eB[1])
     assert torch.equal(taken.bytes_eB[0], experts.pack(weights).bytes_eB[1])
-    again = experts.stack([experts.take(packed, slot) for slot in (4, 1)])
+    again = experts.stack([experts.take(packed, expert) for expert in (4, 1)])
     x = rows(6, 64, torch.bfloat16)
     assert torch.equal(run(again, x, [2, 4])[2:], run(whole, x[2:], [0, 4, 0, 0, 0]))
     assert torch.equal(run(again, x, [2, 4])[:2], run(experts.pack(weights), x[:2], [0, 0, 0, 0, 2]))

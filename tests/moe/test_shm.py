@@ -53,16 +53,16 @@ def batch(ids_TK: Tensor, hidden: int, dtype: torch.dtype, seed: int) -> Batch:
     return x_TD, Routing(ids_TK.int(), torch.rand(ids_TK.shape, generator=generator) - 0.2)
 
 
-def random_ids(tokens: int, top_k: int, num_slots: int, seed: int) -> Tensor:
+def random_ids(tokens: int, top_k: int, num_experts: int, seed: int) -> Tensor:
     rng = np.random.default_rng(seed)
-    rows = [rng.permutation(num_slots)[:top_k] for _ in range(tokens)]
+    rows = [rng.permutation(num_experts)[:top_k] for _ in range(tokens)]
     return torch.tensor(np.array(rows).reshape(tokens, top_k), dtype=torch.int32)
 
 
-def experts(inbound: Inbound, first_slot: int, y: Tensor) -> Tensor:
+def experts(inbound: Inbound, first: int, y: Tensor) -> Tensor:
     start = 0
-    for slot, end in enumerate(inbound.ends_e.tolist()):
-        y[start:end] = inbound.x[start:end] * (first_slot + slot + 0.37)
+    for expert, end in enumerate(inbound.ends_e.tolist()):
+        y[start:end] = inbound.x[start:end] * (first + expert + 0.37)
         start = end
     return y
 
@@ -78,7 +78,7 @@ def round_trip(backend: ShmAll2All, rank: int, part: Batch, ubatch: UBatch) -> t
 
 
 def expected(parts: list[Batch]) -> tuple[Inbound, list[Tensor]]:
-    """The same on one rank that has all tokens and all slots."""
+    """The same on one rank that has all tokens and all experts."""
     local, ubatch = LocalAll2All(LOCAL * len(parts)), UBatch()
     x = torch.cat([x for x, _ in parts])
     routing = Routing(torch.cat([r.ids_TK for _, r in parts]), torch.cat([r.weights_TK for _, r in parts]))
@@ -92,10 +92,10 @@ def check(backends: list[ShmAll2All], parts: list[Batch], ubatch: UBatch | None 
     calls = [lambda r=r: round_trip(backends[r], r, parts[r], ubatch or UBatch()) for r in range(len(parts))]
     inbound, outs = expected(parts)
     for rank, (found, x_PD, out) in enumerate(together(calls)):
-        slots = slice(rank * LOCAL, (rank + 1) * LOCAL)
-        assert found.counts_e.tolist() == inbound.counts_e[slots].tolist()
+        local = slice(rank * LOCAL, (rank + 1) * LOCAL)
+        assert found.counts_e.tolist() == inbound.counts_e[local].tolist()
         assert found.ends_e.tolist() == np.cumsum(found.counts_e).tolist()
-        begin = int(inbound.ends_e[slots.start] - inbound.counts_e[slots.start])
+        begin = int(inbound.ends_e[local.start] - inbound.counts_e[local.start])
         assert torch.equal(x_PD, inbound.x[begin : begin + len(x_PD)])
         assert torch.equal(out, outs[rank])
 
@@ -113,7 +113,7 @@ def hostile(size: int) -> dict[str, list[Tensor]]:
         "nobody has tokens": [torch.zeros((0, 2), dtype=torch.int32)] * size,
         "one rank has none": [torch.zeros((0, 2), dtype=torch.int32), *some[1:]],
         "only the first has tokens": [some[0], *[torch.zeros((0, 2), dtype=torch.int32)] * (size - 1)],
-        "all to the last slot": [torch.full((9, 2), num - 1, dtype=torch.int32)] * size,
+        "all to the last expert": [torch.full((9, 2), num - 1, dtype=torch.int32)] * size,
         "all padding": [torch.full((4, 2), -1, dtype=torch.int32)] * size,
         "padding on one rank": [torch.full((4, 2), -1, dtype=torch.int32), *some[1:]],
         "holes": holes,

@@ -89,7 +89,7 @@ def test_agrees_with_swiglu_in_any_company(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_expert_moves_as_a_slot(kind: str) -> None:
+def test_an_expert_moves_in_one_piece(kind: str) -> None:
     """Scales, zero points and all: put, taken and stacked experts are those that were packed together."""
     experts, a, b = TritonExperts(), weights(kind), weights(kind, seed=7)
     whole, other = experts.pack(a), experts.pack(b)

@@ -17,8 +17,8 @@ TERMS = 1 << 20  # fp32 elements that the weighted sum holds at a time
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The destination of each (token, k) pair. order_P: pair t * K + k of every grouped row. place_N: row of every pair,
-    -1 for one that goes nowhere. counts_e: rows of each expert, on the host."""
+    """The destination of each (token, k) pair. order_P: pair t * K + k of every grouped row. place_N: row of every
+    pair, -1 for one that goes nowhere. counts_e: rows of each expert, on the host."""
 
     order_P: Tensor
     place_N: Tensor

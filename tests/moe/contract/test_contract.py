@@ -36,11 +36,11 @@ def batch(ids_TK: np.ndarray, dtype: torch.dtype, seed: int) -> Batch:
 def cases(ranks: int) -> dict[str, list[np.ndarray]]:
     """Ids of every rank's tokens."""
     rng = np.random.default_rng(ranks)
-    slots = ranks * LOCAL
-    k = min(TOP_K, slots)
+    num_physical = ranks * LOCAL
+    k = min(TOP_K, num_physical)
 
     def distinct(tokens: int) -> np.ndarray:
-        return np.array([rng.permutation(slots)[:k] for _ in range(tokens)], int).reshape(tokens, k)
+        return np.array([rng.permutation(num_physical)[:k] for _ in range(tokens)], int).reshape(tokens, k)
 
     uneven = [distinct(n) for n in (5, 17, 1, 9)[:ranks]]
     holes = [np.where(rng.random(ids.shape) < 0.4, -1, ids) for ids in uneven]
@@ -48,23 +48,23 @@ def cases(ranks: int) -> dict[str, list[np.ndarray]]:
         "uneven": uneven,
         "none on some": [distinct(7 if rank == ranks - 1 else 0) for rank in range(ranks)],
         "none on all": [distinct(0) for _ in range(ranks)],
-        "all to one expert": [np.full((6 + rank, 1), slots - 1) for rank in range(ranks)],
+        "all to one expert": [np.full((6 + rank, 1), num_physical - 1) for rank in range(ranks)],
         "all padding": [np.full((4, k), -1) for _ in range(ranks)],
         "holes": holes,
-        "duplicate ids": [rng.integers(0, slots, (8, k)) for _ in range(ranks)],
-        "one expert per token": [rng.integers(0, slots, (12, 1)) for _ in range(ranks)],
+        "duplicate ids": [rng.integers(0, num_physical, (8, k)) for _ in range(ranks)],
+        "one expert per token": [rng.integers(0, num_physical, (12, 1)) for _ in range(ranks)],
         "capacity full": [distinct(MAX_TOKENS) for _ in range(ranks)],
     }
 
 
 def experts(inbound: Inbound, first: int) -> Tensor:
-    """Stands in for experts: slot s multiplies by s + 1/2. Results of rows beyond the last are NaN."""
+    """Stands in for experts: expert s multiplies by s + 1/2. Results of rows beyond the last are NaN."""
     assert inbound.layout is Layout.GROUPED
     assert inbound.ends_e.tolist() == np.cumsum(inbound.host_counts_e).tolist()
     y = torch.full_like(inbound.x, torch.nan)
     start = 0
-    for slot, end in enumerate(inbound.ends_e.tolist()):
-        y[start:end] = inbound.x[start:end] * (first + slot + 0.5)
+    for expert, end in enumerate(inbound.ends_e.tolist()):
+        y[start:end] = inbound.x[start:end] * (first + expert + 0.5)
         start = end
     return y
 
@@ -144,11 +144,11 @@ def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: 
 
     with group(name, torch.float32, 2, str(tmp_path)) as ranks_of:
         for rank, rows in enumerate(ranks_of.run(work)):
-            for slot in range(LOCAL):
+            for expert in range(LOCAL):
                 wanted = [
-                    100.0 * r + t for r in (0, 1) for t in range(9) for i in ids[r][t] if i == rank * LOCAL + slot
+                    100.0 * r + t for r in (0, 1) for t in range(9) for i in ids[r][t] if i == rank * LOCAL + expert
                 ]
-                assert rows[slot] == wanted
+                assert rows[expert] == wanted
 
 
 @EVERY_BACKEND
@@ -237,7 +237,7 @@ def test_nobody_joined_yet(name: str) -> None:
 
 @EVERY_BACKEND
 def test_epochs_follow_each_other(name: str, tmp_path: Path) -> None:
-    """The same backends join again, with other slots and fewer ranks."""
+    """The same backends join again, with other numbers of experts and fewer ranks."""
     from tests.comm.ranks import members_of, together
     from tests.moe.contract.backends import make
 

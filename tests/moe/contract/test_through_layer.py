@@ -83,7 +83,7 @@ def expected(rank: int) -> Tensor:
 
 
 def random_placement(ranks: int, seed: int) -> Placement:
-    """Every expert once at least, the other slots anything."""
+    """Every expert once at least, the others anything."""
     rng = np.random.default_rng(seed)
     spare = rng.integers(0, EXPERTS, ranks * LOCAL - EXPERTS)
     row = rng.permutation(np.concatenate((np.arange(EXPERTS), spare)))
