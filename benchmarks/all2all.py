@@ -26,13 +26,12 @@ from benchmarks.common import ROOT, free_port, parser, save
 from moeserve.comm.members import Members
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.all2all.names import AUTO
-from moeserve.moe.all2all.registry import make_backends
+from moeserve.moe.all2all.registry import BUILT_IN, make_backends
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
 WARM_UP = 0.1  # share of the samples that is thrown away
-SLOTS = 16  # per rank
+EXPERTS = 16  # per rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,12 @@ SIZES = [Size(1, 1024, 8), Size(64, 1024, 8), Size(32, 4096, 8), Size(512, 1024,
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--backends", nargs="+", default=list(AUTO), help="which ones [%(default)s]")
+    flags.add_argument(
+        "--backends",
+        nargs="+",
+        default=[name for name, b in BUILT_IN.items() if "cpu" in b.auto_on],
+        help="which ones [%(default)s]",
+    )
     flags.add_argument("--ranks", type=int, default=2, help="processes [2]")
     flags.add_argument("--samples", type=int, default=500, help="round trips of the small sizes [500]")
     flags.add_argument("--as-rank", metavar="JSON", help=argparse.SUPPRESS)
@@ -96,27 +100,27 @@ def one_rank(
         dtype=torch.bfloat16,
         top_k=shape.top_k,
         max_tokens=shape.tokens,
-        num_slots=SLOTS,
+        experts_per_rank=EXPERTS,
     )
     if made.caps.obstacle is not None:
         raise SystemExit(made.caps.obstacle)
     hosts = ("here",) * ranks
     made.join(
         Members(epoch=1, rank=rank, tp_size=1, host_of=hosts, directory=directory, store=store, token="benchmark"),
-        SLOTS,
+        EXPERTS,
         1,
     )
     try:
-        return round_trips(made, *inputs(rank, ranks * SLOTS, shape), samples)
+        return round_trips(made, *inputs(rank, ranks * EXPERTS, shape), samples)
     finally:
         made.leave()
 
 
-def inputs(rank: int, num_slots: int, size: Size) -> tuple[Tensor, Routing]:
+def inputs(rank: int, num_experts: int, size: Size) -> tuple[Tensor, Routing]:
     """Every token goes to top_k slots, all equally likely."""
     generator = torch.Generator().manual_seed(rank)
     x_TD = torch.randn(size.tokens, size.hidden, generator=generator).bfloat16()
-    ids = [torch.randperm(num_slots, generator=generator)[: size.top_k] for _ in range(size.tokens)]
+    ids = [torch.randperm(num_experts, generator=generator)[: size.top_k] for _ in range(size.tokens)]
     return x_TD, Routing(torch.stack(ids).int(), torch.rand(size.tokens, size.top_k, generator=generator))
 
 

@@ -32,6 +32,7 @@ from moeserve.messages import TraceEvent
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import load_plan
+from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
@@ -180,7 +181,11 @@ def _build(setup: Setup) -> Decoder:
         params[param.name] = torch.randn(param.shape, generator=generator) * spec.hidden_size**-0.5
         if param.name.endswith("norm"):
             params[param.name] = torch.ones(param.shape)
-    backend = TorchAll2All(wire_of("auto", DTYPE), spec.hidden_size, DTYPE, spec.experts_per_token, setup.tokens)
+    facts = BackendFacts(
+        hidden_size=spec.hidden_size, dtype=DTYPE, top_k=spec.experts_per_token, max_tokens=setup.tokens, num_ranks=2,
+        experts_per_rank=placement.experts_per_rank, wire=wire_of("auto", DTYPE),
+    )  # fmt: skip
+    backend = TorchAll2All(facts)
     model = build_decoder(
         spec,
         params,

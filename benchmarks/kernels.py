@@ -22,7 +22,6 @@ import torch
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import NativeLinear
 
@@ -64,7 +63,7 @@ def expert_cases(rounds: int) -> list[dict[str, Any]]:
 
         def run(inbound: Inbound = inbound, out: torch.Tensor = out) -> None:
             for packed in layers:
-                kernel.run(inbound, packed, out, Scratch())
+                kernel.run(inbound, packed, out)
 
         weights = len(layers) * experts * 3 * WIDTH * HIDDEN
         cases.append({"kernel": "experts", "experts": experts, "rows": rows,

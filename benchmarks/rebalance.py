@@ -190,7 +190,7 @@ def _step(layers: list[MoELayer], store: ExpertStore, x_TD: torch.Tensor, commit
     ubatch = UBatch()
     for layer in layers:
         # The maps send rows to the other rank after the move; the cost of a step must not depend on that here.
-        layer.slots = _HERE
+        layer.to_physical = _HERE
         x_TD = layer(x_TD, len(x_TD), ubatch)
     return time.perf_counter() - began_s
 

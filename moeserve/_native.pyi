@@ -210,7 +210,7 @@ class Channel:
 
 class Shape:
     def __init__(
-        self, *, experts_per_rank: int, max_tokens: int, top_k: int, x_row_bytes: int, y_row_bytes: int
+        self, *, slots_per_rank: int, max_tokens: int, top_k: int, x_row_bytes: int, y_row_bytes: int
     ) -> None: ...
 
 class Exchange:

@@ -113,8 +113,7 @@ class ParallelConfig:
     tp: int = _opt(1, "processes per engine that share attention (tensor parallel)", low=1, high=64)
     ep: Literal["on", "off"] = _opt("on", "on: experts are sharded over all dp x tp ranks; off: every rank has all")
     all2all: str = _opt(
-        "auto",
-        "how rows travel to their experts: shm, torch, allgather, cuda_ipc, deepep_ht, deepep_ll, deepep_v2, or auto",
+        "auto", "how rows travel to their experts: auto, or a backend's name (see docs/expert-parallelism.md)"
     )
     wire: Literal["auto", "fp8_b128"] = _opt(
         "auto", "element format of dispatched rows; auto: the model's own; fp8_b128: half the bytes, rounded", flag=None

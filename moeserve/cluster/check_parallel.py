@@ -9,7 +9,7 @@ from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.loader.heads import local_heads
 from moeserve.loader.spec import ModelSpec
-from moeserve.moe.all2all.names import check_name
+from moeserve.moe.all2all.registry import check_name
 
 
 def check_parallel(config: Config, spec: ModelSpec) -> None:

@@ -75,7 +75,7 @@ class CudaMemory:
         if there != here and not torch.cuda.can_device_access_peer(here, there):
             raise ConfigError(
                 f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
-                "peer access; use --all2all deepep_ht, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
+                "peer access; use --all2all deepep_v2, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
             )
         self._opened.append(self._runtime.open(offer.handle, f"rank {rank}'s memory is out of reach"))
         return self._opened[-1]

@@ -24,15 +24,12 @@ from moeserve.moe.experts.base import Experts, ExpertWeights
 from moeserve.moe.experts.grouped_mm import GroupedMM
 from moeserve.moe.experts.native import NativeExperts
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.layer import Block, MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.linear import Linear
-from moeserve.ops.native_layer import ExpertsBlock
-from moeserve.ops.native_linear import NativeLinear
 from moeserve.ops.table import Ops
 
 log = logging.getLogger(__name__)
@@ -73,6 +70,8 @@ def build_decoder(
             expert_size=spec.expert_size,
             max_tokens=max_tokens,
             world_size=world.num_expert_ranks,
+            tp_size=tp.size,
+            replicas=placement.experts_per_rank * placement.num_ranks > spec.num_experts,
             ubatches=ubatches,
             exact=ops.exact,
         )
@@ -175,30 +174,12 @@ class _Build:
     def experts(self, name: str) -> FeedForward:
         assert self.moe is not None
         spec, params = self.spec, self.params
-        gate = self.linear(name + "router")
-        router = Router(gate, spec.experts_per_token, spec.router, self.ops)
+        router = Router(self.linear(name + "router"), spec.experts_per_token, spec.router, self.ops)
         packed = self.moe.experts.pack(ExpertWeights(params.pop(name + "w13"), params.pop(name + "w2")))
         shared = None
         if spec.shared_expert_size:
             mlp = self.gated(name + "shared_", spec.shared_expert_size, ALONE)  # it gets this rank's tokens only
             shared = SigmoidGatedMLP(self.ops, params.pop(name + "shared_gate"), mlp)
-        slots = LogicalToPhysical(self.placement, self.num_moe, self.ops.device, counts_on_device=self.ops.triton)
+        to_physical = LogicalToPhysical(self.placement, self.num_moe, self.ops.device, counts_on_device=self.ops.triton)
         self.num_moe += 1
-        block = self.experts_block(gate, router) if slots.is_identity else None  # it knows experts, no slots
-        return MoELayer(router, self.moe.all2all, self.moe.experts, packed, slots, shared, self.tp, block)
-
-    def experts_block(self, gate: Linear, router: Router) -> Block | None:
-        """A whole layer at once, where it is on one rank for good and nothing is rounded on a way."""
-        assert self.moe is not None
-        all2all, spec, experts = self.moe.all2all, self.spec, self.moe.experts
-        if self.tp.size > 1 or not isinstance(all2all, LocalAll2All) or all2all.rounds:
-            return None
-        if self.ops.triton and experts.caps.name == "triton":
-            from moeserve.moe.experts.triton import TritonBlock
-
-            return TritonBlock(router)
-        if not isinstance(experts, NativeExperts):
-            return None
-        assert isinstance(gate, NativeLinear)
-        rule = spec.router
-        return ExpertsBlock(gate, spec.experts_per_token, rule.score, rule.renormalize, self.ops.dtype)
+        return self.moe.layer(router, packed, to_physical, shared, self.tp)

@@ -1,12 +1,16 @@
-"""The MoE layer: route, dispatch, experts, combine; a shared expert runs while rows travel.
+"""The MoE layer: router, dispatch, experts, combine.
 
-Under tensor parallelism all ranks of an engine route all of its tokens, and each sends off an equal share.
+`MoELayer` runs the four steps one after the other. `FusedMoELayer` is the same layer where one kernel runs all of them,
+because no row leaves the rank. `plan_moe` chooses between the two once, at start.
 
-T tokens, D model width, P received rows.
+Under tensor parallelism all ranks of an engine route all of its tokens, and each rank dispatches an equal share.
+
+T tokens, D model width, K experts per token, P received rows.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +19,19 @@ from torch import Tensor
 
 from moeserve.comm.tensor import ALONE, TensorParallel, share
 from moeserve.moe.all2all.base import All2All, Ticket
-from moeserve.moe.experts.base import Experts
+from moeserve.moe.experts.base import Experts, Fusible
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router, Routing
-from moeserve.moe.ubatch import Load, UBatch
+from moeserve.moe.ubatch import UBatch
 
-Block = Callable[..., tuple[Tensor, Load]]  # x_TD, packed (and num_tokens, if a tensor) -> result, rows per expert
+SharedExpert = Callable[[Tensor], Tensor]
 
 
 class MoELayer:
-    """One layer's experts behind one backend and one kernel. `shared` maps x_TD to what is added to every token.
-    `block`, if given, does what router, this backend and kernel do together, in one call: its rows stay on this rank.
+    """One layer's experts behind one all2all backend and one expert kernel.
 
-    `all2all`, `packed` (the local slots' weights in the kernel's layout) and `slots` are replaced between steps when
-    experts move or the group changes.
+    `all2all`, `packed` (the local experts' weights in the kernel's layout) and `to_physical` are replaced between steps
+    when experts move or the group changes. shared: maps x [T, D] to what is added to every token.
     """
 
     def __init__(
@@ -37,105 +40,99 @@ class MoELayer:
         all2all: All2All,
         experts: Experts,
         packed: Any,
-        slots: LogicalToPhysical,
-        shared: Callable[[Tensor], Tensor] | None = None,
+        to_physical: LogicalToPhysical,
+        shared: SharedExpert | None = None,
         tp: TensorParallel = ALONE,
-        block: Block | None = None,
     ) -> None:
         self.all2all = all2all
         self.experts = experts
         self.packed = packed
-        self.slots = slots
+        self.to_physical = to_physical
         self._router = router
         self._shared = shared
         self._tp = tp
-        self._block, self._home = block, all2all
-
-    @property
-    def stays(self) -> bool:
-        """Whether no row leaves this rank, and one call does all."""
-        return self._block is not None and self.all2all is self._home
 
     @property
     def recordable(self) -> bool:
-        """Whether a call never asks the device, so that it can be recorded and replayed."""
-        return self.stays or (self.all2all.caps.graph_safe and self.slots.counts_on_device)
+        """Whether a call never waits for the device, so that a CUDA graph can record it."""
+        return self.all2all.caps.graph_safe and self.to_physical.counts_on_device
 
     def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
-        """Rows from `num_tokens` on are padding: they reach no expert. A tensor, int32 [1], where it is recordable."""
-        on_device = (num_tokens,) if isinstance(num_tokens, Tensor) else ()
-        if self._block is not None and self.stays and (on_device or 0 < num_tokens == x_TD.shape[0]):
-            block, packed = self._block, self.packed
-            out_TD = ubatch.stay(lambda: block(x_TD, packed, *on_device))
-            return out_TD if self._shared is None else out_TD + self._shared(x_TD)
+        """Returns the layer's output [T, D]. Rows from `num_tokens` on are padding and reach no expert.
+
+        num_tokens: an int, or an int32 tensor [1] where the layer is `recordable`.
+        """
         routing = self._router(x_TD, num_tokens)
-        ubatch.note_load(self.slots.load(routing))
-        routing = self.slots(routing)
-        tp = self._tp
-        if tp.size == 1:
-            return self._compute(x_TD, routing, len(x_TD) if on_device else int(num_tokens), ubatch)
-        assert isinstance(num_tokens, int), num_tokens
-        shares = [share(num_tokens, tp.size, rank) for rank in range(tp.size)]
+        ubatch.note_load(self.to_physical.load(routing))
+        routing = self.to_physical(routing)
+        if isinstance(num_tokens, Tensor):
+            assert self._tp.size == 1, "the device's number of tokens cannot be shared out"
+            return self._compute(x_TD, routing, len(x_TD), ubatch)
+        if self._tp.size == 1:
+            return self._compute(x_TD, routing, num_tokens, ubatch)
+        shares = [share(num_tokens, self._tp.size, rank) for rank in range(self._tp.size)]
         counts = [part.stop - part.start for part in shares]
-        mine = shares[tp.rank]
-        part_TD = self._compute(x_TD[mine], _rows(routing, mine), counts[tp.rank], ubatch)
-        out_TD = tp.gather_rows(part_TD, counts, ubatch.index)
+        mine = shares[self._tp.rank]
+        part_TD = self._compute(x_TD[mine], routing.rows(mine), counts[self._tp.rank], ubatch)
+        out_TD = self._tp.gather_rows(part_TD, counts, ubatch.index)
         return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - num_tokens))
 
-    def _compute(self, x_TD: Tensor, routing: Routing, num_tokens: int, ubatch: UBatch) -> Tensor:
-        """What the experts, and the shared one, make of x: in as many rounds as the rank with most tokens needs."""
-        out_TD = torch.empty_like(x_TD)
-        shared = _Later(self._shared, x_TD)
-        limit = self.all2all.caps.max_tokens
-        if limit is None:
-            self._round(x_TD, routing, out_TD, ubatch, shared)
-        else:
-            for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
-                part = slice(start, start + limit)
-                self._round(x_TD[part], _rows(routing, part), out_TD[part], ubatch, shared)
-        return out_TD if shared.value is None else out_TD + shared.value
-
     def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
-        """Computes for the other ranks in a step in which this one has no tokens. like_D: a row's shape and dtype."""
-        nothing = like_D.new_empty((0, like_D.shape[-1]))
-        self(nothing, 0, ubatch)
+        """Computes for the other ranks in a step in which this rank has no tokens. like_D: a row's shape and dtype."""
+        self(like_D.new_empty((0, like_D.shape[-1])), 0, ubatch)
 
-    def _round(self, x_TD: Tensor, routing: Routing, out_TD: Tensor, ubatch: UBatch, shared: _Later) -> None:
+    def _compute(self, x_TD: Tensor, routing: Routing, num_tokens: int, ubatch: UBatch) -> Tensor:
+        """Returns the sum of the routed and the shared experts. All ranks make as many rounds as the rank with the most
+        tokens needs."""
+        out_TD, shared_TD = torch.empty_like(x_TD), list[Tensor]()
+        run_shared = None
+        if (shared := self._shared) is not None and len(x_TD):
+            run_shared = lambda: shared_TD.append(shared(x_TD))  # noqa: E731
+        limit = self.all2all.caps.max_tokens or sys.maxsize
+        for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
+            rows = slice(start, start + limit)
+            self._round(x_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
+            run_shared = None
+        return out_TD + shared_TD[0] if shared_TD else out_TD
+
+    def _round(
+        self, x_TD: Tensor, routing: Routing, out_TD: Tensor, ubatch: UBatch, run_shared: Callable[[], None] | None
+    ) -> None:
+        """Dispatch, experts, combine; `run_shared` runs while results travel home."""
         ticket = ubatch.overlap(lambda: self.all2all.dispatch(x_TD, routing, ubatch), name="dispatch")
         y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
         self._run_experts(ticket, y, ubatch)
-        ubatch.overlap(
-            lambda: self.all2all.combine(ticket, y, out_TD, ubatch), shared if shared.waits else None, "combine"
-        )
+        ubatch.overlap(lambda: self.all2all.combine(ticket, y, out_TD, ubatch), run_shared, "combine")
 
     def _run_experts(self, ticket: Ticket, y: Tensor, ubatch: UBatch) -> None:
         if (early := ticket.early) is None:
-            self.experts.run(ticket.inbound, self.packed, y, ubatch.scratch)
+            self.experts.run(ticket.inbound, self.packed, y)
             return
-        first, rest = ticket.inbound.split(early.slots)
-        self.experts.run(first, self.packed, y, ubatch.scratch)
+        first, rest = ticket.inbound.split(early.num_experts)
+        self.experts.run(first, self.packed, y)
         ubatch.send_early(lambda: early.send(y))
-        self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :], ubatch.scratch)
+        self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :])
 
 
-def _rows(routing: Routing, rows: slice) -> Routing:
-    return Routing(routing.ids_TK[rows], routing.weights_TK[rows])
+class FusedMoELayer(MoELayer):
+    """A layer on one rank whose router, dispatch, experts and combine are one call of the expert kernel. The bits are
+    those of the four steps."""
 
+    recordable = True
 
-class _Later:
-    """Runs the shared expert when told to, once, and keeps what it returned."""
+    def __init__(
+        self,
+        router: Router,
+        all2all: All2All,
+        experts: Fusible,
+        packed: Any,
+        to_physical: LogicalToPhysical,
+        shared: SharedExpert | None = None,
+    ) -> None:
+        super().__init__(router, all2all, experts, packed, to_physical, shared)
+        self._fused = experts.fuse(router)
 
-    __slots__ = ("_run", "_x", "value")
-
-    def __init__(self, run: Callable[[Tensor], Tensor] | None, x_TD: Tensor) -> None:
-        self._run = run
-        self._x = x_TD
-        self.value: Tensor | None = None
-
-    @property
-    def waits(self) -> bool:
-        return self._run is not None and self.value is None and self._x.shape[0] > 0
-
-    def __call__(self) -> None:
-        if self._run is not None:
-            self.value = self._run(self._x)
+    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
+        """See `MoELayer.__call__`."""
+        out_TD = ubatch.run_fused(lambda: self._fused(x_TD, self.packed, num_tokens))
+        return out_TD if self._shared is None else out_TD + self._shared(x_TD)

@@ -1,4 +1,4 @@
-"""What a micro-batch's transfers cost in one step, and, of a step that is traced, what the micro-batch did when."""
+"""Measures a micro-batch's transfers in one step; in a traced step, records what the micro-batch did when."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}
 class UBatchMeter:
     """Times in ns on the monotonic clock.
 
-    comm_ns: from the start of each transfer to the arrival of its last row, summed. exposed_ns: the part of it in which
-    the micro-batch stood in `wait`, or in `arrive` for its sibling. It has the turn then, so no other micro-batch
-    computes either:
-    time in which a sibling works is spent before `wait`. What `wait` does once all rows are here is work. `events` is a
-    list while a step is traced.
+    comm_ns: from the start of each transfer to the arrival of its last row, summed. exposed_ns: the part of comm_ns in
+    which the micro-batch stood in `wait`, or in `arrive` for its sibling. No other micro-batch computes then, because
+    this one has the turn; work that `wait` does once all rows are here does not count. events: a list in a traced step.
 
-    Where the host only launches, its times say nothing of rows: transfers that arrive `ON_DEVICE` are not among them
-    (moe/streams.py times those that it launches, by events), and a trace shows when work was launched.
+    Transfers that arrive `ON_DEVICE` are left out: the host only launches them (moe/streams.py times those by events),
+    and a trace shows when they were launched.
     """
 
     __slots__ = ("_resumed_ns", "_track", "comm_ns", "events", "exposed_ns")
@@ -34,16 +32,17 @@ class UBatchMeter:
         self._resumed_ns = 0
 
     def reset(self, trace: bool) -> None:
+        """Begins a step."""
         self.comm_ns = self.exposed_ns = 0
         self.events = [] if trace else None
 
     def resume(self) -> None:
-        """The micro-batch's first work of a step begins."""
+        """Marks the beginning of work."""
         if self.events is not None:
             self._resumed_ns = time.monotonic_ns()
 
     def work(self, name: str, layer: int) -> None:
-        """What the micro-batch did since it last resumed was `name`; it does something else from here on."""
+        """Names the work since the last mark, and marks the beginning of other work."""
         if self.events is not None:
             now_ns = time.monotonic_ns()
             if now_ns - self._resumed_ns >= SHORTEST_NS:
@@ -51,7 +50,7 @@ class UBatchMeter:
             self._resumed_ns = now_ns
 
     def transfer(self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int) -> None:
-        """A transfer began at start_ns, was waited for from wait_ns to end_ns, and was here at arrived_ns."""
+        """Counts a transfer from start_ns to arrived_ns, for which the micro-batch waited from wait_ns to end_ns."""
         if arrived_ns == ON_DEVICE:
             return
         arrived_ns = min(arrived_ns or end_ns, end_ns)  # a backend that cannot tell says 0

@@ -1,9 +1,8 @@
-"""Turns: of several micro-batches, each in a thread of its own, exactly one works; the others are parked.
+"""Micro-batches that take turns: each has a thread of its own, and exactly one works at a time.
 
-The order is a strict ring 0, 1, ..., 0: what micro-batch 0 does between two hand-offs always comes before what
-micro-batch 1 does
-between the same two. A cut request relies on that, since its end reads the keys that its beginning has just written.
-A hand-off is one lock released and another one acquired: about half the time of a pair of events.
+The order is a strict ring: what micro-batch 0 does between two hand-offs comes before what micro-batch 1 does
+between the same two. A request that is cut in two relies on that: its end reads the keys that its beginning wrote.
+A hand-off releases one lock and acquires another, which takes half as long as a pair of events.
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ import contextlib
 import threading
 
 
-class Unwound(BaseException):  # not an Exception: no handler on the way out may take it for its own
-    """Raised in a micro-batch whose sibling failed: leave, the step is lost."""
+class Unwound(BaseException):  # not an Exception: no handler on the way out may catch it
+    """Raised in a micro-batch whose sibling failed: the step is lost."""
 
 
 class PingPong:
-    """For one step of `size` micro-batches; micro-batch 0 has the first turn. `error`: the first one that any
-    micro-batch met.
+    """The turns of one step's micro-batches; micro-batch 0 has the first one. error: the first that any of them met.
 
-    Each micro-batch calls `take` first, `pass_on` where another may go on, and at last either `give_up` or `poison`:
-    as long
-    as it does, nobody stays parked.
+    Each micro-batch calls `take` first, `pass_on` where another may go on, and at last either `give_up` or `poison`;
+    then none of them waits for ever.
     """
 
     def __init__(self, size: int) -> None:
@@ -30,44 +27,43 @@ class PingPong:
         self._turns = [threading.Lock() for _ in range(size)]
         for turn in self._turns[1:]:
             turn.acquire()
-        self._at_work = list(range(size))
+        self._working = list(range(size))
 
-    def take(self, place: int) -> None:
-        """Waits for the first turn of the micro-batch in `place`."""
-        self._park(place)
+    def take(self, index: int) -> None:
+        """Waits for this micro-batch's first turn."""
+        self._wait(index)
 
-    def pass_on(self, place: int) -> None:
-        """Lets the others work and returns when it is this micro-batch's turn again, at once if nobody else is left."""
+    def pass_on(self, index: int) -> None:
+        """Lets the others work; returns on this micro-batch's next turn, at once if no other one is left."""
         self._check()
-        heir = self._heir(place)
-        if heir != place:
-            self._wake(heir)
-            self._park(place)
+        if (following := self._following(index)) != index:
+            self._wake(following)
+            self._wait(index)
 
-    def give_up(self, place: int) -> None:
-        """This micro-batch is done: the turn is the next one's, and never comes back."""
-        heir = self._heir(place)
-        self._at_work.remove(place)
-        if heir != place:
-            self._wake(heir)
+    def give_up(self, index: int) -> None:
+        """Ends this micro-batch's turns; the next one goes on."""
+        following = self._following(index)
+        self._working.remove(index)
+        if following != index:
+            self._wake(following)
 
     def poison(self, error: BaseException) -> None:
-        """The step has failed: everyone wakes and gets Unwound. Only the first call does anything."""
+        """Ends the step: all micro-batches wake and get Unwound. Only the first call does anything."""
         if self.error is None:
             self.error = error
-            for place in self._at_work:
-                self._wake(place)
+            for index in self._working:
+                self._wake(index)
 
-    def _heir(self, place: int) -> int:
-        ring = self._at_work
-        return ring[(ring.index(place) + 1) % len(ring)]
+    def _following(self, index: int) -> int:
+        ring = self._working
+        return ring[(ring.index(index) + 1) % len(ring)]
 
-    def _wake(self, place: int) -> None:
+    def _wake(self, index: int) -> None:
         with contextlib.suppress(RuntimeError):  # awake already: poisoned a moment ago
-            self._turns[place].release()
+            self._turns[index].release()
 
-    def _park(self, place: int) -> None:
-        self._turns[place].acquire()
+    def _wait(self, index: int) -> None:
+        self._turns[index].acquire()
         self._check()
 
     def _check(self) -> None:

@@ -1,42 +1,74 @@
-"""Which all2all backend and expert kernel serve this model here: checked once at start, a reason for each no."""
+"""Chooses what runs the MoE layers: an all2all backend, an expert kernel, and whether one call fuses all four steps.
+
+The choice is made once, at start, by what each candidate declares that it can do; the plan has a reason for every
+candidate that was not taken.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all.adapters import GroupedFromSlotted
 from moeserve.moe.all2all.base import All2All, Layout
-from moeserve.moe.experts.base import Experts
+from moeserve.moe.experts.base import Experts, Fusible
+from moeserve.moe.layer import FusedMoELayer, MoELayer, SharedExpert
+from moeserve.moe.physical import LogicalToPhysical
+from moeserve.moe.routing import Router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoENeeds:
-    """What the model and the launch ask of a pair."""
+    """Requirements of the model and the settings on a backend and a kernel.
+
+    max_tokens: rows of one step on one rank. world_size: ranks that the experts are sharded over. replicas: whether
+    some experts are there more than once. exact: whether a request's bits may depend on nothing but the request.
+    """
 
     hidden_size: int
     dtype: str  # "bfloat16"
     device: str  # "cpu"
-    max_tokens: int  # rows of one step on one rank
+    max_tokens: int
     expert_size: int = 0
     world_size: int = 1
+    tp_size: int = 1
+    replicas: bool = False
     ubatches: int = 1
-    graphs: bool = False
-    exact: bool = False  # determinism=batch: a request's bits depend on nothing but itself
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MoEPlan:
-    """The pair that was picked, and why each other pair was not."""
+    """The backend and the kernel that were picked, and why each other pair was not.
+
+    fused: the kernel, where one call of it runs router, dispatch, experts and combine. reasons: (backend, kernel,
+    "picked" with what a user should know, or what is in the way) for every pair; the last one is about fusing.
+    """
 
     all2all: All2All
     experts: Experts
+    fused: Fusible | None
     needs: MoENeeds
-    reasons: tuple[tuple[str, str, str], ...]  # backend, kernel, "picked" (and on which terms) or what is in the way
+    reasons: tuple[tuple[str, str, str], ...]
+
+    def layer(
+        self,
+        router: Router,
+        packed: Any,
+        to_physical: LogicalToPhysical,
+        shared: SharedExpert | None = None,
+        tp: TensorParallel = ALONE,
+    ) -> MoELayer:
+        """Returns a layer that runs as planned. packed: its weights, as `experts.pack` returned them."""
+        if self.fused is not None:
+            return FusedMoELayer(router, self.all2all, self.fused, packed, to_physical, shared)
+        return MoELayer(router, self.all2all, self.experts, packed, to_physical, shared, tp)
 
     def table(self) -> str:
-        """The needs and the reasons as aligned lines for the log."""
+        """Returns the needs and the reasons as aligned lines for the log."""
         n = self.needs
         head = f"{n.world_size} ranks, {n.ubatches} micro-batches, {n.device}, {n.dtype} rows of {n.hidden_size}"
         rows = [("all2all", "experts", head), *self.reasons]
@@ -45,7 +77,7 @@ class MoEPlan:
 
 
 def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Experts]) -> MoEPlan:
-    """The first pair, in the callers' order of preference, that can do what is needed.
+    """Returns the plan with the first pair, in the callers' order of preference, that can do what is needed.
 
     Raises ConfigError with the table when none can.
     """
@@ -55,42 +87,57 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
         for kernel in kernels:
             why = _obstacle(needs, backend, kernel)
             if why is None and picked is None:
-                picked = _joined(backend, kernel), kernel
-                why = "; ".join(("picked", *_terms(needs, backend, kernel)))
+                picked = backend, kernel
+                why = "; ".join(("picked", *_remarks(needs, backend, kernel)))
             reasons.append((backend.caps.name, kernel.caps.name, why or "possible, lower preference"))
     if picked is None:
         lines = "\n".join(f"  {a} with {b}: {why}" for a, b, why in reasons) or "  nothing was offered"
         raise ConfigError(f"no all2all backend and expert kernel fit {needs}:\n{lines}")
-    return MoEPlan(*picked, needs, tuple(reasons))
+    backend, kernel = picked
+    not_fused = _why_not_fused(needs, backend, kernel)
+    reasons.append(
+        ("fused", kernel.caps.name, not_fused or "picked: router, dispatch, experts and combine are one call")
+    )
+    fused = kernel if isinstance(kernel, Fusible) and not_fused is None else None
+    all2all = GroupedFromSlotted(backend) if _regroups(backend, kernel) else backend
+    return MoEPlan(all2all, kernel, fused, needs, tuple(reasons))
+
+
+def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
+    """Returns what keeps the four steps apart; None if nothing does."""
+    checks = (
+        (isinstance(kernel, Fusible), f"{kernel.caps.name} has no fused form"),
+        (backend.caps.in_place, f"rows travel by {backend.caps.name}, or are rounded as if they did"),
+        (needs.tp_size == 1, f"{needs.tp_size} tensor-parallel ranks share the tokens out"),
+        (not needs.replicas, "some experts have replicas, which take tokens in turn"),
+    )
+    return next((why for holds, why in checks if not holds), None)
 
 
 def _regroups(backend: All2All, kernel: Experts) -> bool:
-    """Whether rows in slots have to be grouped in between."""
+    """Returns whether SLOTTED rows must be copied to GROUPED ones in between."""
     return kernel.caps.layouts.isdisjoint(backend.caps.layouts) and (
         Layout.SLOTTED in backend.caps.layouts and Layout.GROUPED in kernel.caps.layouts
     )
 
 
-def _joined(backend: All2All, kernel: Experts) -> All2All:
-    return GroupedFromSlotted(backend) if _regroups(backend, kernel) else backend
-
-
-def _terms(needs: MoENeeds, backend: All2All, kernel: Experts) -> list[str]:
-    """What a user should know of a pair that serves."""
-    caps, terms = backend.caps, []
+def _remarks(needs: MoENeeds, backend: All2All, kernel: Experts) -> list[str]:
+    """Returns what a user should know about the pair that was picked."""
+    caps, remarks = backend.caps, []
     if (width := caps.pad_hidden(needs.hidden_size)) != needs.hidden_size:
-        terms.append(f"rows of {needs.hidden_size} travel filled up to {width}")
+        remarks.append(f"rows of {needs.hidden_size} travel filled up to {width}")
     if _regroups(backend, kernel):
-        terms.append(f"rows are copied between {caps.name}'s slots and {kernel.caps.name}'s groups")
+        remarks.append(f"rows are copied between {caps.name}'s layout and {kernel.caps.name}'s")
     if caps.max_tokens is not None and caps.max_tokens < needs.max_tokens:
         rounds = -(-needs.max_tokens // caps.max_tokens)
-        terms.append(f"a step of {needs.max_tokens} tokens goes in {rounds} rounds of {caps.max_tokens}")
+        remarks.append(f"a step of {needs.max_tokens} tokens goes in {rounds} rounds of {caps.max_tokens}")
     if not caps.exact:
-        terms.append("bits may depend on where experts are")
-    return terms
+        remarks.append("bits may depend on where experts are")
+    return remarks
 
 
 def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
+    """Returns why the pair cannot serve; None if it can."""
     wire, compute = backend.caps, kernel.caps
     if wire.obstacle is not None:
         return wire.obstacle
@@ -98,10 +145,6 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
         (needs.device in wire.devices, f"{wire.name} does not serve {needs.device}"),
         (wire.world_sizes(needs.world_size), f"{wire.name} does not serve {needs.world_size} ranks"),
         (needs.dtype in wire.wires, f"{wire.name} does not carry {needs.dtype}"),
-        (
-            wire.max_hidden is None or needs.hidden_size <= wire.max_hidden,
-            f"{wire.name} takes rows of {wire.max_hidden}, the model's have {needs.hidden_size}",
-        ),
         (wire.pad_hidden(needs.hidden_size) is not None, f"{wire.name} takes no rows of {needs.hidden_size}"),
         (
             wire.max_in_flight is None or needs.ubatches <= wire.max_in_flight,
@@ -129,6 +172,5 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
             compute.device_counts or not wire.device_counts,
             f"{wire.name} counts rows on the device, {compute.name} must know them on the host",
         ),
-        (not needs.graphs or (wire.graph_safe and compute.graph_safe), "not both can be captured in a graph"),
     )
     return next((why for holds, why in checks if not holds), None)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to: what every router returns and every all2all backend takes.
+"""The router: which experts a token goes to, and with which weights.
 
 T tokens, E experts, K experts per token, D model width.
 """
@@ -16,37 +16,49 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """ids_TK: int32 expert ids, best first, -1 where a row is padding. weights_TK: fp32, renormalised and scaled."""
+    """The experts that the router chose: what every all2all backend takes.
+
+    ids_TK: int32, best first; -1 where a row is padding. weights_TK: fp32, as the sum of results uses them.
+    """
 
     ids_TK: Tensor
     weights_TK: Tensor
 
+    def rows(self, rows: slice) -> Routing:
+        """Returns the routing of some of the tokens, as views."""
+        return Routing(self.ids_TK[rows], self.weights_TK[rows])
+
 
 class RouterRule(Protocol):
-    """The numbers of a softmax router (loader/spec.py's RouterSpec)."""
+    """A softmax router's parameters (`RouterSpec` in loader/spec.py)."""
 
     @property
-    def score(self) -> str: ...
+    def score(self) -> str:
+        """ "softmax" over all experts, or "softmax_selected" over the chosen ones."""
+        ...
+
     @property
-    def renormalize(self) -> bool: ...
+    def renormalize(self) -> bool:
+        """Whether the chosen experts' weights are scaled to a sum of 1."""
+        ...
 
 
 class Router:
-    """Scores all experts with one matrix product and keeps the best K."""
+    """Scores all experts by one matrix product, `gate`, and keeps the best `top_k`."""
 
     def __init__(self, gate: Linear, top_k: int, rule: RouterRule, ops: Ops) -> None:
-        self._gate = gate
-        self._top_k = top_k
-        self._rule = rule
-        self._ops = ops
+        self.gate = gate
+        self.top_k = top_k
+        self.rule = rule
+        self.ops = ops
 
     def __call__(self, x_TD: Tensor, num_tokens: int | Tensor) -> Routing:
-        """Route the first `num_tokens` rows; the rest are padding. A tensor, int32 [1]: with the Triton kernels."""
-        rule = self._rule
+        """Returns the choices of the first `num_tokens` rows; the rest are padding. num_tokens: an int, or with the
+        Triton kernels an int32 tensor [1]."""
+        rule = self.rule
         if isinstance(num_tokens, Tensor):
-            choice = self._ops.route(self._gate(x_TD), self._top_k, rule.score, rule.renormalize, num_tokens)
-            return Routing(*choice)
-        ids_TK, weights_TK = self._ops.route(self._gate(x_TD), self._top_k, rule.score, rule.renormalize)
+            return Routing(*self.ops.route(self.gate(x_TD), self.top_k, rule.score, rule.renormalize, num_tokens))
+        ids_TK, weights_TK = self.ops.route(self.gate(x_TD), self.top_k, rule.score, rule.renormalize)
         if num_tokens < ids_TK.shape[0]:
             ids_TK[num_tokens:] = -1
         return Routing(ids_TK, weights_TK)

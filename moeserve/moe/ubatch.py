@@ -1,10 +1,8 @@
-"""A micro-batch is one part of the batch on its way through the model: its scratch, its communication, its loads.
+"""A micro-batch: one part of the batch on its way through the model, with its communication and its loads.
 
 With a single micro-batch nothing overlaps but the work given as `meanwhile`. Dual-batch overlap is two micro-batches
-that take turns:
-`overlap` sends this micro-batch's rows, lets the other one compute while they travel, and then waits for what is still
-on its
-way. Only the MoE layer calls it, so model code stays the same.
+that take turns: `overlap` sends this micro-batch's rows, lets the other one compute while they travel, and then waits
+for them. Only the MoE layer calls `overlap`, so model code stays the same.
 """
 
 from __future__ import annotations
@@ -29,37 +27,16 @@ T = TypeVar("T")
 Load = NDArray[np.int64] | Tensor  # rows per expert; a tensor where they were counted on a device
 
 
-class Scratch:
-    """Named buffers that live as long as their micro-batch and grow to the largest size asked for."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A buffer of `shape` with like's dtype and device; it holds whatever was there before."""
-        count = int(np.prod(shape))
-        key = (name, like.dtype, like.device)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < count:
-            buffer = self._buffers[key] = torch.zeros(count, dtype=like.dtype, device=like.device)
-        return buffer[:count].view(shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
 class UBatch:
-    """`index` is its place among the step's micro-batches.
+    """One of the step's micro-batches, the one numbered `index`.
 
-    most_tokens: of the rank that has most in this micro-batch in this step; all ranks make as many rounds as that one
-    needs.
+    most_tokens: those of the rank that has most in this micro-batch and step; all ranks make as many rounds as that
+    rank needs.
     """
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
         self.most_tokens = 0
-        self.scratch = Scratch()
         self.meter = UBatchMeter(index)
         self._loads: list[Load] = []
         self._ping_pong: PingPong | None = None
@@ -68,7 +45,7 @@ class UBatch:
         self._early_ns = 0  # when the first part of the next transfer was sent
 
     def couple(self, ping_pong: PingPong, sibling: UBatch) -> None:
-        """The step that comes is shared with `sibling`. Called for both before either enters."""
+        """Shares the next step with `sibling`. To be called for both before either enters."""
         self._ping_pong, self._sibling = ping_pong, sibling
         self._inbox.clear()
         self._early_ns = 0
@@ -79,12 +56,12 @@ class UBatch:
         return self._ping_pong is not None
 
     def enter(self) -> None:
-        """Returns when it is this micro-batch's turn for the first time."""
+        """Waits for this micro-batch's first turn."""
         if self._ping_pong is not None:
             self._ping_pong.take(self.index)
 
     def leave(self) -> None:
-        """The micro-batch's work of this step is done; the sibling goes on alone."""
+        """Ends this micro-batch's part of the step; the sibling goes on alone."""
         if self._ping_pong is not None:
             self._receive()
             if self._sibling is not None:
@@ -93,7 +70,7 @@ class UBatch:
         self._ping_pong = self._sibling = None
 
     def fail(self, error: BaseException) -> None:
-        """The micro-batch's work failed, which ends the sibling's too."""
+        """Ends the step of both micro-batches because of this one's error."""
         if self._ping_pong is not None:
             self._ping_pong.poison(error)
         self._ping_pong = self._sibling = None
@@ -102,9 +79,9 @@ class UBatch:
     def overlap(
         self, start: Callable[[], Pending[T]], meanwhile: Callable[[], None] | None = None, name: str = "transfer"
     ) -> T:
-        """Start a communication, run what needs no result of it, let the sibling work, and wait for it.
+        """Starts a transfer, runs `meanwhile`, lets the sibling work, and returns the transfer's result.
 
-        name: for traces, "dispatch" or "combine".
+        name: "dispatch" or "combine", for traces.
         """
         meter, layer = self.meter, len(self._loads) - 1
         meter.work(WORK_BEFORE.get(name, "work"), layer)
@@ -127,8 +104,8 @@ class UBatch:
             meter.transfer(name, layer, start_ns, wait_ns, time.monotonic_ns(), pending.arrived_ns)
         return value
 
-    def stay(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
-        """A layer's experts where no row travels; `compute` gives the result and the layer's load."""
+    def run_fused(self, compute: Callable[[], tuple[Tensor, Load]]) -> Tensor:
+        """Runs a layer whose rows stay on this rank; `compute` returns the output and the rows per expert."""
         layer = len(self._loads)
         self.meter.work(WORK_BEFORE["dispatch"], layer)
         out_TD, counts_E = compute()
@@ -137,13 +114,13 @@ class UBatch:
         return out_TD
 
     def send_early(self, send: Callable[[], None]) -> None:
-        """Sends part of what this micro-batch's next transfer is about; that counts as begun."""
+        """Sends part of this micro-batch's next transfer, which counts as begun from here on."""
         self._early_ns = time.monotonic_ns()
         send()
 
     def _receive(self) -> None:
-        """Launches what the sibling will wait for. Right before the own send, not on resuming: where a receive
-        occupies the device or waits for its rows, it must come behind this micro-batch's work."""
+        """Launches what the sibling will wait for. This happens right before the own send: a receive may occupy the
+        device or wait for its rows, so it must come behind this micro-batch's work."""
         if self._inbox:
             began_ns = time.monotonic_ns()
             for arrive in self._inbox:
@@ -152,12 +129,12 @@ class UBatch:
             self.meter.exposed_ns += time.monotonic_ns() - began_ns
 
     def note_load(self, counts_E: Load) -> None:
-        """Record how many rows of this micro-batch one layer sent to each logical expert; padding is not among them."""
+        """Records how many rows of this micro-batch one layer sent to each logical expert, without padding."""
         self._loads.append(counts_E)
 
     def take_load(self) -> Load:
-        """Rows per layer and expert [layers, E] since the last call; an empty array when nothing was routed. A tensor
-        if they were counted on the device, for all layers or for none."""
+        """Returns the rows per layer and expert [layers, E] since the last call; an empty array when nothing was
+        routed, a tensor if the device counted them."""
         loads, self._loads = self._loads, []
         if loads and isinstance(loads[0], Tensor):
             return torch.stack([load for load in loads if isinstance(load, Tensor)])

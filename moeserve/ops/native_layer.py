@@ -80,15 +80,21 @@ class ExpertsBlock:
             native_type(dtype), router.matrix, top_k, score == "softmax_selected", renormalize
         )
 
-    def __call__(self, x_TD: Tensor, packed: Any) -> tuple[Tensor, NDArray[np.int64]]:
-        """(result, rows of each expert). packed: what `NativeExperts.pack` made, expert e in slot e."""
+    def __call__(self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor) -> tuple[Tensor, NDArray[np.int64]]:
+        """Returns the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding and become zero.
+
+        packed: what `NativeExperts.pack` made; expert e is local expert e.
+        """
+        assert isinstance(num_tokens, int), num_tokens
         assert x_TD.dtype is packed.dtype, (x_TD.dtype, packed.dtype)
         assert x_TD.is_contiguous(), x_TD.stride()
-        slots = packed.bytes_eS
+        experts = packed.bytes_eB
         out_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
         counts_E = np.empty(self._num_experts, np.int64)
         self._block.run(
-            packed.gate_up, packed.down, slots.data_ptr(), slots.shape[1], counts_E, x_TD.data_ptr(), x_TD.shape[0],
+            packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], counts_E, x_TD.data_ptr(), num_tokens,
             out_TD.data_ptr(),
         )  # fmt: skip
+        if num_tokens < len(out_TD):
+            out_TD[num_tokens:] = 0
         return out_TD, counts_E

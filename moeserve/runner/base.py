@@ -249,7 +249,7 @@ class ModelRunnerBase(ABC):
                 dtype=self.dtype,
                 top_k=spec.experts_per_token,
                 max_tokens=self.max_tokens,
-                num_slots=placement.experts_per_rank,
+                experts_per_rank=placement.experts_per_rank,
                 num_ranks=max(2, placement.num_ranks) if self.deals_experts else 1,
                 device=self.device.type,
             )

@@ -1,14 +1,14 @@
-"""This rank's experts on the move: prepared in the background, layer by layer, put in force between two steps.
+"""Moves this rank's experts: prepares them in the background, layer by layer, and puts them in force between two steps.
 
-How all ranks change a layer between the same two steps: every rank says in its vote how far it is (`placed`), the
-least of these numbers comes back with the step's decision, and `commit` brings it in force. The numbers:
+All ranks change a layer between the same two steps: every rank's vote has its progress (`placed`), the least of these
+numbers comes back with the step's decision, and `commit` puts that in force. The numbers:
 
     version * (layers + 1) + n   the first n layers of that placement are prepared here, or in force
     -version                     this rank had to give that placement up
 
-A rank prepares the next layer only when the one before is in force everywhere, so the number that is agreed on is at
-most one layer ahead. If one rank gives up, all learn it with the same step: layers in force stay so, on all ranks
-alike, the others stay as they were; that mixture counts as the placement of this version from then on.
+A rank prepares the next layer only when the one before is in force everywhere, so the agreed number is at most one
+layer ahead. If one rank gives up, all learn it with the same step: on all ranks, layers in force stay in force, the
+others stay as they were, and that mixture counts as the placement of this version from then on.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Read = Callable[[int, int, Work], tuple[Weight, Weight]]
 class _Layer:
     """The next layer of a placement, ready to be put in force."""
 
-    local: list[int]  # the expert in each local slot
-    ones: list[tuple[int, Any]]  # local slot, packed expert: what changes
-    slots: LogicalToPhysical
+    local: list[int]  # the logical expert of each local one
+    changed: list[tuple[int, Any]]  # local index, packed expert
+    to_physical: LogicalToPhysical
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ class _Move:
 
 
 class ExpertStore:
-    """Which experts this rank has, and how that changes. Create it in the runner's thread, after the model is built.
+    """This rank's experts. To be created in the runner's thread, after the model is built.
 
-    read: brings one expert from the checkpoint. on_placed: hears once, from any thread, of every placement that was
-    given to `prepare`, unless `load_all` came before its end. `prepare` and `placed` are for any thread; `commit` and
-    `load_all` for the runner's.
+    read: reads one expert from the checkpoint. on_placed: called once, from any thread, with the outcome of every
+    placement that was given to `prepare`, unless `load_all` came before its end. `prepare` and `placed` are for any
+    thread; `commit` and `load_all` for the runner's.
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class ExpertStore:
 
     @property
     def version(self) -> int:
-        """Of the placement whose layers are all in force; one that is given up counts with the layers it got."""
+        """The version of the placement in force; one that was given up counts with the layers it got."""
         return self._placement.version
 
     @property
     def placed(self) -> int:
-        """How far this rank is, for the vote."""
-        move = self._move  # no lock: a number that is out of date says less than is true
+        """This rank's progress, for the vote."""
+        move = self._move  # no lock: a number that is out of date is too small
         if move is None:
             return self._number(self._placement.version, len(self._layers))
         return -move.version if move.error else self._number(move.version, move.ready)
 
     def prepare(self, table: PlacementTable) -> None:
-        """Begins to bring a placement here; one that is still on its way is finished first."""
+        """Begins to prepare a placement; one that is still on its way is finished first."""
         with self._changed:
             known, self._heard = self._heard, max(self._heard, table.version)
             gone = table.version in self._gone
@@ -127,7 +127,7 @@ class ExpertStore:
 
     @torch.inference_mode()
     def commit(self, placed: int) -> None:
-        """Puts in force what the group agreed on: the least of all ranks' `placed`. Any number of times."""
+        """Puts in force what the group agreed on, the least of all ranks' `placed`. May be repeated."""
         with self._changed:
             notice = self._give_up(-placed) if placed < 0 else self._advance(*divmod(placed, len(self._layers) + 1))
         if notice is not None:
@@ -135,10 +135,10 @@ class ExpertStore:
 
     @torch.inference_mode()
     def load_all(self, table: PlacementTable, rank: int | None = None) -> None:
-        """Brings every layer to this placement, whatever is here now, and drops what is on its way. Blocks.
+        """Brings every layer to this placement, and drops the one on its way. Blocks.
 
-        rank: this rank's place in it, if that changed too. Raises CheckpointError when an expert cannot be read, and
-        ConfigError when the placement is of another model; call it again then, or stop.
+        rank: this rank's new number, if that changed too. Raises CheckpointError when an expert cannot be read, and
+        ConfigError when the placement is of another model; the call may be repeated.
         """
         target = self._checked(table)
         self._drop_all()
@@ -156,7 +156,7 @@ class ExpertStore:
             logger.info("placement %d: %.1f MB read in %.1f s", target.version, num_bytes / 1e6, took_s)
 
     def close(self) -> None:
-        """Ends the background thread; what is in force stays."""
+        """Ends the background thread; the experts in force stay."""
         self._drop_all()
         with self._changed:
             self._closed = True
@@ -169,10 +169,10 @@ class ExpertStore:
         return version * (len(self._layers) + 1) + layers
 
     def _advance(self, version: int, layers: int) -> Placed | None:
-        """Layers 0..layers-1 of `version` are ready on all ranks."""
+        """Puts in force layers 0..layers-1 of `version`, which are ready on all ranks."""
         move = self._move
         if move is None or move.version != version:
-            # What was agreed on before a Join, or long ago. A version that never came cannot have been agreed on.
+            # Agreed on before a Join, or long ago. A version that never came cannot have been agreed on.
             newest = max(self._heard, self._placement.version)
             assert version <= newest, f"agreed on placement {version}, newest here is {newest}"
             return None
@@ -181,9 +181,9 @@ class ExpertStore:
             return None
         assert move.staged is not None
         layer = self._layers[move.done]
-        for slot, one in move.staged.ones:
-            layer.experts.put(layer.packed, slot, one)
-        layer.slots = move.staged.slots
+        for index, expert in move.staged.changed:
+            layer.experts.put(layer.packed, index, expert)
+        layer.to_physical = move.staged.to_physical
         self._local[move.done] = move.staged.local
         move.staged = None
         move.done += 1
@@ -191,14 +191,14 @@ class ExpertStore:
         return self._end(move) if move.done == len(self._layers) else None
 
     def _give_up(self, version: int) -> Placed | None:
-        """Some rank could not go on with `version`, and all hear of it now."""
+        """Ends the move to `version`, which some rank could not prepare."""
         move = self._move
         if move is not None and move.version == version:
             move.error = move.error or _ELSEWHERE
             return self._end(move)
         waiting = [table for table in self._waiting if table.version == version]
         if not waiting and version <= self._heard:
-            return None  # it is over, or from before a Join
+            return None  # the move is over, or from before a Join
         self._placement = replace(self._placement, version=version)
         if not waiting:
             self._gone.add(version)
@@ -207,7 +207,7 @@ class ExpertStore:
         return Placed(version=version, error=_ELSEWHERE)
 
     def _end(self, move: _Move) -> Placed:
-        """The move is over, for better or worse."""
+        """Ends the move with the layers that are in force."""
         move.cancelled.set()
         rows = move.target or self._placement
         self._placement = self._placement.with_layers(rows, move.done, move.version)
@@ -222,7 +222,7 @@ class ExpertStore:
         return Placed(version=version, layers=move.done, moved_bytes=move.moved_bytes, took_s=took_s, error=move.error)
 
     def _drop_all(self) -> None:
-        """Forgets what is on its way, except layers that are in force; returns when the thread is idle."""
+        """Drops all moves, except for layers in force; returns when the thread is idle."""
         with self._changed:
             self._waiting.clear()
             if self._move is not None:
@@ -232,18 +232,18 @@ class ExpertStore:
             self._changed.wait_for(lambda: not self._busy)
 
     def _load_layer(self, index: int, layer: MoELayer, target: Placement) -> int:
-        """One layer, with what is here and otherwise from the checkpoint; the number of bytes that were read."""
+        """Brings one layer to a placement, from experts that are here or the checkpoint. Returns the bytes read."""
         here = self._local[index]
         wanted = target.local(index, self._rank)
-        ones, num_bytes = self._bring(index, wanted, lambda num_bytes: None)
+        changed, num_bytes = self._bring(index, wanted, lambda num_bytes: None)
         if len(wanted) == len(here):
-            for slot, one in ones:
-                layer.experts.put(layer.packed, slot, one)
+            for i, expert in changed:
+                layer.experts.put(layer.packed, i, expert)
         else:
-            new = dict(ones)
-            keep = [new[s] if s in new else layer.experts.take(layer.packed, s) for s in range(len(wanted))]
-            layer.packed = layer.experts.stack(keep)
-        layer.slots = layer.slots.after(target)
+            new = dict(changed)
+            experts = [new[i] if i in new else layer.experts.take(layer.packed, i) for i in range(len(wanted))]
+            layer.packed = layer.experts.stack(experts)
+        layer.to_physical = layer.to_physical.after(target)
         self._local[index] = wanted
         return num_bytes
 
@@ -260,22 +260,22 @@ class ExpertStore:
         return placement
 
     def _bring(self, index: int, wanted: list[int], work: Work) -> tuple[list[tuple[int, Any]], int]:
-        """((local slot, packed expert) for each slot that changes, bytes that were read for them)"""
+        """Returns (local index, packed expert) for each local expert that changes, and the bytes read for them."""
         layer, here = self._layers[index], self._local[index]
-        changed = [(slot, e) for slot, e in enumerate(wanted) if slot >= len(here) or here[slot] != e]
-        ones: dict[int, Any] = {}
+        changed = [(i, expert) for i, expert in enumerate(wanted) if i >= len(here) or here[i] != expert]
+        packed: dict[int, Any] = {}
         num_bytes = 0
         for _, expert in changed:
-            if expert in ones:
+            if expert in packed:
                 continue
             if expert in here:
-                ones[expert] = layer.experts.take(layer.packed, here.index(expert))
+                packed[expert] = layer.experts.take(layer.packed, here.index(expert))
             else:
                 w13_FD, w2_DI = self._read(index, expert, work)
                 num_bytes += w13_FD.nbytes + w2_DI.nbytes
-                ones[expert] = layer.experts.pack_expert(w13_FD, w2_DI)
+                packed[expert] = layer.experts.pack_expert(w13_FD, w2_DI)
             work(0)
-        return [(slot, ones[e]) for slot, e in changed], num_bytes
+        return [(i, packed[expert]) for i, expert in changed], num_bytes
 
     # In the background thread.
 
@@ -292,7 +292,7 @@ class ExpertStore:
                 self._fail(move, error)
 
     def _next(self) -> tuple[_Move, PlacementTable] | None:
-        """The next placement to prepare, when none is on its way any more; None: it is time to end."""
+        """Waits for the next placement to prepare, while none is on its way; returns None to end the thread."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -310,20 +310,22 @@ class ExpertStore:
         shape, here = ((p.num_ranks, p.experts_per_rank) for p in (target, self._placement))
         if shape != here:
             raise ConfigError(
-                f"it is for (ranks, slots of a rank) {shape}, this group has {here}: only a Join changes that"
+                f"it is for (ranks, experts of a rank) {shape}, this group has {here}: only a Join changes that"
             )
         move.target = target
         pace = Pace(move.cancelled)
         for index, layer in enumerate(self._layers):
             local = target.local(index, self._rank)
-            ones, num_bytes = self._bring(index, local, pace)
-            staged = _Layer(local, ones, layer.slots.after(target))
-            if staged.slots.device.type == "cuda":
-                torch.cuda.current_stream(staged.slots.device).synchronize()  # not the device: a step may be recorded
+            changed, num_bytes = self._bring(index, local, pace)
+            staged = _Layer(local, changed, layer.to_physical.after(target))
+            if staged.to_physical.device.type == "cuda":
+                torch.cuda.current_stream(
+                    staged.to_physical.device
+                ).synchronize()  # not the device: a step may be recorded
             self._offer(move, staged, num_bytes)
 
     def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:
-        """Lets the vote know of the next layer, and waits until it is in force on all ranks."""
+        """Offers the next layer to the vote, and waits until it is in force on all ranks."""
         with self._changed:
             if move.cancelled.is_set():
                 raise Cancelled
@@ -336,7 +338,7 @@ class ExpertStore:
                 raise Cancelled
 
     def _fail(self, move: _Move, error: Exception) -> None:
-        """From now on this rank's votes tell the others to give up, too."""
+        """Makes this rank's votes tell the others to give up, too."""
         with self._changed:
             if move.cancelled.is_set():
                 return

@@ -156,5 +156,5 @@ class OwnExperts(LocalAll2All):
     is right but the values."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
-        ids_TK = torch.where(routing.ids_TK < 0, routing.ids_TK, routing.ids_TK % self._num_slots)
+        ids_TK = torch.where(routing.ids_TK < 0, routing.ids_TK, routing.ids_TK % self._num_experts)
         return super().dispatch(x_TD, Routing(ids_TK, routing.weights_TK), ubatch)

@@ -1,9 +1,7 @@
 """A step on its way through the model in one micro-batch or in two (dual-batch overlap).
 
 Two micro-batches are two halves of the step's tokens. The second one runs in a thread of its own that lives as long as
-the
-runner; the ping-pong turn lets one of them work at a time, so they share everything but their scratch and their
-channel.
+the runner; only one of them works at a time (moe/ping_pong.py), so they share everything but their channel.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.engine.plan import Agreed
 from moeserve.messages import TraceEvent
 from moeserve.moe.ping_pong import PingPong
-from moeserve.moe.streams import CommStream, InFlightTransfer, Inline, here
+from moeserve.moe.streams import CommStream, InFlightTransfer, here
 from moeserve.moe.ubatch import Load, UBatch
 from moeserve.runner.model import Model
 
@@ -64,7 +62,7 @@ class UBatchRunner:
         assert 1 <= num_ubatches <= 2, num_ubatches
         self.ubatches = tuple(UBatch(index) for index in range(num_ubatches))
         self.round_up: Callable[[int], int] = lambda tokens: tokens
-        self.comm: CommStream = Inline()
+        self.comm = CommStream()
         self._tp_size = tp_size
         self._second = _UBatchThread()
 

@@ -18,7 +18,7 @@ import torch
 from moeserve.comm.gloo import BREAK_TAG, dist
 from moeserve.comm.nccl import DeviceMesh
 from moeserve.moe.all2all import nccl as backends
-from moeserve.moe.streams import Inline
+from moeserve.moe.streams import CommStream
 
 TURN = timedelta(milliseconds=100)
 
@@ -72,4 +72,4 @@ def use(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(DeviceMesh, "_open", make)
     patch.setattr(DeviceMesh, "_meet", lambda mesh, group: None)
-    patch.setattr(backends, "comm_stream", lambda device: Inline())
+    patch.setattr(backends, "comm_stream", lambda device: CommStream())

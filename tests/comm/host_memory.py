@@ -24,7 +24,7 @@ from triton.runtime import interpreter
 from moeserve.comm.shm import module
 from moeserve.comm.symmetric import CudaMemory, Symmetric
 from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG
-from moeserve.moe.streams import Launched
+from moeserve.moe.streams import CommStream, Launched
 from tests.kernels.interpreted import rounded
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class HostMemory(CudaMemory):
             control[FAILED] = state[1] = 1
 
 
-class HostStream:
+class HostStream(CommStream):
     """Work is done in order by a thread of its own, as by a device. `join` waits, and asks whether it failed."""
 
     def __init__(self, check: Callable[[], None]) -> None:

@@ -80,7 +80,7 @@ def test_memory_is_made_once_and_opened_by_others(runtime: Runtime) -> None:
 @pytest.mark.parametrize(
     ("gpu", "failing", "why"),
     [
-        ("gpu1", "", r"GPU 0 cannot reach the memory of GPU 1 \(rank 3\): .* use --all2all deepep_ht"),
+        ("gpu1", "", r"GPU 0 cannot reach the memory of GPU 1 \(rank 3\): .* use --all2all deepep_v2"),
         ("gpu7", "", "GPU gpu7 of rank 3 is hidden from this rank; .* CUDA_VISIBLE_DEVICES"),
         ("gpu0", "cudaIpcOpenMemHandle", r"cudaIpcOpenMemHandle: no luck \(CUDA error 2\); rank 3's memory"),
         ("gpu0", "cudaIpcGetMemHandle", "lends no device memory between processes"),

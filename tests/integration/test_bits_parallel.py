@@ -27,7 +27,7 @@ from tests.integration.parallel_engines import Answer, Engines
 from tests.integration.test_bits import PARAMS, PROMPT, alone, bits, block_bytes, prompt_of
 from tests.quantised_checkpoints import FORMS, write_quantised
 
-BACKENDS = ["torch", "allgather"] + ["shm"] * (native() is not None)
+BACKENDS = ["torch"] + ["shm"] * (native() is not None)
 DTYPES = ["float32", "bfloat16"]
 DENSE = ["llama", "qwen3"]
 MOE = [family for family in FAMILIES if family not in DENSE]
@@ -180,7 +180,7 @@ async def test_ranks_that_experts_cannot_be_dealt_out_to_evenly(dp: int, make_ch
 
 @pytest.mark.parametrize(
     ("backend", "dbo", "tp", "kv"),
-    [("torch", "off", 1, "auto"), ("allgather", "on", 1, "int8"), (BACKENDS[-1], "on", 2, "auto")],
+    [("torch", "off", 1, "auto"), ("torch", "on", 1, "int8"), (BACKENDS[-1], "on", 2, "auto")],
 )
 async def test_losses_at_any_moment(backend: str, dbo: str, tp: int, kv: str, make_checkpoint: Any) -> None:
     """One rank drops its connections in the middle of whatever runs, also of moving experts; blocks that were evicted

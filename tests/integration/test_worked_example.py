@@ -38,7 +38,7 @@ def routing_table() -> dict[str, tuple[list[int], list[float]]]:
 def inbound_table() -> dict[int, dict[int, list[str]]]:
     """rank -> slot -> rows in order, as the page says."""
     found: dict[int, dict[int, list[str]]] = {0: {}, 1: {}}
-    for rank, slot, rows in re.findall(r"^ +\| (\d) \| (\d) \(expert \d\) \| ([\w·, ]+) \|$", PAGE.read_text(), re.M):
+    for rank, slot, rows in re.findall(r"^ +\| (\d) \| (\d) \| ([\w·, ]+) \|$", PAGE.read_text(), re.M):
         found[int(rank)][int(slot)] = [row.strip() for row in rows.split(",")]
     return found
 
@@ -77,7 +77,7 @@ def test_the_page_tells_what_happens(name: str, tmp_path: Path) -> None:
             dtype=torch.float32,
             top_k=2,
             max_tokens=4,
-            num_slots=2,
+            experts_per_rank=2,
         )[0]
         for _ in members
     ]

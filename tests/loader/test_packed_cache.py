@@ -23,12 +23,12 @@ from moeserve.models.build import build_decoder
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
-from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import LAYOUT, Room, new_room, pack, packing_of
 from moeserve.ops.quantised import Quantised
 from moeserve.ops.table import pick_ops
 from tests.comm.board import Board, BoardTensor
+from tests.moe.contract.backends import facts_of
 from tests.quantised_checkpoints import FORMS, write_quantised
 
 module: Any = native()
@@ -286,7 +286,8 @@ def built(
         return memory, is_there
 
     tp = BoardTensor(world.tp_rank, Board(world.tp_size))
-    backends = [TorchAll2All(wire_of("auto", dtype), spec.hidden_size, dtype, spec.experts_per_token, 16)]
+    shape = {"hidden_size": spec.hidden_size, "top_k": spec.experts_per_token, "max_tokens": 16}
+    backends = [TorchAll2All(facts_of(dtype, world.num_expert_ranks, **shape))]
     with make(checkpoint, plan, dtype, asked=asked) as params, torch.inference_mode():
         build_decoder(spec, params, ops.packing_into(recording), dtype, world=world, tp=tp, backends=backends)
     files.close()

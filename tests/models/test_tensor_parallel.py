@@ -20,12 +20,12 @@ from moeserve.loader.spec import ModelSpec
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
-from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import members_of, together
 from tests.loader.eager import load
+from tests.moe.contract.backends import facts_of
 from tests.quantised_checkpoints import FORMS, write_quantised
 
 from .conftest import FAMILIES, Driver, carry_out
@@ -147,7 +147,8 @@ def test_with_experts_dealt_out_over_all_ranks(
 
     def run(rank: int) -> list[Tensor]:
         world = World(rank, size, tp_size)
-        backend = TorchAll2All(wire_of("auto", dtype), spec.hidden_size, dtype, spec.experts_per_token, 16)
+        shape = {"hidden_size": spec.hidden_size, "top_k": spec.experts_per_token, "max_tokens": 16}
+        backend = TorchAll2All(facts_of(dtype, size, **shape))
         tp = BoardTensor(world.tp_rank, boards[world.dp_rank])
         driver = Driver(path, dtype, world=world, tp=tp, placement=placement, backends=[backend])
         backend.join(members[rank], placement.experts_per_rank, 1)

@@ -16,15 +16,15 @@ import torch
 from moeserve.config import ParallelConfig
 from moeserve.moe.all2all import rounds
 from moeserve.moe.all2all.base import All2All
+from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.registry import make_backends
-from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from tests.comm import fake_nccl
 from tests.comm.ranks import members_of
-from tests.moe.contract.backends import BY_NCCL
+from tests.moe.contract.backends import BY_NCCL, facts_of
 
-WIDTH, TOP_K, SLOTS, LANES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
+WIDTH, TOP_K, LOCAL, UBATCHES, RANKS, TOKENS, TURNS = 1024, 2, 4, 2, 2, 5000, 3
 ROUND_BYTES = 16 << 20
 DTYPE = torch.bfloat16
 
@@ -35,15 +35,16 @@ def peak_bytes() -> int:
 
 
 def backend_of(name: str, wire: str) -> All2All:
-    if name in BY_NCCL:
-        return BY_NCCL[name](wire_of(wire, DTYPE), WIDTH, DTYPE, TOP_K, TOKENS, 24)
+    if name == BY_NCCL:
+        shape = {"hidden_size": WIDTH, "top_k": TOP_K, "max_tokens": TOKENS, "experts_per_rank": LOCAL}
+        return NcclAll2All(facts_of(DTYPE, RANKS, wire, **shape))
     (backend,) = make_backends(
         ParallelConfig(dp=RANKS, all2all=name, wire=wire),  # type: ignore[arg-type]
         hidden_size=WIDTH,
         dtype=DTYPE,
         top_k=TOP_K,
         max_tokens=TOKENS,
-        num_slots=SLOTS,
+        experts_per_rank=LOCAL,
     )
     return backend
 
@@ -51,8 +52,8 @@ def backend_of(name: str, wire: str) -> All2All:
 class Rank:
     def __init__(self, rank: int, name: str, wire: str, directory: str, store: str) -> None:
         self.backend = backend_of(name, wire)
-        self.backend.join(replace(members_of(RANKS, directory)[rank], store=store), SLOTS, LANES)
-        self.ubatches = [UBatch(index) for index in range(LANES)]
+        self.backend.join(replace(members_of(RANKS, directory)[rank], store=store), LOCAL, UBATCHES)
+        self.ubatches = [UBatch(index) for index in range(UBATCHES)]
 
     @property
     def max_tokens(self) -> int:
@@ -64,13 +65,13 @@ class Rank:
         """Both micro-batches have their rows, and results, before either sends them home."""
         x, out = torch.ones((tokens, WIDTH), dtype=DTYPE), torch.empty((tokens, WIDTH), dtype=DTYPE)
         routing = Routing(torch.tensor([[0, 1]], dtype=torch.int32).repeat(tokens, 1), torch.ones(tokens, TOP_K))
-        flying = []
+        in_flight = []
         for ubatch in self.ubatches:
             ticket = self.backend.dispatch(x, routing, ubatch).wait()
             y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
             y.copy_(ticket.inbound.x)
-            flying.append((ticket, y, ubatch))
-        for one in [self.backend.combine(ticket, y, out, ubatch) for ticket, y, ubatch in flying]:
+            in_flight.append((ticket, y, ubatch))
+        for one in [self.backend.combine(ticket, y, out, ubatch) for ticket, y, ubatch in in_flight]:
             one.wait()
 
     def serve(self) -> None:

@@ -9,11 +9,9 @@ import torch
 
 from moeserve.comm.members import Members
 from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
-from moeserve.moe.all2all.registry import BackendFacts
-from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
-from tests.moe.contract.backends import MAX_TOKENS, SLOTS, TOP_K, WIDTH, make
+from tests.moe.contract.backends import LOCAL, facts_of, make
 from tests.moe.contract.test_contract import batch, cases, there_and_back
 
 
@@ -25,17 +23,14 @@ def main(members: Members, path: str) -> None:
 
         device = torch.device("cuda", members.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        facts = BackendFacts(
-            hidden_size=WIDTH, dtype=torch.float32, top_k=TOP_K, max_tokens=MAX_TOKENS, num_slots=SLOTS,
-            num_ranks=members.size, device="cuda", wire=wire_of("auto", torch.float32),
-        )  # fmt: skip
+        facts = facts_of(torch.float32, members.size, device="cuda")
         backend = CudaIpcAll2All(facts, Symmetric(CudaMemory(device)))
-    backend.join(members, SLOTS, 1)
+    backend.join(members, LOCAL, 1)
     ubatch, outs = UBatch(), []
     for by_rank in cases(members.size).values():
         x, routing = batch(by_rank[members.rank], torch.float32, members.rank)
         part = x.to(device), Routing(routing.ids_TK.to(device), routing.weights_TK.to(device))
-        outs.append(there_and_back(backend, ubatch, part, members.rank * SLOTS).cpu())
+        outs.append(there_and_back(backend, ubatch, part, members.rank * LOCAL).cpu())
         backend.check()  # type: ignore[attr-defined]
     torch.save(outs, path)
     backend.leave()

@@ -30,7 +30,7 @@ from moeserve.ops.native import native
 from tests.comm.host_memory import HostMemory, HostStream, interpreting
 from tests.comm.ranks import members_of
 from tests.kernels.interpreted import ordered_dots
-from tests.moe.contract.backends import SLOTS, WIDTH, group
+from tests.moe.contract.backends import LOCAL, WIDTH, group
 from tests.moe.contract.test_contract import alone, batch, cases, same_bits
 
 pytestmark = [
@@ -48,20 +48,20 @@ def _ordered_dots() -> Iterator[None]:
         yield
 
 
-def weights_of(slots: slice) -> ExpertWeights:
+def weights_of(local: slice) -> ExpertWeights:
     generator = torch.Generator().manual_seed(1)
-    w13 = torch.randn(2 * SLOTS, 32, WIDTH, generator=generator) / 5
-    w2 = torch.randn(2 * SLOTS, WIDTH, 16, generator=generator) / 4
-    return ExpertWeights(w13[slots], w2[slots])
+    w13 = torch.randn(2 * LOCAL, 32, WIDTH, generator=generator) / 5
+    w2 = torch.randn(2 * LOCAL, WIDTH, 16, generator=generator) / 4
+    return ExpertWeights(w13[local], w2[local])
 
 
-def layer(backend: All2All, x_TD: Tensor, routing: Routing, slots: slice, most_tokens: int) -> Tensor:
+def layer(backend: All2All, x_TD: Tensor, routing: Routing, local: slice, most_tokens: int) -> Tensor:
     kernel, ubatch = TritonExperts(), UBatch()
     ubatch.most_tokens = most_tokens
     ticket = backend.dispatch(x_TD, routing, ubatch).wait()
     y = torch.empty_like(ticket.inbound.x) if ticket.y is None else ticket.y
     with interpreting():
-        kernel.run(ticket.inbound, kernel.pack(weights_of(slots)), y, ubatch.scratch)
+        kernel.run(ticket.inbound, kernel.pack(weights_of(local)), y)
     return backend.combine(ticket, y, torch.full_like(x_TD, torch.nan), ubatch).wait()
 
 
@@ -74,14 +74,14 @@ def test_experts_that_learn_the_counts_from_the_device(tmp_path: Path) -> None:
     most = [max(len(x) for x, _ in by_rank) for by_rank in parts]
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
-        own = slice(rank * SLOTS, (rank + 1) * SLOTS)
+        own = slice(rank * LOCAL, (rank + 1) * LOCAL)
         return [layer(backend, *by_rank[rank], own, tokens) for by_rank, tokens in zip(parts, most, strict=True)]
 
     with group("cuda_ipc", torch.float32, 2, str(tmp_path)) as ranks_of:
         found = ranks_of.run(work)
     for rank, outs in enumerate(found):
         for out, by_rank in zip(outs, parts, strict=True):
-            alone = layer(LocalAll2All(2 * SLOTS), *by_rank[rank], slice(2 * SLOTS), 0)
+            alone = layer(LocalAll2All(2 * LOCAL), *by_rank[rank], slice(2 * LOCAL), 0)
             assert torch.equal(out.nan_to_num().view(torch.int32), alone.nan_to_num().view(torch.int32))
 
 
@@ -106,7 +106,7 @@ def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.Mon
         seen = []
         for _ in range(3):
             x.copy_(torch.from_numpy(random.random((4, WIDTH), np.float32)))
-            ids.copy_(torch.from_numpy(random.integers(-1, 2 * SLOTS, (4, 1))))
+            ids.copy_(torch.from_numpy(random.integers(-1, 2 * LOCAL, (4, 1))))
             (stream, dispatch), (_, combine) = tapes[threading.get_ident()][:2]
             again: Any = launch(stream, dispatch).join()
             again.y.copy_(again.inbound.x)

@@ -10,7 +10,6 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.table import Choice
 from tests.ops.choices import CHOICES, ops_of
 
@@ -45,7 +44,7 @@ def test_agrees_with_swiglu(counts: list[int], dtype: torch.dtype, kernels: Choi
     packed = experts.pack(w)
     x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(1)).to(dtype)
     out = torch.full_like(x, torch.nan)
-    experts.run(inbound_of(x, counts), packed, out, Scratch())
+    experts.run(inbound_of(x, counts), packed, out)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
     for row, expert in enumerate(owners):
@@ -61,7 +60,7 @@ def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, kernels: Choice
     packed = experts.pack(weights(dtype))
     needle = torch.randn(D, generator=torch.Generator().manual_seed(1)).to(dtype)
     alone = torch.empty(1, D, dtype=dtype)
-    experts.run(inbound_of(needle[None], [0, 0, 1, 0, 0]), packed, alone, Scratch())
+    experts.run(inbound_of(needle[None], [0, 0, 1, 0, 0]), packed, alone)
     rng = np.random.default_rng(2)
     for _ in range(30):
         counts = rng.integers(0, 40, E) * (rng.random(E) < 0.6)
@@ -72,5 +71,5 @@ def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, kernels: Choice
         place = first + rng.integers(0, counts[2])
         x[place] = needle
         out = torch.empty_like(x)
-        experts.run(inbound_of(x, counts.tolist()), packed, out, Scratch())
+        experts.run(inbound_of(x, counts.tolist()), packed, out)
         assert torch.equal(out[place], alone[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +15,15 @@ from moeserve.loader.spec import RouterSpec
 from moeserve.moe.all2all.base import All2AllCaps, Completed, Layout
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
+from moeserve.moe.experts.native import NativeExperts
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.layer import MoELayer
+from moeserve.moe.layer import FusedMoELayer, MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
-from moeserve.moe.ubatch import Scratch, UBatch
+from moeserve.moe.ubatch import UBatch
+from moeserve.ops.native import native
 from moeserve.ops.table import pick_ops
 
 E, D, I, K = 7, 32, 40, 3  # noqa: E741
@@ -89,16 +92,6 @@ def test_loads_are_kept_layer_by_layer() -> None:
     assert ubatch.take_load().size == 0
 
 
-def test_scratch_is_reused_and_grows() -> None:
-    scratch = Scratch()
-    like = torch.zeros(1)
-    first = scratch.take("a", (4, 4), like)
-    assert scratch.take("a", (2, 3), like).data_ptr() == first.data_ptr()
-    assert scratch.take("b", (4,), like).data_ptr() != first.data_ptr()
-    assert scratch.take("a", (5, 4), like).shape == (5, 4)
-    assert scratch.num_bytes == (20 + 4) * 4
-
-
 class _Backend(LocalAll2All):
     def __init__(self, **changes: object) -> None:
         super().__init__(E)
@@ -114,13 +107,14 @@ class _Kernel(ReferenceExperts):
 def test_plan_picks_the_first_pair_that_can() -> None:
     slotted = _Kernel(layouts=frozenset({Layout.SLOTTED}))
     good = ReferenceExperts(pick_ops("cpu", torch.float32))
-    plan = plan_moe(NEEDS, [_Backend(max_hidden=16), LocalAll2All(E)], [slotted, good])
+    plan = plan_moe(NEEDS, [_Backend(pad_hidden=lambda width: None), LocalAll2All(E)], [slotted, good])
     assert (plan.all2all.caps.name, plan.experts.caps.name) == ("local", "reference")
     assert [why for _, _, why in plan.reasons] == [
-        "other takes rows of 16, the model's have 32",
-        "other takes rows of 16, the model's have 32",
+        "other takes no rows of 32",
+        "other takes no rows of 32",
         "local and quick share no layout",
         "picked",
+        "reference has no fused form",
     ]
     assert "local    reference  picked" in plan.table()
     assert plan_moe(NEEDS, [LocalAll2All(E), _Backend()], [good]).reasons[1][2] == "possible, lower preference"
@@ -131,11 +125,10 @@ def test_plan_picks_the_first_pair_that_can() -> None:
     [
         ({}, {}, {"world_size": 2}, "does not serve 2 ranks"),
         ({"wires": frozenset({"bfloat16"})}, {}, {}, "does not carry float32"),
-        ({"max_hidden": 16}, {}, {}, "takes rows of 16, the model's have 32"),
+        ({"pad_hidden": lambda width: None}, {}, {}, "takes no rows of 32"),
         ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches in flight, 2 micro-batches"),
         ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
         ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
-        ({}, {}, {"graphs": True}, "captured in a graph"),
     ],
 )
 def test_plan_says_what_is_in_the_way(
@@ -154,3 +147,35 @@ def test_world() -> None:
         World(4, 4)
     with pytest.raises(ValueError, match="6 ranks cannot be sharded over engines of 4"):
         World(0, 6, tp_size=4)
+
+
+@pytest.mark.skipif(native() is None, reason="needs the compiled extension")
+def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits() -> None:
+    torch.manual_seed(0)
+    ops = pick_ops("cpu", torch.float32)
+    kernel = NativeExperts()
+    plan = plan_moe(NEEDS, [LocalAll2All(E)], [kernel])
+    assert plan.reasons[-1] == ("fused", "native", "picked: router, dispatch, experts and combine are one call")
+    packed = kernel.pack(ExpertWeights(torch.randn(E, 2 * I, D), torch.randn(E, D, I)))
+    router = Router(ops.pack_linear(torch.randn(E, D), None), K, RouterSpec(), ops)
+    parts: list[Any] = [packed, LogicalToPhysical(Placement.initial(1, E, 1), 0), lambda x: 3 * x]
+    layers = plan.layer(router, *parts), dataclasses.replace(plan, fused=None).layer(router, *parts)
+    assert [type(layer) for layer in layers] == [FusedMoELayer, MoELayer]
+    x, ubatches = torch.randn(11, D), (UBatch(), UBatch())
+    assert torch.equal(*(layer(x, 9, ubatch) for layer, ubatch in zip(layers, ubatches, strict=True)))
+    loads = [ubatch.take_load() for ubatch in ubatches]
+    assert loads[0].tolist() == loads[1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("needs", "backend", "why"),
+    [
+        ({"tp_size": 2}, {}, "2 tensor-parallel ranks share the tokens out"),
+        ({"replicas": True}, {}, "some experts have replicas"),
+        ({}, {"in_place": False}, "rows travel by other, or are rounded"),
+    ],
+)
+def test_why_steps_are_not_fused(needs: dict[str, Any], backend: dict[str, object], why: str) -> None:
+    plan = plan_moe(dataclasses.replace(NEEDS, **needs), [_Backend(**backend)], [NativeExperts()])
+    assert plan.reasons[-1][2].startswith(why)
+    assert plan.fused is None

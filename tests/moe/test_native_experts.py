@@ -1,4 +1,4 @@
-"""Native experts: the bits of the native products and SwiGLU written out, for any division of rows over slots."""
+"""Native experts: the bits of the native products and SwiGLU written out, for any division of rows over experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
-from moeserve.moe.experts.native import NativeExperts, Packed
+from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.experts.reference import ReferenceExperts
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.native import native
 from moeserve.ops.native_linear import NativeLinear
 from moeserve.ops.table import pick_ops
@@ -32,11 +31,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     module.set_threads([-1])
 
 
-def make(dtype: torch.dtype, width: int = 64, hidden: int = 48, slots: int = E, seed: int = 0) -> ExpertWeights:
+def make(dtype: torch.dtype, width: int = 64, hidden: int = 48, num_experts: int = E, seed: int = 0) -> ExpertWeights:
     generator = torch.Generator().manual_seed(seed)
     return ExpertWeights(
-        (torch.randn(slots, 2 * hidden, width, generator=generator) * width**-0.5).to(dtype),
-        (torch.randn(slots, width, hidden, generator=generator) * hidden**-0.5).to(dtype),
+        (torch.randn(num_experts, 2 * hidden, width, generator=generator) * width**-0.5).to(dtype),
+        (torch.randn(num_experts, width, hidden, generator=generator) * hidden**-0.5).to(dtype),
     )
 
 
@@ -44,22 +43,22 @@ def rows(count: int, width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def run(packed: Packed, x_PD: Tensor, counts: list[int]) -> Tensor:
+def run(packed: PackedNative, x_PD: Tensor, counts: list[int]) -> Tensor:
     counts_e = np.array(counts, np.int64)
     out = torch.full_like(x_PD, torch.nan)
-    NativeExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out, Scratch())
+    NativeExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out)
     return out
 
 
 def written_out(x_PD: Tensor, weights: ExpertWeights, counts: list[int]) -> Tensor:
     """Two native products and the kernels' own exp, one expert after another."""
     parts = []
-    for slot, x in enumerate(torch.split(x_PD[: sum(counts)], counts)):
-        gate, up = (NativeLinear(half.float())(x.float()) for half in weights.w13_eFD[slot].chunk(2))
+    for expert, x in enumerate(torch.split(x_PD[: sum(counts)], counts)):
+        gate, up = (NativeLinear(half.float())(x.float()) for half in weights.w13_eFD[expert].chunk(2))
         power, minus = torch.empty_like(gate), -gate
         module.exp(minus.data_ptr(), power.data_ptr(), gate.numel())
         hidden = (gate / (1 + power) * up).to(x.dtype)
-        parts.append(NativeLinear(weights.w2_eDI[slot])(hidden))
+        parts.append(NativeLinear(weights.w2_eDI[expert])(hidden))
     return torch.cat(parts)
 
 
@@ -86,7 +85,7 @@ def test_agrees_with_the_reference(dtype: torch.dtype) -> None:
     expected = torch.empty_like(x)
     counts_e = np.array(counts)
     inbound = Inbound(Layout.GROUPED, x, counts_e, counts_e.cumsum())
-    reference.run(inbound, reference.pack(weights), expected, Scratch())
+    reference.run(inbound, reference.pack(weights), expected)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     difference = run(NativeExperts().pack(weights), x, counts).double() - expected.double()
     assert difference.norm() <= tolerance * expected.double().norm()
@@ -125,9 +124,9 @@ def test_moving_experts() -> None:
     packed, whole = experts.pack(weights), experts.pack(other)
     taken = experts.take(packed, 1)
     experts.put(packed, 1, experts.pack_expert(other.w13_eFD[1], other.w2_eDI[1]))
-    assert torch.equal(packed.bytes_eS[1], whole.bytes_eS[1])
-    assert torch.equal(taken.bytes_eS[0], experts.pack(weights).bytes_eS[1])
-    again = experts.stack([experts.take(packed, slot) for slot in (4, 1)])
+    assert torch.equal(packed.bytes_eB[1], whole.bytes_eB[1])
+    assert torch.equal(taken.bytes_eB[0], experts.pack(weights).bytes_eB[1])
+    again = experts.stack([experts.take(packed, expert) for expert in (4, 1)])
     x = rows(6, 64, torch.bfloat16)
     assert torch.equal(run(again, x, [2, 4])[2:], run(whole, x[2:], [0, 4, 0, 0, 0]))
     assert torch.equal(run(again, x, [2, 4])[:2], run(experts.pack(weights), x[:2], [0, 0, 0, 0, 2]))

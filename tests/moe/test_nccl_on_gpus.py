@@ -21,11 +21,11 @@ from moeserve.comm.nccl import DeviceMesh
 from moeserve.comm.tensor import DeviceTensor
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.all2all.wire_format import wire_of
+from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from tests.comm.ranks import members_of
-from tests.moe.contract.backends import BY_NCCL, MAX_TOKENS, SLOTS, TOP_K, WIDTH
+from tests.moe.contract.backends import LOCAL, facts_of
 from tests.moe.contract.test_contract import Batch, alone, batch, cases, experts, same_bits, there_and_back
 
 ENDS_S = 20.0
@@ -76,12 +76,12 @@ def two_ubatches(backend: All2All, part: Batch, first: int) -> list[Tensor]:
     return [pending.wait() for pending in back]
 
 
-def travel(members: Members, name: str, dtype: str, path: str) -> None:
+def travel(members: Members, dtype: str, path: str) -> None:
     torch.cuda.set_device(members.rank)
     kind: torch.dtype = getattr(torch, dtype)
-    backend = BY_NCCL[name](wire_of("auto", kind), WIDTH, kind, TOP_K, MAX_TOKENS, 8)
-    backend.join(members, SLOTS, 2)
-    first, ubatch = members.rank * SLOTS, UBatch()
+    backend = NcclAll2All(facts_of(kind, comm_sms=8))
+    backend.join(members, LOCAL, 2)
+    first, ubatch = members.rank * LOCAL, UBatch()
     outs = [[there_and_back(backend, ubatch, on_gpu(part), first)] for part in parts_of(members.rank, kind)]
     outs += [two_ubatches(backend, part, first) for part in parts_of(members.rank, kind)]
     torch.cuda.synchronize()
@@ -91,9 +91,8 @@ def travel(members: Members, name: str, dtype: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", BY_NCCL)
-def test_bits_are_those_of_one_rank(name: str, dtype: str, tmp_path: Path) -> None:
-    in_processes("travel", tmp_path, name, dtype, str(tmp_path))
+def test_bits_are_those_of_one_rank(dtype: str, tmp_path: Path) -> None:
+    in_processes("travel", tmp_path, dtype, str(tmp_path))
     for rank in range(2):
         parts = 2 * parts_of(rank, getattr(torch, dtype))
         for outs, part in zip(torch.load(tmp_path / f"{rank}.pt"), parts, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,22 +15,22 @@ import torch
 from moeserve.comm import cudart
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
-from moeserve.moe.all2all import names, registry
+from moeserve.moe.all2all import registry
 from moeserve.moe.all2all.adapters import GroupedFromSlotted
-from moeserve.moe.all2all.base import All2All, All2AllCaps, Completed, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import Absent, All2All, All2AllCaps, Completed, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows, grouped_of, slotted_of, weighted_sum
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
+from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.grouped_mm import GroupedMM
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Routing
-from moeserve.moe.ubatch import Scratch, UBatch
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 from moeserve.ops.table import pick_ops
 
-FACTS: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32, "top_k": 2, "max_tokens": 64, "num_slots": 4}
+FACTS: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32, "top_k": 2, "max_tokens": 64, "experts_per_rank": 4}
 
 
 def offered(device: str = "cpu", **settings: Any) -> list[All2All]:
@@ -44,7 +46,7 @@ def reference() -> ReferenceExperts:
 
 
 def test_auto_prefers_shared_memory_on_one_machine() -> None:
-    assert [b.caps.name for b in offered(dp=2)] == ["shm", "torch", "allgather"]
+    assert [b.caps.name for b in offered(dp=2)] == ["shm", "torch"]
     plan = plan_moe(needs(world_size=2), offered(dp=2), [reference()])
     assert plan.all2all.caps.name == ("torch" if native() is None else "shm")
     plan = plan_moe(needs(world_size=4), offered(dp=4, nnodes=2), [reference()])
@@ -55,12 +57,12 @@ def test_auto_prefers_shared_memory_on_one_machine() -> None:
 def test_between_gpus_collectives_are_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [type(b) for b in offered("cuda", dp=2)[-2:]] == [DeviceAll2All, DeviceAllGather]
-    assert [type(b) for b in offered("cuda", dp=4, nnodes=2)[-2:]] == [DeviceAll2All, DeviceAllGather]
+    assert [type(b) for b in offered("cuda", dp=2)[-1:]] == [NcclAll2All]
+    assert [type(b) for b in offered("cuda", dp=4, nnodes=2)[-1:]] == [NcclAll2All]
     plan = plan_moe(needs(world_size=2, device="cuda"), offered("cuda", dp=2, all2all="torch"), [reference()])
-    assert isinstance(plan.all2all, DeviceAll2All)
+    assert isinstance(plan.all2all, NcclAll2All)
     with pytest.raises(ConfigError, match="4 ranks share 2 here; use --all2all cuda_ipc"):
-        plan_moe(needs(world_size=4, device="cuda"), offered("cuda", dp=4, all2all="allgather"), [reference()])
+        plan_moe(needs(world_size=4, device="cuda"), offered("cuda", dp=4, all2all="torch"), [reference()])
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, 24), (8, 8)])
@@ -68,7 +70,7 @@ def test_backends_are_told_how_many_multiprocessors_they_may_take(
     asked: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[registry.BackendFacts] = []
-    monkeypatch.setattr(names, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:make_mine", "g")])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("mine", f"{__name__}:make_mine", "g")])
     monkeypatch.setattr(EntryPoint, "load", lambda self: lambda facts: told.append(facts) or make_mine(facts))
     offered("cuda", dp=2, all2all="mine", comm_sms=asked)
     assert [(facts.comm_sms, facts.sms_asked) for facts in told] == [(expected, asked is not None)]
@@ -107,7 +109,7 @@ def test_gpus_of_one_machine_read_each_others_memory(monkeypatch: pytest.MonkeyP
     triton = pytest.importorskip("moeserve.moe.experts.triton")
     monkeypatch.setattr(cudart.ctypes, "CDLL", lambda name: MagicMock())
     backends = offered("cuda", dp=2)
-    assert [b.caps.name for b in backends] == ["deepep_v2", "deepep_ht", "deepep_ll", "cuda_ipc", "torch", "allgather"]
+    assert [b.caps.name for b in backends] == ["deepep_v2", "deepep_ll", "cuda_ipc", "torch"]
     kernels = [reference(), triton.TritonExperts()]
     plan = plan_moe(needs(world_size=2, device="cuda", exact=True), backends, kernels)
     assert (plan.all2all.caps.name, plan.experts.caps.name) == ("cuda_ipc", "triton")
@@ -147,15 +149,29 @@ def test_unknown_name() -> None:
         offered(dp=2, all2all="torhc")
 
 
+@pytest.mark.parametrize(("name", "successor"), registry.REMOVED.items())
+def test_a_removed_name_is_refused_with_its_successor(name: str, successor: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' was removed; use '{successor}'"):
+        offered(dp=2, all2all=name)
+    assert successor in registry.BUILT_IN
+
+
+def test_names_are_checked_without_torch() -> None:
+    program = (
+        "import sys; from moeserve.moe.all2all.registry import check_name as c; c('shm'); print('torch' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
 def make_mine(facts: registry.BackendFacts) -> All2All:
     if facts.num_ranks > 2:
         raise registry.Unavailable("mine serves two ranks")
-    return registry.Absent("mine", "found")
+    return Absent("mine", "found")
 
 
 def test_other_packages_register_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [EntryPoint("mine", f"{__name__}:make_mine", names.GROUP), EntryPoint("gone", "no_such:x", "g")]
-    monkeypatch.setattr(names, "entry_points", lambda group: entries)
+    entries = [EntryPoint("mine", f"{__name__}:make_mine", registry.GROUP), EntryPoint("gone", "no_such:x", "g")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
     monkeypatch.setattr(EntryPoint, "load", lambda self: make_mine if self.name == "mine" else __import__("no_such"))
     assert offered(dp=2, all2all="mine")[0].caps.obstacle == "found"
     assert offered(dp=3, all2all="mine")[0].caps.obstacle == "mine serves two ranks"
@@ -199,7 +215,7 @@ def test_slots_are_regrouped_for_a_kernel_of_groups() -> None:
     plan = plan_moe(needs(), [Slots(4)], [reference()])
     assert isinstance(plan.all2all, GroupedFromSlotted)
     assert plan.reasons[0][2] == (
-        "picked; rows of 32 travel filled up to 128; rows are copied between slots's slots and reference's groups; "
+        "picked; rows of 32 travel filled up to 128; rows are copied between slots's layout and reference's; "
         "a step of 64 tokens goes in 4 rounds of 16"
     )
     assert "1 ranks, 1 micro-batches, cpu, float32 rows of 32" in plan.table()
@@ -228,9 +244,9 @@ def test_grouped_mm_agrees_with_the_reference(counts: list[int]) -> None:
     x[sum(counts) :] = torch.nan
     inbound = Inbound(Layout.GROUPED, x, np.array(counts), np.cumsum(counts))
     out, expected = torch.zeros_like(x), torch.zeros_like(x)
-    kernel.run(inbound, packed, out, Scratch())
+    kernel.run(inbound, packed, out)
     plain = ReferenceExperts(pick_ops("cpu", torch.bfloat16))
-    plain.run(inbound, plain.pack(ExpertWeights(w13, w2)), expected, Scratch())
+    plain.run(inbound, plain.pack(ExpertWeights(w13, w2)), expected)
     assert (out - expected).float().norm() <= 1e-2 * expected.float().norm()
     with pytest.raises(ConfigError, match="bits depend on the number of rows"):
         plan_moe(needs(dtype="bfloat16", hidden_size=48), [LocalAll2All(4)], [kernel])

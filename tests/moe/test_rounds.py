@@ -18,7 +18,7 @@ from tests.comm import fake_nccl
 from tests.comm.ranks import free_port, members_of, together
 from tests.moe.contract.backends import INTERPRETED, ON_CPU, make
 from tests.moe.contract.backends import NAMES as ALL
-from tests.moe.inflow_rank import DTYPE, LANES, RANKS, ROUND_BYTES, SLOTS, TOKENS, TOP_K, WIDTH, Rank
+from tests.moe.inflow_rank import DTYPE, LOCAL, RANKS, ROUND_BYTES, TOKENS, TOP_K, UBATCHES, WIDTH, Rank
 from tests.runner.expert_checkpoint import SPEC
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -63,7 +63,7 @@ def test_the_group_that_is_joined_decides_not_the_one_at_start(
 
 @pytest.mark.full("ranks", keep=2)
 @pytest.mark.parametrize(
-    ("name", "wire"), [*((name, "auto") for name in (*ON_CPU, "torch by nccl")), (ON_CPU[-1], "fp8_b128")]
+    ("name", "wire"), [*((name, "auto") for name in (*ON_CPU, "torch by nccl")), (ON_CPU[0], "fp8_b128")]
 )
 def test_memory_at_the_peak_is_within_the_plan(
     name: str, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +86,7 @@ def test_memory_at_the_peak_is_within_the_plan(
     assert tokens == rows // (RANKS * TOP_K) < TOKENS
     copies = make(name, DTYPE, RANKS, wire).caps.copies
     spec = replace(SPEC, hidden_size=WIDTH, experts_per_token=TOP_K, expert_size=1)
-    bounds = [workspace_bytes(spec, 64, 1, 8, DTYPE, 1, flow) for flow in (None, Inflow(rows, LANES, copies, SLOTS))]
+    bounds = [workspace_bytes(spec, 64, 1, 8, DTYPE, 1, flow) for flow in (None, Inflow(rows, UBATCHES, copies, LOCAL))]
     # This rank's own x and out, which the forward pass counts. What it reads of the other's memory is the other's.
-    own, theirs = (n * LANES * tokens * row_bytes for n in (2, name == "shm"))
+    own, theirs = (n * UBATCHES * tokens * row_bytes for n in (2, name == "shm"))
     assert rows * row_bytes < peak - theirs <= bounds[1] - bounds[0] + own + (4 << 20), (peak / 2**20, copies)

@@ -18,7 +18,6 @@ from moeserve.kernels.fp8 import quantise_reference, widen
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import TritonExperts
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.quantised import Quantised, Weight, quantisation_of
 from moeserve.ops.triton_weights import W8A8, obstacle
 from tests.kernels.device import DEVICE
@@ -63,7 +62,7 @@ def weights(kind: str, seed: int = 0) -> ExpertWeights:
 def run(packed: Any, x_PD: Tensor, counts: list[int]) -> Tensor:
     counts_e = np.array(counts)
     out = torch.full_like(x_PD, torch.nan)
-    TritonExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out, Scratch())
+    TritonExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out)
     return out
 
 
@@ -91,7 +90,7 @@ def test_agrees_with_swiglu_in_any_company(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_expert_moves_as_a_slot(kind: str) -> None:
+def test_an_expert_moves_in_one_piece(kind: str) -> None:
     """Scales, zero points and all: put, taken and stacked experts are those that were packed together."""
     experts, a, b = TritonExperts(), weights(kind), weights(kind, seed=7)
     whole, other = experts.pack(a), experts.pack(b)

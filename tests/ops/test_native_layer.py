@@ -14,9 +14,8 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
 from moeserve.moe.experts.base import ExpertWeights
-from moeserve.moe.experts.native import NativeExperts, Packed
+from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Routing
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops import native_attention, native_layer, native_rows
 from moeserve.ops.kv_entries import to_entries
 from moeserve.ops.native import native
@@ -90,20 +89,31 @@ def test_experts(tokens: int, score: str, renormalize: bool, dtype: torch.dtype)
     x = random(tokens, WIDTH, dtype=dtype, seed=3)
     expected, counts = separately(x, router, kernel, packed, top_k, score, renormalize)
     block = native_layer.ExpertsBlock(router, top_k, score, renormalize, dtype)
-    found, found_counts = block(x, packed)
+    padded = torch.cat((x, torch.full_like(x[:2], math.nan)))
+    for num_tokens in (0, tokens):
+        with_padding, _ = block(padded, packed, num_tokens)
+        assert torch.equal(with_padding[:num_tokens], expected[:num_tokens])
+        assert not with_padding[num_tokens:].any()
+    found, found_counts = block(x, packed, tokens)
     assert torch.equal(found, expected)
     assert np.array_equal(found_counts, counts)
     assert found_counts.sum() == tokens * top_k
 
 
 def separately(
-    x: Tensor, router: NativeLinear, kernel: NativeExperts, packed: Packed, top_k: int, score: str, renormalize: bool
+    x: Tensor,
+    router: NativeLinear,
+    kernel: NativeExperts,
+    packed: PackedNative,
+    top_k: int,
+    score: str,
+    renormalize: bool,
 ) -> tuple[Tensor, Any]:
     routing = Routing(*native_rows.route(router(x), top_k, score, renormalize))
-    rows = group_rows(routing.ids_TK, len(packed.bytes_eS))
+    rows = group_rows(routing.ids_TK, len(packed.bytes_eB))
     inbound = Inbound(Layout.GROUPED, grouped_rows(x, rows, top_k), rows.counts_e, rows.counts_e.cumsum())
     y = torch.empty_like(inbound.x)
-    kernel.run(inbound, packed, y, Scratch())
+    kernel.run(inbound, packed, y)
     return weighted_sum(y, rows, routing, torch.empty_like(x)), rows.counts_e
 
 

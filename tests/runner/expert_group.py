@@ -91,13 +91,13 @@ class Group:
         """What the layers give for the test's rows, computed in the slots where the ranks' maps say they are."""
         out = torch.empty_like(self.x)
         for layer in range(L):
-            slots = [rank.layers[layer].slots(self.routing[layer]) for rank in self.ranks]
+            slots = [rank.layers[layer].to_physical(self.routing[layer]) for rank in self.ranks]
             assert all(torch.equal(one.ids_TK, slots[0].ids_TK) for one in slots), "ranks disagree about the slots"
             packed = [one for rank in self.ranks for one in rank.layers[layer].packed]
             kernel, ubatch, all2all = ReferenceExperts(self.ops), UBatch(), LocalAll2All(len(packed))
             ticket = all2all.dispatch(self.x[layer], slots[0], ubatch).wait()
             y = torch.empty_like(ticket.inbound.x)
-            kernel.run(ticket.inbound, packed, y, ubatch.scratch)
+            kernel.run(ticket.inbound, packed, y)
             all2all.combine(ticket, y, out[layer], ubatch).wait()
         return out
 

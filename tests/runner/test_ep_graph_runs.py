@@ -91,8 +91,8 @@ class Rank(CPUModelRunner):
         assert self.placement is not None
         facts = BackendFacts(
             hidden_size=self.spec.hidden_size, dtype=self.dtype, top_k=self.spec.experts_per_token, num_ranks=2,
-            max_tokens=self.max_tokens, num_slots=self.placement.experts_per_rank, wire=wire_of("auto", self.dtype),
-            comm_sms=1,
+            max_tokens=self.max_tokens, experts_per_rank=self.placement.experts_per_rank, comm_sms=1,
+            wire=wire_of("auto", self.dtype),
         )  # fmt: skip
         backend = CudaIpcAll2All(facts, *host_symmetric())
         backend.caps = replace(backend.caps, devices=frozenset({"cpu"}))

@@ -19,7 +19,7 @@ from moeserve.errors import CheckpointError, ConfigError
 from moeserve.messages import PlacementTable
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
-from moeserve.moe.experts.grouped_mm import GroupedMM, Packed
+from moeserve.moe.experts.grouped_mm import GroupedMM, PackedGroupedMM
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
@@ -260,11 +260,11 @@ def test_load_all_goes_anywhere_from_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_that_keep_all_slots_in_one_tensor(group: Group, dtype: torch.dtype) -> None:
+def test_kernels_that_keep_all_experts_in_one_tensor(group: Group, dtype: torch.dtype) -> None:
     kernel = GroupedMM(ops_of(dtype))
     files = group.reader()
 
-    def packed(experts: list[int], layer: int) -> Packed:
+    def packed(experts: list[int], layer: int) -> PackedGroupedMM:
         ones = [files.read(layer, expert) for expert in experts]
         weights = ExpertWeights(*(torch.stack(w).to(dtype) for w in zip(*ones, strict=True)))
         return kernel.pack(weights)
@@ -289,7 +289,7 @@ def test_kernels_that_keep_all_slots_in_one_tensor(group: Group, dtype: torch.dt
         group.ranks[0].store.load_all(placement.to_table())
         for index, layer in enumerate(layers):
             expected = packed(placement.local(index, 0), index)
-            for one, other in ((layer.packed.w13_eDF, expected.w13_eDF), (layer.packed.w2_eID, expected.w2_eID)):
+            for one, other in zip(layer.packed.parts, expected.parts, strict=True):
                 assert torch.equal(one, other)
                 assert one.stride() == other.stride()
 

@@ -27,7 +27,7 @@ from moeserve.sampling import TokenSampling
 from tests.runner.engines import Engine, Group, alone, runner_of
 from tests.runner.harness import Driver, Request, fake_runner, greedy
 
-BACKENDS = ["torch", "allgather"] + ["shm"] * (native() is not None)
+BACKENDS = ["torch"] + ["shm"] * (native() is not None)
 FAST = BACKENDS[-1]
 PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in ((1, 40), (2, 23))]
 SAMPLINGS = [

@@ -23,18 +23,19 @@ from moeserve.moe import streams
 from moeserve.moe.all2all.base import Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows_plainly, weighted_sum_plainly
 from moeserve.moe.all2all.local import LocalAll2All
-from moeserve.moe.all2all.nccl import DeviceAll2All
-from moeserve.moe.all2all.wire_format import wire_of
+from moeserve.moe.all2all.nccl import NcclAll2All
+from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import InFlightTransfer, Launched, comm_stream
-from moeserve.moe.ubatch import Scratch, UBatch
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops import native_rows
 from moeserve.runner import ubatches
 from moeserve.runner.ubatches import Meter, UBatchRunner
 from tests.comm.ranks import members_of
+from tests.moe.contract.backends import facts_of
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
 from tests.runner.harness import Driver, Request, fake_runner, greedy
 
@@ -80,14 +81,13 @@ class _Pending:
 
 
 class Scaled:
-    """Experts of one number each, by way of the micro-batch's scratch."""
+    """Experts of one number each, in two products."""
 
-    def run(self, inbound: Inbound, weights: Tensor, out: Tensor, scratch: Scratch) -> None:
-        half = scratch.take("half", inbound.x.shape, inbound.x)
-        torch.mul(inbound.x, 0.5, out=half)
-        for slot, end in enumerate(inbound.ends_e.tolist()):
-            rows = slice(end - int(inbound.counts_e[slot]), end)
-            out[rows] = half[rows] * weights[slot]
+    def run(self, inbound: Inbound, weights: Tensor, out: Tensor) -> None:
+        half = inbound.x * 0.5
+        for expert, end in enumerate(inbound.ends_e.tolist()):
+            rows = slice(end - int(inbound.counts_e[expert]), end)
+            out[rows] = half[rows] * weights[expert]
 
 
 class Model:
@@ -136,9 +136,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     streams._cuda_stream.cache_clear()
 
 
-def by_nccl() -> DeviceAll2All:
+def facts() -> BackendFacts:
+    shape = {"hidden_size": WIDTH, "top_k": TOP_K, "max_tokens": 12, "experts_per_rank": EXPERTS}
+    return facts_of(torch.float32, 1, **shape)
+
+
+def by_nccl() -> NcclAll2All:
     """Its rows travel from this rank to itself."""
-    backend = DeviceAll2All(wire_of("auto", torch.float32), WIDTH, torch.float32, TOP_K, 12, 24)
+    backend = NcclAll2All(facts())
     backend.join(members_of(1)[0], EXPERTS, 2)
     return backend
 
@@ -275,14 +280,14 @@ def test_no_result_is_believed_before_its_transfers_are_checked() -> None:
     driver = Driver(fake_runner())
     checked: list[bool] = []
 
-    class Broken(DeviceAll2All):
+    class Broken(NcclAll2All):
         def check(self) -> None:
             checked.append(True)
             raise PeerLost("NCCL gave up on a rank")
 
     request = driver.add(Request([3, 4, 5], greedy()))
     driver.run([(request, 2)])
-    layer = SimpleNamespace(all2all=Broken(wire_of("auto", torch.float32), WIDTH, torch.float32, TOP_K, 12, 24))
+    layer = SimpleNamespace(all2all=Broken(facts()))
     driver.runner.peers._layers = (layer,)  # type: ignore[assignment]
     collect = driver.runner.launch(driver.plan([(request, 1)]))
     assert not checked

@@ -66,6 +66,12 @@ class InUBatches:
 
 
 @pytest.fixture
+def not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's layers take the separate steps, so that their all2all can be replaced."""
+    monkeypatch.setattr("moeserve.moe.plan._why_not_fused", lambda *_: "not in this test")
+
+
+@pytest.fixture
 def in_ubatches() -> Iterator[Callable[[Driver, Cut], InUBatches]]:
     """Makes a driver step in micro-batches; ends the micro-batches' threads."""
     made: list[InUBatches] = []
@@ -134,6 +140,7 @@ class Limited(LocalAll2All):
     caps = dataclasses.replace(LocalAll2All.caps, max_tokens=7)
 
 
+@pytest.mark.usefixtures("not_fused")
 @pytest.mark.parametrize("split_at", [3, 20, 30])
 def test_ubatches_stay_abreast_when_one_needs_more_rounds(
     split_at: int, make_checkpoint: Any, in_ubatches: Any
@@ -162,6 +169,7 @@ def test_loads_of_both_ubatches_are_one(make_checkpoint: Any, in_ubatches: Any) 
     assert ubatches.runner.take_meter().load_LE.size == single.take_meter().load_LE.size == 0
 
 
+@pytest.mark.usefixtures("not_fused")
 def test_a_rank_without_tokens_serves(make_checkpoint: Any) -> None:
     """It makes the same calls of its backend as a rank with tokens, micro-batch by micro-batch."""
     driver = Driver(make_checkpoint("qwen2_moe").path)
@@ -218,6 +226,7 @@ class _Broken(Completed[Any]):
         raise self._error
 
 
+@pytest.mark.usefixtures("not_fused")
 @pytest.mark.parametrize("late", [False, True], ids=["start", "wait"])
 @pytest.mark.parametrize("error", [PeerLost("rank 3 is gone", (3,)), ValueError("bug")], ids=["peer", "bug"])
 def test_an_error_anywhere_fails_the_step_and_only_it(
@@ -329,6 +338,7 @@ def overlapped_ns(events: Sequence[TraceEvent], transfer: int) -> int:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("not_fused")
 def test_rows_travel_while_the_other_ubatch_computes(make_checkpoint: Any, in_ubatches: Any) -> None:
     path = make_checkpoint("qwen2_moe", hidden_size=256, moe_intermediate_size=256, num_hidden_layers=3).path
     tokens = (PROMPTS["long"] * 4)[:320]
@@ -383,6 +393,7 @@ class Single(InUBatches):
         return self.runner.forward(self.decoder, step, 0, Agreed(0, 1, (len(step.ids_T), 0)), kv)
 
 
+@pytest.mark.usefixtures("not_fused")
 def test_many_steps_with_random_cuts_faults_and_delays(make_checkpoint: Any, in_ubatches: Any) -> None:
     path = make_checkpoint("qwen2_moe").path
     rng = np.random.default_rng(3)

@@ -16,7 +16,7 @@ from moeserve.kernels.align import align
 from moeserve.kernels.combine import combine
 from moeserve.kernels.fp8 import E4M3, quantise_reference, widen
 from moeserve.moe.experts.base import ExpertWeights
-from moeserve.moe.experts.triton import Packed, TritonExperts
+from moeserve.moe.experts.triton import PackedTriton, TritonExperts
 from moeserve.ops.quantised import Quantised
 from moeserve.ops.triton_ops import QuantisedLinear
 from tools.gpu import moe
@@ -70,14 +70,14 @@ def dense(bench: Bench, kind: str, rows: int) -> tuple[Tensor, Tensor, float]:
     return QuantisedLinear(w, bias)(x), x.double() @ meaning(w).double().T + bias.double(), PRODUCT
 
 
-def packed_experts(bench: Bench, kind: str) -> tuple[moe.Shape, ExpertWeights, Packed]:
+def packed_experts(bench: Bench, kind: str) -> tuple[moe.Shape, ExpertWeights, PackedTriton]:
     shape = moe.Shape(4, 64, 64, 2) if bench.smoke else moe.Shape(64, 768, 2048, 8)
     w13 = weights(bench, kind, shape.experts, 2 * shape.width, shape.dim)
     found = ExpertWeights(w13, weights(bench, kind, shape.experts, shape.dim, shape.width))
     return shape, found, TritonExperts().pack(found)
 
 
-def layer(packed: Packed, batch: moe.Batch, shape: moe.Shape) -> Tensor:
+def layer(packed: PackedTriton, batch: moe.Batch, shape: moe.Shape) -> Tensor:
     """Sorted, multiplied, summed."""
     config = packed.launch(batch.ids.numel(), batch.x)
     y = batch.x.new_empty((batch.ids.numel(), shape.dim))

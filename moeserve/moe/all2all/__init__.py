@@ -1,1 +1,1 @@
-"""How rows travel to the owners of their experts and back: one file per transport, `local` is the specification."""
+"""Backends that carry rows to their experts and back: one file per transport; `local` is the specification."""

@@ -1,6 +1,6 @@
-"""A backend of fixed slots behind a kernel of grouped rows: what `plan_moe` puts between them.
+"""Puts a kernel for GROUPED rows behind a backend with SLOTTED ones.
 
-e local slots, C capacity of one, D model width, P rows.
+e local experts, C rows that each has room for, D model width, P rows.
 """
 
 from __future__ import annotations
@@ -18,32 +18,36 @@ from moeserve.moe.ubatch import UBatch
 
 
 class GroupedFromSlotted:
-    """`inner` fills slots [e, C, D]; the experts see the valid rows alone, grouped. One copy each way."""
+    """A backend that copies the valid rows of `inner`'s [e, C, D] to [P, D], and the results back."""
 
     def __init__(self, inner: All2All) -> None:
         self._inner = inner
         self.caps = replace(inner.caps, layouts=inner.caps.layouts | {Layout.GROUPED})
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        """See `All2All`."""
         self._inner.join(members, experts_per_rank, ubatches)
         self.caps = replace(self.caps, max_tokens=self._inner.caps.max_tokens)
 
     def leave(self) -> None:
+        """See `All2All`."""
         self._inner.leave()
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
+        """See `All2All`."""
         return _Grouped(self._inner.dispatch(x_TD, routing, ubatch))
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
+        """See `All2All`."""
         ticket.use()
         inner: Ticket = ticket.private
-        slots_eCD = torch.empty_like(inner.inbound.x) if inner.y is None else inner.y
-        slotted_of(y, inner.inbound.host_counts_e, slots_eCD)
-        return self._inner.combine(inner, slots_eCD, out_TD, ubatch)
+        y_eCD = torch.empty_like(inner.inbound.x) if inner.y is None else inner.y
+        slotted_of(y, inner.inbound.host_counts_e, y_eCD)
+        return self._inner.combine(inner, y_eCD, out_TD, ubatch)
 
 
 @dataclass(frozen=True, slots=True)
-class _Grouped:
+class _Grouped(Pending[Ticket]):
     inner: Pending[Ticket]
 
     @property
@@ -55,7 +59,7 @@ class _Grouped:
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         ticket = self.inner.wait(deadline_s)
-        slots = ticket.inbound
-        counts_e = slots.host_counts_e
-        rows = Inbound(Layout.GROUPED, grouped_of(slots.x, counts_e), counts_e, counts_e.cumsum())
+        inbound = ticket.inbound
+        counts_e = inbound.host_counts_e
+        rows = Inbound(Layout.GROUPED, grouped_of(inbound.x, counts_e), counts_e, counts_e.cumsum())
         return Ticket(rows, ticket.routing, ticket)

@@ -1,16 +1,15 @@
 """CUDA ranks of one host: rows are pulled from each other's device memory, and the host never waits.
 
-Kernels do all (kernels/exchange.py), on a stream per micro-batch beside the one that computes. A dispatch is four
-steps: copy
-the rows to the own region and send the ids; meet the others; sort all ranks' pairs by local slot; pull the rows. A
-combine is two: meet again; pull and add up the results from where the experts wrote them. Counts stay on the device, so
-the host plans for the most rows there can be.
+The kernels are in kernels/exchange.py, and run on a stream per micro-batch beside the one that computes. A dispatch has
+four steps: copy the rows to the own region and send the ids; meet the others; sort all ranks' pairs by local expert;
+pull the rows. A combine has two: meet again; pull and add up the results from where the experts wrote them. Counts stay
+on the device, so the host plans for the most rows that there can be.
 
-Why a turn may be written again without asking. A meeting ends when every rank's stream has done what it was given
-before, and a turn has two: D in its dispatch, C in its combine. What the next dispatch writes before its D, rows and
-ids, was last read before this C: by peers that pulled rows and sorted ids. What comes after its D, places and results,
-was last read before that D: by all ranks' sums of this combine. All make the same calls in the same order, so a number
-says which meeting is meant.
+Why a turn may be written again without asking. A meeting ends when every rank's stream has done the work that it was
+given before. A turn has two meetings, D in its dispatch and C in its combine. The next dispatch writes rows and ids
+before its D; peers have read the old ones before this C. It writes places and results after its D; all ranks have read
+the old ones, for the sums of this combine, before that D. All ranks make the same calls in the same order, so a number
+identifies a meeting.
 
 T tokens of this rank, M most tokens of any rank, K experts per token, D model width, P' rows that there can be.
 """
@@ -21,34 +20,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.comm.members import Members
-from moeserve.comm.symmetric import HEAD_BYTES, Symmetric, Window
-from moeserve.errors import PeerLost
+from moeserve.comm.symmetric import HEAD_BYTES, CudaMemory, Symmetric, Window
+from moeserve.errors import ConfigError, PeerLost
 from moeserve.kernels.align import align
 from moeserve.kernels.exchange import collect, gather, publish
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
+from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.all2all.rounds import most_rows, round_tokens
 from moeserve.moe.all2all.wire_format import RAW, RawWire
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, Launched, comm_stream
 from moeserve.moe.ubatch import UBatch
-
-if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.ops.native import native
 
 T = TypeVar("T")
 TURNS = 2  # dispatches of a micro-batch that may be in flight
-PART = 256  # bytes that parts of a region begin at multiples of
+PART = 256  # bytes: every part of a region begins at a multiple
 
 
 class _Parts(NamedTuple):
-    """Where the parts of a turn begin in each region, in bytes."""
+    """The byte offsets of a turn's parts in each rank's region."""
 
     ids: int
     places: int
@@ -58,7 +56,7 @@ class _Parts(NamedTuple):
 
 @dataclass(slots=True)
 class _Turn:
-    """y [P', D]: this rank's part of that name. rows_PW: buffer that rows are pulled into."""
+    """Memory for one dispatch in flight. y [P', D]: this rank's results. rows_PW: the buffer for pulled rows."""
 
     at: _Parts
     y: Tensor
@@ -67,8 +65,8 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _IpcMembership:
-    """One micro-batch's end."""
+class _IpcChannel:
+    """One micro-batch's end of the exchange."""
 
     window: Window
     stream: CommStream
@@ -76,25 +74,37 @@ class _IpcMembership:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending(Generic[T]):
-    """All is launched. kept: what the device may have yet to read."""
+class _IpcPending(Pending[T]):
+    """A transfer that is launched whole. kept: tensors that the device may not have read yet."""
 
     launched: Launched[T]
     kept: tuple[object, ...]
     arrived_ns = ON_DEVICE
 
-    def arrive(self) -> None:
-        """Nothing is left to launch."""
-
     def wait(self, deadline_s: float | None = None) -> T:
         return self.launched.join()
 
 
-class CudaIpcAll2All:
-    """For ranks on GPUs of one host, or on one GPU. On a failure `wait` returns like always and results are undefined:
-    whoever has waited for the device asks `check`.
+def make(facts: BackendFacts) -> CudaIpcAll2All:
+    """Returns the backend for GPU ranks of one machine."""
+    if facts.num_hosts > 1:
+        raise Unavailable(f"cuda_ipc serves one machine, these ranks are on {facts.num_hosts}; use deepep_v2")
+    if facts.device != "cuda":
+        raise Unavailable(f"cuda_ipc moves rows between GPUs, these ranks are on {facts.device}; use shm")
+    if native() is None:
+        raise Unavailable("cuda_ipc needs moeserve's native code; reinstall moeserve with a C++20 compiler")
+    try:
+        memory = Symmetric(CudaMemory(torch.device(facts.device)))
+    except ConfigError as error:
+        raise Unavailable(str(error)) from None
+    return CudaIpcAll2All(facts, memory)
 
-    All ranks agree on `ubatch.most_tokens`, of which each has as many or fewer (0: as many as a round may have).
+
+class CudaIpcAll2All:
+    """Moves rows between ranks on GPUs of one host, or on one GPU. After a failure `wait` returns as always, with
+    undefined results: `check`, called after waiting for the device, raises PeerLost.
+
+    All ranks must agree on `ubatch.most_tokens`; each has as many tokens or fewer (0: as many as a round may have).
     """
 
     def __init__(
@@ -123,29 +133,31 @@ class CudaIpcAll2All:
             device_counts=True,
             devices=frozenset({"cuda"}),
         )
-        self._num_slots = 0
+        self._num_local = 0
         self._num_rows = 0  # P' at most
-        self._memberships: list[_IpcMembership] = []
+        self._channels: list[_IpcChannel] = []
         self._is_member = False
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        self._num_slots = experts_per_rank
+        """See `All2All`."""
+        self._num_local = experts_per_rank
         self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
         self._num_rows = max(self._most_rows, members.size * self._top_k)
         parts, ubatch_bytes = self._layout()
-        facts = f"{experts_per_rank} slots, {self._row_words} words of {self._wire.name}, {self._hidden} {self._dtype}"
+        facts = (
+            f"{experts_per_rank} experts, {self._row_words} words of {self._wire.name}, {self._hidden} {self._dtype}"
+        )
         terms = f"{facts}, {self.caps.max_tokens} tokens to {self._top_k} experts"
         windows = self._memory.join(members, ubatches, ubatch_bytes, terms)
-        self._memberships = []  # not before: the device might still have been filling their buffers
-        self._memberships = [
-            _IpcMembership(window, self._new_stream(self._device), [self._turn(window, at) for at in parts])
+        self._channels = []  # not before: the device might still have been filling the buffers
+        self._channels = [
+            _IpcChannel(window, self._new_stream(self._device), [self._turn(window, at) for at in parts])
             for window in windows
         ]
         self._is_member = True
 
     def _layout(self) -> tuple[list[_Parts], int]:
-        """Each turn's parts of a micro-batch's regions, and the bytes of all; the same for all groups but very large
-        ones."""
+        """Returns each turn's parts of a micro-batch's region, and the region's bytes."""
         tokens = self._round_tokens(1)
         sizes = (4 * self._num_rows, 4 * tokens * self._top_k, 4 * self._row_words * tokens, self._y_bytes)
         starts = list(accumulate((-(-size // PART) * PART for size in sizes * TURNS), initial=HEAD_BYTES))
@@ -161,17 +173,19 @@ class CudaIpcAll2All:
         return _Turn(at, y, rows_PW)
 
     def leave(self) -> None:
+        """See `All2All`."""
         self._is_member = False
         self._memory.leave()
 
     def check(self) -> None:
-        """As `Symmetric.check`."""
+        """See `Checked`."""
         self._memory.check()
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _IpcPending[Ticket]:
+        """See `All2All`."""
         if not self._is_member:
             raise PeerLost("this rank is in no group")
-        limit, membership = self.caps.max_tokens, self._memberships[ubatch.index]
+        limit, channel = self.caps.max_tokens, self._channels[ubatch.index]
         assert limit is not None
         tokens = routing.ids_TK.shape[0]
         most_tokens = min(ubatch.most_tokens or limit, limit)
@@ -179,53 +193,52 @@ class CudaIpcAll2All:
             asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
             takes = f"[T, {self._hidden}] {self._dtype} with T <= {most_tokens}"
             raise ValueError(f"cannot dispatch {asked}; this backend takes {takes}")
-        turn = next((turn for turn in membership.turns if not turn.busy), None)
+        turn = next((turn for turn in channel.turns if not turn.busy), None)
         if turn is None:
             raise RuntimeError(
                 f"{TURNS} dispatches of micro-batch {ubatch.index} are in flight; combine one of them first"
             )
         turn.busy = True
-        return _Pending(
-            membership.stream.launch(lambda: self._exchange(membership, turn, x_TD, routing, most_tokens)),
+        return _IpcPending(
+            channel.stream.launch(lambda: self._exchange(channel, turn, x_TD, routing, most_tokens)),
             (x_TD, routing),
         )
 
-    def _exchange(
-        self, membership: _IpcMembership, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int
-    ) -> Ticket:
-        window, programs, num_slots = membership.window, self._programs, self._num_slots
+    def _exchange(self, channel: _IpcChannel, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int) -> Ticket:
+        window, programs, num_local = channel.window, self._programs, self._num_local
         num_ranks, top_k = len(window.bases_R), routing.ids_TK.shape[1]
         regions = window.bases_R, window.state
         x_TW = self._wire.encode(x_TD).contiguous().view(torch.int32)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
-        publish(*regions, window.rank, x_TW, ids_TK, most_tokens, num_slots, turn.at.x, turn.at.ids, programs)
+        publish(*regions, window.rank, x_TW, ids_TK, most_tokens, num_local, turn.at.x, turn.at.ids, programs)
         window.meet(most_tokens)
         room = num_ranks * most_tokens
         ids_NK = window.own_B[turn.at.ids :][: 4 * room * top_k].view(torch.int32).view(room, top_k)
-        found = align(ids_NK, num_slots, 128)
+        found = align(ids_NK, num_local, 128)
         rows_PW = turn.rows_PW[: room * top_k]
         assert found.order_N is not None
         gather(*regions, found.order_N, found.ends_e, most_tokens, top_k, turn.at.x, turn.at.places, rows_PW, programs)
         x_PD = self._wire.decode(rows_PW.view(torch.uint8), self._dtype, self._hidden)
         inbound = Inbound(Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k)
-        return Ticket(inbound, routing, (membership, turn), turn.y[: len(x_PD)])
+        return Ticket(inbound, routing, (channel, turn), turn.y[: len(x_PD)])
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _IpcPending[Tensor]:
+        """See `All2All`."""
         ticket.use()
-        membership, turn = ticket.private
+        channel, turn = ticket.private
         assert ticket.y is not None
         if y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: len(ticket.y)])
-        launched = membership.stream.launch(lambda: self._sum(membership.window, turn, ticket.routing, out_TD))
-        turn.busy = False  # for what this micro-batch's stream is given from now on
-        return _Pending(launched, (ticket,))
+        launched = channel.stream.launch(lambda: self._sum(channel.window, turn, ticket.routing, out_TD))
+        turn.busy = False  # for work that this micro-batch's stream is given from now on
+        return _IpcPending(launched, (ticket,))
 
     def _sum(self, window: Window, turn: _Turn, routing: Routing, out_TD: Tensor) -> Tensor:
         window.meet(0)
         ids_TK = routing.ids_TK.to(torch.int32).contiguous()
         weights_TK = routing.weights_TK.float().contiguous()
         collect(
-            window.bases_R, window.state, window.rank, weights_TK, ids_TK, self._num_slots, turn.at.places, turn.at.y,
+            window.bases_R, window.state, window.rank, weights_TK, ids_TK, self._num_local, turn.at.places, turn.at.y,
             out_TD, self._programs,
         )  # fmt: skip
         return out_TD

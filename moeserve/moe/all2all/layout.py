@@ -1,4 +1,4 @@
-"""Pure functions that every backend shares: sorting rows by expert, and the owner's weighted sum."""
+"""Pure functions that the backends share: sorting rows by expert, and the weighted sum of results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TERMS = 1 << 20  # fp32 elements that the weighted sum holds at a time
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Where each (token, k) pair goes. order_P: pair t * K + k of every grouped row; place_N: row of every pair, or -1
-    where it goes nowhere; counts_e: rows of each expert, on the host."""
+    """The destination of each (token, k) pair. order_P: pair t * K + k of every grouped row. place_N: row of every
+    pair, -1 for one that goes nowhere. counts_e: rows of each expert, on the host."""
 
     order_P: Tensor
     place_N: Tensor
@@ -26,14 +26,14 @@ class Grouping:
 
 
 def group_rows(ids_TK: Tensor, num_experts: int) -> Grouping:
-    """As `group_rows_plainly`, in native code where there is some."""
+    """See `group_rows_plainly`; in native code where possible."""
     if native_rows.AVAILABLE and ids_TK.is_cpu:
         return Grouping(*native_rows.group_pairs(ids_TK.int().contiguous(), num_experts))
     return group_rows_plainly(ids_TK, num_experts)
 
 
 def group_rows_plainly(ids_TK: Tensor, num_experts: int) -> Grouping:
-    """The stable order that makes each expert's rows contiguous; pairs with id -1 are left out.
+    """Returns the stable order that makes each expert's rows contiguous; pairs with id -1 are left out.
 
     ids [[1], [0], [-1], [1]], 2 experts -> order [1, 0, 3], place [1, 0, -1, 2], counts [1, 2]
     """
@@ -49,21 +49,21 @@ def group_rows_plainly(ids_TK: Tensor, num_experts: int) -> Grouping:
 
 
 def grouped_rows(x_TD: Tensor, rows: Grouping, top_k: int) -> Tensor:
-    """[P, D]: each grouped pair's token's row."""
+    """Returns the token's row of each grouped pair, [P, D]."""
     if native_rows.AVAILABLE and x_TD.is_cpu:
         return native_rows.rows_of_pairs(x_TD, rows.order_P, top_k)
     return x_TD.index_select(0, rows.order_P // top_k)
 
 
 def weighted_sum(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
-    """As `weighted_sum_plainly`, in native code where there is some; the same bits."""
+    """See `weighted_sum_plainly`; in native code where possible, with the same bits."""
     if native_rows.AVAILABLE and y_PD.is_cpu and out_TD.is_contiguous():
         return native_rows.sum_pairs(y_PD, rows.place_N, routing.weights_TK.contiguous(), out_TD)
     return weighted_sum_plainly(y_PD, rows, routing, out_TD)
 
 
 def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD: Tensor) -> Tensor:
-    """out[t] = sum over k = 0..K-1, in this order and in fp32, of weights[t, k] * y[place of (t, k)]; one rounding.
+    """Computes out[t] = sum over k = 0..K-1 of weights[t, k] * y[place of (t, k)]; in order, in fp32, rounded once.
 
     Pairs that went nowhere add zero. y may have more rows than were grouped.
     """
@@ -85,19 +85,19 @@ def weighted_sum_plainly(y_PD: Tensor, rows: Grouping, routing: Routing, out_TD:
     return out_TD
 
 
-def grouped_of(slots_eCD: Tensor, counts_e: NDArray[np.int64]) -> Tensor:
-    """[P, D]: the valid rows of every slot, one after the other. Rows beyond a count are never read."""
-    return slots_eCD.flatten(0, 1).index_select(0, _valid(slots_eCD, counts_e))
+def grouped_of(rows_eCD: Tensor, counts_e: NDArray[np.int64]) -> Tensor:
+    """Returns the valid rows of all experts, one after the other, [P, D]. Rows beyond a count are never read."""
+    return rows_eCD.flatten(0, 1).index_select(0, _valid(rows_eCD, counts_e))
 
 
-def slotted_of(rows_PD: Tensor, counts_e: NDArray[np.int64], slots_eCD: Tensor) -> Tensor:
-    """The inverse of `grouped_of`: fills slots_eCD, whose rows beyond a count keep what they hold."""
-    slots_eCD.view(-1, slots_eCD.shape[2]).index_copy_(0, _valid(slots_eCD, counts_e), rows_PD[: int(counts_e.sum())])
-    return slots_eCD
+def slotted_of(rows_PD: Tensor, counts_e: NDArray[np.int64], rows_eCD: Tensor) -> Tensor:
+    """Writes rows_PD where `grouped_of` would read them; rows beyond a count stay as they are."""
+    rows_eCD.view(-1, rows_eCD.shape[2]).index_copy_(0, _valid(rows_eCD, counts_e), rows_PD[: int(counts_e.sum())])
+    return rows_eCD
 
 
-def _valid(slots_eCD: Tensor, counts_e: NDArray[np.int64]) -> Tensor:
-    """Places of the valid rows among all e * C."""
-    capacity = slots_eCD.shape[1]
+def _valid(rows_eCD: Tensor, counts_e: NDArray[np.int64]) -> Tensor:
+    """Returns the places of the valid rows among all e * C."""
+    capacity = rows_eCD.shape[1]
     is_valid_eC = np.arange(capacity)[None] < counts_e[:, None]
-    return torch.from_numpy(is_valid_eC.reshape(-1).nonzero()[0]).to(slots_eCD.device)
+    return torch.from_numpy(is_valid_eC.reshape(-1).nonzero()[0]).to(rows_eCD.device)

@@ -1,45 +1,53 @@
-"""One rank, no communication: the specification that every other backend must agree with, bit for bit."""
+"""One rank, no communication: the specification that every exact backend agrees with, bit for bit."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor
 
 from moeserve.comm.members import Members
 from moeserve.moe.all2all.base import All2AllCaps, Completed, Inbound, Layout, Ticket
 from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
+from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import WireFormat
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
 
+def make(facts: BackendFacts) -> LocalAll2All:
+    """Returns the backend of one rank."""
+    return LocalAll2All(facts.experts_per_rank, facts.wire)
+
+
 class LocalAll2All:
-    """All experts are here; dispatch is a sort, combine is a sum. A wire that rounds rounds here too, though nothing
-    travels: the bits of one rank are those of many."""
+    """All experts are on this rank: dispatch is a sort, combine is a sum. A wire that rounds rounds here too, so that
+    one rank has the bits of many."""
 
     caps = All2AllCaps(
         name="local",
         layouts=frozenset({Layout.GROUPED}),
         wires=frozenset({"float32", "bfloat16", "float16"}),
         world_sizes=lambda size: size == 1,
+        in_place=True,
     )
 
-    def __init__(self, num_slots: int, wire: WireFormat | None = None) -> None:
-        self._num_slots = num_slots
+    def __init__(self, num_experts: int, wire: WireFormat | None = None) -> None:
+        self._num_experts = num_experts
         self._wire = wire if wire is not None and wire.lossy else None
-
-    @property
-    def rounds(self) -> bool:
-        """Whether rows lose digits as if they travelled."""
-        return self._wire is not None
+        if self._wire is not None:
+            self.caps = replace(self.caps, in_place=False)
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        self._num_slots = experts_per_rank
+        """See `All2All`."""
+        self._num_experts = experts_per_rank
 
     def leave(self) -> None:
-        """There is nobody to part from."""
+        """See `All2All`; there is no connection."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
-        rows = group_rows(routing.ids_TK, self._num_slots)
+        """See `All2All`."""
+        rows = group_rows(routing.ids_TK, self._num_experts)
         if self._wire is not None:
             x_TD = self._wire.decode(self._wire.encode(x_TD), x_TD.dtype, x_TD.shape[1])
         x_PD = grouped_rows(x_TD, rows, routing.ids_TK.shape[1])
@@ -47,5 +55,6 @@ class LocalAll2All:
         return Completed(Ticket(inbound, routing, rows))
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Completed[Tensor]:
+        """See `All2All`."""
         ticket.use()
         return Completed(weighted_sum(y, ticket.private, ticket.routing, out_TD))

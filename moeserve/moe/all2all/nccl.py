@@ -1,10 +1,10 @@
-"""`torch` and `allgather` between GPUs by NCCL, one GPU per rank: rows stay on the device, the host learns how many.
+"""`torch` between GPUs, by NCCL, one GPU per rank: rows stay on the device, the host learns how many there are.
 
-Both say on the host how many rows there are, so neither can be part of a graph. The host waits in `dispatch`: `torch`'s
-for the own routing to be computed, and both for the others' numbers, which come over Gloo. A rank that is gone or
-silent is named there. `wait` waits for nobody, but for `allgather`'s, which looks at the ids that it has gathered.
+The host waits in `dispatch`: for the own routing to be computed, and for the other ranks' counts, which come over Gloo.
+A rank that is gone or silent is named there. `wait` only makes the stream wait, so the backend is `Checked`. Because
+the host must know the counts, no graph can record it.
 
-T tokens of this rank, K experts per token, D model width, R ranks, e slots of one rank, N rows received, P pairs for
+T tokens of this rank, K experts per token, D model width, R ranks, e experts of one rank, N rows received, P pairs for
 this rank's experts, B bytes of a row on the wire.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +22,11 @@ from torch import Tensor
 from moeserve.comm.gloo import ON_DEVICE, Channel
 from moeserve.comm.members import Members
 from moeserve.comm.nccl import DeviceChannel, DeviceCollective, DeviceMesh
-from moeserve.moe.all2all.allgather import AllGatherAll2All, launch_all
-from moeserve.moe.all2all.base import Pending, Ticket
+from moeserve.moe.all2all.base import Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.layout import Grouping, weighted_sum
-from moeserve.moe.all2all.wire_format import WireFormat, bytes_of
+from moeserve.moe.all2all.over_mesh import MeshAll2All
+from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.moe.all2all.wire_format import bytes_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import comm_stream
 from moeserve.moe.ubatch import UBatch
@@ -35,50 +35,34 @@ I64 = NDArray[np.int64]
 T = TypeVar("T")
 
 
-class DeviceAllGather(AllGatherAll2All):
-    """Its sums are of integers of which one is not zero, so NCCL may add them up in any order.
+class NcclAll2All(MeshAll2All[DeviceMesh]):
+    """A token's row travels once to each rank that has experts for it, with all of its ids; results come home one per
+    (token, k) pair. Both go by `all_to_all_single`."""
 
-    max_sms: multiprocessors that collectives take at most.
-    """
+    def __init__(self, facts: BackendFacts) -> None:
+        super().__init__(facts, "cuda")
+        self._max_sms = facts.comm_sms
 
-    device = "cuda"
-
-    def __init__(
-        self, wire: WireFormat, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int, max_sms: int
-    ) -> None:
-        super().__init__(wire, hidden_size, dtype, top_k, max_tokens)
-        self._max_sms = max_sms
-
-    def mesh_of(self, members: Members, ubatches: int, terms: str) -> DeviceMesh:
+    def new_mesh(self, members: Members, ubatches: int, terms: str) -> DeviceMesh:
+        """Returns connections over Gloo with a communicator of NCCL."""
         comm = comm_stream("cuda")
         launch = lambda work: comm.launch(work).join  # noqa: E731
-        return DeviceMesh(members, ubatches, self.name, terms, launch=launch, max_sms=self._max_sms)
+        return DeviceMesh(members, ubatches, "torch", terms, launch=launch, max_sms=self._max_sms)
 
     def check(self) -> None:
-        mesh = self.mesh
-        assert isinstance(mesh, DeviceMesh)
-        mesh.check()
+        """See `Checked`."""
+        self.mesh.check()
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
-        """The gather begins at once: later, it would come behind what the other micro-batch has launched meanwhile."""
-        pending = super().dispatch(x_TD, routing, ubatch)
-        launch_all(self._waiting[ubatch.index])
-        return pending
-
-
-class DeviceAll2All(DeviceAllGather):
-    """A token's row travels once to each rank that has experts for it, with all of its ids; results come home one per
-    (token, k) pair. Both by `all_to_all_single`."""
-
-    name = "torch"
-
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
-        rows_TB, ids_TK = self.encode(x_TD, routing), routing.ids_TK
+        """See `All2All`. The host waits here for the own routing and for the others' counts."""
+        self._check_size(x_TD, routing)
+        ids_TK = routing.ids_TK
+        rows_TB = torch.cat((self._wire.encode(x_TD), bytes_of(ids_TK.to(torch.int32))), 1)
         channel, size = self.mesh.channel(ubatch.index), self.mesh.members.size
         assert isinstance(channel, DeviceChannel)
-        rank_TK = ids_TK.div(self._num_slots, rounding_mode="floor")
+        rank_TK = ids_TK.div(self._num_local, rounding_mode="floor")
         is_for_RT = (rank_TK == torch.arange(size, device=ids_TK.device)[:, None, None]).any(2)
-        pairs_Re = _counts(ids_TK, size * self._num_slots).view(size, -1)
+        pairs_Re = _counts(ids_TK, size * self._num_local).view(size, -1)
         ours = torch.cat((pairs_Re, is_for_RT.sum(1, keepdim=True)), 1).cpu().numpy()
         theirs = _exchange(channel, ours)
         place_M = (~is_for_RT).flatten().to(torch.uint8).sort(stable=True).indices[: int(ours[:, -1].sum())]
@@ -88,26 +72,36 @@ class DeviceAll2All(DeviceAllGather):
         home = _sorted(rank_TK, size, ours[:, :-1].sum(1))
 
         def receive() -> Ticket:
-            group = partial(_sorted, counts_e=theirs[:, :-1].sum(0))
-            inbound, order_P = self.inbound(taken_NB, ids_TK.shape[1], group)
+            inbound, order_P = self._inbound(taken_NB, ids_TK.shape[1], theirs[:, :-1].sum(0))
             return Ticket(inbound, routing, _NcclHandle(channel, theirs[:, :-1].sum(1), order_P.argsort(), home))
 
-        return _Flying(collective, receive)
+        return _NcclPending(collective, receive)
+
+    def _inbound(self, taken_NB: Tensor, top_k: int, counts_e: I64) -> tuple[Inbound, Tensor]:
+        """Returns this rank's rows, and which (row, k) pair of those received each one is."""
+        row_bytes, first = self._wire.row_bytes(self._width), self.mesh.members.rank * self._num_local
+        local_NK = taken_NB[:, row_bytes:].contiguous().view(torch.int32) - first
+        elsewhere = (local_NK < 0) | (local_NK >= self._num_local)
+        rows = _sorted(local_NK.masked_fill_(elsewhere, -1), self._num_local, counts_e)
+        encoded_PB = taken_NB.index_select(0, rows.order_P // top_k)[:, :row_bytes].contiguous()
+        x_PD = self._wire.decode(encoded_PB, self._dtype, self._width)
+        return Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum()), rows.order_P
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
+        """See `All2All`."""
         ticket.use()
         handle: _NcclHandle = ticket.private
         home, back_PD = handle.home, y.index_select(0, handle.place_P)
         home_PD = y.new_empty((len(home.order_P), y.shape[1]))
         splits = home.counts_e.tolist(), handle.pairs_R.tolist()
         collective = handle.channel.all_to_all(bytes_of(home_PD), bytes_of(back_PD), *splits)
-        return _Flying(collective, lambda: weighted_sum(home_PD, home, ticket.routing, out_TD))
+        return _NcclPending(collective, lambda: weighted_sum(home_PD, home, ticket.routing, out_TD))
 
 
 @dataclass(frozen=True, slots=True)
 class _NcclHandle:
-    """The way back. pairs_R: of each rank. place_P: where the inbound rows hold them, in the order in which they came.
-    home: own pairs as they come home, by rank."""
+    """The state that `combine` needs from its dispatch. pairs_R: received from each rank. place_P: where the inbound
+    rows hold those pairs. home: the own pairs as they come home, by rank."""
 
     channel: DeviceChannel
     pairs_R: I64
@@ -116,15 +110,12 @@ class _NcclHandle:
 
 
 @dataclass(slots=True)
-class _Flying(Generic[T]):
-    """All is launched; `then` makes of it what was asked for."""
+class _NcclPending(Pending[T]):
+    """A transfer that is launched whole; `then` returns its result."""
 
     collective: DeviceCollective
     then: Callable[[], T]
     arrived_ns: int = ON_DEVICE
-
-    def arrive(self) -> None:
-        pass
 
     def wait(self, deadline_s: float | None = None) -> T:
         self.collective.wait()
@@ -132,7 +123,7 @@ class _Flying(Generic[T]):
 
 
 def _exchange(channel: Channel, ours: I64) -> I64:
-    """Row r: what rank r says of this one, in its row for it [R, X]. The host waits. Raises PeerLost."""
+    """Sends row r of `ours` to rank r; returns the rows for this rank, [R, X]. The host waits. Raises PeerLost."""
     me, sent = channel.mesh.members.rank, torch.from_numpy(ours).view(torch.uint8)
     taken = sent.clone()
     others = [rank for rank in range(len(ours)) if rank != me]
@@ -141,13 +132,13 @@ def _exchange(channel: Channel, ours: I64) -> I64:
 
 
 def _counts(ids_TK: Tensor, num_ids: int) -> Tensor:
-    """Pairs of each id, int64 [num_ids]. `bincount` would ask the device."""
+    """Returns the pairs of each id, int64 [num_ids]. `bincount` would make the host wait."""
     ids_N = ids_TK.flatten().long() + 1
     return ids_N.new_zeros(num_ids + 1).index_add_(0, ids_N, torch.ones_like(ids_N))[1:]
 
 
 def _sorted(ids_TK: Tensor, num_ids: int, counts_e: I64) -> Grouping:
-    """`group_rows` where the host knows the counts: nobody asks the device."""
+    """`group_rows` for counts that the host knows: it need not wait for the device."""
     ids_N = ids_TK.flatten()
     order_N = ids_N.where(ids_N >= 0, num_ids).sort(stable=True).indices
     place_N = torch.empty_like(order_N)

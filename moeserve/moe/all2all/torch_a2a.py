@@ -1,17 +1,16 @@
 """All-to-all over torch's Gloo: one message per pair of ranks and direction, of any size, so no counts travel ahead.
 
-A row travels once to each rank that has experts for it, behind an index that says which of them. The results come back
-one per (token, k) pair, because the owner has to add them up in order of k.
+A row travels once to each rank that has experts for it, behind an index that names them. The results come back one per
+(token, k) pair, because the token's rank has to add them up in order of k.
 
-T tokens of this rank, K experts per token, D model width, R ranks, e slots of one rank, P rows for this rank's experts,
-B bytes of a row on the wire, n pairs of one message.
+T tokens of this rank, K experts per token, D model width, R ranks, e experts of one rank, P rows for this rank's
+experts, B bytes of a row on the wire, n pairs of one message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,72 +19,51 @@ from torch import Tensor
 
 from moeserve.comm.gloo import Channel, Exchange, Mesh
 from moeserve.comm.members import Members
-from moeserve.errors import PeerLost
-from moeserve.moe.all2all.base import All2AllCaps, Early, Inbound, Layout, Ticket
+from moeserve.comm.nccl import why_not
+from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
-from moeserve.moe.all2all.pool import Pool
-from moeserve.moe.all2all.rounds import round_tokens
-from moeserve.moe.all2all.wire_format import RAW, WireFormat
+from moeserve.moe.all2all.nccl import NcclAll2All
+from moeserve.moe.all2all.over_mesh import MeshAll2All
+from moeserve.moe.all2all.registry import BackendFacts, Unavailable
+from moeserve.moe.all2all.wire_format import ALIGNMENT
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
 I64 = NDArray[np.int64]
 
 
-class TorchAll2All:
-    """wire: of dispatched rows; results travel in the model's dtype. max_tokens: of a step on one rank."""
+def make(facts: BackendFacts) -> All2All:
+    """Returns the backend for these ranks: by Gloo on CPUs, by NCCL between GPUs."""
+    if facts.device == "cpu":
+        return TorchAll2All(facts)
+    if (why := why_not(-(-facts.num_ranks // facts.num_hosts))) is not None:
+        raise Unavailable(f"{why}; use --all2all cuda_ipc, which serves ranks of one machine")
+    return NcclAll2All(facts)
 
-    def __init__(self, wire: WireFormat, hidden_size: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> None:
-        self.caps = All2AllCaps(
-            name="torch",
-            layouts=frozenset({Layout.GROUPED}),
-            wires=frozenset({wire.name} if wire.name in RAW else RAW),
-            max_tokens=max_tokens,
-            copies=5,
-            devices=frozenset({"cpu"}),
-        )
-        self._wire = wire
-        self._width = hidden_size
-        self._dtype = dtype
-        self._top_k = top_k
-        self._max_tokens = max_tokens  # of one dispatch, from `join` on
-        self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden_size * dtype.itemsize)
-        self._row_bytes = wire.row_bytes(hidden_size)
-        self._mesh: Mesh | None = None
-        self._num_slots = 0
+
+class TorchAll2All(MeshAll2All[Mesh]):
+    """Sends one message to each rank and direction; the first half of the local experts' results may go early."""
+
+    def __init__(self, facts: BackendFacts) -> None:
+        super().__init__(facts, "cpu")
+        self._row_bytes = facts.wire.row_bytes(facts.hidden_size)
         self._pools: list[Pool] = []
 
-    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
-        self._num_slots = experts_per_rank
-        self._max_tokens = self._round_tokens(members.size)
-        self.caps = replace(self.caps, max_tokens=self._max_tokens)
+    def new_mesh(self, members: Members, ubatches: int, terms: str) -> Mesh:
+        """Returns connections over Gloo."""
         self._pools = [Pool() for _ in range(ubatches)]
-        terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, top {self._top_k}"
-        terms += f", {self._max_tokens} tokens, {experts_per_rank} slots, {ubatches} micro-batches"
-        self._mesh = Mesh(members, ubatches, "torch", terms)
-        self._mesh.connect()
-
-    def leave(self) -> None:
-        if self._mesh is not None:
-            self._mesh.close()
-
-    @property
-    def mesh(self) -> Mesh:
-        if self._mesh is None:
-            raise PeerLost("this rank has not joined a group yet")
-        return self._mesh
+        return Mesh(members, ubatches, "torch", terms)
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _TorchDispatched:
+        """See `All2All`."""
+        self._check_size(x_TD, routing)
         mesh, pool = self.mesh, self._pools[ubatch.index]
         size, me = mesh.members.size, mesh.members.rank
-        limit = self._max_tokens
-        tokens, top_k = routing.ids_TK.shape
-        assert tokens <= limit, f"{tokens} tokens of at most {limit}"
-        assert top_k <= self._top_k, f"{top_k} experts per token of at most {self._top_k}"
-        rows = group_rows(routing.ids_TK, size * self._num_slots)
-        counts_Re = rows.counts_e.reshape(size, self._num_slots)
+        rows = group_rows(routing.ids_TK, size * self._num_local)
+        counts_Re = rows.counts_e.reshape(size, self._num_local)
         encoded_TB = self._wire.encode(x_TD)
         send_buffers = self._send_buffers(rows, counts_Re, routing.ids_TK)
+        limit = self._max_tokens
         region = self._index_rows(limit * self._top_k) + limit  # rows of B bytes that any message fits in
         taken = pool.take(size * region * self._row_bytes)
         taken_RNB = taken[: size * region * self._row_bytes].view(size, region, self._row_bytes)
@@ -101,19 +79,19 @@ class TorchAll2All:
         receive = {rank: taken_RNB[rank].view(-1) for rank in range(size) if rank != me}
         channel = mesh.channel(ubatch.index)
         exchange = channel.post(receive, send, lambda: pool.give(outbox))
-        # With one micro-batch nothing could go out early: the micro-batch waits for its rows as soon as they are all
-        # sent.
-        early_slots = self._num_slots // 2 if ubatch.in_turns else 0
-        return _TorchDispatched(self, channel, exchange, routing, rows, pool, taken, taken_RNB, early_slots)
+        # With one micro-batch no result could go early: that one waits for its rows as soon as all are sent.
+        num_early = self._num_local // 2 if ubatch.in_turns else 0
+        return _TorchDispatched(self, channel, exchange, routing, rows, pool, taken, taken_RNB, num_early)
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _TorchCombined:
+        """See `All2All`."""
         ticket.use()
         handle: _TorchHandle = ticket.private
         handle.send_all(y)
         return _TorchCombined(handle, ticket.routing, out_TD)
 
     def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> list[_SendBuffer]:
-        """What goes to each rank."""
+        """Returns the message to each rank."""
         tokens, top_k = ids_TK.shape
         token_P = rows.order_P.numpy() // top_k
         ends = counts_Re.sum(1).cumsum()
@@ -129,32 +107,32 @@ class TorchAll2All:
         return send_buffers
 
     def _index_rows(self, pairs: int) -> int:
-        """Rows of B bytes that the index of so many pairs takes."""
-        return -(-4 * (self._num_slots + pairs) // self._row_bytes)
+        """Returns how many rows of B bytes the index of so many pairs takes."""
+        return -(-4 * (self._num_local + pairs) // self._row_bytes)
 
     def read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
-        """(rows from each rank for each local slot [R, e], rows of all messages in their order [P], as places in the
-        memory [R * N, B])."""
+        """Returns the rows from each rank for each local expert [R, e], and where in the memory [R * N, B] the rows of
+        all messages are, in order [P]."""
         size, region, _ = taken_RNB.shape
-        counts_Re = np.empty((size, self._num_slots), np.int64)
+        counts_Re = np.empty((size, self._num_local), np.int64)
         places = []
         for rank in range(size):
             head = taken_RNB[rank].view(-1).numpy().view(np.int32)
-            counts_Re[rank] = head[: self._num_slots]
+            counts_Re[rank] = head[: self._num_local]
             pairs = int(counts_Re[rank].sum())
             first = rank * region + self._index_rows(pairs)
-            places.append(first + head[self._num_slots : self._num_slots + pairs].astype(np.int64))
+            places.append(first + head[self._num_local : self._num_local + pairs].astype(np.int64))
         return counts_Re, torch.from_numpy(np.concatenate(places))
 
     def rows_of(self, taken_RNB: Tensor, place_P: Tensor) -> Tensor:
-        """[P, D]: the rows at these places of the memory, decoded."""
+        """Returns the rows at these places of the memory, decoded, [P, D]."""
         rows_NB = taken_RNB.view(-1, self._row_bytes).view(torch.int64)
         return self._wire.decode(rows_NB.index_select(0, place_P).view(torch.uint8), self._dtype, self._width)
 
 
 @dataclass(frozen=True, slots=True)
 class _SendBuffer:
-    """One message: int32 rows of each slot and the row of every pair, filled up to whole rows; then the rows."""
+    """One message: an int32 index (pairs of each local expert, each pair's row) padded to whole rows, then the rows."""
 
     index: NDArray[np.int32]
     token_n: Tensor
@@ -162,34 +140,22 @@ class _SendBuffer:
 
     @property
     def num_rows(self) -> int:
+        """The message's length in rows of B bytes."""
         return self.index_rows + len(self.token_n)
 
     def write(self, encoded_TB: Tensor, into_NB: Tensor) -> None:
+        """Writes the message, gathered from the encoded rows of all tokens."""
         into_NB.view(-1)[: self.index.nbytes].numpy().view(np.int32)[:] = self.index
         rows_nB = into_NB[self.index_rows : self.num_rows].view(torch.int64)
         torch.index_select(encoded_TB.view(torch.int64), 0, self.token_n, out=rows_nB)
 
 
-@dataclass(frozen=True, slots=True)
-class _TorchRows:
-    """Rows of y's width and dtype in a pool's buffer."""
-
-    buffer: Tensor
-    rows_ND: Tensor
-
-    @classmethod
-    def take(cls, pool: Pool, rows: int, like: Tensor) -> _TorchRows:
-        num_bytes = rows * like.shape[1] * like.itemsize
-        buffer = pool.take(num_bytes)
-        return cls(buffer, buffer[:num_bytes].view(like.dtype).view(rows, like.shape[1]))
-
-
 class _TorchHandle:
     """The way back of one dispatch. Its receives are posted before the experts compute, so that results travel as soon
-    as they are sent, and those of the first `early_slots` of every rank are a message of their own.
+    as they are sent. The results of every rank's first `num_early` experts are a message of their own.
 
-    rows: own pairs by global slot. counts_Re: rows from each rank for each local slot. place_P: where the inbound rows
-    hold each pair of the messages, in their order. like: for the width and dtype of results.
+    rows: own pairs by physical expert. counts_Re: rows from each rank for each local expert. place_P: where the inbound
+    rows hold each pair of the messages, in order. like: has the width and dtype of results.
     """
 
     def __init__(
@@ -200,54 +166,52 @@ class _TorchHandle:
         counts_Re: I64,
         place_P: Tensor,
         like: Tensor,
-        early_slots: int,
+        num_early: int,
     ) -> None:
         self.rows = rows
         self._pool = pool
         self._counts_Re = counts_Re
         self._place_P = place_P
         self._me = channel.mesh.members.rank
-        self._home = _TorchRows.take(pool, len(rows.order_P), like)
-        size, num_slots = counts_Re.shape
-        self._parts = [slice(start, end) for start, end in ((0, early_slots), (early_slots, num_slots)) if start < end]
-        expected_Re = rows.counts_e.reshape(size, num_slots)
+        self._buffer, self.home_ND = pool.take_rows(len(rows.order_P), like)
+        size, num_local = counts_Re.shape
+        self._parts = [slice(start, end) for start, end in ((0, num_early), (num_early, num_local)) if start < end]
+        expected_Re = rows.counts_e.reshape(size, num_local)
         self._ends_R = expected_Re.sum(1).cumsum()
         self.exchange = channel.expect(
-            (rank, _bytes(self._home.rows_ND[rows_of]))
+            (rank, _bytes(self.home_ND[rows_of]))
             for part in self._parts
             for rank, rows_of in self._messages(expected_Re, part)
         )
 
     def send(self, y: Tensor) -> None:
-        """The next message to each rank; y holds its results."""
+        """Sends the next message to each rank; y holds its results."""
         messages = list(self._messages(self._counts_Re, self._parts.pop(0)))
-        outbox = _TorchRows.take(self._pool, sum(rows.stop - rows.start for _, rows in messages), y)
+        buffer, outbox_ND = self._pool.take_rows(sum(rows.stop - rows.start for _, rows in messages), y)
         send, start = {}, 0
         for rank, rows in messages:
             place = self._place_P[rows]
-            into_ND = outbox.rows_ND[start : start + len(place)]
+            into_ND = outbox_ND[start : start + len(place)]
             torch.index_select(y, 0, place, out=into_ND)
             send[rank], start = _bytes(into_ND), start + len(place)
-        self.exchange.send(send, lambda: self._pool.give(outbox.buffer))
+        self.exchange.send(send, lambda: self._pool.give(buffer))
 
     def send_all(self, y: Tensor) -> None:
-        """What is not sent yet; the own rows need no message."""
+        """Sends all messages that are left, and copies the results of the own rows."""
         while self._parts:
             self.send(y)
         self.exchange.watch()
         ends_R = self._counts_Re.sum(1).cumsum()
-        mine_ND = self._home.rows_ND[_part(self._ends_R, self._me)]
+        mine_ND = self.home_ND[_part(self._ends_R, self._me)]
         torch.index_select(y, 0, self._place_P[_part(ends_R, self._me)], out=mine_ND)
 
-    def take(self) -> Tensor:
-        """All results of the own rows, by global slot, once they are here; `give` lends the memory again."""
-        return self._home.rows_ND
-
     def give(self) -> None:
-        self._pool.give(self._home.buffer)
+        """Gives back the memory of home_ND, which holds the results of the own pairs, by physical expert."""
+        self._pool.give(self._buffer)
 
     def _messages(self, counts_Re: I64, part: slice) -> Iterator[tuple[int, slice]]:
-        """(rank, rows of its message about these slots) for each other rank that has any; rows are by (rank, slot)."""
+        """Yields (rank, rows of its message about these local experts) for each other rank that has any; rows are in
+        order of rank, then expert."""
         starts_R = counts_Re.sum(1).cumsum() - counts_Re.sum(1) + counts_Re[:, : part.start].sum(1)
         ends_R = starts_R + counts_Re[:, part].sum(1)
         for rank, (start, end) in enumerate(zip(starts_R.tolist(), ends_R.tolist(), strict=True)):
@@ -260,7 +224,7 @@ def _bytes(rows_ND: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _TorchDispatched:
+class _TorchDispatched(Pending[Ticket]):
     owner: TorchAll2All
     channel: Channel
     exchange: Exchange
@@ -269,30 +233,27 @@ class _TorchDispatched:
     pool: Pool
     taken: Tensor
     taken_RNB: Tensor
-    early_slots: int
+    num_early: int
 
     @property
     def arrived_ns(self) -> int:
         return self.exchange.arrived_ns
 
-    def arrive(self) -> None:
-        pass
-
     def wait(self, deadline_s: float | None = None) -> Ticket:
         self.exchange.wait(deadline_s)
         counts_Re, place_M = self.owner.read(self.taken_RNB)
-        order_P, place_P = _by_slot(counts_Re)
+        order_P, place_P = _by_expert(counts_Re)
         x_PD = self.owner.rows_of(self.taken_RNB, place_M[order_P])
         self.pool.give(self.taken)
         counts_e = counts_Re.sum(0)
         inbound = Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
-        handle = _TorchHandle(self.channel, self.pool, self.rows, counts_Re, place_P, x_PD, self.early_slots)
-        early = Early(self.early_slots, handle.send) if self.early_slots else None
+        handle = _TorchHandle(self.channel, self.pool, self.rows, counts_Re, place_P, x_PD, self.num_early)
+        early = Early(self.num_early, handle.send) if self.num_early else None
         return Ticket(inbound, self.routing, handle, early=early)
 
 
 @dataclass(slots=True)
-class _TorchCombined:
+class _TorchCombined(Pending[Tensor]):
     handle: _TorchHandle
     routing: Routing
     out_TD: Tensor
@@ -301,25 +262,22 @@ class _TorchCombined:
     def arrived_ns(self) -> int:
         return self.handle.exchange.arrived_ns
 
-    def arrive(self) -> None:
-        pass
-
     def wait(self, deadline_s: float | None = None) -> Tensor:
         handle = self.handle
         handle.exchange.wait(deadline_s)
-        out_TD = weighted_sum(handle.take(), handle.rows, self.routing, self.out_TD)
+        out_TD = weighted_sum(handle.home_ND, handle.rows, self.routing, self.out_TD)
         handle.give()
         return out_TD
 
 
-def _by_slot(counts_Re: I64) -> tuple[Tensor, Tensor]:
-    """(order, place): pairs sorted by (rank, slot) to (slot, rank), and back.
+def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:
+    """Returns (order, place): from pairs sorted by (rank, expert) to (expert, rank), and back.
 
     [[1, 1], [2, 0]] -> [0, 2, 3, 1], [0, 3, 1, 2]
     """
-    size, slots = counts_Re.shape
-    slot_M = np.repeat(np.tile(np.arange(slots, dtype=np.int16), size), counts_Re.reshape(-1))
-    order = slot_M.argsort(kind="stable")
+    size, num_local = counts_Re.shape
+    expert_M = np.repeat(np.tile(np.arange(num_local, dtype=np.int16), size), counts_Re.reshape(-1))
+    order = expert_M.argsort(kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return torch.from_numpy(order), torch.from_numpy(place)
@@ -327,3 +285,32 @@ def _by_slot(counts_Re: I64) -> tuple[Tensor, Tensor]:
 
 def _part(ends: I64, index: int) -> slice:
     return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
+
+
+class Pool:
+    """Byte buffers of one micro-batch, lent to one exchange at a time. Used by one thread at a time.
+
+    Fresh memory for every exchange would cost more than the copy into it: the kernel has to clear each page first.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns uint8 [at least num_bytes], the smallest free buffer that fits; its contents are undefined."""
+        fits = [buffer for buffer in self._free if buffer.numel() >= num_bytes]
+        if not fits:
+            return torch.empty(max(ALIGNMENT, 1 << (num_bytes - 1).bit_length()), dtype=torch.uint8)
+        best = min(fits, key=Tensor.numel)
+        self._free = [buffer for buffer in self._free if buffer is not best]
+        return best
+
+    def take_rows(self, num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a buffer, and in it so many rows of like's width and dtype."""
+        num_bytes = num_rows * like.shape[1] * like.itemsize
+        buffer = self.take(num_bytes)
+        return buffer, buffer[:num_bytes].view(like.dtype).view(num_rows, like.shape[1])
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes back a buffer that `take` returned."""
+        self._free.append(buffer)

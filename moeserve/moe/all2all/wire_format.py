@@ -1,4 +1,4 @@
-"""How a row looks while it travels: its own dtype, or fp8 with a scale for every 128 elements.
+"""The format of a row while it travels: its own dtype, or fp8 with a scale for every 128 elements.
 
 T rows of D elements; B bytes of one row on the wire. Whatever the format, the bytes of a row depend on that row alone.
 A format that rounds applies to every row, also to those that stay on their rank: otherwise the bits of a request would
@@ -25,29 +25,33 @@ FP8 = "fp8_b128"
 
 
 class WireFormat(Protocol):
-    """One format."""
+    """A format of rows."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The dtype, or the name of a format that rounds."""
+        ...
 
     @property
-    def lossy(self) -> bool: ...
+    def lossy(self) -> bool:
+        """Whether encoding rounds."""
+        ...
 
     def row_bytes(self, width: int) -> int:
-        """B for rows of `width` elements."""
+        """Returns B for rows of `width` elements."""
         ...
 
     def encode(self, x_TD: Tensor) -> Tensor:
-        """uint8 [T, B]; may share x's memory."""
+        """Returns uint8 [T, B], which may share x's memory."""
         ...
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """[T, D] in `dtype`, contiguous; may share the rows' memory."""
+        """Returns [T, D] in `dtype`, contiguous, which may share the rows' memory."""
         ...
 
 
 def wire_of(name: str, dtype: torch.dtype) -> WireFormat:
-    """The format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an unknown name."""
+    """Returns the format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an unknown name."""
     own = str(dtype).removeprefix("torch.")
     if name in ("auto", own) and own in RAW:
         return RawWire(dtype)
@@ -66,9 +70,11 @@ class RawWire:
         self._dtype = dtype
 
     def row_bytes(self, width: int) -> int:
+        """See `WireFormat`."""
         return _aligned(width * self._dtype.itemsize)
 
     def encode(self, x_TD: Tensor) -> Tensor:
+        """See `WireFormat`."""
         assert x_TD.dtype == self._dtype, (x_TD.dtype, self._dtype)
         rows_TB = bytes_of(x_TD)
         missing = self.row_bytes(x_TD.shape[1]) - rows_TB.shape[1]
@@ -77,6 +83,7 @@ class RawWire:
         return rows_TB.clone() if rows_TB.storage_offset() % ALIGNMENT else rows_TB
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        """See `WireFormat`."""
         return rows_TB.view(self._dtype)[:, :width].to(dtype).contiguous()
 
 
@@ -91,16 +98,19 @@ class Fp8Wire:
     lossy = True
 
     def row_bytes(self, width: int) -> int:
+        """See `WireFormat`."""
         blocks = -(-width // BLOCK)
         return _aligned(blocks * (BLOCK + 4))
 
     def encode(self, x_TD: Tensor) -> Tensor:
+        """See `WireFormat`."""
         out_TB = x_TD.new_zeros((x_TD.shape[0], self.row_bytes(x_TD.shape[1])), dtype=torch.uint8)
         for rows in _chunks(*x_TD.shape):
             self._encode(x_TD[rows], out_TB[rows])
         return out_TB
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        """See `WireFormat`."""
         out_TD = rows_TB.new_empty((rows_TB.shape[0], width), dtype=dtype)
         for rows in _chunks(*out_TD.shape):
             self._decode(rows_TB[rows], out_TD[rows])
@@ -132,7 +142,7 @@ def _chunks(rows: int, width: int) -> Iterator[slice]:
 
 
 def bytes_of(x_TN: Tensor) -> Tensor:
-    """uint8 [T, N * itemsize]; shares x's memory where that is possible."""
+    """Returns uint8 [T, N * itemsize]; shares x's memory where that is possible."""
     if not x_TN.numel():  # its strides may be anything
         return x_TN.new_empty((x_TN.shape[0], x_TN.shape[1] * x_TN.itemsize), dtype=torch.uint8)
     return x_TN.contiguous().view(torch.uint8)

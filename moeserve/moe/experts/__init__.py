@@ -1,1 +1,1 @@
-"""How experts compute on the rows that reached them: one file per kernel family."""
+"""Expert kernels: they compute on the rows that reached a rank. One file per kernel family."""

@@ -1,7 +1,7 @@
 """All experts in two launches of torch's grouped matrix product.
 
-Not for CPUs: there the bits of a row depend on how many rows its expert has (seen with fp32), and a request's bits must
-not depend on the others in its batch.
+CPUs are excluded: there the bits of a row depend on how many rows its expert has (seen with fp32), and a request's bits
+must not depend on the other requests in its batch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
-from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
-from moeserve.moe.ubatch import Scratch
+from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.ops.table import Ops
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """w13_eDF and w2_eID: each slot's weights as the product takes them, views of slot-major memory."""
+class PackedGroupedMM:
+    """parts: w13 [e, 2I, D] and w2 [e, D, I], as checkpoints have them; the products take transposed views."""
 
-    w13_eDF: Tensor
-    w2_eID: Tensor
+    parts: tuple[Tensor, ...]
+
+    def of_parts(self, parts: Sequence[Tensor]) -> PackedGroupedMM:
+        """See `Stacked`."""
+        return PackedGroupedMM(tuple(parts))
 
 
-class GroupedMM:
+class GroupedMM(StackedExperts):
     """SwiGLU experts over grouped rows."""
 
     caps = ExpertsCaps(
@@ -41,28 +43,21 @@ class GroupedMM:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
-    def pack(self, weights: ExpertWeights) -> Packed:
-        return Packed(weights.w13_eFD.transpose(1, 2), weights.w2_eDI.transpose(1, 2))
+    def pack(self, weights: ExpertWeights) -> PackedGroupedMM:
+        """See `Experts`."""
+        return PackedGroupedMM((weights.w13_eFD, weights.w2_eDI))
 
-    def pack_expert(self, w13_FD: Tensor, w2_DI: Tensor) -> tuple[Tensor, Tensor]:
-        return w13_FD.t(), w2_DI.t()
+    def pack_expert(self, w13_FD: Tensor, w2_DI: Tensor) -> PackedGroupedMM:
+        """See `Experts`."""
+        return PackedGroupedMM((w13_FD[None], w2_DI[None]))
 
-    def put(self, packed: Packed, slot: int, one: tuple[Tensor, Tensor]) -> None:
-        packed.w13_eDF[slot].copy_(one[0])
-        packed.w2_eID[slot].copy_(one[1])
-
-    def take(self, packed: Packed, slot: int) -> tuple[Tensor, Tensor]:
-        return packed.w13_eDF[slot].clone(), packed.w2_eID[slot].clone()
-
-    def stack(self, ones: Sequence[tuple[Tensor, Tensor]]) -> Packed:
-        w13_eFD, w2_eDI = (torch.stack([one[i].t() for one in ones]) for i in range(2))
-        return self.pack(ExpertWeights(w13_eFD, w2_eDI))
-
-    def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
+    def run(self, inbound: Inbound, weights: PackedGroupedMM, out: Tensor) -> None:
+        """See `Experts`."""
         ends = inbound.host_counts_e.cumsum()
         rows = int(ends[-1])
         if not rows:
             return
+        w13_eDF, w2_eID = (part.transpose(1, 2) for part in weights.parts)
         ends_e = torch.from_numpy(ends).to(inbound.x.device, torch.int32)
-        hidden_PF = torch._grouped_mm(inbound.x[:rows], weights.w13_eDF, offs=ends_e)
-        out[:rows] = torch._grouped_mm(self._ops.silu_mul(hidden_PF), weights.w2_eID, offs=ends_e)
+        hidden_PF = torch._grouped_mm(inbound.x[:rows], w13_eDF, offs=ends_e)
+        out[:rows] = torch._grouped_mm(self._ops.silu_mul(hidden_PF), w2_eID, offs=ends_e)

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
-Packed = list[tuple[Linear, Linear]]
+Products = tuple[Linear, Linear]  # w13 and w2 of one expert
 
 
 class ReferenceExperts:
@@ -34,30 +33,36 @@ class ReferenceExperts:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
-    def pack(self, weights: ExpertWeights) -> Packed:
+    def pack(self, weights: ExpertWeights) -> list[Products]:
+        """See `Experts`."""
         return [self.pack_expert(w13, w2) for w13, w2 in zip(weights.w13_eFD, weights.w2_eDI, strict=True)]
 
-    def pack_expert(self, w13_FD: Any, w2_DI: Any) -> tuple[Linear, Linear]:
+    def pack_expert(self, w13_FD: Any, w2_DI: Any) -> Products:
+        """See `Experts`."""
         return self._ops.pack_linear(w13_FD, None), self._ops.pack_linear(w2_DI, None)
 
-    def put(self, packed: Packed, slot: int, one: tuple[Linear, Linear]) -> None:
-        packed[slot] = one
+    def put(self, packed: list[Products], index: int, expert: Products) -> None:
+        """See `Experts`."""
+        packed[index] = expert
 
-    def take(self, packed: Packed, slot: int) -> tuple[Linear, Linear]:
-        return packed[slot]
+    def take(self, packed: list[Products], index: int) -> Products:
+        """See `Experts`."""
+        return packed[index]
 
-    def stack(self, ones: Sequence[tuple[Linear, Linear]]) -> Packed:
-        return list(ones)
+    def stack(self, experts: Sequence[Products]) -> list[Products]:
+        """See `Experts`."""
+        return list(experts)
 
-    def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
+    def run(self, inbound: Inbound, weights: list[Products], out: Tensor) -> None:
+        """See `Experts`."""
         ops = self._ops
         x_PD = inbound.x
         start = 0
         counts_e = inbound.host_counts_e
-        for slot in counts_e.nonzero()[0].tolist():
-            end = start + int(counts_e[slot])
+        for expert in counts_e.nonzero()[0].tolist():
+            end = start + int(counts_e[expert])
             padded = start + ops.pad_rows(end - start)
-            w13, w2 = weights[slot]
+            w13, w2 = weights[expert]
             if padded <= x_PD.shape[0]:
                 x_MD = x_PD[start:padded]  # the next experts' rows fill up the shape; their results are dropped
             else:

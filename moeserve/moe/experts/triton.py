@@ -1,8 +1,8 @@
-"""Experts by the Triton kernels: grouped products over rows sorted by slot, gate and up with SwiGLU in one of them.
+"""Experts by the Triton kernels: grouped products over rows sorted by expert, gate and up with SwiGLU in one of them.
 
-Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid out for their kernels, slot by slot.
+Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid out for their kernels.
 
-T tokens, P received rows, D model width, I expert width, e slots.
+T tokens, P received rows, D model width, I expert width, e local experts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
 from moeserve.moe.all2all.base import Inbound, Layout
-from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
+from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
-from moeserve.moe.ubatch import Scratch
 from moeserve.ops.quantised import Weight
 from moeserve.ops.triton_weights import Kernels, kernels_for, parts_of, with_parts
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedTriton:
     """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows, then up rows."""
 
     kernels: Kernels
@@ -35,26 +34,26 @@ class Packed:
 
     @property
     def parts(self) -> list[Tensor]:
-        """Every tensor, the slot first in each."""
+        """See `Stacked`."""
         return [*parts_of(self.w13), *parts_of(self.w2)]
 
-    def of_parts(self, parts: Sequence[Tensor]) -> Packed:
-        """The same of other tensors."""
+    def of_parts(self, parts: Sequence[Tensor]) -> PackedTriton:
+        """See `Stacked`."""
         split = len(parts_of(self.w13))
-        return Packed(self.kernels, with_parts(self.w13, parts[:split]), with_parts(self.w2, parts[split:]))
+        return PackedTriton(self.kernels, with_parts(self.w13, parts[:split]), with_parts(self.w2, parts[split:]))
 
     def launch(self, num_rows: int, x: Tensor) -> Config:
-        """How products of so many rows like x with these weights run."""
+        """Returns how products of so many rows like x with these weights run."""
         return self.kernels.launch(num_rows, self.w2, x)
 
     def run(self, x: Tensor, to: Alignment, config: Config, out: Tensor, top_k: int = 1) -> None:
-        """Both products, from rows x to rows of out."""
+        """Runs both products, from rows x to rows of out."""
         kernels = self.kernels
         hidden = kernels.gate_up(kernels.rows(x), self.w13, to, config, top_k)
         kernels.down(hidden, self.w2, to, config, out)
 
 
-class TritonExperts:
+class TritonExperts(StackedExperts):
     """SwiGLU experts over grouped rows."""
 
     caps = ExpertsCaps(
@@ -65,27 +64,17 @@ class TritonExperts:
         device_counts=True,
     )
 
-    def pack(self, weights: ExpertWeights) -> Packed:
+    def pack(self, weights: ExpertWeights) -> PackedTriton:
+        """See `Experts`."""
         kernels = kernels_for(weights.w13_eFD, weights.w2_eDI)
-        return Packed(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI))
+        return PackedTriton(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI))
 
-    def pack_expert(self, w13_FD: Weight, w2_DI: Weight) -> Packed:
+    def pack_expert(self, w13_FD: Weight, w2_DI: Weight) -> PackedTriton:
+        """See `Experts`."""
         return self.pack(ExpertWeights(w13_FD[None], w2_DI[None]))
 
-    def put(self, packed: Packed, slot: int, one: Packed) -> None:
-        for into, part in zip(packed.parts, one.parts, strict=True):
-            into[slot].copy_(part[0])
-
-    def take(self, packed: Packed, slot: int) -> Packed:
-        return packed.of_parts([part[slot : slot + 1].clone() for part in packed.parts])
-
-    def stack(self, ones: Sequence[Packed]) -> Packed:
-        packed = ones[0].of_parts([part.new_empty((len(ones), *part.shape[1:])) for part in ones[0].parts])
-        for slot, one in enumerate(ones):
-            self.put(packed, slot, one)
-        return packed
-
-    def run(self, inbound: Inbound, weights: Packed, out: Tensor, scratch: Scratch) -> None:
+    def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
+        """See `Experts`."""
         ends_e = inbound.ends_e
         if isinstance(ends_e, Tensor):
             rows, expected = inbound.x.shape[0], inbound.expected
@@ -98,18 +87,21 @@ class TritonExperts:
         config = weights.launch(expected, x_PD)
         weights.run(x_PD, align_groups(ends_e, rows, config["block_m"]), config, out[:rows])
 
+    def fuse(self, router: Router) -> FusedTritonExperts:
+        """See `Fusible`."""
+        return FusedTritonExperts(router)
 
-class TritonBlock:
-    """Router, experts and weighted sum of rows that stay on their rank: x [T, D] -> [T, D], without asking the device
-    for anything."""
+
+class FusedTritonExperts:
+    """Router, experts and weighted sum of rows that stay on their rank; the host never waits for the device."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    def __call__(self, x_TD: Tensor, packed: Packed, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(result, rows of each expert). Expert e is in slot e. Rows from num_tokens on are padding."""
+    def __call__(self, x_TD: Tensor, packed: PackedTriton, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+        """See `FusedExperts`."""
         tokens, width = x_TD.shape
-        routing = self._router(x_TD, tokens if num_tokens is None else num_tokens)
+        routing = self._router(x_TD, num_tokens)
         top_k = routing.ids_TK.shape[1]
         config = packed.launch(tokens * top_k, x_TD)
         to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])

@@ -1,12 +1,13 @@
 """Arranges experts on ranks so that the fullest rank has little more than the average, starting from where they are.
 
-1. `replica_counts`: slots beyond one per expert go, one by one, to the expert with most load per replica.
-2. Replicas that are too many leave the fullest ranks; missing ones go, heaviest first, to the lightest rank with a
-   free slot that lacks the expert.
+1. `replica_counts`: places beyond one per expert go, one by one, to the expert with the most load per replica.
+2. Surplus replicas leave the fullest ranks; missing ones go, heaviest first, to the lightest rank with a free place
+   that lacks the expert.
 3. The fullest rank swaps an expert with another rank as long as that makes the fuller of the two lighter.
-4. `keep_slots`: experts that stay on a rank stay in their slot.
+4. `keep_places`: experts that stay on a rank stay in their place, so that their weights need not move.
 
-All layers at once: L layers, E experts, R ranks, e slots per rank, S = R * e slots, A layers still at work.
+A place is a physical expert that may be EMPTY for now. All layers at once: L layers, E experts, R ranks, e places per
+rank, S = R * e places, A layers still at work.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Bool = NDArray[np.bool_]
 EMPTY = -1
 MAX_SWAPS = 1000  # per layer; a few dozen are usual
 WORTH = 1e-3  # of the mean load: a swap that gains less is not made
-EVEN = 1.01  # fullest over mean from which no more swaps are made: what comes differs by more from what was counted
+EVEN = 1.01  # fullest over mean at which swaps end: the load to come differs by more from the counted one
 
 
 def arrange(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int) -> I32:
-    """The expert in each slot, [L, num_ranks * per_rank]. now_LS: where experts are, [L, num_ranks * any number], with
-    EMPTY slots; it need not have every expert."""
+    """Returns the expert in each place, [L, num_ranks * per_rank]. now_LS: where experts are, [L, num_ranks * any
+    number], possibly EMPTY and without some experts."""
     layers = load_LE.shape[0]
     counts_LE = replica_counts(load_LE, num_ranks * per_rank, num_ranks)
     share_LE = load_LE / counts_LE
@@ -40,25 +41,25 @@ def arrange(load_LE: F64, now_LS: I32, num_ranks: int, per_rank: int) -> I32:
     return rows_LRe.reshape(layers, -1)
 
 
-def replica_counts(load_LE: F64, num_slots: int, most: int) -> I32:
-    """Replicas of each expert, [L, E]: one each, the rest where the load per replica is highest; ties go to the lower
-    expert. No expert has more than `most` before all have that many.
+def replica_counts(load_LE: F64, num_places: int, most: int) -> I32:
+    """Returns the replicas of each expert, [L, E]: one each, the rest where the load per replica is highest; ties go to
+    the lower expert. No expert has more than `most` before all have that many.
 
-    loads [6, 3, 1], 5 slots -> [3, 1, 1]
+    loads [6, 3, 1], 5 places -> [3, 1, 1]
     """
     layers, num_experts = load_LE.shape
     counts_LE = np.ones((layers, num_experts), np.int32)
     rows = np.arange(layers)
-    for placed in range(num_experts, num_slots):
+    for placed in range(num_experts, num_places):
         limit = max(most, placed // num_experts + 1)
         chosen = np.where(counts_LE < limit, load_LE / counts_LE, -1.0).argmax(1)
         counts_LE[rows, chosen] += 1
     return counts_LE
 
 
-def keep_slots(old: I32, new_LS: I32, num_ranks: int) -> I32:
-    """The same experts on each rank, those that were there before in the slot that they had. old: [L, slots] or
-    [L, R, slots of a rank], possibly another number of slots per rank.
+def keep_places(old: I32, new_LS: I32, num_ranks: int) -> I32:
+    """Returns the same experts on each rank, those that were there before in their old place. old: [L, places] or
+    [L, R, places of a rank], possibly with another number of places per rank.
 
     one rank, [0, 1, 2] before, {2, 3, 0} now -> [0, 3, 2]
     """
@@ -71,31 +72,31 @@ def keep_slots(old: I32, new_LS: I32, num_ranks: int) -> I32:
         before = old_LRe[layer, rank].tolist()[:per_rank]
         left = new_LRe[layer, rank].tolist()
         row = [EMPTY] * per_rank
-        for slot, expert in enumerate(before):
+        for place, expert in enumerate(before):
             if expert in left:
                 left.remove(expert)
-                row[slot] = expert
+                row[place] = expert
         fill = iter(left)
         new_LRe[layer, rank] = [next(fill) if expert == EMPTY else expert for expert in row]
     return new_LRe.reshape(layers, -1)
 
 
 def _per_rank(values_LE: F64, rows_LRe: I32) -> F64:
-    """values of the experts in each slot, [L, R, e]; 0 in empty slots."""
+    """Returns the values of the expert in each place, [L, R, e]; 0 for EMPTY."""
     layers = rows_LRe.shape[0]
     flat = np.take_along_axis(values_LE, np.maximum(rows_LRe, 0).reshape(layers, -1), axis=1)
     return np.where(rows_LRe == EMPTY, 0.0, flat.reshape(rows_LRe.shape))
 
 
 def _present(rows_LRe: I32, num_experts: int) -> Bool:
-    """Which experts each rank has, [L, R, E]."""
+    """Returns which experts each rank has, [L, R, E]."""
     present = np.zeros((*rows_LRe.shape[:2], num_experts + 1), np.bool_)  # the last one takes what is empty
     np.put_along_axis(present, rows_LRe, True, axis=2)
     return present[:, :, :num_experts]
 
 
 def _repeats(rows_LRe: I32) -> Bool:
-    """Slots whose expert is in an earlier slot of the same rank too."""
+    """Returns which places have the expert of an earlier place of the same rank."""
     width = rows_LRe.shape[2]
     earlier = np.tri(width, k=-1, dtype=np.bool_)
     same = (rows_LRe[..., :, None] == rows_LRe[..., None, :]) & earlier
@@ -104,7 +105,7 @@ def _repeats(rows_LRe: I32) -> Bool:
 
 
 def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64) -> I32:
-    """Empties slots until no expert has more than its count: repeats on one rank first, then on the fullest rank."""
+    """Empties places until no expert has more than its count: repeats on one rank first, then on the fullest rank."""
     rows = now_LRn.copy()
     layers, num_experts = counts_LE.shape
     flat = rows.reshape(layers, -1)
@@ -118,15 +119,15 @@ def _without_surplus(now_LRn: I32, counts_LE: I32, share_LE: F64) -> I32:
         score = loads + np.where(repeats, 2 * loads.max() + 1, 0)
         excess = np.take_along_axis(surplus_LE, np.maximum(flat, 0), axis=1) > 0
         score[(flat == EMPTY) | ~excess] = -1
-        slot = score.argmax(1)
-        hit = score[every, slot] >= 0
-        surplus_LE[every[hit], flat[every[hit], slot[hit]]] -= 1
-        flat[every[hit], slot[hit]] = EMPTY
+        place = score.argmax(1)
+        hit = score[every, place] >= 0
+        surplus_LE[every[hit], flat[every[hit], place[hit]]] -= 1
+        flat[every[hit], place[hit]] = EMPTY
     return rows
 
 
 def _first(rows_LRn: I32, per_rank: int) -> I32:
-    """per_rank slots of each rank: the first that are not empty, in their own place where they have one."""
+    """Returns per_rank places of each rank: the first that are not EMPTY, unmoved where the number stays the same."""
     layers, ranks, width = rows_LRn.shape
     if width == per_rank:
         return rows_LRn
@@ -137,7 +138,7 @@ def _first(rows_LRn: I32, per_rank: int) -> I32:
 
 
 def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64) -> None:
-    """Puts missing replicas, heaviest first, on the lightest rank with a free slot that lacks the expert."""
+    """Puts missing replicas, heaviest first, on the lightest rank with a free place that lacks the expert."""
     num_experts = counts_LE.shape[1]
     have = np.stack([np.bincount(row.ravel() + 1, minlength=num_experts + 1)[1:] for row in rows_LRe])
     missing_LE = counts_LE - have
@@ -149,8 +150,8 @@ def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64) -> None:
         expert = np.where(missing_LE[active] > 0, share_LE[active], -1.0).argmax(1)
         cost = load_LR[active] + np.where(present[active, :, expert], 2 * load_LR.max() + share_LE.max() + 1, 0)
         rank = np.where(free_LR[active] > 0, cost, np.inf).argmin(1)
-        slot = (rows_LRe[active, rank] == EMPTY).argmax(1)
-        rows_LRe[active, rank, slot] = expert
+        place = (rows_LRe[active, rank] == EMPTY).argmax(1)
+        rows_LRe[active, rank, place] = expert
         present[active, rank, expert] = True
         load_LR[active, rank] += share_LE[active, expert]
         free_LR[active, rank] -= 1
@@ -159,19 +160,19 @@ def _fill(rows_LRe: I32, counts_LE: I32, share_LE: F64) -> None:
 
 
 def _spread(rows_LRe: I32, share_LE: F64) -> None:
-    """Swaps away second replicas on one rank, each with the slot of another rank whose load is nearest."""
+    """Swaps away second replicas on one rank, each with the expert of another rank whose load is nearest."""
     for layer in np.flatnonzero(_repeats(rows_LRe).any((1, 2))):
         rows_Re, share_E = rows_LRe[layer], share_LE[layer]
         swapped = True
         while swapped:
             swapped = False
-            for rank, slot in np.argwhere(_repeats(rows_Re[None])[0]):
-                expert, present_RE = rows_Re[rank, slot], _present(rows_Re[None], len(share_E))[0]
+            for rank, place in np.argwhere(_repeats(rows_Re[None])[0]):
+                expert, present_RE = rows_Re[rank, place], _present(rows_Re[None], len(share_E))[0]
                 fits_Re = ~present_RE[:, expert][:, None] & ~present_RE[rank][rows_Re]
                 if fits_Re.any():
                     distance = np.where(fits_Re, np.abs(share_E[rows_Re] - share_E[expert]), np.inf)
                     there = np.unravel_index(distance.argmin(), distance.shape)
-                    rows_Re[rank, slot], rows_Re[there] = rows_Re[there], expert
+                    rows_Re[rank, place], rows_Re[there] = rows_Re[there], expert
                     swapped = True
                     break
 

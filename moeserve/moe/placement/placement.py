@@ -1,7 +1,7 @@
-"""The map from experts to slots: immutable, versioned, the same on every rank.
+"""The map between logical and physical experts: immutable, versioned, the same on every rank.
 
-L MoE layers, E logical experts, S physical slots of all ranks; slot s is local slot s % experts_per_rank of rank
-s // experts_per_rank. An expert may have several slots (replicas); every expert has one at least.
+L MoE layers, E logical experts, S physical experts of all ranks; physical expert p is local expert
+p % experts_per_rank of rank p // experts_per_rank. Every logical expert has one physical expert or several (replicas).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ I32 = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """experts_LS: the logical expert in each physical slot. Two ranks with equal versions have equal maps."""
+    """experts_LS: the logical expert of each physical one. Two ranks with equal versions have equal maps."""
 
     version: int
     num_ranks: int
@@ -26,9 +26,9 @@ class Placement:
     experts_LS: I32
 
     def __post_init__(self) -> None:
-        layers, slots = self.experts_LS.shape
-        if slots % self.num_ranks:
-            raise ValueError(f"{slots} slots cannot be sharded evenly to {self.num_ranks} ranks")
+        layers, physical = self.experts_LS.shape
+        if physical % self.num_ranks:
+            raise ValueError(f"{physical} physical experts cannot be sharded evenly to {self.num_ranks} ranks")
         if layers and (self.experts_LS.min(initial=0) < 0 or self.experts_LS.max(initial=0) >= self.num_experts):
             raise ValueError(f"placement {self.version} names experts outside of 0..{self.num_experts - 1}")
         present_LE = np.zeros((layers, self.num_experts), np.bool_)
@@ -39,7 +39,9 @@ class Placement:
 
     @classmethod
     def initial(cls, num_layers: int, num_experts: int, num_ranks: int, redundant: int = 0) -> Placement:
-        """Experts in order; slots left over are replicas, also in order, until every rank has equally many slots.
+        """Returns experts in order, then replicas, also in order, until every rank has equally many experts.
+
+        redundant: replicas at least.
 
         5 experts, 2 ranks -> [0, 1, 2 | 3, 4, 0]
         """
@@ -49,33 +51,35 @@ class Placement:
 
     @property
     def experts_per_rank(self) -> int:
+        """The physical experts of one rank."""
         return int(self.experts_LS.shape[1]) // self.num_ranks
 
     @property
     def num_layers(self) -> int:
+        """The MoE layers."""
         return int(self.experts_LS.shape[0])
 
     def local(self, layer: int, rank: int) -> list[int]:
-        """The experts in the local slots of a rank."""
+        """Returns the logical expert of each local expert of a rank."""
         per_rank = self.experts_per_rank
         experts: list[int] = self.experts_LS[layer, rank * per_rank : (rank + 1) * per_rank].tolist()
         return experts
 
     def with_layers(self, other: Placement, layers: int, version: int) -> Placement:
-        """The first `layers` layers of `other`, the rest of this one."""
+        """Returns the first `layers` layers of `other` and the rest of this one."""
         if (self.num_ranks, self.experts_LS.shape) != (other.num_ranks, other.experts_LS.shape):
             raise ValueError(f"placements {self.version} and {other.version} are of different groups")
         rows_LS = np.concatenate((other.experts_LS[:layers], self.experts_LS[layers:]))
         return Placement(version, self.num_ranks, self.num_experts, rows_LS)
 
     def counts(self) -> I32:
-        """Slots of each expert, [L, E]."""
+        """Returns the replicas of each expert, [L, E]."""
         layers = np.arange(self.num_layers)[:, None] * self.num_experts
         counts = np.bincount((self.experts_LS + layers).ravel(), minlength=self.num_layers * self.num_experts)
         return counts.reshape(self.num_layers, self.num_experts).astype(np.int32)
 
     def replicas(self, layer: int) -> tuple[I32, I32]:
-        """(slots_EN, counts_E): the slots of each expert in rising order, the last one repeated to the widest row.
+        """Returns (physical_EN, counts_E): each expert's physical ones in order, the last repeated to fill a row.
 
         [0, 1, 2 | 3, 4, 0] -> [[0, 5], [1, 1], [2, 2], [3, 3], [4, 4]], [2, 1, 1, 1, 1]
         """
@@ -87,6 +91,7 @@ class Placement:
         return order[columns], counts_E
 
     def to_table(self) -> PlacementTable:
+        """Returns the message that carries this placement."""
         return PlacementTable(
             version=self.version,
             num_ranks=self.num_ranks,
@@ -97,5 +102,6 @@ class Placement:
 
     @classmethod
     def from_table(cls, table: PlacementTable) -> Placement:
+        """Returns the placement in a message. Raises ValueError if it is damaged."""
         experts = np.frombuffer(table.experts, "<i4").reshape(-1, table.num_ranks * table.experts_per_rank)
         return cls(table.version, table.num_ranks, table.num_experts, experts.astype(np.int32))

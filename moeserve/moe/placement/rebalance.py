@@ -1,6 +1,6 @@
-"""When to move experts: watches the load of all engines, proposes a placement when it would pay, says why or why not.
+"""Decides when to move experts: watches the load of all engines, and proposes a placement when that pays.
 
-NumPy only: it runs in the front end. One placement is on its way at a time.
+NumPy only: this runs in the front end. One placement is on its way at a time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """When a better placement is worth the way there. Times in seconds in which steps run.
+    """Thresholds for a move to a better placement. Times are seconds in which steps run.
 
-    half_life_s: of what was counted. horizon_s: how long the load is taken to stay as it is. expert_share: part of a
-    step that lasts as long as its fullest rank computes experts. slowdown: part of a step's time that moving takes.
-    margin: gain over cost from which it is done. min_saving: of the experts' time, less is noise. min_tokens: counted
-    per expert and layer on average before anything is decided. bytes_per_s: of one rank, until it was measured.
+    half_life_s: of the counted load. horizon_s: how long the load is assumed to stay the same. expert_share: the part
+    of a step in which all ranks wait for the fullest one's experts. slowdown: the part of a step that moving takes.
+    margin: least ratio of gain to cost. min_saving: least part of the experts' time that is no noise. min_tokens: to be
+    counted per expert and layer before any decision. bytes_per_s: of one rank, until it was measured.
     """
 
     half_life_s: float = 120.0
@@ -42,8 +42,8 @@ class Gate:
 class Rebalancer:
     """The placement in force as the front end knows it, the one on its way, and the load that decides about the next.
 
-    `current`: where a Join should bring all ranks. `pending`: what was proposed and is not in force yet. `why`: the
-    last decision, for people. `moved_bytes`: fetched by all ranks that reported, since the start.
+    current: the placement for a Join. pending: the one that was proposed and is not in force yet. why: the last
+    decision, in words. moved_bytes: fetched since the start, by all ranks that reported.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Rebalancer:
         self._not_before_s = -np.inf
 
     def note(self, report: ExpertLoad, now_s: float) -> None:
-        """Counts an engine's report. now_s: on any monotonic clock, the same as for `propose`."""
+        """Adds an engine's report to the load. now_s: on any monotonic clock, the same as for `propose`."""
         counts = np.frombuffer(report.counts, "<i8")
         if counts.size != self.load_LE.size:
             raise ValueError(f"a report of {counts.size} counts does not fit {self.load_LE.shape} layers and experts")
@@ -74,13 +74,13 @@ class Rebalancer:
         self.load_LE += counts.reshape(self.load_LE.shape)
 
     def balance(self) -> F64:
-        """Mean over fullest rank of each layer, [L], for the load as it is and the placement in force."""
+        """Returns mean over fullest rank of each layer, [L], for the counted load and the placement in force."""
         return balance(rank_loads(self.load_LE, self.current))
 
     def propose(self, now_s: float, force: bool = False) -> Placement | None:
-        """The placement to send to all engines now, or None; `why` says why.
+        """Returns the placement to send to all engines now, or None; `why` has the reason.
 
-        force: whatever it costs, if there is any better one. None is proposed while one is on its way.
+        force: at any cost, if there is a better one. Nothing is proposed while a placement is on its way.
         """
         if self.pending is not None:
             waited_s = now_s - self._proposed_s
@@ -100,7 +100,7 @@ class Rebalancer:
         return new
 
     def settle(self, notice: Placed, now_s: float) -> bool:
-        """An engine's answer. True when it ends what was pending: `current` is then what is in force on all ranks."""
+        """Takes an engine's answer. Returns whether that ends `pending`: then `current` is in force on all ranks."""
         self.moved_bytes += notice.moved_bytes
         if self.pending is None or notice.version != self.pending.version:
             return False  # the other engines' answers about the same placement
@@ -120,7 +120,7 @@ class Rebalancer:
         return True
 
     def joined(self, placement: Placement) -> None:
-        """A Join brings all ranks to this placement; whatever was on its way is dropped by every one of them."""
+        """Notes that a Join brings all ranks to this placement; they all drop the one that was on its way."""
         if self.pending is not None:
             logger.warning("placement %d is dropped: the group is formed anew", self.pending.version)
         self.current, self.pending = placement, None
@@ -128,7 +128,7 @@ class Rebalancer:
         self.why = f"placement {placement.version} came with a new epoch"
 
     def rescaled(self, num_ranks: int, redundant: int) -> Placement:
-        """The placement with which to Join another number of ranks; call `joined` with it then."""
+        """Returns the placement with which to Join another number of ranks; call `joined` with it then."""
         load_LE = self.load_LE if self.load_LE.any() else None
         self._newest += 1
         return rescaled(self.current, num_ranks, redundant, self._newest, load_LE)
@@ -142,7 +142,7 @@ class Rebalancer:
         return ""
 
     def _saving(self, new: Placement) -> float:
-        """The part of the experts' time that the new placement saves, if all layers wait for their fullest rank."""
+        """Returns the part of the experts' time that `new` saves, if all layers wait for their fullest rank."""
         before, after = (rank_loads(self.load_LE, p).max(1).sum() for p in (self.current, new))
         return 1 - float(after / before) if before else 0.0
 

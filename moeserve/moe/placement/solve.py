@@ -1,9 +1,9 @@
 """From the load of each expert to a placement that evens out the ranks' load, changing as little as possible.
 
-Pure functions over all layers at once; equal input gives equal output. The tokens of an expert are taken to spread
-evenly over its replicas. How the experts are arranged is in arrange.py; here it is told what may go where.
+Pure functions over all layers at once; equal input gives equal output. An expert's tokens are assumed to spread evenly
+over its replicas. arrange.py arranges experts on ranks; this module decides which experts and ranks it is given.
 
-L layers, E experts, R ranks, e slots per rank, S = R * e slots.
+L layers, E experts, R ranks, e physical experts per rank, S = R * e.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.moe.placement.arrange import EMPTY, F64, I32, arrange, keep_slots
+from moeserve.moe.placement.arrange import EMPTY, F64, I32, arrange, keep_places
 from moeserve.moe.placement.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Ranks lie on `num` hosts of equally many ranks each, host by host. num_groups: groups of experts that a token's
-    router chooses as a whole; where it divides evenly, each group stays on one host, replicas included."""
+    """`num` hosts with equally many ranks, in order of rank. num_groups: groups of experts that the router chooses as a
+    whole; where the numbers divide evenly, each group stays on one host, replicas included."""
 
     num: int = 1
     num_groups: int = 1
 
     def apply(self, num_experts: int, num_ranks: int) -> bool:
-        """Whether groups can be sharded evenly; otherwise the placement is global."""
+        """Returns whether groups can be sharded evenly; otherwise the placement ignores hosts."""
         return (
             self.num > 1
             and num_ranks % self.num == 0
@@ -39,21 +39,21 @@ ONE_HOST = Hosts()
 
 
 def rank_loads(load_LE: F64, placement: Placement) -> F64:
-    """What each rank would compute, [L, R], in the unit of load_LE (tokens, say)."""
+    """Returns what each rank would compute, [L, R], in the unit of load_LE (tokens, say)."""
     loads_LRe = _slot_loads(load_LE, placement).reshape(placement.num_layers, placement.num_ranks, -1)
     load_LR: F64 = loads_LRe.sum(2)
     return load_LR
 
 
 def balance(load_LR: F64) -> F64:
-    """Mean over fullest rank, per layer [L]: 1 is perfect, 1 / R is everything on one rank; 1 without any load."""
+    """Returns mean over fullest rank per layer [L]: 1 is even, 1 / R is everything on one rank; 1 without any load."""
     peak_L = load_LR.max(1)
     even_L: F64 = np.divide(load_LR.mean(1), peak_L, out=np.ones_like(peak_L), where=peak_L > 0)
     return even_L
 
 
 def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
-    """Experts that each rank has to fetch, [R]: in a slot of it now, and in none of it before."""
+    """Returns how many experts each rank has to fetch, [R]: those it has in `new` and not in `old`."""
     fetched = np.zeros(new.num_ranks, np.int64)
     for rank in range(new.num_ranks):
         now, before = (_on_rank(p, rank) for p in (new, old))
@@ -62,9 +62,10 @@ def moved(old: Placement, new: Placement) -> NDArray[np.int64]:
 
 
 def solve(load_LE: F64, current: Placement, version: int, hosts: Hosts = ONE_HOST) -> Placement:
-    """A placement for this load in the slots of `current`: in no layer worse than it, as few experts moved as that
-    takes. In layers that it changes, replicas of an expert come to different ranks, unless it has more of them than
-    there are ranks; those that shared a rank before may go on doing so."""
+    """Returns a placement for this load with the ranks and sizes of `current`: no layer gets worse, few experts move.
+
+    In layers that change, new replicas of an expert go to different ranks, unless there are more of them than ranks.
+    """
     load_LE = np.asarray(load_LE, np.float64)
     assert load_LE.shape == (current.num_layers, current.num_experts), (load_LE.shape, current.experts_LS.shape)
     rows_LS = current.experts_LS
@@ -72,7 +73,7 @@ def solve(load_LE: F64, current: Placement, version: int, hosts: Hosts = ONE_HOS
         new_LS = _per_host(load_LE, current, hosts)
     else:
         new_LS = arrange(load_LE, rows_LS, current.num_ranks, current.experts_per_rank)
-    new = Placement(version, current.num_ranks, current.num_experts, keep_slots(rows_LS, new_LS, current.num_ranks))
+    new = Placement(version, current.num_ranks, current.num_experts, keep_places(rows_LS, new_LS, current.num_ranks))
     better_L = rank_loads(load_LE, new).max(1) < rank_loads(load_LE, current).max(1) * (1 - 1e-9)
     rows_LS = np.where(better_L[:, None], new.experts_LS, rows_LS)
     return Placement(version, current.num_ranks, current.num_experts, rows_LS)
@@ -81,10 +82,9 @@ def solve(load_LE: F64, current: Placement, version: int, hosts: Hosts = ONE_HOS
 def rescaled(
     placement: Placement, num_ranks: int, redundant: int, version: int, load_LE: F64 | None = None
 ) -> Placement:
-    """The placement for another number of ranks: ranks that are in both keep what they can, the last ones come or go.
+    """Returns the placement for another number of ranks: ranks in both keep what they can, the last ones come or go.
 
-    redundant: slots beyond one per expert, rounded up to equally many slots per rank, as in `Placement.initial`.
-    Without load_LE all experts count alike.
+    redundant: see `Placement.initial`. Without load_LE all experts count alike.
     """
     per_rank = -(-(placement.num_experts + redundant) // num_ranks)
     if load_LE is None:
@@ -95,7 +95,7 @@ def rescaled(
     old_LRe = np.full((layers, num_ranks, width), EMPTY, np.int32)
     old_LRe[:, :both, :old_per_rank] = placement.experts_LS.reshape(layers, -1, old_per_rank)[:, :both]
     rows_LS = arrange(load_LE, old_LRe.reshape(layers, -1), num_ranks, per_rank)
-    return Placement(version, num_ranks, placement.num_experts, keep_slots(old_LRe, rows_LS, num_ranks))
+    return Placement(version, num_ranks, placement.num_experts, keep_places(old_LRe, rows_LS, num_ranks))
 
 
 def _slot_loads(load_LE: F64, placement: Placement) -> F64:
@@ -104,7 +104,7 @@ def _slot_loads(load_LE: F64, placement: Placement) -> F64:
 
 
 def _on_rank(placement: Placement, rank: int) -> NDArray[np.bool_]:
-    """Which experts a rank has, [L, E]; none if the placement has no such rank."""
+    """Returns which experts a rank has, [L, E]; none if the placement has no such rank."""
     there = np.zeros((placement.num_layers, placement.num_experts), np.bool_)
     if rank < placement.num_ranks:
         experts = placement.experts_LS.reshape(placement.num_layers, placement.num_ranks, -1)[:, rank]
@@ -113,7 +113,7 @@ def _on_rank(placement: Placement, rank: int) -> NDArray[np.bool_]:
 
 
 def _per_host(load_LE: F64, current: Placement, hosts: Hosts) -> I32:
-    """Groups are arranged on hosts as experts are on ranks, then each host's experts on its ranks."""
+    """Arranges groups on hosts as experts on ranks, then each host's experts on its ranks."""
     layers, num_experts = load_LE.shape
     ranks_per_host, group_size = current.num_ranks // hosts.num, num_experts // hosts.num_groups
     group_load_LG = load_LE.reshape(layers, hosts.num_groups, group_size).sum(2)
@@ -138,10 +138,10 @@ def _per_host(load_LE: F64, current: Placement, hosts: Hosts) -> I32:
 
 
 def _groups_now(current: Placement, hosts: Hosts) -> I32:
-    """Groups on the host that has most slots of them, [L, hosts * num_groups], the rest empty."""
+    """Returns each group on the host that has most of its experts, [L, hosts * num_groups], the rest EMPTY."""
     layers, groups = current.num_layers, np.arange(hosts.num_groups)
     group_LHS = (current.experts_LS // (current.num_experts // hosts.num_groups)).reshape(layers, hosts.num, -1)
-    slots_LGH = (group_LHS[:, None] == groups[None, :, None, None]).sum(3)
+    count_LGH = (group_LHS[:, None] == groups[None, :, None, None]).sum(3)
     rows_LHG = np.full((layers, hosts.num, hosts.num_groups), EMPTY, np.int32)
-    np.put_along_axis(rows_LHG, slots_LGH.argmax(2)[:, None], groups[None, None].astype(np.int32), axis=1)
+    np.put_along_axis(rows_LHG, count_LGH.argmax(2)[:, None], groups[None, None].astype(np.int32), axis=1)
     return rows_LHG.reshape(layers, -1)

@@ -3,55 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import TypeVar
+from pkgutil import resolve_name
+from typing import Any, TypeVar
 
 import torch
 
-from moeserve.config import ParallelConfig
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.all2all.nccl import DeviceAll2All, DeviceAllGather
-from moeserve.moe.all2all.registry import BackendFacts, make_backends
+from moeserve.moe.all2all.nccl import NcclAll2All
+from moeserve.moe.all2all.registry import BUILT_IN, BackendFacts, Unavailable
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.ops.native import native
 from tests.comm.ranks import members_of, together
 
 T = TypeVar("T")
-BY_NCCL = {"torch by nccl": DeviceAll2All, "allgather by nccl": DeviceAllGather}  # over tests/comm/fake_nccl.py
-ON_CPU = ("torch", "allgather", *(("shm",) if native() is not None else ()))
-INTERPRETED = frozenset({"cuda_ipc"})  # slow: fewer of the larger cases
-NAMES: tuple[str, ...] = (*ON_CPU, *BY_NCCL)
-if native() is not None and find_spec("triton") is not None and not torch.cuda.is_available():
-    NAMES += tuple(INTERPRETED)
 WIDTH = 24
-SLOTS = 3  # of one rank
+LOCAL = 3  # of one rank
 TOP_K = 3
 MAX_TOKENS = 40
 
 
+def facts_of(dtype: torch.dtype, ranks: int = 2, wire: str = "auto", **changes: Any) -> BackendFacts:
+    facts = BackendFacts(
+        hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=MAX_TOKENS, experts_per_rank=LOCAL, num_ranks=ranks,
+        wire=wire_of(wire, dtype),
+    )  # fmt: skip
+    return replace(facts, **changes)
+
+
+def on_cpu() -> Iterator[str]:
+    """What the registry offers here."""
+    for name, backend in BUILT_IN.items():
+        with suppress(Unavailable):
+            if "cpu" in backend.auto_on and resolve_name(backend.maker)(facts_of(torch.float32)):
+                yield name
+
+
+BY_NCCL = "torch by nccl"  # over tests/comm/fake_nccl.py
+ON_CPU = tuple(on_cpu())
+INTERPRETED = frozenset({"cuda_ipc"})  # slow: fewer of the larger cases
+NAMES: tuple[str, ...] = (*ON_CPU, BY_NCCL)
+if native() is not None and find_spec("triton") is not None and not torch.cuda.is_available():
+    NAMES += tuple(INTERPRETED)
+
+
 def make(name: str, dtype: torch.dtype, ranks: int, wire: str = "auto", max_tokens: int = MAX_TOKENS) -> All2All:
     """The backend itself where one rank would be given `local`; `cuda_ipc` with interpreted kernels."""
-    if name in BY_NCCL:
-        return BY_NCCL[name](wire_of(wire, dtype), WIDTH, dtype, TOP_K, max_tokens, 24)
+    facts = facts_of(dtype, ranks, wire, max_tokens=max_tokens)
+    if name == BY_NCCL:
+        return NcclAll2All(facts)
     if name == "cuda_ipc":
         from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
         from tests.comm.host_memory import host_symmetric
 
-        facts = BackendFacts(
-            hidden_size=WIDTH, dtype=dtype, top_k=TOP_K, max_tokens=max_tokens, num_slots=SLOTS, num_ranks=ranks,
-            wire=wire_of(wire, dtype), comm_sms=1,
-        )  # fmt: skip
-        return CudaIpcAll2All(facts, *host_symmetric())
-    (backend,) = make_backends(
-        ParallelConfig(dp=max(2, ranks), all2all=name, wire=wire),  # type: ignore[arg-type]
-        hidden_size=WIDTH,
-        dtype=dtype,
-        top_k=TOP_K,
-        max_tokens=max_tokens,
-        num_slots=SLOTS,
-    )
-    assert backend.caps.name == name, backend.caps.obstacle
+        return CudaIpcAll2All(replace(facts, comm_sms=1), *host_symmetric())
+    backend: All2All = resolve_name(BUILT_IN[name].maker)(facts)
+    assert backend.caps.name == name
     return backend
 
 
@@ -80,7 +89,7 @@ def group(
     """settings: deadline_s of the members, max_tokens of the backends."""
     members = members_of(ranks, directory, deadline_s=settings.get("deadline_s", 20.0))
     backends = [make(name, dtype, ranks, wire, int(settings.get("max_tokens", MAX_TOKENS))) for _ in members]
-    together([lambda b=b, m=m: b.join(m, SLOTS, ubatches) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
+    together([lambda b=b, m=m: b.join(m, LOCAL, ubatches) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
     try:
         yield Group(backends)
     finally:

@@ -15,7 +15,7 @@ from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2All, Pending, Ticket
 from moeserve.moe.ubatch import UBatch
 from tests.comm.ranks import members_of, together
-from tests.moe.contract.backends import NAMES, ON_CPU, SLOTS, group, make
+from tests.moe.contract.backends import LOCAL, NAMES, ON_CPU, group, make
 from tests.moe.contract.test_contract import Batch, alone, batch, cases, experts, same_bits
 
 RANKS = 3
@@ -31,7 +31,7 @@ def turns(backend: All2All, ubatches: list[UBatch], parts: list[Batch], rank: in
             pending.arrive()
         sent.append(backend.dispatch(*part, ubatch))
     tickets = [pending.wait() for pending in sent]
-    ys = [experts(ticket.inbound, rank * SLOTS) for ticket in tickets]
+    ys = [experts(ticket.inbound, rank * LOCAL) for ticket in tickets]
     back: list[Pending[Tensor]] = []
     for ticket, y, out, ubatch in zip(tickets, ys, outs, ubatches, strict=True):
         for going in back:
@@ -68,7 +68,7 @@ def broken(name: str, folder: Path, seed: int) -> None:
         directory.mkdir()
         # A collective of Gloo may miss that its peers have left, and then takes the whole deadline.
         members = members_of(RANKS, str(directory), epoch=epoch, deadline_s=2.0 if epoch == 1 else 20.0)
-        together([lambda b=b, m=m: b.join(m, SLOTS, 2) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
+        together([lambda b=b, m=m: b.join(m, LOCAL, 2) for b, m in zip(backends, members, strict=True)])  # type: ignore[misc]
         if epoch == 1:
             breaker = threading.Timer(rng.random() * 0.03, backends[rng.randrange(RANKS)].leave)
             breaker.start()

@@ -17,7 +17,7 @@ from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
-from tests.moe.contract.backends import INTERPRETED, MAX_TOKENS, NAMES, SLOTS, TOP_K, WIDTH, group
+from tests.moe.contract.backends import INTERPRETED, LOCAL, MAX_TOKENS, NAMES, TOP_K, WIDTH, group
 
 Batch = tuple[Tensor, Routing]
 EVERY_BACKEND = pytest.mark.parametrize("name", NAMES)
@@ -36,11 +36,11 @@ def batch(ids_TK: np.ndarray, dtype: torch.dtype, seed: int) -> Batch:
 def cases(ranks: int) -> dict[str, list[np.ndarray]]:
     """Ids of every rank's tokens."""
     rng = np.random.default_rng(ranks)
-    slots = ranks * SLOTS
-    k = min(TOP_K, slots)
+    num_physical = ranks * LOCAL
+    k = min(TOP_K, num_physical)
 
     def distinct(tokens: int) -> np.ndarray:
-        return np.array([rng.permutation(slots)[:k] for _ in range(tokens)], int).reshape(tokens, k)
+        return np.array([rng.permutation(num_physical)[:k] for _ in range(tokens)], int).reshape(tokens, k)
 
     uneven = [distinct(n) for n in (5, 17, 1, 9)[:ranks]]
     holes = [np.where(rng.random(ids.shape) < 0.4, -1, ids) for ids in uneven]
@@ -48,23 +48,23 @@ def cases(ranks: int) -> dict[str, list[np.ndarray]]:
         "uneven": uneven,
         "none on some": [distinct(7 if rank == ranks - 1 else 0) for rank in range(ranks)],
         "none on all": [distinct(0) for _ in range(ranks)],
-        "all to one expert": [np.full((6 + rank, 1), slots - 1) for rank in range(ranks)],
+        "all to one expert": [np.full((6 + rank, 1), num_physical - 1) for rank in range(ranks)],
         "all padding": [np.full((4, k), -1) for _ in range(ranks)],
         "holes": holes,
-        "duplicate ids": [rng.integers(0, slots, (8, k)) for _ in range(ranks)],
-        "one expert per token": [rng.integers(0, slots, (12, 1)) for _ in range(ranks)],
+        "duplicate ids": [rng.integers(0, num_physical, (8, k)) for _ in range(ranks)],
+        "one expert per token": [rng.integers(0, num_physical, (12, 1)) for _ in range(ranks)],
         "capacity full": [distinct(MAX_TOKENS) for _ in range(ranks)],
     }
 
 
 def experts(inbound: Inbound, first: int) -> Tensor:
-    """Stands in for experts: slot s multiplies by s + 1/2. Results of rows beyond the last are NaN."""
+    """Stands in for experts: expert s multiplies by s + 1/2. Results of rows beyond the last are NaN."""
     assert inbound.layout is Layout.GROUPED
     assert inbound.ends_e.tolist() == np.cumsum(inbound.host_counts_e).tolist()
     y = torch.full_like(inbound.x, torch.nan)
     start = 0
-    for slot, end in enumerate(inbound.ends_e.tolist()):
-        y[start:end] = inbound.x[start:end] * (first + slot + 0.5)
+    for expert, end in enumerate(inbound.ends_e.tolist()):
+        y[start:end] = inbound.x[start:end] * (first + expert + 0.5)
         start = end
     return y
 
@@ -83,7 +83,7 @@ def there_and_back(backend: All2All, ubatch: UBatch, part: Batch, first: int) ->
 
 def alone(ranks: int, part: Batch, wire: str = "auto") -> Tensor:
     """The specification."""
-    return there_and_back(LocalAll2All(ranks * SLOTS, wire_of(wire, part[0].dtype)), UBatch(), part, 0)
+    return there_and_back(LocalAll2All(ranks * LOCAL, wire_of(wire, part[0].dtype)), UBatch(), part, 0)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -108,7 +108,7 @@ def test_bits_are_those_of_one_rank(name: str, dtype: torch.dtype, ranks: int, t
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
         ubatch = UBatch()
-        return [there_and_back(backend, ubatch, by_rank[rank], rank * SLOTS) for by_rank in parts]
+        return [there_and_back(backend, ubatch, by_rank[rank], rank * LOCAL) for by_rank in parts]
 
     with group(name, dtype, ranks, str(tmp_path)) as ranks_of:
         for rank, outs in enumerate(ranks_of.run(work)):
@@ -121,7 +121,7 @@ def test_a_wire_that_rounds_rounds_every_row(name: str, tmp_path: Path) -> None:
     """Also the rows that stay on their rank: bits do not depend on where an expert is."""
     parts = [batch(ids, torch.bfloat16, r) for r, ids in enumerate(cases(2)["uneven"])]
     with group(name, torch.bfloat16, 2, str(tmp_path), wire="fp8_b128") as ranks_of:
-        outs = ranks_of.run(lambda rank, backend: there_and_back(backend, UBatch(), parts[rank], rank * SLOTS))
+        outs = ranks_of.run(lambda rank, backend: there_and_back(backend, UBatch(), parts[rank], rank * LOCAL))
     for out, part in zip(outs, parts, strict=True):
         assert same_bits(out, alone(2, part, "fp8_b128"))
         assert not same_bits(out, alone(2, part))
@@ -130,7 +130,7 @@ def test_a_wire_that_rounds_rounds_every_row(name: str, tmp_path: Path) -> None:
 @EVERY_BACKEND
 def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    ids = [rng.integers(-1, 2 * SLOTS, (9, TOP_K)) for _ in range(2)]
+    ids = [rng.integers(-1, 2 * LOCAL, (9, TOP_K)) for _ in range(2)]
 
     def work(rank: int, backend: All2All) -> list[list[float]]:
         x = torch.arange(9.0)[:, None].expand(-1, WIDTH) + 100 * rank
@@ -138,18 +138,18 @@ def test_rows_of_an_expert_are_ordered_by_rank_token_and_k(name: str, tmp_path: 
         ubatch = UBatch()
         ticket = backend.dispatch(x.contiguous(), routing, ubatch).wait()
         rows = [part.tolist() for part in np.split(ticket.inbound.x[:, 0].numpy(), np.asarray(ticket.inbound.ends_e))][
-            :SLOTS
+            :LOCAL
         ]
         backend.combine(ticket, ticket.inbound.x, torch.empty(9, WIDTH), ubatch).wait()
         return rows
 
     with group(name, torch.float32, 2, str(tmp_path)) as ranks_of:
         for rank, rows in enumerate(ranks_of.run(work)):
-            for slot in range(SLOTS):
+            for expert in range(LOCAL):
                 wanted = [
-                    100.0 * r + t for r in (0, 1) for t in range(9) for i in ids[r][t] if i == rank * SLOTS + slot
+                    100.0 * r + t for r in (0, 1) for t in range(9) for i in ids[r][t] if i == rank * LOCAL + expert
                 ]
-                assert rows[slot] == wanted
+                assert rows[expert] == wanted
 
 
 @EVERY_BACKEND
@@ -169,7 +169,7 @@ def test_two_in_flight_do_not_mix(name: str, ubatches: int, tmp_path: Path) -> N
                 pending.arrive()
                 pending.arrive()
             tickets = [pending.wait() for pending in sent]
-            ys = [experts(ticket.inbound, rank * SLOTS) for ticket in tickets]
+            ys = [experts(ticket.inbound, rank * LOCAL) for ticket in tickets]
             back = [backend.combine(*each) for each in zip(tickets, ys, outs, own, strict=True)]
             for pending in back:
                 pending.wait()
@@ -202,7 +202,7 @@ def test_a_rank_that_never_comes_is_named(name: str, tmp_path: Path) -> None:
 
     def work(rank: int, backend: All2All) -> tuple[int, ...]:
         with pytest.raises(PeerLost) as caught:
-            there_and_back(backend, UBatch(), parts[rank], rank * SLOTS)
+            there_and_back(backend, UBatch(), parts[rank], rank * LOCAL)
         return caught.value.missing
 
     with group(name, torch.float32, 3, str(tmp_path), deadline_s=0.5) as ranks_of:
@@ -238,7 +238,7 @@ def test_nobody_joined_yet(name: str) -> None:
 
 @EVERY_BACKEND
 def test_epochs_follow_each_other(name: str, tmp_path: Path) -> None:
-    """The same backends join again, with other slots and fewer ranks."""
+    """The same backends join again, with other numbers of experts and fewer ranks."""
     from tests.comm.ranks import members_of, together
     from tests.moe.contract.backends import make
 
@@ -249,8 +249,8 @@ def test_epochs_follow_each_other(name: str, tmp_path: Path) -> None:
         parts = [batch(ids, torch.float32, r) for r, ids in enumerate(cases(ranks)["uneven"])]
 
         def work(rank: int, members=members, parts=parts) -> Tensor:  # type: ignore[no-untyped-def]
-            backends[rank].join(members[rank], SLOTS, 1)
-            return there_and_back(backends[rank], UBatch(), parts[rank], rank * SLOTS)
+            backends[rank].join(members[rank], LOCAL, 1)
+            return there_and_back(backends[rank], UBatch(), parts[rank], rank * LOCAL)
 
         outs = together([lambda r=r: work(r) for r in range(ranks)])  # type: ignore[misc]
         for out, part in zip(outs, parts, strict=True):

@@ -29,7 +29,7 @@ from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import Ops, pick_ops
 from tests.comm.ranks import members_of, together
-from tests.moe.contract.backends import INTERPRETED, NAMES, ON_CPU, SLOTS, TOP_K, WIDTH, group, make
+from tests.moe.contract.backends import INTERPRETED, LOCAL, NAMES, ON_CPU, TOP_K, WIDTH, group, make
 
 EXPERTS = 5
 TOKENS = (33, 7, 0, 12)  # of each rank
@@ -83,9 +83,9 @@ def expected(rank: int) -> Tensor:
 
 
 def random_placement(ranks: int, seed: int) -> Placement:
-    """Every expert once at least, the other slots anything."""
+    """Every expert once at least, the others anything."""
     rng = np.random.default_rng(seed)
-    spare = rng.integers(0, EXPERTS, ranks * SLOTS - EXPERTS)
+    spare = rng.integers(0, EXPERTS, ranks * LOCAL - EXPERTS)
     row = rng.permutation(np.concatenate((np.arange(EXPERTS), spare)))
     return Placement(seed, ranks, EXPERTS, row.astype(np.int32)[None])
 
@@ -154,7 +154,7 @@ here.run_process(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Members), sy
 
 def run_process(name: str, members: Members, path: str) -> None:
     backend = make(name, torch.float32, members.size)
-    backend.join(members, SLOTS, 1)
+    backend.join(members, LOCAL, 1)
     outs = outputs(backend, random_placement(members.size, 1), members.rank)
     torch.save(outs, path)
     backend.leave()

@@ -23,7 +23,7 @@ from tests.moe.deepep import fake
 T = TypeVar("T")
 NAMES = tuple(ADAPTERS)
 WIDTH = 24  # filled up by every adapter
-SLOTS = 3
+LOCAL = 3
 TOP_K = 3
 MAX_TOKENS = 40
 
@@ -35,7 +35,7 @@ def facts(ranks: int, wire: str = "auto", width: int = WIDTH, **changes: Any) ->
             "dtype": torch.bfloat16,
             "top_k": TOP_K,
             "max_tokens": MAX_TOKENS,
-            "num_slots": SLOTS,
+            "experts_per_rank": LOCAL,
             "num_ranks": ranks,
             "wire": wire_of(wire, torch.bfloat16),
             **changes,
@@ -49,7 +49,7 @@ def joined(
 ) -> Iterator[Any]:
     """The adapters of all ranks. They leave together, and every buffer is destroyed."""
     backends = [adapter(fake, facts(ranks, wire, width)) for _ in range(ranks)]
-    calls = [lambda b=b, m=m: b.join(m, SLOTS, ubatches) for b, m in zip(backends, members_of(ranks), strict=True)]
+    calls = [lambda b=b, m=m: b.join(m, LOCAL, ubatches) for b, m in zip(backends, members_of(ranks), strict=True)]
     together(calls)
     try:
         yield backends
@@ -66,7 +66,7 @@ def on_all(backends: list[Any], work: Callable[[int, All2All], T]) -> list[T]:
 def some(tokens: int, ranks: int, seed: int, width: int = WIDTH, top_k: int = TOP_K) -> tuple[Tensor, Routing]:
     """Rows with distinct experts, some of them missing."""
     rng = np.random.default_rng(seed)
-    ids = np.array([rng.permutation(ranks * SLOTS)[:top_k] for _ in range(tokens)], np.int32).reshape(tokens, top_k)
+    ids = np.array([rng.permutation(ranks * LOCAL)[:top_k] for _ in range(tokens)], np.int32).reshape(tokens, top_k)
     ids[rng.random(ids.shape) < 0.1] = -1
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, width, generator=generator).bfloat16()

@@ -14,8 +14,8 @@ from torch import Tensor
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import All2All, Layout
 from moeserve.moe.all2all.deepep import ADAPTERS
-from moeserve.moe.all2all.deepep.ht import DeepEPHighThroughput
 from moeserve.moe.all2all.deepep.ll import DeepEPLowLatency
+from moeserve.moe.all2all.deepep.v2 import DeepEPElastic
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
@@ -27,9 +27,9 @@ from moeserve.ops.table import pick_ops
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, batch, cases, experts, there_and_back
 from tests.moe.deepep import fake
-from tests.moe.deepep.ranks import MAX_TOKENS, NAMES, SLOTS, WIDTH, facts, joined, on_all, some
+from tests.moe.deepep.ranks import LOCAL, MAX_TOKENS, NAMES, WIDTH, facts, joined, on_all, some
 
-WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4) if (name, ranks) != ("deepep_ht", 3)]
+WORLDS = [(name, ranks) for name in NAMES for ranks in (2, 3, 4)]
 EVERY_ADAPTER = pytest.mark.parametrize("name", NAMES)
 
 
@@ -52,7 +52,7 @@ def test_results_are_those_of_one_rank(name: str, ranks: int) -> None:
     }
 
     def work(rank: int, backend: All2All) -> list[Tensor]:
-        return [there_and_back(backend, UBatch(), by_rank[rank], rank * SLOTS) for by_rank in parts.values()]
+        return [there_and_back(backend, UBatch(), by_rank[rank], rank * LOCAL) for by_rank in parts.values()]
 
     with joined(ADAPTERS[name], ranks) as backends:
         outs_of = on_all(backends, work)
@@ -71,7 +71,7 @@ def test_the_fp8_wire(name: str) -> None:
     ranks = 2
     parts = [some(17, ranks, seed, width=300, top_k=1) for seed in range(ranks)]
     with joined(ADAPTERS[name], ranks, "fp8_b128", 300) as backends:
-        outs = on_all(backends, lambda r, backend: there_and_back(backend, UBatch(), parts[r], r * SLOTS))
+        outs = on_all(backends, lambda r, backend: there_and_back(backend, UBatch(), parts[r], r * LOCAL))
     for out, (x, routing) in zip(outs, parts, strict=True):
         expected = alone(ranks, (x, routing), "fp8_b128")
         if name == "deepep_ll":
@@ -81,22 +81,21 @@ def test_the_fp8_wire(name: str) -> None:
         assert not same(out, alone(ranks, (x, routing)))
 
 
-@pytest.mark.parametrize("name", ["deepep_ht", "deepep_v2"])
-def test_rows_of_an_expert_are_ordered_by_rank_and_token(name: str) -> None:
+def test_rows_of_an_expert_are_ordered_by_rank_and_token() -> None:
     def work(rank: int, backend: All2All) -> list[float]:
         x = (torch.arange(9.0)[:, None] + 16 * rank).expand(-1, WIDTH).bfloat16()
         ticket = backend.dispatch(x, Routing(torch.zeros(9, 1, dtype=torch.int32), torch.ones(9, 1)), UBatch()).wait()
         backend.combine(ticket, ticket.inbound.x, torch.empty_like(x), UBatch()).wait()
         return [float(value) for value in ticket.inbound.x[:, 0]]
 
-    with joined(ADAPTERS[name], 2) as backends:
+    with joined(DeepEPElastic, 2) as backends:
         first, second = on_all(backends, work)
     assert first == [*range(9), *range(16, 25)]
     assert second == []
 
 
 def two_ubatches(rank: int, backend: All2All, parts: list[Any]) -> list[Tensor]:
-    """Five layers in two micro-batches with the order of moe/micro-batch.py."""
+    """Five layers in two micro-batches with the order of moe/ubatch.py."""
     outs = [torch.full_like(part[0], torch.nan) for part in parts]
     ping_pong, ubatches = PingPong(2), (UBatch(0), UBatch(1))
     for ubatch in ubatches:
@@ -108,7 +107,7 @@ def two_ubatches(rank: int, backend: All2All, parts: list[Any]) -> list[Tensor]:
             ubatch.enter()
             for _ in range(5):
                 ticket = ubatch.overlap(lambda: backend.dispatch(x, routing, ubatch))
-                y = experts(ticket.inbound, rank * SLOTS)
+                y = experts(ticket.inbound, rank * LOCAL)
                 ubatch.overlap(lambda ticket=ticket, y=y: backend.combine(ticket, y, outs[ubatch.index], ubatch))  # type: ignore[misc]
             ubatch.leave()
         except BaseException as error:
@@ -149,7 +148,7 @@ def test_two_in_flight_in_any_order(name: str) -> None:
         ubatches, outs = (UBatch(0), UBatch(1)), [torch.empty_like(x) for x, _ in parts[rank]]
         sent = [backend.dispatch(*part, ubatch) for part, ubatch in zip(parts[rank], ubatches, strict=True)]
         tickets = [pending.wait() for pending in reversed(sent)][::-1]
-        ys = [experts(ticket.inbound, rank * SLOTS) for ticket in tickets]
+        ys = [experts(ticket.inbound, rank * LOCAL) for ticket in tickets]
         back = [backend.combine(*each) for each in zip(tickets, ys, outs, ubatches, strict=True)]
         return [pending.wait() for pending in reversed(back)][::-1]
 
@@ -165,8 +164,8 @@ def test_behind_the_plan_with_reference_experts(name: str) -> None:
     """Real SwiGLU experts behind what `plan_moe` picks: rows, or slots regrouped."""
     width, ranks = 64, 2
     generator = torch.Generator().manual_seed(1)
-    w13 = (torch.randn(ranks * SLOTS, 64, width, generator=generator) / 8).bfloat16()
-    w2 = (torch.randn(ranks * SLOTS, width, 32, generator=generator) / 6).bfloat16()
+    w13 = (torch.randn(ranks * LOCAL, 64, width, generator=generator) / 8).bfloat16()
+    w2 = (torch.randn(ranks * LOCAL, width, 32, generator=generator) / 6).bfloat16()
     kernel = ReferenceExperts(pick_ops("cpu", torch.bfloat16))
     parts = [some(19 * rank, ranks, rank, width=width) for rank in range(ranks)]
 
@@ -174,7 +173,7 @@ def test_behind_the_plan_with_reference_experts(name: str) -> None:
         x, routing = part
         ticket = backend.dispatch(x, routing, UBatch()).wait()
         y, own = torch.empty_like(ticket.inbound.x), ExpertWeights(w13[slots].clone(), w2[slots].clone())
-        kernel.run(ticket.inbound, kernel.pack(own), y, UBatch().scratch)
+        kernel.run(ticket.inbound, kernel.pack(own), y)
         return backend.combine(ticket, y, torch.full_like(x, torch.nan), UBatch()).wait()
 
     needs = MoENeeds(
@@ -182,10 +181,10 @@ def test_behind_the_plan_with_reference_experts(name: str) -> None:
     )
     with joined(ADAPTERS[name], ranks, width=width) as backends:
         picked = [plan_moe(needs, [backend], [kernel]).all2all for backend in backends]
-        work = [lambda r=r: through(picked[r], parts[r], slice(r * SLOTS, (r + 1) * SLOTS)) for r in range(ranks)]
+        work = [lambda r=r: through(picked[r], parts[r], slice(r * LOCAL, (r + 1) * LOCAL)) for r in range(ranks)]
         outs = together(work)  # type: ignore[arg-type]
     for out, part in zip(outs, parts, strict=True):
-        expected = through(LocalAll2All(ranks * SLOTS), part, slice(None))
+        expected = through(LocalAll2All(ranks * LOCAL), part, slice(None))
         assert (out.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
 
 
@@ -239,9 +238,9 @@ def test_epochs_follow_each_other(name: str) -> None:
     backends = [ADAPTERS[name](fake, facts(4)) for _ in range(4)]
     for epoch, ranks in enumerate((4, 2, 4), 1):
         members = members_of(ranks, epoch=epoch)
-        together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members, strict=False)])  # type: ignore[misc]
+        together([lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members, strict=False)])  # type: ignore[misc]
         parts = [some(9, ranks, rank) for rank in range(ranks)]
-        outs = on_all(backends[:ranks], lambda r, b, parts=parts: there_and_back(b, UBatch(), parts[r], r * SLOTS))  # type: ignore[misc]
+        outs = on_all(backends[:ranks], lambda r, b, parts=parts: there_and_back(b, UBatch(), parts[r], r * LOCAL))  # type: ignore[misc]
         for out, (x, routing) in zip(outs, parts, strict=True):
             assert close(out, alone(ranks, (x, routing)), alone(ranks, (x.abs(), routing)))
         together([backend.leave for backend in backends])
@@ -250,8 +249,8 @@ def test_epochs_follow_each_other(name: str) -> None:
 
 def test_a_silent_rank_is_a_lost_peer_and_its_buffer_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Tearing a buffer down takes all ranks; the others may be dead."""
-    backends = [DeepEPHighThroughput(fake, facts(2)) for _ in range(2)]
-    together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+    backends = [DeepEPElastic(fake, facts(2)) for _ in range(2)]
+    together([lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
     buffer = backends[0].buffer
     buffer.exchange.timeout_s = 0.2
     with pytest.raises(PeerLost, match="CPU recv timeout"):
@@ -268,12 +267,12 @@ def test_a_rank_that_does_not_come_is_named(name: str) -> None:
     backends = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
     members = members_of(2, deadline_s=0.3)
     with pytest.raises(PeerLost) as caught:
-        backends[0].join(members[0], SLOTS, 1)
+        backends[0].join(members[0], LOCAL, 1)
     assert caught.value.missing == (1,)
     del caught  # its frames hold the store
     gc.collect()
     together(
-        [lambda b=b, m=m: b.join(replace(m, deadline_s=10.0), SLOTS, 1) for b, m in zip(backends, members, strict=True)]
+        [lambda b=b, m=m: b.join(replace(m, deadline_s=10.0), LOCAL, 1) for b, m in zip(backends, members, strict=True)]
     )  # type: ignore[misc]
     together([backend.leave for backend in backends])
 
@@ -282,25 +281,25 @@ def test_a_buffer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: Any, group: Any) -> Any:
         raise RuntimeError("Assertion error (buffer.hpp:1): num_ranks")
 
-    monkeypatch.setattr(DeepEPHighThroughput, "open", refused)
-    backends = [DeepEPHighThroughput(fake, facts(2)) for _ in range(2)]
-    calls = [lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)]  # type: ignore[misc]
-    with pytest.raises(ConfigError, match="deepep_ht cannot make its buffer: Assertion error"):
+    monkeypatch.setattr(DeepEPElastic, "open", refused)
+    backends = [DeepEPElastic(fake, facts(2)) for _ in range(2)]
+    calls = [lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)]  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="deepep_v2 cannot make its buffer: Assertion error"):
         together(calls)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "hosts", "why"),
     [
-        ("deepep_ht", 3, None, "deepep_ht does not serve 3 ranks"),
+        ("deepep_v2", 1, None, "deepep_v2 does not serve 1 ranks"),
         ("deepep_ll", 9, None, "deepep_ll does not serve 9 ranks"),
-        ("deepep_ht", 16, ("a",) * 9 + ("b",) * 7, "wants 8 ranks, one after the other, on every node"),
+        ("deepep_ll", 16, ("a",) * 9 + ("b",) * 7, "wants 8 ranks, one after the other, on every node"),
     ],
 )
 def test_groups_that_there_are_no_kernels_for(name: str, ranks: int, hosts: Any, why: str) -> None:
     member = members_of(ranks)[0]
     with pytest.raises(ConfigError, match=why):
-        ADAPTERS[name](fake, facts(ranks)).join(replace(member, host_of=hosts or member.host_of), SLOTS, 1)
+        ADAPTERS[name](fake, facts(ranks)).join(replace(member, host_of=hosts or member.host_of), LOCAL, 1)
 
 
 def test_widths_and_rounds() -> None:
@@ -308,25 +307,20 @@ def test_widths_and_rounds() -> None:
         return ADAPTERS[name](fake, facts(2, wire, **changes)).caps
 
     widths = (24, 2880, 4096, 8000, 9000)
-    assert [caps("deepep_ht").pad_hidden(width) for width in widths] == [256, 3072, 4096, 8192, None]
+    assert [caps("deepep_v2").pad_hidden(width) for width in widths] == [256, 3072, 4096, 8192, None]
     assert [caps("deepep_v2", "fp8_b128").pad_hidden(width) for width in widths] == [512, 3072, 4096, 8192, None]
     assert [caps("deepep_ll").pad_hidden(width) for width in widths] == [2048, 3072, 4096, 8192, None]
-    assert [caps(name, max_tokens=5001).max_tokens for name in NAMES] == [5001, 128, 4096]
-    assert [caps(name, max_tokens=37).max_tokens for name in NAMES] == [37, 40, 64]
+    assert [caps(name, max_tokens=5001).max_tokens for name in NAMES] == [4096, 128]
+    assert [caps(name, max_tokens=37).max_tokens for name in NAMES] == [64, 40]
     assert not any(caps(name).exact for name in NAMES)
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"), [({}, (24, 12)), ({"comm_sms": 8}, (8, 8)), ({"comm_sms": 40}, (40, 12))]
-)
-def test_kernels_take_no_more_multiprocessors_than_they_may(asked: dict[str, int], expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("asked", "expected"), [({}, 12), ({"comm_sms": 8}, 8), ({"comm_sms": 40}, 12)])
+def test_kernels_take_no_more_multiprocessors_than_they_may(asked: dict[str, int], expected: int) -> None:
     """ElasticBuffer knows how many it needs, which may be fewer."""
     x, routing = some(5, 2, 0)
-    found = []
-    for name in ("deepep_ht", "deepep_v2"):
-        backends = [ADAPTERS[name](fake, facts(2, **asked)) for _ in range(2)]
-        together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
-        on_all(backends, lambda rank, backend: there_and_back(backend, UBatch(), (x, routing), rank * SLOTS))
-        found.append(backends[0].buffer.num_sms)
-        together([backend.leave for backend in backends])
-    assert tuple(found) == expected
+    backends = [DeepEPElastic(fake, facts(2, **asked)) for _ in range(2)]
+    together([lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+    on_all(backends, lambda rank, backend: there_and_back(backend, UBatch(), (x, routing), rank * LOCAL))
+    assert backends[0].buffer.num_sms == expected
+    together([backend.leave for backend in backends])

@@ -16,7 +16,6 @@ from tests.moe.deepep.fake.tensors import POISON_INT
 
 T = TypeVar("T")
 EXPERTS, TOP_K, HIDDEN, LIMIT = 6, 2, 2048, 8
-BYTES = 1 << 25
 
 
 def on_two(work: Callable[[int, Any], T]) -> list[T]:
@@ -28,10 +27,6 @@ def on_two(work: Callable[[int, Any], T]) -> list[T]:
     finally:
         for group in groups:
             group.close()
-
-
-def legacy(group: Any) -> Any:
-    return fake.Buffer(group, num_nvl_bytes=BYTES, explicitly_destroy=True)
 
 
 def low_latency(group: Any) -> Any:
@@ -57,71 +52,13 @@ def tokens(rank: int, count: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, torch.full((count, TOP_K), 0.5)
 
 
-def send(buffer: Any, rank: int, **changes: Any) -> Any:
-    x, ids, weights = tokens(rank)
-    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
-    arguments = {
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": is_in_rank,
-        "num_tokens_per_expert": per_expert,
-        "topk_idx": ids,
-        "topk_weights": weights,
-    }
-    return buffer.dispatch(x, **{**arguments, **changes})
-
-
-def test_legacy_counts_are_aligned_and_ids_local() -> None:
-    def work(rank: int, group: Any) -> Any:
-        x, ids, weights, counts, handle, event = send(legacy(group), rank, expert_alignment=4)
-        with pytest.raises(AssertionError, match="asynchronous operations only"):
-            event.current_stream_wait()
-        assert len(handle) == 6
-        return x[:, 0].tolist(), ids.tolist(), weights.tolist(), counts
-
-    rows, ids, weights, counts = on_two(work)[1]
-    assert rows == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
-    assert ids[:5] == [[-1, 0], [-1, 1], [-1, 2], [0, -1], [1, -1]]  # of experts 3, 4, 5
-    assert weights[:5] == [[0, 0.5], [0, 0.5], [0, 0.5], [0.5, 0], [0.5, 0]]
-    assert counts == [4, 4, 4]  # 4, 4 and 2
-
-
-def test_legacy_without_counts_is_poisoned_behind_the_rows() -> None:
-    def work(rank: int, group: Any) -> None:
-        x, ids, _, counts, *_ = send(legacy(group), rank, num_worst_tokens=16)
-        assert counts == []
-        assert x[10:].isnan().all()
-        assert (ids[10:] == POISON_INT).all()
-        assert not x[:10].isnan().any()
-
-    on_two(work)
-
-
-def test_a_legacy_handle_serves_again_in_its_own_form() -> None:
-    def work(rank: int, group: Any) -> None:
-        buffer = legacy(group)
-        x, _, _, _, handle, _ = send(buffer, rank)
-        again, *nothing, _ = buffer.dispatch(tokens(rank)[0], handle=handle)
-        assert torch.equal(again, x)
-        assert nothing == [None] * 4
-        with pytest.raises(AssertionError, match="excludes topk_idx"):
-            buffer.dispatch(tokens(rank)[0], handle=handle, topk_idx=tokens(rank)[1])
-        with pytest.raises(AssertionError, match="the layout is needed"):
-            send(buffer, rank, is_token_in_rank=None)
-        for _ in range(2):
-            home, _, _ = buffer.combine(again, handle)
-            assert torch.equal(home, tokens(rank)[0] * 2)  # the sum of two ranks, without weights
-
-    on_two(work)
-
-
 def test_a_destroyed_buffer_is_gone() -> None:
     def work(rank: int, group: Any) -> None:
-        old, new = legacy(group), elastic(group)
+        old, new = low_latency(group), elastic(group)
         old.destroy()
         new.destroy()
         x, ids, _ = tokens(rank)
         for call in (
-            lambda: send(old, rank),
             lambda: old.low_latency_dispatch(x, ids, LIMIT, EXPERTS),
             lambda: new.dispatch(x, ids, num_experts=EXPERTS),
             old.destroy,

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from moeserve.moe.all2all.base import All2All
-from moeserve.moe.all2all.deepep import ADAPTERS, base, ht, ll, v2
-from moeserve.moe.routing import Routing
+from moeserve.moe.all2all.deepep import ADAPTERS, base, ll, v2
 from moeserve.moe.ubatch import UBatch
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.test_contract import alone, there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.fake import elastic as fake_elastic
-from tests.moe.deepep.ranks import SLOTS, facts, on_all, some
+from tests.moe.deepep.ranks import LOCAL, facts, on_all, some
 from tests.moe.deepep.test_adapters import close
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -45,11 +44,6 @@ def streams(module: Any, patch: pytest.MonkeyPatch, change: Callable[[dict[str, 
     patch.setattr(module, "_overlapping", changed)
 
 
-@mutation("deepep_ht", "topk_idx must be int64")
-def ids_of_32_bits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(base.DeepEP, "ids_of", lambda self, routing: routing.ids_TK)
-
-
 @mutation("deepep_ll", "topk_idx must be int64")
 def ids_as_the_router_has_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(base.DeepEP, "ids_of", lambda self, routing: routing.ids_TK)
@@ -58,29 +52,13 @@ def ids_as_the_router_has_them(patch: pytest.MonkeyPatch) -> None:
 @mutation("deepep_v2", WRONG)
 def local_ids_in(patch: pytest.MonkeyPatch) -> None:
     original = base.DeepEP.ids_of
-    patch.setattr(base.DeepEP, "ids_of", lambda self, r: original(self, r).remainder(SLOTS))
+    patch.setattr(base.DeepEP, "ids_of", lambda self, r: original(self, r).remainder(LOCAL))
 
 
-@mutation("deepep_ht", "^AssertionError")
-def global_ids_expected_out(patch: pytest.MonkeyPatch) -> None:
-    original = ht.group_rows
-    patch.setattr(ht, "group_rows", lambda ids, slots: original((ids - slots).clamp(min=-1), slots))
-
-
-@mutation("deepep_ht", WRONG)
+@mutation("deepep_v2", WRONG)
 def padding_taken_for_an_expert(patch: pytest.MonkeyPatch) -> None:
     original = base.DeepEP.ids_of
     patch.setattr(base.DeepEP, "ids_of", lambda self, r: original(self, r).clamp(min=0))
-
-
-@mutation("deepep_ht", WRONG)
-def weights_left_to_combine(patch: pytest.MonkeyPatch) -> None:
-    original = ht.weighted_sum
-
-    def plain(y: Any, pairs: Any, routing: Routing, out: Any) -> Any:
-        return original(y, pairs, Routing(routing.ids_TK, torch.ones_like(routing.weights_TK)), out)
-
-    patch.setattr(ht, "weighted_sum", plain)
 
 
 @mutation("deepep_v2", WRONG)
@@ -95,34 +73,9 @@ def weights_applied_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ll, "widen", lambda x, width: original(x * 0.5 if x.dim() == 3 else x, width))
 
 
-@mutation("deepep_ht", "no negative elements|slot id -7777")
-def no_wait_for_the_event(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fake.EventOverlap, "current_stream_wait", lambda self: None)
-
-
 @mutation("deepep_v2", WRONG)
 def no_wait_for_the_event_of_v2(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fake.EventOverlap, "current_stream_wait", lambda self: None)
-
-
-@mutation("deepep_ht", "allocate_on_comm_stream needs")
-def memory_of_the_other_stream_without_an_event(patch: pytest.MonkeyPatch) -> None:
-    streams(ht, patch, lambda arguments: arguments.update(previous_event=None))
-
-
-@mutation("deepep_ht", "allocate_on_comm_stream needs")
-def memory_of_the_other_stream_at_once(patch: pytest.MonkeyPatch) -> None:
-    streams(ht, patch, lambda arguments: arguments.update(async_finish=False))
-
-
-@mutation("deepep_ht", "must be an EventOverlap")
-def a_raw_event(patch: pytest.MonkeyPatch) -> None:
-    streams(ht, patch, lambda arguments: arguments.update(previous_event=fake.EventHandle()))
-
-
-@mutation("deepep_ht", "layout does not belong")
-def the_layout_s_event_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    streams(ht, patch, lambda arguments: arguments.update(previous_event=fake.Buffer.capture()))
 
 
 @mutation("deepep_v2", "raw EventHandle")
@@ -158,11 +111,6 @@ def a_width_without_kernels(patch: pytest.MonkeyPatch) -> None:
     narrow(ll.DeepEPLowLatency, patch)
 
 
-@mutation("deepep_ht", "multiples of 512 bytes")
-def a_width_that_is_not_aligned(patch: pytest.MonkeyPatch) -> None:
-    narrow(ht.DeepEPHighThroughput, patch)
-
-
 def narrow(adapter: Any, patch: pytest.MonkeyPatch) -> None:
     original = adapter.open
 
@@ -177,11 +125,6 @@ def narrow(adapter: Any, patch: pytest.MonkeyPatch) -> None:
 @mutation("deepep_ll", "RDMA bytes, .* are needed")
 def a_buffer_for_fewer_experts(patch: pytest.MonkeyPatch) -> None:
     opened_with(ll.DeepEPLowLatency, patch, num_experts=2)
-
-
-@mutation("deepep_ht", "NVLink bytes, .* are needed")
-def a_buffer_for_half_a_row(patch: pytest.MonkeyPatch) -> None:
-    opened_with(ht.DeepEPHighThroughput, patch, width=128)
 
 
 @mutation("deepep_v2", "the buffer is too small")
@@ -204,7 +147,7 @@ def a_buffer_of_the_other_mode(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("deepep_ll", "queue pair per local expert")
 def too_few_queue_pairs(patch: pytest.MonkeyPatch) -> None:
-    opened_with(ll.DeepEPLowLatency, patch, num_slots=SLOTS - 1)
+    opened_with(ll.DeepEPLowLatency, patch, num_local=LOCAL - 1)
 
 
 @mutation("deepep_v2", "sends a dummy")
@@ -229,14 +172,14 @@ def opened_with(adapter: Any, patch: pytest.MonkeyPatch, **facts: Any) -> None:
 def run(name: str, tokens: tuple[int, int] = (13, 8)) -> list[bool]:
     """Whether each of two ranks got the right results."""
     backends: list[Any] = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
-    together([lambda b=b, m=m: b.join(m, SLOTS, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
+    together([lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
     parts = [some(count, 2, seed) for seed, count in enumerate(tokens)]
     groups, buffers = ([getattr(b, part) for b in backends] for part in ("_group", "_buffer"))
     first: list[Exception] = []
 
     def work(rank: int, backend: All2All) -> Any:
         try:
-            return there_and_back(backend, UBatch(), parts[rank], rank * SLOTS)
+            return there_and_back(backend, UBatch(), parts[rank], rank * LOCAL)
         except Exception as error:
             first.append(error)
             buffers[rank].exchange.abort()  # the other one waits in vain
@@ -263,7 +206,7 @@ def test_a_wrong_adapter_fails(which: str, monkeypatch: pytest.MonkeyPatch) -> N
     name, patch, why = MUTATIONS[which]
     patch(monkeypatch)
     try:
-        verdict = "right results" if all(run(name)) and all(run(name, (9, 0))) else "wrong results"
+        outcome = "right results" if all(run(name)) and all(run(name, (9, 0))) else "wrong results"
     except Exception as error:
-        verdict = f"{type(error).__name__}: {error}"
-    assert re.search(why, verdict), verdict
+        outcome = f"{type(error).__name__}: {error}"
+    assert re.search(why, outcome), outcome

@@ -31,7 +31,7 @@ def offer(
         dtype=torch.bfloat16,
         top_k=top_k,
         max_tokens=300,
-        num_slots=4,
+        experts_per_rank=4,
         device=device,
     )
 
@@ -57,11 +57,10 @@ def test_without_the_package(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "terms"),
     [
-        ("deepep_ht", "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are"),
         (
             "deepep_ll",
             "picked; rows of 2880 travel filled up to 3072; "
-            "rows are copied between deepep_ll's slots and reference's groups; "
+            "rows are copied between deepep_ll's layout and reference's; "
             "a step of 300 tokens goes in 3 rounds of 128; bits may depend on where experts are",
         ),
         ("deepep_v2", "picked; rows of 2880 travel filled up to 3072; bits may depend on where experts are"),
@@ -78,13 +77,12 @@ def test_with_the_package(name: str, terms: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
-        ("deepep_ht", {"exact": True}, "keeps no order of sums: .* use --determinism fast"),
-        ("deepep_ht", {"world_size": 3}, "does not serve 3 ranks"),
-        ("deepep_ht", {"device": "cpu"}, "does not serve cpu"),
+        ("deepep_v2", {"exact": True}, "keeps no order of sums: .* use --determinism fast"),
+        ("deepep_ll", {"world_size": 9}, "does not serve 9 ranks"),
+        ("deepep_v2", {"device": "cpu"}, "does not serve cpu"),
         ("deepep_v2", {"dtype": "float16"}, "does not carry float16"),
         ("deepep_ll", {"hidden_size": 9000}, "takes no rows of 9000"),
         ("deepep_ll", {"ubatches": 3}, "has 2 dispatches in flight, 3 micro-batches are asked"),
-        ("deepep_v2", {"graphs": True}, "captured in a graph"),
     ],
 )
 def test_what_it_cannot_do(name: str, changes: dict[str, Any], why: str) -> None:
@@ -102,7 +100,7 @@ def test_more_experts_per_token_than_there_are_kernels_for() -> None:
 @pytest.mark.parametrize(
     ("name", "sms", "why"),
     [
-        ("deepep_ht", 21, "takes an even number of multiprocessors, parallel.comm_sms is 21"),
+        ("deepep_v2", 21, "takes an even number of multiprocessors, parallel.comm_sms is 21"),
         ("deepep_ll", 20, "kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out"),
     ],
 )
@@ -111,13 +109,13 @@ def test_numbers_of_multiprocessors_that_cannot_be_kept(name: str, sms: int, why
         plan(offer(name, comm_sms=sms))
 
 
-@pytest.mark.parametrize("has", [{}, {"Buffer": lambda group, num_nvl_bytes=0: None}])
+@pytest.mark.parametrize("has", [{}, {"ElasticBuffer": lambda group, num_nvl_bytes=0: None}])
 def test_a_package_that_is_too_old(has: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     old = ModuleType("deep_ep")
     old.__dict__.update(has, __version__="1.0.0", __spec__=importlib.util.spec_from_loader("deep_ep", None))
     monkeypatch.setitem(sys.modules, "deep_ep", old)
-    with pytest.raises(ConfigError, match=r"needs the Buffer of deep_ep 2\.1 or newer; installed is 1\.0\.0"):
-        plan(offer("deepep_ht"))
+    with pytest.raises(ConfigError, match=r"needs the ElasticBuffer of deep_ep 2\.1 or newer; installed is 1\.0\.0"):
+        plan(offer("deepep_v2"))
 
 
 def test_a_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from moeserve.moe.ubatch import UBatch
 from tests.moe.contract.test_contract import there_and_back
 from tests.moe.deepep import fake
 from tests.moe.deepep.fake.utils import comm
-from tests.moe.deepep.ranks import NAMES, SLOTS, joined, on_all, some
+from tests.moe.deepep.ranks import LOCAL, NAMES, joined, on_all, some
 from tools.record_deepep import record
 
 RELEASES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("signatures.json").read_text())
@@ -44,10 +44,9 @@ def plain(function: Any) -> list[tuple[str, Any]]:
 def offered() -> Iterator[tuple[str, Any]]:
     """What the fake has of the package's public methods and functions."""
     yield "destroy_all_managed_nccl_comm", comm.destroy_all_managed_nccl_comm
-    own = {"alive", "start_low_latency"}
     for class_name, kind in CLASSES.items():
         for name, method in inspect.getmembers(kind, inspect.isfunction):
-            if (name == "__init__" or not name.startswith("_")) and name not in own:
+            if name == "__init__" or not name.startswith("_"):
                 yield f"{class_name}.{name}", method
 
 
@@ -83,7 +82,7 @@ def test_the_adapters_calls_mean_the_same_to_every_release(adapter: str, monkeyp
         monkeypatch.setattr(kind, attribute, staticmethod(noting) if is_static else noting)
     parts = [some(5, 2, rank) for rank in range(2)]
     with joined(ADAPTERS[adapter], 2) as backends:
-        on_all(backends, lambda r, backend: there_and_back(backend, UBatch(), parts[r], r * SLOTS))
+        on_all(backends, lambda r, backend: there_and_back(backend, UBatch(), parts[r], r * LOCAL))
     assert {name.split(".")[1] for name, _, _ in calls} > {"__init__", "destroy"}
     for name, args, kwargs in calls:
         bound = [signature(recorded[name]).bind(*args, **kwargs).arguments for recorded in RELEASES.values()]

@@ -1,34 +1,45 @@
 """All2all by DeepEP's kernels: adapters for the package `deep_ep` (https://github.com/deepseek-ai/DeepEP).
 
-ht: `Buffer`, high throughput. ll: `Buffer`, low latency. v2: `ElasticBuffer`. Each is given the imported package.
+ll: `Buffer` in its low-latency mode. v2: `ElasticBuffer`. Each adapter is given the imported package.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import Any
 
-from moeserve.moe.all2all.deepep.ht import DeepEPHighThroughput
+from moeserve.moe.all2all.deepep.base import DeepEP
 from moeserve.moe.all2all.deepep.ll import DeepEPLowLatency
 from moeserve.moe.all2all.deepep.v2 import DeepEPElastic
+from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 
-if TYPE_CHECKING:
-    from moeserve.moe.all2all.base import All2All
-    from moeserve.moe.all2all.registry import BackendFacts
-
-ADAPTERS = {adapter.name: adapter for adapter in (DeepEPHighThroughput, DeepEPLowLatency, DeepEPElastic)}
+ADAPTERS: dict[str, type[DeepEP]] = {adapter.name: adapter for adapter in (DeepEPElastic, DeepEPLowLatency)}
 
 
-def make(name: str, facts: BackendFacts) -> All2All:
-    """The adapter called `name`. Raises Unavailable when the package does not load or cannot serve this model."""
-    from moeserve.moe.all2all.registry import Unavailable
+def make_v2(facts: BackendFacts) -> DeepEP:
+    """Returns the adapter of `ElasticBuffer`."""
+    return _make(DeepEPElastic, facts)
 
+
+def make_ll(facts: BackendFacts) -> DeepEP:
+    """Returns the adapter of the low-latency kernels."""
+    return _make(DeepEPLowLatency, facts)
+
+
+def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
+    """Raises Unavailable when the package is missing, does not load, or cannot serve this model."""
+    name = adapter.name
+    if find_spec("deep_ep") is None:
+        raise Unavailable(
+            f"{name} needs CUDA and the package deep_ep: pip install sgl-deep-ep, or build it from "
+            "https://github.com/deepseek-ai/DeepEP"
+        )
     try:
         lib: Any = importlib.import_module("deep_ep")
     except Exception as error:  # it checks drivers, compilers and NCCL, each with errors of its own
         raise Unavailable(f"{name}: the package deep_ep is installed but does not load: {error}") from error
-    adapter = ADAPTERS[name]
     buffer = getattr(lib, adapter.needs, None)
     if buffer is None or "explicitly_destroy" not in inspect.signature(buffer).parameters:
         version = getattr(lib, "__version__", "of unknown version")

@@ -1,8 +1,11 @@
-"""What the three adapters have in common: a buffer per epoch, and what becomes of errors.
+"""The base of the adapters: a buffer per epoch, and how errors are reported.
 
 No adapter is `exact`: the kernels add the results of a token up by rank, or with fused multiplies, in bfloat16.
-Slots are DeepEP's "experts". A rank that dies cannot take part in tearing a buffer down, so the survivors leave theirs
-to the end of the process; who waits for it gets PeerLost after deep_ep's own limit (100 s; v2: the members' deadline).
+DeepEP's "experts" are physical experts here. A rank that dies cannot take part in tearing a buffer down, so the
+survivors keep theirs until the process ends; a rank that waits for the dead one gets PeerLost after deep_ep's own limit
+(100 s; v2: the members' deadline).
+
+T tokens of D elements, W >= D elements that travel, b = W / 128 blocks.
 """
 
 from __future__ import annotations
@@ -11,44 +14,38 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import ON_DEVICE
 from moeserve.comm.members import Members
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Layout, Pending, Ticket
 from moeserve.moe.all2all.deepep.group import DeepEPGroup
-from moeserve.moe.all2all.deepep.rows import Packed, next_multiple, pack_fp8, widen
-from moeserve.moe.all2all.wire_format import FP8
+from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.moe.all2all.wire_format import BLOCK, FP8
 from moeserve.moe.routing import Routing
-from moeserve.moe.streams import CommStream, Inline, comm_stream
+from moeserve.moe.streams import CommStream, comm_stream
 from moeserve.moe.ubatch import UBatch
 
-if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import BackendFacts
-
 log = logging.getLogger(__name__)
+SentRows = Tensor | tuple[Tensor, Tensor]  # bfloat16 [T, W]; or fp8 with fp32 scales [T, W / 128]
 
 SILENCE = ("timeout", "CPU wait")  # in deep_ep's errors: a peer did not answer in time
 RANKS_OF_NODE = 8  # that NVLink connects; beyond, ranks come in whole nodes
-ROW_ALIGNMENT = 512  # bytes that a row's length must be a multiple of
-MAX_WIDTH = 8192
 
 
 class DeepEP(ABC):
-    """lib: the package. The caps are all that `plan_moe` needs; the buffer is made by `join`."""
+    """An adapter for one of deep_ep's buffers, which `join` makes. lib: the package."""
 
     name: ClassVar[str]
-    needs: ClassVar[str]  # of the package
+    needs: ClassVar[str]  # class of the package
     max_top_k: ClassVar[int]
-    whole_nodes: ClassVar[bool] = True  # whether every 8 ranks must share a machine
-    takes_sms: ClassVar[bool] = True  # whether the number of multiprocessors can be limited
-    nccl: ClassVar[bool] = False  # whether the buffer works on an NCCL communicator
+    whole_nodes: ClassVar[bool]  # whether every 8 ranks must share a machine
+    takes_sms: ClassVar[bool]  # whether the number of multiprocessors can be limited
+    nccl: ClassVar[bool]  # whether the buffer works on an NCCL communicator
 
     def __init__(self, lib: Any, facts: BackendFacts) -> None:
         self.lib = lib
@@ -58,37 +55,41 @@ class DeepEP(ABC):
         width = self.caps.pad_hidden(facts.hidden_size)
         self.width = facts.hidden_size if width is None else width
         self.max_tokens = self.caps.max_tokens or facts.max_tokens
-        self.num_experts = 0  # slots of all ranks
-        self.num_slots = 0
+        self.num_experts = 0  # physical experts of all ranks
+        self.num_local = 0  # of this rank
         self.deadline_s = 0.0  # of the members
-        self.comm: CommStream = Inline()  # deep_ep has streams of its own; this one times them
+        self.comm = CommStream()  # deep_ep has streams of its own; this one times them
         self._ids_dtype = getattr(lib, "topk_idx_t", torch.int64)
         self._group: DeepEPGroup | None = None
         self._buffer: Any | None = None
         self._lock = threading.Lock()
 
     @abstractmethod
-    def caps_of(self, facts: BackendFacts) -> All2AllCaps: ...
+    def caps_of(self, facts: BackendFacts) -> All2AllCaps:
+        """Returns what the kernels can do for this model."""
 
     @abstractmethod
     def open(self, group: Any) -> Any:
-        """A buffer over a process group."""
+        """Returns a buffer over a process group."""
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]: ...
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
+        """See `All2All`."""
 
     @abstractmethod
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]: ...
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
+        """See `All2All`."""
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        """See `All2All`. Raises ConfigError for a group that there are no kernels for."""
         self._check(members)
-        self.num_slots = experts_per_rank
+        self.num_local = experts_per_rank
         self.num_experts = members.size * experts_per_rank
         facts = self.facts
         self.deadline_s = members.deadline_s
         self.comm = comm_stream(facts.device)
         terms = f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, {self.max_tokens} tokens"
-        group = DeepEPGroup(members, self.name, f"{terms}, {experts_per_rank} slots, {ubatches} micro-batches")
+        group = DeepEPGroup(members, self.name, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches")
         try:
             buffer = self.open(group.connect(self.nccl and facts.device == "cuda"))
         except BaseException as error:
@@ -102,6 +103,7 @@ class DeepEP(ABC):
             self._group, self._buffer = group, buffer
 
     def leave(self) -> None:
+        """See `All2All`."""
         with self._lock:
             group, buffer = self._group, self._buffer
             self._group = self._buffer = None
@@ -115,6 +117,7 @@ class DeepEP(ABC):
 
     @property
     def buffer(self) -> Any:
+        """The buffer of the group that was joined. Raises PeerLost when there is none."""
         buffer = self._buffer
         if buffer is None:
             raise PeerLost("this rank is in no group")
@@ -122,7 +125,7 @@ class DeepEP(ABC):
 
     @contextmanager
     def calling(self, buffer: Any) -> Iterator[None]:
-        """Around every call of `buffer`: PeerLost for an epoch that is over and for peers that are silent."""
+        """Wraps every call of `buffer`: raises PeerLost for an epoch that is over and for peers that are silent."""
         group = self._group
         if group is None or buffer is not self._buffer:
             raise PeerLost("this rank left the group")
@@ -134,14 +137,8 @@ class DeepEP(ABC):
             raise
 
     def ids_of(self, routing: Routing) -> Tensor:
+        """Returns the ids in the package's own dtype."""
         return routing.ids_TK.to(self._ids_dtype).contiguous()
-
-    def rows_of(self, x_TD: Tensor) -> Packed:
-        """The rows as they are sent."""
-        tokens = x_TD.shape[0]
-        assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
-        x_TW = widen(x_TD, self.width)
-        return pack_fp8(x_TW) if self.fp8 else x_TW
 
     def _check(self, members: Members) -> None:
         if not self.caps.world_sizes(members.size):
@@ -152,13 +149,8 @@ class DeepEP(ABC):
             raise ConfigError(f"{self.name} wants {RANKS_OF_NODE} ranks, one after the other, on every node: {hosts}")
 
 
-def pad_of(fp8: bool, most: int = MAX_WIDTH) -> Any:
-    """`All2AllCaps.pad_hidden` where a row is whole units of 512 bytes: 2880 bfloat16 elements become 3072."""
-    return lambda width: next_multiple(width, ROW_ALIGNMENT if fp8 else ROW_ALIGNMENT // 2, most)
-
-
 def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
-    """What they all share."""
+    """Returns the capabilities that all adapters share, and `more`."""
     return All2AllCaps(
         name=name,
         layouts=frozenset({layout}),
@@ -169,24 +161,16 @@ def caps_with(name: str, layout: Layout, **more: Any) -> All2AllCaps:
     )
 
 
-@dataclass(slots=True)
-class Combined:
-    """Rows on their way home, added up by the kernels, until `event`. A rank without tokens may have sent one row that
-    went nowhere: what comes back is cut to what was asked for."""
+def widen(x_TD: Tensor, width: int) -> Tensor:
+    """Returns x contiguous with zeros behind every row, [T, W]; any number of leading dimensions."""
+    missing = width - x_TD.shape[-1]
+    return torch.nn.functional.pad(x_TD, (0, missing)) if missing else x_TD.contiguous()
 
-    owner: DeepEP
-    buffer: Any
-    home_TW: Tensor
-    event: Any
-    out_TD: Tensor
-    collective: AbstractContextManager[None]
-    arrived_ns: int = ON_DEVICE
 
-    def arrive(self) -> None:
-        """The receiving kernel was launched with the sending one."""
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        with self.owner.calling(self.buffer), self.collective:
-            self.event.current_stream_wait()
-        tokens, width = self.out_TD.shape
-        return self.out_TD.copy_(self.home_TW[:tokens, :width])
+def unpack(rows: SentRows, width: int) -> Tensor:
+    """Returns [T, D] bfloat16, contiguous; bfloat16 rows of this very width are not copied."""
+    if isinstance(rows, Tensor):
+        return rows[:, :width].contiguous()
+    data_TW, scale_Tb = rows
+    blocks_TbB = data_TW.float().view(data_TW.shape[0], -1, BLOCK) * scale_Tb[:, :, None]
+    return blocks_TbB.flatten(1)[:, :width].to(torch.bfloat16).contiguous()

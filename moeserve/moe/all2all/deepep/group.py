@@ -1,4 +1,4 @@
-"""The process group that deep_ep wants, on connections of the epoch's own and without any process-wide state."""
+"""The process group that deep_ep takes, on connections of the epoch's own and without process-wide state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAREWELL_S = 2.0  # how long a rank that leaves waits for the others to leave to
 
 
 class DeepEPGroup:
-    """Gloo, over which buffers tell each other where they are. name, terms: as `Mesh` takes them."""
+    """A Gloo group by which buffers exchange their addresses. name, terms: as `Mesh` takes them."""
 
     def __init__(self, members: Members, name: str, terms: str) -> None:
         self.members = members
@@ -25,8 +25,8 @@ class DeepEPGroup:
         self._nccl: Any | None = None
 
     def connect(self, nccl: bool) -> Any:
-        """The `ProcessGroup`, with NCCL for tensors of this rank's GPU if asked. Raises PeerLost naming the ranks that
-        did not come, ConfigError when terms differ."""
+        """Returns the `ProcessGroup`, with NCCL for tensors of this rank's GPU if asked. Raises PeerLost naming the
+        ranks that did not come, ConfigError when terms differ."""
         self._mesh.connect()
         store, gloo = self._mesh.store, self._mesh.channel(0).group
         kinds = dist.ProcessGroup.BackendType
@@ -43,10 +43,11 @@ class DeepEPGroup:
         return group
 
     def lost(self, reason: str) -> PeerLost:
+        """Returns the error that names the missing ranks."""
         return self._mesh.lost(reason)
 
     def farewell(self) -> bool:
-        """Whether all other ranks leave as well. Of those that are dead or stay, none can take part in tearing down."""
+        """Returns whether all other ranks leave as well, so that buffers can be torn down together."""
         mesh, mine = self._mesh, torch.ones(1, dtype=torch.uint8)
         others = [rank for rank in range(self.members.size) if rank != self.members.rank]
         try:

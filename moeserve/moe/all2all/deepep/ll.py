@@ -1,12 +1,12 @@
-"""DeepEP's low-latency kernels: every (token, expert) pair is written straight into the expert's slot at its rank.
+"""DeepEP's low-latency kernels: every (token, expert) pair is written straight into the expert's rows on its rank.
 
-Two buffers take turns from operation to operation, and each send wipes the counters of the operation before: what is
-still on its way must be received first. The micro-batches' order does that; the adapter makes sure of it in any other.
-The receiving kernel occupies the caller's stream, so it is launched by `arrive`, as late as possible.
-Rows of one sender reach a slot in any order.
+Two buffers take turns from operation to operation, and each send wipes the counters of the operation before, which must
+have been received by then. The micro-batches' order sees to that; for any other order the adapter does.
+The receiving kernel occupies the caller's stream, so `arrive` launches it, as late as possible.
+Rows of one sender reach an expert in any order.
 
-T tokens of this rank, K experts per token, D model width, W width that travels, e slots of one rank, C rows of a slot:
-the most tokens of a dispatch times the number of ranks.
+T tokens of this rank, K experts per token, D model width, W width that travels, e experts of one rank, C rows that an
+expert has room for: the most tokens of a dispatch times the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +23,13 @@ from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
-from moeserve.moe.all2all.deepep.base import DeepEP, caps_with
-from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
+from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, unpack, widen
+from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
-if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import BackendFacts
-
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # that there are kernels for
-MAX_TOKENS = 128  # of one dispatch: slots of every rank have room for that many of each rank
+MAX_TOKENS = 128  # of one dispatch: every expert has room for that many of each rank
 TOKEN_ALIGNMENT = 4
 IN_FLIGHT = 2
 
@@ -43,7 +40,9 @@ class DeepEPLowLatency(DeepEP):
     name = "deepep_ll"
     needs = "Buffer"
     max_top_k = 11
+    whole_nodes = True
     takes_sms = False
+    nccl = False
 
     def __init__(self, lib: Any, facts: BackendFacts) -> None:
         super().__init__(lib, facts)
@@ -51,6 +50,7 @@ class DeepEPLowLatency(DeepEP):
         self._last: _Received | None = None
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
+        """See `DeepEP`."""
         return caps_with(
             self.name,
             Layout.SLOTTED,
@@ -61,6 +61,7 @@ class DeepEPLowLatency(DeepEP):
         )
 
     def open(self, group: Any) -> Any:
+        """See `DeepEP`."""
         self._in_flight, self._last = 0, None
         lib = self.lib.Buffer
         size = lib.get_low_latency_rdma_size_hint(self.max_tokens, self.width, group.size(), self.num_experts)
@@ -68,11 +69,12 @@ class DeepEPLowLatency(DeepEP):
             group,
             num_rdma_bytes=size,
             low_latency_mode=True,
-            num_qps_per_rank=self.num_slots,
+            num_qps_per_rank=self.num_local,
             explicitly_destroy=True,
         )
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _LLDispatched:
+        """See `All2All`."""
         buffer, ids_TK = self.buffer, self.ids_of(routing)
         tokens, width = x_TD.shape
         assert tokens <= self.max_tokens, f"{tokens} tokens of at most {self.max_tokens}"
@@ -94,6 +96,7 @@ class DeepEPLowLatency(DeepEP):
         return pending
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _LLCombined:
+        """See `All2All`."""
         ticket.use()
         handle: _LLHandle = ticket.private
         collective = self.comm.watch()
@@ -119,7 +122,7 @@ class DeepEPLowLatency(DeepEP):
 
 @dataclass(frozen=True, slots=True)
 class _LLHandle:
-    """What combine must know of its dispatch."""
+    """The state that `combine` needs from its dispatch."""
 
     buffer: Any
     handle: Any
@@ -128,7 +131,7 @@ class _LLHandle:
 
 @dataclass(slots=True)
 class _Received:
-    """An operation whose receiving kernel is launched once, by whoever comes first."""
+    """An operation whose receiving kernel is launched once, by the first `arrive` or `wait`."""
 
     owner: DeepEPLowLatency
     buffer: Any
@@ -149,7 +152,7 @@ class _Received:
 @dataclass(slots=True)
 class _LLDispatched(_Received):
     routing: Routing
-    rows: Packed
+    rows: SentRows
     counts_e: Tensor
     handle: _LLHandle
     width: int
@@ -157,7 +160,7 @@ class _LLDispatched(_Received):
     def wait(self, deadline_s: float | None = None) -> Ticket:
         self.arrive()
         counts_e = self.counts_e.cpu().numpy().astype(np.int64)
-        x_eCD = _slots(self.rows, counts_e, self.width)
+        x_eCD = _rows(self.rows, counts_e, self.width)
         return Ticket(Inbound(Layout.SLOTTED, x_eCD, counts_e, counts_e.cumsum()), self.routing, self.handle)
 
 
@@ -173,13 +176,13 @@ class _LLCombined(_Received):
         return self.out_TD
 
 
-def _slots(rows: Packed, counts_e: NDArray[np.int64], width: int) -> Tensor:
-    """[e, C, D] bfloat16; a view where nothing has to be decoded. Only valid rows are."""
+def _rows(rows: SentRows, counts_e: NDArray[np.int64], width: int) -> Tensor:
+    """Returns [e, C, D] bfloat16, a view where nothing has to be decoded; only valid rows are decoded."""
     if isinstance(rows, Tensor):
         return rows[:, :, :width]
     data_eCW, scale_eCb = rows
     x_eCD = torch.empty((*data_eCW.shape[:2], width), dtype=torch.bfloat16, device=data_eCW.device)
-    for slot in counts_e.nonzero()[0].tolist():
-        count = int(counts_e[slot])
-        x_eCD[slot, :count] = unpack((data_eCW[slot, :count], scale_eCb[slot, :count]), width)
+    for expert in counts_e.nonzero()[0].tolist():
+        count = int(counts_e[expert])
+        x_eCD[expert, :count] = unpack((data_eCW[expert, :count], scale_eCb[expert, :count]), width)
     return x_eCD

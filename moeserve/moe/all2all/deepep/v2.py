@@ -1,7 +1,6 @@
 """DeepEP's `ElasticBuffer` in its expanding form: the kernels make a row per (token, expert) pair, by expert.
 
-Its `combine` adds rows up as they are, so each is multiplied with its weight before: a result is rounded once more than
-with `deepep_ht`.
+Its `combine` adds rows up as they are, so each row is multiplied by its weight before, which rounds once more.
 
 T tokens of this rank, K experts per token, D model width, W width that travels, P rows received.
 """
@@ -11,23 +10,22 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
-from moeserve.moe.all2all.deepep.base import Combined, DeepEP, caps_with, pad_of
-from moeserve.moe.all2all.deepep.rows import Packed, unpack, widen
-from moeserve.moe.all2all.wire_format import FP8
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
+from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, unpack, widen
+from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.moe.all2all.wire_format import BLOCK, FP8, Fp8Wire
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
-if TYPE_CHECKING:
-    from moeserve.moe.all2all.registry import BackendFacts
-
+ROW_BYTES = 512  # that a row's length must be a multiple of
+MAX_WIDTH = 8192
 MAX_TOKENS = 4096  # of one dispatch; the buffer has room for that many of each rank
 
 
@@ -38,20 +36,23 @@ class DeepEPElastic(DeepEP):
     needs = "ElasticBuffer"
     max_top_k = 32
     whole_nodes = False
+    takes_sms = True
     nccl = True
     _sms = 0  # as many as the buffer thinks that it needs, but not more than it may; `combine` takes as many
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
+        """See `DeepEP`."""
         power = 1 << max(0, facts.max_tokens - 1).bit_length()  # a kernel is compiled for every number there is
         return caps_with(
             self.name,
             Layout.GROUPED,
             max_tokens=min(MAX_TOKENS, power),
-            pad_hidden=pad_of(facts.wire.name == FP8),
+            pad_hidden=lambda width: _padded(width, ROW_BYTES // (1 if facts.wire.name == FP8 else 2)),
             world_sizes=lambda size: size >= 2,
         )
 
     def open(self, group: Any) -> Any:
+        """See `DeepEP`."""
         buffer = self.lib.ElasticBuffer(
             group,
             num_max_tokens_per_rank=self.max_tokens,
@@ -66,17 +67,20 @@ class DeepEPElastic(DeepEP):
         return buffer
 
     def leave(self) -> None:
+        """See `All2All`."""
         super().leave()
         self.lib.utils.comm.destroy_all_managed_nccl_comm()  # it would keep the group, and so rank 0's store, for ever
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _V2Dispatched:
+        """See `All2All`."""
         buffer = self.buffer
         x_TD, ids_TK, weights_TK = _something(x_TD, self.ids_of(routing), routing.weights_TK.contiguous())
-        rows = self.rows_of(x_TD)
+        assert len(x_TD) <= self.max_tokens, f"{len(x_TD)} tokens of at most {self.max_tokens}"
+        x_TW = widen(x_TD, self.width)
         collective = self.comm.watch()
         with self.calling(buffer):
             received = buffer.dispatch(
-                rows,
+                _pack_fp8(x_TW) if self.fp8 else x_TW,
                 topk_idx=ids_TK,
                 topk_weights=weights_TK,
                 num_experts=self.num_experts,
@@ -89,7 +93,8 @@ class DeepEPElastic(DeepEP):
             )
         return _V2Dispatched(self, buffer, routing, received, x_TD.shape[1], collective)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Combined:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _V2Combined:
+        """See `All2All`."""
         ticket.use()
         handle: _V2Handle = ticket.private
         rows = handle.weights_P.shape[0]
@@ -100,16 +105,32 @@ class DeepEPElastic(DeepEP):
             home_TW, _, event = handle.buffer.combine(
                 widen(weighted_PD, self.width), handle.handle, **_overlapping(handle.buffer.capture())
             )
-        return Combined(self, handle.buffer, home_TW, event, out_TD, collective)
+        return _V2Combined(self, handle.buffer, home_TW, event, out_TD, collective)
+
+
+def _pack_fp8(x_TW: Tensor) -> SentRows:
+    """Returns elements and scales, with the bits of `Fp8Wire`."""
+    width = x_TW.shape[1]
+    rows_TB = Fp8Wire().encode(x_TW)
+    data_TW = rows_TB[:, :width].contiguous().view(torch.float8_e4m3fn)
+    scale_Tb = rows_TB[:, width : width + 4 * (width // BLOCK)].contiguous().view(torch.float32)
+    return data_TW, scale_Tb
+
+
+def _padded(width: int, step: int) -> int | None:
+    """Returns `width` rounded up to a multiple of `step`, None beyond what there are kernels for: 2880 becomes 3072."""
+    wide = -(-width // step) * step
+    return wide if wide <= MAX_WIDTH else None
 
 
 def _overlapping(event: Any) -> dict[str, Any]:
-    """Run on the buffer's stream behind `event`, and let the caller's stream go on."""
+    """Returns the arguments that make a call run on the buffer's stream behind `event`."""
     return {"previous_event": event, "async_with_compute_stream": True, "allocate_on_comm_stream": True}
 
 
 def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A rank without tokens sends a row that goes nowhere: the host waits for counts, which come along with rows."""
+    """Returns the arguments, or for a rank without tokens a row that goes nowhere: the host waits for counts, and those
+    come with rows."""
     if x_TD.shape[0]:
         return x_TD, ids_TK, weights_TK
     width, top_k = x_TD.shape[1], ids_TK.shape[1]
@@ -118,7 +139,7 @@ def _something(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor
 
 @dataclass(frozen=True, slots=True)
 class _V2Handle:
-    """What combine must know of its dispatch: the weight of every inbound row, too."""
+    """The state that `combine` needs from its dispatch. weights_P: the weight of every inbound row."""
 
     buffer: Any
     handle: Any
@@ -126,17 +147,14 @@ class _V2Handle:
 
 
 @dataclass(slots=True)
-class _V2Dispatched:
+class _V2Dispatched(Pending[Ticket]):
     owner: DeepEPElastic
     buffer: Any
     routing: Routing
-    received: tuple[Packed, None, Tensor, Any, Any]
+    received: tuple[SentRows, None, Tensor, Any, Any]
     width: int
     collective: AbstractContextManager[None]
     arrived_ns: int = ON_DEVICE
-
-    def arrive(self) -> None:
-        """The receiving kernel was launched with the sending one."""
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
         rows, _, weights_P, handle, event = self.received
@@ -145,3 +163,23 @@ class _V2Dispatched:
         counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
         inbound = Inbound(Layout.GROUPED, unpack(rows, self.width), counts_e, counts_e.cumsum())
         return Ticket(inbound, self.routing, _V2Handle(self.buffer, handle, weights_P))
+
+
+@dataclass(slots=True)
+class _V2Combined(Pending[Tensor]):
+    """Results that the kernels send home and add up. A rank without tokens has sent one row that went nowhere, so what
+    comes back is cut to what was asked for."""
+
+    owner: DeepEPElastic
+    buffer: Any
+    home_TW: Tensor
+    event: Any
+    out_TD: Tensor
+    collective: AbstractContextManager[None]
+    arrived_ns: int = ON_DEVICE
+
+    def wait(self, deadline_s: float | None = None) -> Tensor:
+        with self.owner.calling(self.buffer), self.collective:
+            self.event.current_stream_wait()
+        tokens, width = self.out_TD.shape
+        return self.out_TD.copy_(self.home_TW[:tokens, :width])

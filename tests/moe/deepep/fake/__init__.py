@@ -3,8 +3,8 @@
 from tests.moe.deepep.fake import utils
 from tests.moe.deepep.fake.elastic import ElasticBuffer, EPHandle
 from tests.moe.deepep.fake.events import EventHandle, EventOverlap
-from tests.moe.deepep.fake.legacy import Buffer, Config
+from tests.moe.deepep.fake.low_latency import Buffer
 from tests.moe.deepep.fake.tensors import topk_idx_t
 
-__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]
+__all__ = ["Buffer", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]
 __version__ = "2.1.0"

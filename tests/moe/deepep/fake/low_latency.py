@@ -1,4 +1,4 @@
-"""The low-latency half of `deep_ep.Buffer`: two buffers in turn, hooks that receive, slots per expert."""
+"""`deep_ep.Buffer` in its low-latency mode: two buffers in turn, hooks that receive, rows per expert."""
 
 from __future__ import annotations
 
@@ -17,22 +17,41 @@ MAX_TOP_K = 11
 QP_DEPTH = 1024
 
 
-class LowLatency:
-    """Parts of Buffer that work over `alive()`."""
-
-    rank: int
-    group_size: int
-    num_rdma_bytes: int
-    num_qps_per_rank: int
-    low_latency_mode: bool
-
-    def alive(self) -> Exchange:
-        raise NotImplementedError
-
-    def start_low_latency(self) -> None:
+class Buffer:
+    def __init__(
+        self,
+        group,
+        num_nvl_bytes=0,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        num_qps_per_rank=24,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False,
+        explicitly_destroy=False,
+        enable_shrink=False,
+        comm=None,
+    ):
+        self.rank, self.group_size, self.group = group.rank(), group.size(), group
+        trap(self.group_size < 8 or self.group_size % 8 == 0, "ranks beyond 8 come in whole nodes")
+        trap(num_nvl_bytes % 128 == 0 and num_rdma_bytes % 128 == 0, "sizes are multiples of 128")
+        trap(num_rdma_bytes == 0 or self.group_size > 8 or low_latency_mode, "one node needs no RDMA buffer")
+        self.num_rdma_bytes, self.num_qps_per_rank = num_rdma_bytes, num_qps_per_rank
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.exchange: Exchange | None = Exchange.over(group)
         self._live: set[int] = set()  # operations whose result is still in use
         self._on_its_way: int | None = None  # the operation that was sent and not received
         self._combined: set[int] = set()  # handles that were used
+
+    def destroy(self):
+        assert self.explicitly_destroy, "`explicitly_destroy` must be set"
+        exchange = self._alive()
+        exchange.take(exchange.post(self.rank, "destroy", None))
+        self.exchange = None
+
+    def _alive(self) -> Exchange:
+        trap(self.exchange is not None, "this buffer was destroyed")
+        assert self.exchange is not None
+        return self.exchange
 
     @staticmethod
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts):
@@ -52,7 +71,7 @@ class LowLatency:
         async_finish=False,
         return_recv_hook=False,
     ):
-        self.alive()
+        self._alive()
         limit, slots = num_max_dispatch_tokens_per_rank, num_experts // self.group_size
         check_ids(topk_idx, num_experts)
         trap(x.dtype == torch.bfloat16 and x.is_contiguous(), "x must be bfloat16 and contiguous")
@@ -102,7 +121,7 @@ class LowLatency:
         out=None,
         combine_wait_recv_cost_stats=None,
     ):
-        self.alive()
+        self._alive()
         info, span, limit, hidden, num_experts = handle
         dispatched = info.operation
         trap(dispatched not in self._combined, "a low-latency handle serves once")
@@ -145,13 +164,13 @@ class LowLatency:
         trap(self._on_its_way is None, "a send wipes the counters of what was not received yet")
 
     def _send(self, what: str, message: Any) -> int:
-        number = self.alive().post(self.rank, what, message)
+        number = self._alive().post(self.rank, what, message)
         self._live.add(number)
         self._on_its_way = number
         return number
 
     def _receive(self, number: int) -> list[Any]:
-        messages = self.alive().take(number)
+        messages = self._alive().take(number)
         self._on_its_way = None
         return messages
 

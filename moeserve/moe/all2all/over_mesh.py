@@ -1,0 +1,84 @@
+"""The base of the backends over a `Mesh`: row format, rounds, joining and leaving."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import partial
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from moeserve.comm.gloo import Mesh
+from moeserve.comm.members import Members
+from moeserve.errors import PeerLost
+from moeserve.moe.all2all.base import All2AllCaps, Layout, Pending, Ticket
+from moeserve.moe.all2all.registry import BackendFacts
+from moeserve.moe.all2all.rounds import round_tokens
+from moeserve.moe.all2all.wire_format import RAW
+from moeserve.moe.routing import Routing
+from moeserve.moe.ubatch import UBatch
+
+M = TypeVar("M", bound=Mesh)
+
+
+class MeshAll2All(ABC, Generic[M]):
+    """A backend whose messages go over a mesh of connections, one channel per micro-batch.
+
+    Dispatched rows travel in the wire's format, results in the model's dtype.
+    """
+
+    def __init__(self, facts: BackendFacts, device: str) -> None:
+        wire, width, dtype = facts.wire, facts.hidden_size, facts.dtype
+        self.caps = All2AllCaps(
+            name="torch",
+            layouts=frozenset({Layout.GROUPED}),
+            wires=frozenset({wire.name} if wire.name in RAW else RAW),
+            max_tokens=facts.max_tokens,
+            copies=5,
+            devices=frozenset({device}),
+        )
+        self._wire, self._width, self._dtype = wire, width, dtype
+        self._top_k = facts.top_k
+        self._max_tokens = facts.max_tokens  # of one dispatch, from `join` on
+        self._round_tokens = partial(round_tokens, facts.max_tokens, facts.top_k, width * dtype.itemsize)
+        self._mesh: M | None = None
+        self._num_local = 0
+
+    @abstractmethod
+    def new_mesh(self, members: Members, ubatches: int, terms: str) -> M:
+        """Returns an unconnected mesh; `terms` must be the same on all ranks."""
+
+    @abstractmethod
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
+        """See `All2All`."""
+
+    @abstractmethod
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
+        """See `All2All`."""
+
+    def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
+        """See `All2All`."""
+        self._num_local = experts_per_rank
+        self._max_tokens = self._round_tokens(members.size)
+        self.caps = replace(self.caps, max_tokens=self._max_tokens)
+        terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, top {self._top_k}, {self._max_tokens} tokens"
+        self._mesh = self.new_mesh(members, ubatches, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches")
+        self._mesh.connect()
+
+    def leave(self) -> None:
+        """See `All2All`."""
+        if self._mesh is not None:
+            self._mesh.close()
+
+    @property
+    def mesh(self) -> M:
+        """The connections to the group that was joined. Raises PeerLost before that."""
+        if self._mesh is None:
+            raise PeerLost("this rank has not joined a group yet")
+        return self._mesh
+
+    def _check_size(self, x_TD: Tensor, routing: Routing) -> None:
+        (tokens, top_k), limit = routing.ids_TK.shape, self._max_tokens
+        assert len(x_TD) == tokens <= limit, f"{len(x_TD)} rows with {tokens} rows of ids, at most {limit}"
+        assert top_k <= self._top_k, f"{top_k} experts per token of at most {self._top_k}"
