@@ -46,7 +46,7 @@ from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
-from moeserve.runner.sampler import Sampler
+from moeserve.runner.sampling import make_sampler
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
 from moeserve.runner.upload import Upload
@@ -297,7 +297,7 @@ class ModelRunnerBase(ABC):
         size, device, tp_size = (limits.num_blocks, limits.num_store_blocks), self.device, self.world.tp_size
         self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload)
         self.tables = self.make_tables()
-        self.sampler = self.make_sampler()
+        self.sampler = make_sampler(self.spec.vocab_size, self.tables, self.upload, self.config.device.kernels)
 
     def make_tables(self) -> Tables:
         """For `limits`."""
@@ -307,10 +307,6 @@ class ModelRunnerBase(ABC):
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
         """What a step that is run as it is reads."""
         return prepare_inputs(plan, host, self.tables, self.groups, self.upload)
-
-    def make_sampler(self) -> Sampler:
-        """Over `tables`."""
-        return Sampler(self.spec.vocab_size, self.tables, self.upload, host_may_wait=not self.device_is_async)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -12,8 +12,8 @@ from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.load import Progress
 from moeserve.runner.memory import host_memory
-from moeserve.runner.probe import sampler_is_invariant
 from moeserve.runner.recorder import HostRecorder
+from moeserve.runner.sampling import noise
 from moeserve.runner.upload import HostUpload
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class CPUModelRunner(ModelRunnerBase):
 
     def load_model(self, progress: Progress) -> None:
         super().load_model(progress)
-        if not sampler_is_invariant():  # asked here, with as many threads as the kernels have left to torch
+        if not noise.is_invariant():  # asked here, with as many threads as the kernels have left to torch
             logger.warning(
                 "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
                 "else is in the batch (greedy requests are safe)"

@@ -25,7 +25,6 @@ from moeserve.runner.graphs import MOST_TOKENS
 from moeserve.runner.inputs import HostRows
 from moeserve.runner.memory import MemoryFacts
 from moeserve.runner.recorder import CudaRecorder
-from moeserve.runner.sampler import Sampler
 from moeserve.runner.tables import Tables
 from moeserve.runner.upload import RingUpload
 from moeserve.runner.workspace import workspace_bytes
@@ -122,13 +121,6 @@ class GPUModelRunner(ModelRunnerBase):
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
         return self.fixed_inputs.exact(plan) if self.by_triton else super().step_inputs(plan, host)
-
-    def make_sampler(self) -> Sampler:
-        if not self.by_triton:
-            return super().make_sampler()
-        from moeserve.runner.triton_sampler import TritonSampler
-
-        return TritonSampler(self.spec.vocab_size, self.tables, self.upload)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._index())

@@ -13,9 +13,9 @@ from torch import Tensor
 from moeserve.engine.plan import I32, StepPlan, StepResult
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.runner.inputs import HostRows
-from moeserve.runner.logprobs import LogprobRows, join, logprob_rows, to_messages
-from moeserve.runner.sampler import Sampled, Status
-from moeserve.runner.sampling_rows import SamplingRows, Trait
+from moeserve.runner.sampling.logprobs import LogprobRows, join, logprob_rows, to_messages
+from moeserve.runner.sampling.rows import SamplingRows, Trait
+from moeserve.runner.sampling.sampler import Sampled, Status
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import Meter
 from moeserve.runner.upload import Upload

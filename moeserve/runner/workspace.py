@@ -9,7 +9,7 @@ from moeserve.loader.spec import ModelSpec
 from moeserve.models import workspace as model_workspace
 from moeserve.runner.limits import step_tokens
 from moeserve.runner.outputs import PROMPT_ELEMENTS
-from moeserve.runner.sampler import CHUNK_ELEMENTS
+from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
 _F32 = 4
 

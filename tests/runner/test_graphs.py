@@ -25,7 +25,7 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
 from moeserve.runner import gpu, recorder, triton_inputs
-from moeserve.runner.base import DeviceProperties, ModelRunnerBase
+from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
 from moeserve.runner.graphs import EagerGraphs, GraphManager, Mode, sizes_of, sizes_to
@@ -260,7 +260,6 @@ class ExactOnCPU(CPUModelRunner):
 
 class ExactOnFake(GPUModelRunner):
     load_model, profile_run = ExactOnCPU.load_model, ExactOnCPU.profile_run
-    make_sampler = ModelRunnerBase.make_sampler
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")

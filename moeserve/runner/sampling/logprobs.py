@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.messages import Logprobs
-from moeserve.runner.noise import LANES
+from moeserve.runner.sampling.noise import LANES
 
 CHUNK_ELEMENTS = 1 << 22  # most logits that are turned into logprobs at once
 

@@ -1,0 +1,28 @@
+"""From logits to tokens and logprobs: a reference in torch, and the native and Triton samplers that agree with it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from moeserve.ops import native_rows
+from moeserve.runner.sampling.sampler import Sampler
+from moeserve.runner.tables import Tables
+from moeserve.runner.upload import Upload
+
+
+def make_sampler(vocab_size: int, tables: Tables, upload: Upload, kernels: str) -> Sampler:
+    """Returns the fastest sampler for the device of `tables`. kernels: config.device.kernels; "torch" is the reference.
+
+    The modules are imported here because Triton is slow to import and may not be installed.
+    """
+    if kernels != "torch" and tables.arena.is_cuda and find_spec("triton"):
+        from moeserve.runner.sampling.triton import TritonSampler
+
+        return TritonSampler(vocab_size, tables, upload)
+    if kernels != "torch" and tables.arena.is_cpu and native_rows.AVAILABLE:
+        from moeserve.runner.sampling.native import NativeSampler
+
+        return NativeSampler(vocab_size, tables, upload)
+    from moeserve.runner.sampling.reference import ReferenceSampler
+
+    return ReferenceSampler(vocab_size, tables, upload)
