@@ -129,12 +129,11 @@ def prologue(
     clip: float = math.inf,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """Keys and values go to their cells (block * block size + offset), queries come back, scaled: [T, H, d].
+    """Writes keys and values to their KV slots (block * block size + offset) and returns scaled queries [T, H, d].
 
     qkv_THd: [T, H + 2G, d], queries first; tokens may be further apart. cos and sin: fp32 [T, 1, d], sin negative in
-    the first half. slot_mapping_T: int64, of the first tokens; the rest is padding, and so are cells below 0. norms:
-    fp32
-    weights [H + G, d] of a norm per head, queries' first. clip: largest magnitude that norms and values may have.
+    the first half. slot_mapping_T: int64, of the first tokens; the rest is padding, and so are slots below 0. norms:
+    fp32 weights [H + G, d] of a norm per head, queries' first. clip: largest magnitude of norms and values.
     normed_THd: fp32 [T, H + G, d], queries and keys instead of qkv's. All in fp32 until one rounding.
     one head of width 2, scale 2: q [1, 0], k [1, 0], turned by 90 degrees -> q [0, 2], k [0, 1]
     """

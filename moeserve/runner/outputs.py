@@ -34,7 +34,7 @@ class Span:
     alternatives: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class StepOutputs:
     """Everything that one step computed for the host. Tensors are on the device; the rest was noted at launch,
     because a later step may have given a slot away by the time that this one is collected."""
