@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use, and how many a model can use."""
+"""CPU cores: how many this process may use, and how many a model can use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ACTIVE_PARAMS_PER_THREAD = 4_000_000
 
 
 def useful_threads(num_active_params: int, cores: int) -> int:
-    """Threads for a model that multiplies each token with so many parameters.
+    """Returns the number of threads for a model that multiplies each token with so many parameters.
 
     3.4 million on 8 cores -> 1; 380 million on 8 cores -> 8
     """
@@ -21,7 +21,7 @@ def useful_threads(num_active_params: int, cores: int) -> int:
 
 
 def cores_of_rank(cores: int, ranks: int) -> int:
-    """Cores for each of several ranks on one host: two that compute on one core would wait for each other.
+    """Returns the cores for each of several ranks on one host, which must not share a core.
 
     8 cores, 3 ranks -> 2
     """
@@ -29,8 +29,8 @@ def cores_of_rank(cores: int, ranks: int) -> int:
 
 
 def allowed_cores(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores of the affinity mask, not more than physical ones (two threads of one core share its vector units) and
-    not more than the control group's quota, rounded up."""
+    """Returns the cores of the affinity mask, at most the physical ones (two threads of one core share its vector
+    units) and at most the control group's quota, rounded up."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -41,7 +41,7 @@ def allowed_cores(cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path
 
 
 def _quota(root: Path, membership: Path) -> float | None:
-    """CPUs' worth of time per time that the smallest limit (control groups version 2) around this process allows."""
+    """Returns the smallest CPU quota, in cores, of the control groups (version 2) around this process."""
     found: list[float] = []
     try:
         lines = membership.read_text().splitlines()
