@@ -41,10 +41,11 @@ from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.ep_graphs import EPGraphs
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import GraphManager, common_sizes, obstacle, sizes_of
+from moeserve.runner.host import MemoryFacts
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
-from moeserve.runner.memory import MemoryFacts, kv_budget
+from moeserve.runner.memory import kv_budget
 from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
 from moeserve.runner.peers import Peers, make_tensor
@@ -117,8 +118,8 @@ class ModelRunnerBase(ABC):
         self.groups = groups_of(windows, config.cache.block_size)
         self.graphs: GraphManager | None = None  # None: every step is run as it is
         # A group may grow: one of a single rank is prepared for more.
-        self.deals_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
-        num_ubatches = 2 if self.deals_experts and config.parallel.dbo != "off" else 1
+        self.shards_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
+        num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
         self.notes: list[str] = []
@@ -156,7 +157,7 @@ class ModelRunnerBase(ABC):
             return
         parts = self._forward, self.fixed_inputs, recorder(), self.ubatches.ubatches[0]
         asked = self.config.device.graphs
-        if self.deals_experts:
+        if self.shards_experts:
             self.graphs = ep_sharded = EPGraphs(*parts, common_sizes(asked, self.limits), self.peers)
             self.ubatches.round_up = ep_sharded.round_up
             # Steps without graphs never take the kernels that learn the number of tokens from the device, and nothing
@@ -176,8 +177,8 @@ class ModelRunnerBase(ABC):
     @property
     def graph_obstacle(self) -> str | None:
         """The reason why no step can be recorded, or None."""
-        travels = self.tp.size > 1 or (self.deals_experts and not self.peers.graph_safe)
-        return obstacle(self.config.device.graphs, travels, self.deals_experts or self.model.graph_safe)
+        travels = self.tp.size > 1 or (self.shards_experts and not self.peers.graph_safe)
+        return obstacle(self.config.device.graphs, travels, self.shards_experts or self.model.graph_safe)
 
     @abstractmethod
     def enter_thread(self) -> None:
@@ -217,7 +218,7 @@ class ModelRunnerBase(ABC):
             self.world.expert_rank,
             self.placement,
             wire_of(self.config.parallel.wire, self.dtype),
-            self.read_expert if self.deals_experts else None,
+            self.read_expert if self.shards_experts else None,
             len(self.ubatches.ubatches),
             self._hear_placed,
         )
@@ -258,7 +259,7 @@ class ModelRunnerBase(ABC):
                 top_k=spec.experts_per_token,
                 max_tokens=self.max_tokens,
                 num_slots=placement.experts_per_rank,
-                num_ranks=max(2, placement.num_ranks) if self.deals_experts else 1,
+                num_ranks=max(2, placement.num_ranks) if self.shards_experts else 1,
                 device=self.device.type,
             )
         return Shard(
@@ -278,7 +279,7 @@ class ModelRunnerBase(ABC):
     @property
     def inflow(self) -> Inflow | None:
         """What other ranks may send to this one, once the model is loaded; None if experts are not sharded."""
-        if not self.deals_experts:
+        if not self.shards_experts:
             return None
         assert self.placement is not None
         row_bytes = self.spec.hidden_size * self.dtype.itemsize
@@ -305,7 +306,8 @@ class ModelRunnerBase(ABC):
         size, device, tp_size = (limits.num_blocks, limits.num_store_blocks), self.device, self.world.tp_size
         self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload)
         self.tables = self.make_tables()
-        self.sampler = make_sampler(self.spec.vocab_size, self.tables, self.upload, self.config.device.kernels)
+        kernels, is_async = self.config.device.kernels, self.device_is_async
+        self.sampler = make_sampler(self.spec.vocab_size, self.tables, self.upload, kernels, is_async=is_async)
 
     def make_tables(self) -> Tables:
         """Returns empty request tables for `limits`."""

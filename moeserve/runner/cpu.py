@@ -9,9 +9,8 @@ import torch
 
 from moeserve.loader.size import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
+from moeserve.runner.host import allowed_cores, cores_of_rank, host_memory, useful_threads
 from moeserve.runner.load import Progress
-from moeserve.runner.memory import host_memory
 from moeserve.runner.recorder import HostRecorder
 from moeserve.runner.sampling import noise
 from moeserve.runner.upload import HostUpload

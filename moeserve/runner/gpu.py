@@ -22,8 +22,8 @@ from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.dummy import dummy_plan, every_way, largest_step
 from moeserve.runner.graphs import MOST_TOKENS
+from moeserve.runner.host import MemoryFacts
 from moeserve.runner.inputs import HostRows
-from moeserve.runner.memory import MemoryFacts
 from moeserve.runner.recorder import CudaRecorder
 from moeserve.runner.tables import Tables
 from moeserve.runner.upload import RingUpload
@@ -108,7 +108,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def capture_model(self) -> None:
         """Records CUDA graphs of common sizes, if nothing is in the way."""
-        self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.deals_experts))
+        self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.shards_experts))
         self.execute(dummy_plan(len(self.groups), 0, [1]))  # compiles what fills their inputs
 
     @property

@@ -29,7 +29,8 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked, group_of
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
-from moeserve.runner.memory import MemoryFacts, check_weights_fit
+from moeserve.runner.host import MemoryFacts
+from moeserve.runner.memory import check_weights_fit
 from moeserve.runner.model import Model
 
 log = logging.getLogger(__name__)

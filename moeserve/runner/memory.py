@@ -1,89 +1,16 @@
-"""How much memory there is, and how many KV blocks and how long a context fit into it.
-
-The functions below `MemoryFacts` are pure; the operating system is asked in `host_memory` alone.
-"""
+"""Plans memory: whether the weights fit, how many KV blocks fit beside them, and how long a context."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from moeserve.engine.groups import KVGroup, blocks_needed
 from moeserve.errors import DoesNotFit
+from moeserve.runner.host import MemoryFacts
 
 USUAL_LEN = 4096  # tokens per request that the default KV size on a shared host provides for
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFacts:
-    """Bytes. limit: what may be used in all; used: what counts against the limit now; free: what could be had now."""
-
-    limit: int
-    used: int
-    free: int
-
-    def shared(self, ranks: int) -> MemoryFacts:
-        """Returns the share of one of several ranks: an equal part of the limit and of what is free."""
-        return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
-
-
-def host_memory(cgroup: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> MemoryFacts:
-    """Returns this process's facts: physical memory, or less where a control group (version 2 or 1) limits it."""
-    host = psutil.virtual_memory()
-    limit, free = host.total, host.available
-    for group_limit, group_used in _cgroup_limits(cgroup, membership):
-        limit = min(limit, group_limit)
-        free = min(free, max(0, group_limit - group_used))
-    return MemoryFacts(limit=limit, used=psutil.Process().memory_info().rss, free=free)
-
-
-def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """Returns (limit, used) of every control group around this process with a limit; page cache is not used memory."""
-    found: list[tuple[int, int]] = []
-    for line in _read(membership).splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        inner = base / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            if not folder.is_relative_to(base):
-                break
-            limit, used = _number(folder / names[0]), _number(folder / names[1])
-            if limit is not None and used is not None:
-                stat = folder / "memory.stat"  # pages that several processes have mapped in turn count as active
-                cached = _stat(stat, names[2] + "inactive_file") + _stat(stat, names[2] + "active_file")
-                found.append((limit, max(0, used - cached)))
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _stat(path: Path, key: str) -> int:
-    for line in _read(path).splitlines():
-        name, _, value = line.partition(" ")
-        if name == key and value.strip().isdigit():
-            return int(value)
-    return 0
 
 
 def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:

@@ -6,6 +6,7 @@ copy from a ring of pinned buffers; an entry of the ring is written again only a
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,7 +48,7 @@ class RingUpload:
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         entry, self._next = self._next, (self._next + 1) % len(self._buffers)
-        starts, size = _layout(arrays)
+        *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
         host = self._writable(entry, size)
         view = host.numpy()
         for array, start in zip(arrays, starts, strict=True):
@@ -71,16 +72,6 @@ class RingUpload:
 
     def _new_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
-
-
-def _layout(arrays: tuple[NDArray[Any], ...]) -> tuple[list[int], int]:
-    """Returns where each array starts in the packed buffer, and the buffer's size in bytes."""
-    starts: list[int] = []
-    size = 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // _ALIGN) * _ALIGN
-    return starts, size
 
 
 def _section(packed: Tensor, start: int, like: NDArray[Any]) -> Tensor:

@@ -29,8 +29,8 @@ from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
 from moeserve.runner.graphs import GraphManager, Mode, sizes_of, sizes_to
+from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
-from moeserve.runner.memory import host_memory
 from moeserve.runner.upload import RingUpload
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard

@@ -10,16 +10,17 @@ from moeserve.runner.tables import Tables
 from moeserve.runner.upload import Upload
 
 
-def make_sampler(vocab_size: int, tables: Tables, upload: Upload, kernels: str) -> Sampler:
+def make_sampler(vocab_size: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool) -> Sampler:
     """Returns the fastest sampler for the device of `tables`. kernels: config.device.kernels; "torch" is the reference.
 
-    The modules are imported here because Triton is slow to import and may not be installed.
+    is_async: whether the device runs on while the host continues, so that a sampler must not wait for results.
+    Imports are local because Triton is slow to import and may not be installed.
     """
     if kernels != "torch" and tables.arena.is_cuda and find_spec("triton"):
         from moeserve.runner.sampling.triton import TritonSampler
 
         return TritonSampler(vocab_size, tables, upload)
-    if kernels != "torch" and tables.arena.is_cpu and native_rows.AVAILABLE:
+    if kernels != "torch" and not is_async and native_rows.AVAILABLE:
         from moeserve.runner.sampling.native import NativeSampler
 
         return NativeSampler(vocab_size, tables, upload)

@@ -18,8 +18,7 @@ from moeserve.runner.sampling.noise import LANES
 from moeserve.runner.sampling.reference import ReferenceSampler, top_p_cutoff
 from moeserve.runner.sampling.rows import Trait
 from moeserve.runner.sampling.rules import NEG_INF
-from moeserve.runner.tables import I64, Tables
-from moeserve.runner.upload import Upload
+from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks that a row is narrowed to
 HEAD_TOKENS = 64  # tokens that a top-p is usually reached with
@@ -29,12 +28,13 @@ ROUNDING = 1e-4  # of sums of probabilities, generously
 class NativeSampler(ReferenceSampler):
     """Chooses the tokens that `ReferenceSampler` chooses, sooner."""
 
-    def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
-        super().__init__(vocab_size, tables, upload)
-        self._top_p_cutoff = top_p_cutoff_head
-
-    def _argmax(self, x_rV: Tensor) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _argmax(x_rV: Tensor) -> tuple[Tensor, Tensor]:
         return native_rows.argmax(x_rV)
+
+    @staticmethod
+    def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
+        return top_p_cutoff_head(probs_rV, top_p_r)
 
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
         if not (self.rows.traits[slots_r[0]] & Trait.CUT and can_narrow(x_rV.shape[1])):

@@ -27,7 +27,6 @@ class ReferenceSampler(Sampler):
 
     def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
         super().__init__(vocab_size, tables, upload)
-        self._top_p_cutoff = top_p_cutoff
         self._chunk_rows = max(1, CHUNK_ELEMENTS // noise.padded(vocab_size))
         self._gumbel = noise.Gumbel(vocab_size, self._device)
 
@@ -94,10 +93,15 @@ class ReferenceSampler(Sampler):
         apply_penalties(x_pV, history_pL, *lengths, *strengths)
         x_rV.index_copy_(0, index, x_pV)
 
-    def _argmax(self, x_rV: Tensor) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _argmax(x_rV: Tensor) -> tuple[Tensor, Tensor]:
         """Returns each row's maximum and its lowest index; NaN counts as largest."""
         peak_r, index_r = x_rV.max(dim=-1)
         return peak_r, index_r
+
+    @staticmethod
+    def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
+        return top_p_cutoff(probs_rV, top_p_r)
 
 
 def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:

@@ -32,22 +32,22 @@ class TritonSampler(Sampler):
         self._counts_WV: Tensor | None = None
 
     def _choose(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> tuple[Tensor, Tensor, Failures]:
-        known, raw_peaks_S, failures = self.rows, None, Failures()
-        if len(known.having(Trait.CHANGED, slots_S)):
+        params, raw_peaks_S, failures = self.rows, None, Failures()
+        if len(params.having(Trait.CHANGED, slots_S)):
             raw_peaks_S = logits_SV.amax(dim=1)
             logits_SV = logits_SV.clone()
             failures = self._change(logits_SV, slots_S, positions_S)
-        draws, cuts = (len(known.having(traits, slots_S)) > 0 for traits in (Trait.RANDOM, Trait.TOP_K | Trait.TOP_P))
+        draws, cuts = (len(params.having(traits, slots_S)) > 0 for traits in (Trait.RANDOM, Trait.TOP_K | Trait.TOP_P))
         rows = self._greedy
         if draws:
-            is_random_S = (known.traits[slots_S] & Trait.RANDOM) != 0
+            is_random_S = (params.traits[slots_S] & Trait.RANDOM) != 0
             rows = SamplingTensors(
                 *self._upload(
-                    np.where(is_random_S, known.temperature[slots_S], np.float32(0)),
-                    known.log_min_p[slots_S],
-                    known.top_k[slots_S].astype(np.int32),
-                    known.top_p[slots_S],
-                    *noise.row_keys(known.seed[slots_S], positions_S),
+                    np.where(is_random_S, params.temperature[slots_S], np.float32(0)),
+                    params.log_min_p[slots_S],
+                    params.top_k[slots_S].astype(np.int32),
+                    params.top_p[slots_S],
+                    *noise.row_keys(params.seed[slots_S], positions_S),
                 )
             )
         return *sample(logits_SV, rows, raw_peaks_S, draws=draws, cuts=cuts), failures
