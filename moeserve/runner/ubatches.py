@@ -14,11 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
-from moeserve.engine.plan import Agreed
+from moeserve.engine.plan import I32, Agreed
 from moeserve.messages import TraceEvent
 from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.streams import CommStream, InFlightTransfer, Inline, here
@@ -167,28 +166,15 @@ def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
     begun_R = (split_at - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row that the first part has
     first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)
     later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)
+    bounds, later_bounds = np.minimum(offsets[: ends + 1], split_at), np.maximum(offsets[begins:] - split_at, 0)
     return (
-        _part(
-            step,
-            slice(0, split_at),
-            slice(0, ends),
-            np.minimum(offsets[: ends + 1], split_at),
-            step.starts_R[:ends],
-            first,
-        ),
-        _part(
-            step, slice(split_at, None), slice(begins, None), np.maximum(offsets[begins:] - split_at, 0), starts, later
-        ),
+        _part(step, slice(0, split_at), slice(0, ends), bounds, step.starts_R[:ends], first),
+        _part(step, slice(split_at, None), slice(begins, None), later_bounds, starts, later),
     )
 
 
 def _part(
-    step: StepInputs,
-    tokens: slice,
-    rows: slice,
-    offsets_R1: NDArray[np.int32],
-    starts_R: NDArray[np.int32],
-    on_device: tuple[Tensor, Tensor],
+    step: StepInputs, tokens: slice, rows: slice, offsets_R1: I32, starts_R: I32, on_device: tuple[Tensor, Tensor]
 ) -> StepInputs:
     groups = tuple(
         GroupInputs(group.slot_mapping_T[tokens], group.blocks_RN[rows], group.block_size, group.window)

@@ -24,14 +24,17 @@ from moeserve.models.registry import family
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
-from moeserve.runner import gpu, recorder, triton_inputs
+from moeserve.runner import base, gpu, recorder, triton_inputs
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
 from moeserve.runner.graphs import GraphManager, Mode, sizes_of, sizes_to
 from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
-from moeserve.runner.upload import RingUpload
+from moeserve.runner.sampling.reference import ReferenceSampler
+from moeserve.runner.sampling.sampler import Sampler
+from moeserve.runner.tables import Tables
+from moeserve.runner.upload import RingUpload, Upload
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
 from tests.runner.harness import Driver, Request, fake_runner, greedy, spec_of
@@ -285,6 +288,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         assert torch.equal(words, torch.from_numpy(step.words))
         step_reference(table, blocks, size, step, out)
 
+    def reference_sampler(vocab: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool) -> Sampler:
+        return ReferenceSampler(vocab, tables, upload)
+
+    monkeypatch.setattr(base, "make_sampler", reference_sampler)
     fake = FakeCuda()
     for module in (gpu, recorder):
         monkeypatch.setattr(module, "torch", FakeTorch(fake))

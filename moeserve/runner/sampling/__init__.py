@@ -11,12 +11,12 @@ from moeserve.runner.upload import Upload
 
 
 def make_sampler(vocab_size: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool) -> Sampler:
-    """Returns the fastest sampler for the device of `tables`. kernels: config.device.kernels; "torch" is the reference.
+    """Returns the fastest sampler for a device. kernels: config.device.kernels; "torch" stands for the reference.
 
     is_async: whether the device runs on while the host continues, so that a sampler must not wait for results.
     Imports are local because Triton is slow to import and may not be installed.
     """
-    if kernels != "torch" and tables.arena.is_cuda and find_spec("triton"):
+    if kernels != "torch" and is_async and find_spec("triton"):
         from moeserve.runner.sampling.triton import TritonSampler
 
         return TritonSampler(vocab_size, tables, upload)

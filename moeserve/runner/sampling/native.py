@@ -60,10 +60,9 @@ class NativeSampler(ReferenceSampler):
     def _is_enough(self, x_rW: Tensor, floor_r: Tensor, slots_r: I64) -> NDArray[np.bool_]:
         """Returns which of the narrowed rows hold all that top-k or min-p would keep of the whole ones."""
         count_r = (x_rW > NEG_INF).sum(dim=-1).numpy()
-        has_k_r: NDArray[np.bool_] = ((self.rows.traits[slots_r] & Trait.TOP_K) != 0) & (
-            count_r >= self.rows.top_k[slots_r]
-        )
-        return has_k_r | (floor_r.numpy() < self.rows.log_min_p[slots_r])
+        has_top_k_r = (self.rows.traits[slots_r] & Trait.TOP_K) != 0
+        is_enough_r: NDArray[np.bool_] = has_top_k_r & (count_r >= self.rows.top_k[slots_r])
+        return is_enough_r | (floor_r.numpy() < self.rows.log_min_p[slots_r])
 
 
 def race(gumbel: noise.Gumbel, x_rV: Tensor, low_r: Tensor, high_r: Tensor, blocks_rB: Tensor | None = None) -> Tensor:

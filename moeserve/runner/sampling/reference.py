@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 1 << 18  # logits that are worked on at once: they and their te
 
 
 class ReferenceSampler(Sampler):
-    """Works on chunks of like rows, which it copies."""
+    """Samples in chunks of like rows, which it copies."""
 
     def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
         super().__init__(vocab_size, tables, upload)
