@@ -1,4 +1,4 @@
-"""How far from its likeliest token a row may draw: top-k and top-p by search, without sorting.
+"""Top-k and top-p by search, without sorting: how far from its likeliest token a row may draw.
 
 A token's distance is (the row's largest logit - its own) / temperature; exp(-distance) is its weight. Distances are not
 negative, so they order as their bits do, and both filters keep what is no farther than some key: top-k the last key
@@ -26,12 +26,13 @@ INFINITE_KEY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def distance(x, peak, temperature):
+    """Returns how far logits lie below the row's peak, in units of the temperature."""
     return tl.abs(tl.div_rn(peak - x, temperature))
 
 
 @triton.jit
 def key_of(x, peak, temperature, farthest):
-    """(order of the distance, or NO_KEY beyond the farthest; weight) of each logit."""
+    """Returns (the distance's bits, or NO_KEY beyond the farthest; the weight) of each logit."""
     d = distance(x, peak, temperature)
     weight = (tl.exp(-d) * ONE).to(tl.int64)
     return tl.where(d <= farthest, d.to(tl.uint32, bitcast=True), NO_KEY), weight
@@ -39,7 +40,7 @@ def key_of(x, peak, temperature, farthest):
 
 @triton.jit
 def kth_distance(d, k):
-    """The k-th smallest of distances in registers."""
+    """Returns the k-th smallest of distances in registers."""
     keys = d.to(tl.int32, bitcast=True)
     found = tl.full((), 0, tl.int32)
     for i in range(31):
@@ -50,7 +51,7 @@ def kth_distance(d, k):
 
 @triton.jit
 def near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles, width):
-    """A distance within which everything lies that top-k or top-p can keep.
+    """Returns a distance within which everything lies that top-k or top-p can keep.
 
     Each of the k best tiles has a token within the k-th best tile's distance. And if top-k is off, the tokens lighter
     than (1 - top_p) / 2V of the whole are together too light to be needed; the tiles' best are part of the whole.
@@ -91,7 +92,7 @@ def gather_kernel(
 
 @triton.jit
 def sums_before(x_ptr, n, peak, temperature, farthest, key1, key2, key3, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of n tokens, or how much weight of theirs, lies before each of three keys."""
+    """Returns how many of n tokens, or how much of their weight, lie before each of three keys."""
     sum1 = tl.zeros((BLOCK,), tl.int64)
     sum2 = tl.zeros((BLOCK,), tl.int64)
     sum3 = tl.zeros((BLOCK,), tl.int64)
@@ -109,7 +110,7 @@ def sums_before(x_ptr, n, peak, temperature, farthest, key1, key2, key3, BY_WEIG
 
 @triton.jit
 def last_key(x_ptr, n, peak, temperature, farthest, limit, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The last key before which less than `limit` lies."""
+    """Returns the last key before which less than `limit` lies."""
     found = tl.full((), 0, tl.uint32)
     step = tl.full((), 1 << 30, tl.uint32)
     for _ in range(16):
@@ -122,7 +123,7 @@ def last_key(x_ptr, n, peak, temperature, farthest, limit, BY_WEIGHT: tl.constex
 
 @triton.jit
 def kept_key(x_ptr, n, peak, temperature, farthest, top_k, top_p, weight, width, BLOCK: tl.constexpr):
-    """The last key that top-k, and then top-p of the weight that is left, keep."""
+    """Returns the last key that top-k keeps, and then top-p of the weight that is left."""
     found = tl.full((), NO_KEY, tl.uint32)
     if top_k < width:
         found = last_key(x_ptr, n, peak, temperature, farthest, top_k.to(tl.int64), False, BLOCK)
@@ -156,7 +157,7 @@ def cut_kernel(
 
 
 def cut_reference(d_SV: Tensor, farthest_S: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
-    """The definition, by sorting: d_SV are distances; those beyond farthest_S are not there."""
+    """The reference of `cut`, by sorting distances d_SV; those beyond farthest_S do not count."""
     d_SV = d_SV.masked_fill(d_SV > farthest_S.unsqueeze(1), torch.inf).sort(dim=-1).values
     kth_S1 = d_SV.gather(1, (top_k_S.long().unsqueeze(1) - 1).clamp(max=d_SV.shape[1] - 1))
     weights_SV = torch.exp(-d_SV.double()).masked_fill(d_SV > kth_S1, 0.0)

@@ -1,4 +1,4 @@
-"""Logprobs of the chosen token and of the likeliest ones, and the chosen one's rank, without an array of all.
+"""Logprobs of the chosen token and of the likeliest ones, and the chosen one's rank, without an array of all logprobs.
 
 P rows, V vocabulary, B tiles of TILE tokens, n likeliest ones. A tile that comes after another in the order of their
 best tokens has none that is better than that one's best: so n tiles hold the n likeliest tokens.
@@ -43,14 +43,14 @@ def tiles_kernel(
 
 @triton.jit
 def key_of(x, index):
-    """Integers in the order of (x, -index): a float's bits order as an integer, once negative ones flip."""
+    """Returns integers in the order of (x, -index): a float's bits order as an integer, once negative ones flip."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & LOW)).to(tl.int64) << 32) | (index ^ LOW).to(tl.int64)
 
 
 @triton.jit
 def first_of(keys, n, PLACES: tl.constexpr):
-    """The indices of the n largest of keys [rows, columns], in order; -1 in the other places and where keys run out."""
+    """Returns the indices of the n largest of keys [rows, columns], in order; -1 elsewhere and where keys run out."""
     place = tl.arange(0, PLACES)
     found = tl.full((PLACES,), -1, tl.int32)
     for i in range(n):
@@ -101,7 +101,7 @@ def rows_kernel(
 
 
 def logprobs_reference(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition, by sorting."""
+    """The reference of `logprobs`, by sorting."""
     logprobs_PV = torch.log_softmax(logits_PV.float(), dim=-1)
     likeliest_Pn = logprobs_PV.sort(dim=-1, descending=True, stable=True).indices[:, :n]
     ids_PN = torch.cat([chosen_P.long().unsqueeze(1), likeliest_Pn], dim=1)
@@ -110,8 +110,8 @@ def logprobs_reference(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Ten
 
 
 def logprobs(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int64 [P, 1 + n], the chosen token and the n likeliest in order, equal ones by id; their logprobs, float32;
-    how many tokens are at least as likely as the chosen one, int64 [P]). n is cut to V.
+    """Returns (ids, logprobs, rank): the chosen token and the n likeliest in order, equal ones by id, int64 [P, 1 + n];
+    their logprobs, float32; how many tokens are at least as likely as the chosen one, int64 [P]. n is cut to V.
 
     logits [[0, 0.693, 0.693, 0]], chosen [3], n 2 -> ids [[3, 1, 2]], values [[-1.792, -1.099, -1.099]], rank [4]
     """

@@ -1,7 +1,7 @@
-"""Gumbel noise as a hash of (seed, position, token id): the race that draws a token, for use inside kernels.
+"""Gumbel noise as a hash of (seed, position, token id), for use inside kernels.
 
-A token arrives at an exponentially distributed time, divided by its weight, and the first one wins: that is a draw
-(Gumbel noise is the logarithm of such a time, negated). Everything here is in logarithms.
+If each token arrives after an exponentially distributed time divided by its weight, the first one is a draw by weight
+(Maddison et al., 2014, "A* Sampling"); Gumbel noise is the negated logarithm of such a time. Here are logarithms.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 EARLIEST, LATEST = -22.2, 2.8  # bounds of log_time
-HOPELESS = LATEST - EARLIEST  # who is that far behind the likeliest token never arrives before it
+HOPELESS = LATEST - EARLIEST  # a token that far behind the likeliest never arrives before it
 
 SCALE = tl.constexpr(2.0**-31 * (1 - 2.0**-23))  # maps 31 bits into (0, 1), see below
 SMALL = tl.constexpr(1 / 16)
@@ -18,7 +18,7 @@ SMALL = tl.constexpr(1 / 16)
 
 @triton.jit
 def mixed(ids):
-    """A hash of token ids: murmur3's 32-bit finaliser after a product with 2^32 / golden ratio. uint32 from int32."""
+    """Returns a hash of token ids, uint32: murmur3's finaliser after a product with 2^32 / golden ratio."""
     x = (ids + 1).to(tl.uint32) * 0x9E3779B1
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -27,7 +27,7 @@ def mixed(ids):
 
 @triton.jit
 def log_time(ids, low, high):
-    """When tokens would arrive if all were equally likely. low, high: uint32, a row's key (seed and position).
+    """Returns the log of tokens' times if all had weight 1. low, high: uint32, a row's key (seed and position).
 
     The hash's 31 bits become a number from 2^-32, where float32 is densest and winners are, to just below 1.
     """

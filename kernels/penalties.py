@@ -1,7 +1,7 @@
 """Repetition, frequency and presence penalties, counted in the token table itself.
 
 P rows with penalties, V vocabulary, L longest history, W rows of the work space. A row of the work space counts how
-often its request has said each token; it is zeros before and after, since what applies a penalty takes the count away.
+often each token occurs in its request; it is zeros before and after, since applying a penalty takes the count away.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PenaltyRows:
 
 
 @triton.jit
-def said(table_ptr, slot_ptr, known_ptr, counts_ptr, work, first, table_stride, width, BLOCK: tl.constexpr):
-    """(places, tokens, whether they are there, their places in the work space) of a block of one row's history."""
+def history_block(table_ptr, slot_ptr, known_ptr, counts_ptr, work, first, table_stride, width, BLOCK: tl.constexpr):
+    """Returns (positions, tokens, which of them exist, their counters' addresses) of a block of one row's history."""
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_known = place < tl.load(known_ptr + first + work)
     slot = tl.load(slot_ptr + first + work).to(tl.int64)
@@ -46,7 +46,7 @@ def count_kernel(
 ):
     """One program: counts BLOCK tokens of one row's history."""
     work = tl.program_id(0).to(tl.int64)
-    place, _, is_known, counted = said(
+    place, _, is_known, counted = history_block(
         table_ptr, slot_ptr, known_ptr, counts_ptr, work, first, table_stride, width, BLOCK
     )
     in_prompt = place < tl.load(num_prompt_ptr + first + work)
@@ -59,9 +59,9 @@ def penalty_kernel(
     logits_ptr, table_ptr, row_ptr, slot_ptr, known_ptr, repetition_ptr, frequency_ptr, presence_ptr, counts_ptr,
     first, stride, table_stride, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: takes the counts of BLOCK tokens of one row's history; who gets one changes the token's logit."""
+    """One program: takes the counts of BLOCK tokens of one row's history; taking one changes the token's logit."""
     work = tl.program_id(0).to(tl.int64)
-    _, token, is_known, counted = said(
+    _, token, is_known, counted = history_block(
         table_ptr, slot_ptr, known_ptr, counts_ptr, work, first, table_stride, width, BLOCK
     )
     count = tl.atomic_xchg(counted, tl.zeros((BLOCK,), tl.int32), mask=is_known, sem="relaxed")
@@ -77,13 +77,13 @@ def penalty_kernel(
 
 
 def new_counts(rows: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Work space for `rows` rows at a time."""
+    """Returns work space for `rows` rows at a time."""
     return torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
 
 
 def penalise(logits_SV: Tensor, table: Tensor, rows: PenaltyRows, longest: int, counts_WV: Tensor) -> None:
-    """Changes logits in place. table: int32 [slots, width], the tokens of each slot's request; longest: the most that a
-    row has; counts_WV: from `new_counts`, for as many rows at a time as it has.
+    """Applies penalties to logits in place. table: int32 [slots, width], the tokens of each slot's request. longest:
+    the most tokens of a row. counts_WV: from `new_counts`; its W rows are used at a time.
 
     Repetition divides positive and multiplies negative logits of every token in the history; frequency is subtracted
     once per occurrence in the answer, presence once if there is any.

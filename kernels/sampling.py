@@ -1,7 +1,8 @@
-"""From logits to tokens: the likeliest, or one drawn by a race among those that min-p, top-k and top-p leave.
+"""Chooses tokens from logits: the likeliest, or one drawn among those that min-p, top-k and top-p leave.
 
-S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens. Distances as in cut.py. Rows never meet, and a
-row is divided among programs by V alone, so its token depends on nothing but itself.
+A draw is a race: each token arrives after an exponential time divided by its probability, and the first one wins, see
+noise.py. S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens. Distances as in cut.py. Rows never
+meet, and a row is divided among programs by V alone, so its token depends on nothing but the row.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ NO_ID = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How each row is to be sampled, on the device."""
+    """The sampling parameters of each row, on the device."""
 
-    temperature_S: Tensor  # float32; 0: the likeliest token, whatever the others say
+    temperature_S: Tensor  # float32; 0: the likeliest token, whatever the other parameters are
     log_min_p_S: Tensor  # float32; -inf: off
     top_k_S: Tensor  # int32, at least 1; V or more: off
     top_p_S: Tensor  # float32; 1: off
@@ -89,7 +90,7 @@ def race_kernel(
     logits_ptr, peaks_ptr, temperature_ptr, farthest_ptr, low_ptr, high_ptr, times_ptr, ids_ptr,
     stride, width, num_parts, HOPELESS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: who of BLOCK tokens of a row arrives first, and when (in logarithms)."""
+    """One program: which of BLOCK tokens of a row arrives first, and the logarithm of its time."""
     row = tl.program_id(0).to(tl.int64)
     farthest = tl.load(farthest_ptr + row)
     if farthest < 0:
@@ -131,7 +132,7 @@ def sample(
     draws: bool = True,
     cuts: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """A token of each row, int32, and its status, uint8: FINE, NOT_FINITE or NOTHING_ALLOWED, and token 0 if not FINE.
+    """Returns a token of each row, int32, and its status, uint8: FINE, NOT_FINITE or NOTHING_ALLOWED (with token 0).
 
     raw_peaks_S: the rows' largest logits before any rule changed them, NaN if there is one; None: nothing did. draws:
     whether any row has a temperature; cuts: whether any of those has top-k or top-p. Equal logits are kept or dropped

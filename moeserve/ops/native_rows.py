@@ -172,9 +172,9 @@ def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def race(x_rV: Tensor, low_r: Tensor, high_r: Tensor, token_hash_V: Tensor, blocks_rB: Tensor | None = None) -> Tensor:
-    """The column of the largest x + Gumbel noise of each row: runner/noise.py's noise for keys low and high and the
-    tokens that blocks_rB names. -1 where fp32 logarithms could decide between two, or where a row's maximum is not
-    finite: ask the reference then."""
+    """Returns each row's column of the largest x + Gumbel noise: that of runner/sampling/noise.py, for keys low and
+    high and the tokens that blocks_rB names. -1 where fp32 logarithms could decide between two, or where a row's
+    maximum is not finite: ask the reference then."""
     rows = low_r.shape[0]
     column_r = _empty(rows, dtype=torch.int64)
     _native.race(

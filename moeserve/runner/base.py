@@ -1,7 +1,10 @@
-"""Makes one plan happen on one device: everything that does not depend on which device it is.
+"""The model runner: executes step plans on one device. Here is everything that does not depend on the device.
 
-A device is a subclass that overrides two methods: `_cache_device_properties` and `capture_model`, plus what it does in
-a way of its own (`upload`, `_fetch`, `_mark`; tables, inputs, sampler). Life: `prepare` once, then `launch` per plan.
+Life: `prepare` once, then `launch` for each plan.
+
+A device is a subclass. It must override `_cache_device_properties`, `capture_model`, `enter_thread`, `_mark` and
+`_elapsed_us`. It may override `load_model` (the CPU does, to check itself), `profile_run`, `warm_up`, `make_tables`,
+`step_inputs` and `_fetch` (the GPU does). The sampler is picked by device, see `runner/sampling`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from moeserve.comm.members import Members
 from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.engine.groups import groups_of
-from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan, StepResult
+from moeserve.engine.plan import Agreed, NewRequest, StepPlan, StepResult
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Placed, PlacementTable
 from moeserve.models.workspace import Inflow
@@ -37,16 +40,17 @@ from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.ep_graphs import EPGraphs
 from moeserve.runner.experts import Read
-from moeserve.runner.graphs import Descriptor, EagerGraphs, GraphManager, Graphs, common_sizes, obstacle, sizes_of
+from moeserve.runner.graphs import GraphManager, common_sizes, obstacle, sizes_of
+from moeserve.runner.host import MemoryFacts
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
-from moeserve.runner.memory import MemoryFacts, kv_budget
+from moeserve.runner.memory import kv_budget
 from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
-from moeserve.runner.sampler import Sampler
+from moeserve.runner.sampling import make_sampler
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
 from moeserve.runner.upload import Upload
@@ -63,8 +67,8 @@ ONE = World()
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """name: for people. memory: asks anew at each call. own: the device serves nobody but the ranks of this launch,
-    `sharers` of them."""
+    """What a device is. name: for log messages. memory: measures anew at each call. own: the device serves nobody but
+    the ranks of this launch, `sharers` of them."""
 
     name: str
     memory: Callable[[], MemoryFacts]
@@ -73,7 +77,9 @@ class DeviceProperties:
 
 
 class ModelRunnerBase(ABC):
-    """Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes` (for people),
+    """Loads one rank's part of a model and executes step plans with it.
+
+    Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes` (warnings for the user),
     `step_s` (an upper estimate of the longest step, in seconds).
 
     `on_logits(plan, logits_SV)`, if set, sees the raw logits of every step (tests compare their bits).
@@ -110,16 +116,16 @@ class ModelRunnerBase(ABC):
         self.asked: Asked | None = None if config.model.quantization == "none" else config.model.quantization
         windows = spec.windows or (None,) * spec.num_layers
         self.groups = groups_of(windows, config.cache.block_size)
-        self.graphs: Graphs = EagerGraphs()
+        self.graphs: GraphManager | None = None  # None: every step is run as it is
         # A group may grow: one of a single rank is prepared for more.
-        self.deals_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
-        num_ubatches = 2 if self.deals_experts and config.parallel.dbo != "off" else 1
+        self.shards_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
+        num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
         self.notes: list[str] = []
         self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
         self._refused: dict[int, str] = {}  # slot -> why its request must fail
-        self._moved_step = -1  # the last one that moved blocks
+        self._moved_step = -1  # the last step that moved blocks
         self.read_expert: Read | None = None
         self.fingerprint = ""  # of the checkpoint that was loaded
         self.on_placed: Callable[[Placed], None] | None = None
@@ -137,60 +143,62 @@ class ModelRunnerBase(ABC):
         self.read_expert, self.fingerprint = files.read, files.fingerprint()
 
     def profile_run(self) -> int:
-        """Bytes of work space that one step needs beside weights and KV blocks."""
+        """Returns the bytes of work space that one step needs beside weights and KV blocks."""
         return workspace_bytes(self.spec, self.config, self.dtype, self.inflow)
 
     @abstractmethod
     def capture_model(self) -> None:
-        """Sets `graphs`, after the KV cache is there; nothing to do for a device that runs eagerly."""
+        """Sets `graphs`, once the KV cache is allocated; does nothing on a device that runs eagerly."""
 
     def record_graphs(self, recorder: Callable[[], Recorder]) -> None:
-        """Sets `graphs` to recorded ones, if nothing is in the way."""
+        """Sets `graphs`, unless there is a `graph_obstacle`."""
         if self.graph_obstacle is not None:
             logger.info("all steps run without graphs: %s", self.graph_obstacle)
             return
-        parts, asked = (self.fixed_inputs, recorder(), self.ubatches.ubatches[0]), self.config.device.graphs
-        if self.deals_experts:
+        parts = self._forward, self.fixed_inputs, recorder(), self.ubatches.ubatches[0]
+        asked = self.config.device.graphs
+        if self.shards_experts:
             self.graphs = ep_sharded = EPGraphs(*parts, common_sizes(asked, self.limits), self.peers)
             self.ubatches.round_up = ep_sharded.round_up
             # Steps without graphs never take the kernels that learn the number of tokens from the device, and nothing
             # may be compiled while a step is recorded.
-            self.ubatches.forward(self.model, self.fixed_inputs.largest(1, 1), 0, None, self.kv.layers)
+            self._forward(self.fixed_inputs.largest(1, 1))
             return
-        self.graphs = graphs = GraphManager(*parts, sizes_of(asked, self.limits))
-        graphs.capture(lambda step: self.ubatches.forward(self.model, step, 0, None, self.kv.layers))
+        self.graphs = GraphManager(*parts, sizes_of(asked, self.limits))
+        self.graphs.capture()
 
     @cached_property
     def fixed_inputs(self) -> FixedInputs:
-        """Places for the inputs of any step, which a Triton kernel fills."""
+        """The buffers for the inputs of any step, which a Triton kernel fills."""
         from moeserve.runner.triton_inputs import FixedInputs  # imports triton
 
         return FixedInputs(self.tables, self.groups, self.upload, self.limits.max_num_batched_tokens)
 
     @property
     def graph_obstacle(self) -> str | None:
-        """Why no step is recorded, or None."""
-        travels = self.tp.size > 1 or (self.deals_experts and not self.peers.graph_safe)
-        return obstacle(self.config.device.graphs, travels, self.deals_experts or self.model.graph_safe)
+        """The reason why no step can be recorded, or None."""
+        travels = self.tp.size > 1 or (self.shards_experts and not self.peers.graph_safe)
+        return obstacle(self.config.device.graphs, travels, self.shards_experts or self.model.graph_safe)
 
     @abstractmethod
     def enter_thread(self) -> None:
-        """Called first of all in the thread that will prepare and launch."""
+        """Sets up the thread that will call `prepare` and `launch`; called first in that thread."""
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Starts copying to the host; the returned function waits for it. On CPU they are there already."""
+        """Starts copying tensors to the host and returns a function that waits for the copies. On a CPU none are
+        needed."""
         return lambda: tensors
 
     @abstractmethod
     def _mark(self) -> Any:
-        """A point in the device's time, for `_elapsed_us`."""
+        """Returns a point in the device's time, for `_elapsed_us`."""
 
     @abstractmethod
     def _elapsed_us(self, start: Any, end: Any) -> int:
-        """Microseconds between two marks; called after the step's results have arrived."""
+        """Returns the microseconds between two marks; called after the step's results have arrived."""
 
     def prepare(self, progress: Progress = lambda phase, percent: None) -> Limits:
-        """Loads the model, sizes and allocates everything, and runs a step for warmth.
+        """Loads the model, sizes and allocates everything, and runs warm-up steps.
 
         Raises ConfigError (CheckpointError, DoesNotFit) with what to change.
         """
@@ -200,7 +208,7 @@ class ModelRunnerBase(ABC):
 
     @torch.inference_mode()
     def load(self, progress: Progress) -> int:
-        """Loads this rank's part of the model; returns the bytes that are left for its KV blocks."""
+        """Loads this rank's part of the model and returns the bytes that are left for its KV blocks."""
         self._cache_device_properties()
         progress("reading the checkpoint", READ_FROM)
         self.load_model(progress)
@@ -210,7 +218,7 @@ class ModelRunnerBase(ABC):
             self.world.expert_rank,
             self.placement,
             wire_of(self.config.parallel.wire, self.dtype),
-            self.read_expert if self.deals_experts else None,
+            self.read_expert if self.shards_experts else None,
             len(self.ubatches.ubatches),
             self._hear_placed,
         )
@@ -218,7 +226,8 @@ class ModelRunnerBase(ABC):
         return kv_budget(memory, self.config.cache.memory_utilization, self.profile_run(), self.mapped_bytes)
 
     def resolve(self, budget: int) -> Limits:
-        """The limits that a budget for KV blocks leads to; with more ranks in an engine, the smallest of theirs."""
+        """Returns the limits for a budget of bytes for KV blocks: in an engine of several ranks, the smallest of their
+        budgets."""
         per_block = block_bytes(self.groups, self.spec, self.kv_dtype, self.world.tp_size)
         limits, notes = limits_of.resolve(
             self.config, self.spec, self.groups, per_block, budget, fill=self.properties.own
@@ -230,7 +239,7 @@ class ModelRunnerBase(ABC):
 
     @torch.inference_mode()
     def allocate(self, limits: Limits, progress: Progress) -> None:
-        """Takes the memory that `limits` need and runs a step for warmth."""
+        """Allocates the memory that `limits` need and runs warm-up steps."""
         self.limits = limits
         progress("allocating the KV cache", 90)
         self.initialize_kv_cache()
@@ -239,7 +248,7 @@ class ModelRunnerBase(ABC):
         self.capture_model()
 
     def shard(self) -> Shard:
-        """What this rank is to load."""
+        """Returns which part of the model this rank loads."""
         spec, placement = self.spec, self.placement
         backends = []
         if placement is not None:
@@ -250,7 +259,7 @@ class ModelRunnerBase(ABC):
                 top_k=spec.experts_per_token,
                 max_tokens=self.max_tokens,
                 experts_per_rank=placement.experts_per_rank,
-                num_ranks=max(2, placement.num_ranks) if self.deals_experts else 1,
+                num_ranks=max(2, placement.num_ranks) if self.shards_experts else 1,
                 device=self.device.type,
             )
         return Shard(
@@ -264,13 +273,13 @@ class ModelRunnerBase(ABC):
 
     @property
     def max_tokens(self) -> int:
-        """That this rank sends to experts in one step."""
+        """The most tokens that this rank sends to experts in one step."""
         return -(-limits_of.step_tokens(self.config) // self.world.tp_size)
 
     @property
     def inflow(self) -> Inflow | None:
-        """What other ranks may send here, once the model is loaded."""
-        if not self.deals_experts:
+        """What other ranks may send to this one, once the model is loaded; None if experts are not sharded."""
+        if not self.shards_experts:
             return None
         assert self.placement is not None
         row_bytes = self.spec.hidden_size * self.dtype.itemsize
@@ -282,12 +291,12 @@ class ModelRunnerBase(ABC):
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Serves together with these members from now on. Blocks; raises PeerLost when not all of them come."""
+        """Connects with the given members; blocks. Raises PeerLost when a member does not come."""
         self.peers.join(members, table)
 
     def leave(self) -> None:
-        """Drops all connections to other ranks, from any thread; a step that waits for one of them gets PeerLost, and
-        may be run again after the next `join`."""
+        """Drops all connections to other ranks. May be called from any thread: a step that waits for another rank then
+        raises PeerLost, and may be run again after the next `join`."""
         if (peers := getattr(self, "peers", None)) is not None:
             peers.leave()
 
@@ -297,27 +306,23 @@ class ModelRunnerBase(ABC):
         size, device, tp_size = (limits.num_blocks, limits.num_store_blocks), self.device, self.world.tp_size
         self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload)
         self.tables = self.make_tables()
-        self.sampler = self.make_sampler()
+        kernels, is_async = self.config.device.kernels, self.device_is_async
+        self.sampler = make_sampler(self.spec.vocab_size, self.tables, self.upload, kernels, is_async=is_async)
 
     def make_tables(self) -> Tables:
-        """For `limits`."""
+        """Returns empty request tables for `limits`."""
         limits = self.limits
         return Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
-        """What a step that is run as it is reads."""
+        """Returns the inputs of a step that is not replayed."""
         return prepare_inputs(plan, host, self.tables, self.groups, self.upload)
-
-    def make_sampler(self) -> Sampler:
-        """Over `tables`."""
-        return Sampler(self.spec.vocab_size, self.tables, self.upload, host_may_wait=not self.device_is_async)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs a prefill and a decode of one request, through every kernel, with K/V going to the null block.
+        """Runs a prefill and a decode of one request through every kernel, with K/V going to the null block.
 
-        The prefill's time, cold as it is, bounds how long a full step may take (`step_s`): who watches for hangs
-        must not mistake a slow machine for one.
+        Sets `step_s` from the time of the prefill, cold as it is, so that a slow machine is not mistaken for a hang.
         """
         length = max(1, min(limits_of.TILE, self.limits.prefill_chunk, self.limits.max_model_len - 1))
         sampling = TokenSampling(seed=0, max_tokens=2, top_k=2, top_p=0.9)
@@ -340,91 +345,81 @@ class ModelRunnerBase(ABC):
             peers.close()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """One step from plan to result."""
+        """Executes one step and waits for its result."""
         return self.launch(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Starts one step; the returned function waits for the device and gives the result.
+        """Starts one step and returns a function that waits for the device and returns the result.
 
-        Raises PeerLost when a rank is gone. The same plan may then come again, before any later one: all that it did
-        to tables and blocks is done once more with the same outcome, except for moves of blocks, which are not.
+        Raises PeerLost when a rank is gone. The same plan may then be launched again, before any later one: its writes
+        to tables have the same outcome once more, and its moves of blocks are not repeated.
         """
-        self._add(plan.new_requests)
-        self._update(plan.diffs)
+        for request in plan.new_requests:
+            self._add(request)
+        for group, diff in enumerate(plan.diffs):
+            self.tables.update(group, diff)
         self.tables.apply()
-        self._move(plan)
+        self._move_blocks(plan)
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
-        if not len(plan.slots_R):
-            return self._no_forward(plan)
         start = self._mark()
-        host = HostRows.of(plan)
-        shape = self.graphs.shape(plan)
-        step = self.graphs.inputs(shape, plan, lambda: self.step_inputs(plan, host))
-        hidden_TD = self._forward(plan, shape, step)
-        return self._result(self._sample(plan, host, step, hidden_TD), start)
-
-    def _result(self, outputs: StepOutputs, start: Any) -> Callable[[], StepResult]:
-        """Waits until the device has done all of a step. Raises PeerLost if a rank was lost meanwhile."""
+        if len(plan.slots_R):
+            host = HostRows.of(plan)
+            shape = self.graphs.shape(plan) if self.graphs else None
+            if self.graphs and shape:
+                step = self.graphs.inputs(shape, plan)
+                hidden_TD = self.graphs.run(shape, step, plan.agreed)
+            else:
+                step = self.step_inputs(plan, host)
+                hidden_TD = self._forward(step, plan.agreed, plan.split_at)
+            outputs = self._sample(plan, host, step, hidden_TD)
+        elif plan.agreed is not None:  # experts compute for other ranks
+            self.ubatches.serve(self.model, plan.agreed)
+            outputs = StepOutputs(plan.step, np.zeros(0, np.int64), {}, self.ubatches.take_meter())
+        else:
+            return lambda: StepResult(plan.step, np.zeros(0, dtype=np.int32))
         end = self._mark()
         wait = self._fetch(outputs.tensors())
 
         def collect() -> StepResult:
             fetched, elapsed_us = wait(), self._elapsed_us(start, end)
-            self.peers.check()
+            self.peers.check()  # raises PeerLost if a rank was lost meanwhile
             return to_result(outputs, fetched, elapsed_us)
 
         return collect
 
-    def _add(self, new_requests: Sequence[NewRequest]) -> None:
-        for one in new_requests:
-            self._refused.pop(one.slot, None)
-            reason = self.sampler.add(one)
-            tokens = one.tokens
-            if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.spec.vocab_size):
-                reason = f"its tokens are not all in the vocabulary 0..{self.spec.vocab_size - 1}"
-                tokens = np.zeros_like(tokens)
-            if reason is not None:
-                self._refused[one.slot] = reason
-                self.sampler.rows.refuse(one.slot)
-            self.tables.add(one.slot, tokens)
+    def _add(self, request: NewRequest) -> None:
+        """Writes a new request to its slot, or notes why the request must fail."""
+        self._refused.pop(request.slot, None)
+        reason = self.sampler.add(request)
+        tokens = request.tokens
+        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.spec.vocab_size):
+            reason = f"its tokens are not all in the vocabulary 0..{self.spec.vocab_size - 1}"
+            tokens = np.zeros_like(tokens)
+        if reason is not None:
+            self._refused[request.slot] = reason
+            self.sampler.rows.refuse(request.slot)
+        self.tables.add(request.slot, tokens)
 
-    def _update(self, diffs: Sequence[BlockDiff]) -> None:
-        for group, diff in enumerate(diffs):
-            self.tables.update(group, diff)
-
-    def _move(self, plan: StepPlan) -> None:
-        # Not again for steps that failed: they may have overwritten the blocks that they were to save.
+    def _move_blocks(self, plan: StepPlan) -> None:
+        # Not again for a step that failed: it may have overwritten the blocks that it was to save.
         if (plan.stores or plan.loads) and plan.step > self._moved_step:
             self.kv.move(plan.stores, plan.loads)
             self._moved_step = plan.step
 
-    def _no_forward(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """A step without tokens: tables and blocks moved, and the experts work for other ranks."""
-        nothing = np.zeros(0, dtype=np.int32)
-        if plan.agreed is None:
-            return lambda: StepResult(plan.step, nothing)
-        start = self._mark()
-        self.ubatches.serve(self.model, plan.agreed)
-        outputs = StepOutputs(
-            step=plan.step, slots_S=np.zeros(0, np.int64), failed={}, meter=self.ubatches.take_meter()
-        )
-        return self._result(outputs, start)
-
-    def _forward(self, plan: StepPlan, shape: Descriptor, step: StepInputs) -> Tensor:
-        def forward(inputs: StepInputs) -> Tensor:
-            return self.ubatches.forward(self.model, inputs, plan.split_at, plan.agreed, self.kv.layers)
-
-        return self.graphs.run(shape, forward, step)
+    def _forward(self, step: StepInputs, agreed: Agreed | None = None, split_at: int = 0) -> Tensor:
+        """Returns the hidden states [T, D] of a step's tokens, computed in one or two micro-batches."""
+        return self.ubatches.forward(self.model, step, split_at, agreed, self.kv.layers)
 
     def _sample(self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor) -> StepOutputs:
+        """Chooses the step's tokens and writes them to the tables, where the next step reads them."""
         rows = self.sampler.rows
         slots_S = plan.slots_R[host.sampling_S].astype(np.int64)
         failed = {}
         if self._refused:
             failed = {slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused}
-        outputs = StepOutputs(step=plan.step, slots_S=slots_S, failed=failed, meter=self.ubatches.take_meter())
+        outputs = StepOutputs(plan.step, slots_S, failed, self.ubatches.take_meter())
         outputs.prompt, outputs.spans = prompt_logprobs(
             plan, host, rows, self.tables, self.upload, hidden_TD, self.model.logits, self.spec.vocab_size
         )
@@ -443,7 +438,7 @@ class ModelRunnerBase(ABC):
 
 
 def first_placement(config: Config, spec: ModelSpec, world: World) -> Placement | None:
-    """Where the experts are until someone moves them; None for a model without any."""
+    """Returns where the experts are until they are moved; None for a model without experts."""
     if not any(spec.moe_layers):
         return None
     redundant = config.parallel.redundant_experts if world.ep else 0

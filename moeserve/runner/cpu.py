@@ -9,18 +9,17 @@ import torch
 
 from moeserve.loader.size import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
-from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
+from moeserve.runner.host import allowed_cores, cores_of_rank, host_memory, useful_threads
 from moeserve.runner.load import Progress
-from moeserve.runner.memory import host_memory
-from moeserve.runner.probe import sampler_is_invariant
 from moeserve.runner.recorder import HostRecorder
+from moeserve.runner.sampling import noise
 from moeserve.runner.upload import HostUpload
 
 logger = logging.getLogger(__name__)
 
 
 class CPUModelRunner(ModelRunnerBase):
-    """Deterministic to the bit: `determinism` other than that does not exist here and costs nothing."""
+    """Executes plans on CPU cores. Always deterministic to the bit, whatever `determinism` is set to."""
 
     busy_tokens = 512  # 2,048 are no faster (benchmarks/LOG.md)
 
@@ -32,20 +31,21 @@ class CPUModelRunner(ModelRunnerBase):
         self.properties = DeviceProperties(name, host_memory, own=False, sharers=self.world.ranks_on_host)
 
     def load_model(self, progress: Progress) -> None:
+        """Loads the model and checks that sampling noise is batch-invariant on this machine."""
         super().load_model(progress)
-        if not sampler_is_invariant():  # asked here, with as many threads as the kernels have left to torch
+        if not noise.is_invariant():  # checked here, with as many threads as the kernels have left to torch
             logger.warning(
                 "sampling noise depends on the batch on this machine: a request's sampled tokens may depend on what "
                 "else is in the batch (greedy requests are safe)"
             )
 
     def capture_model(self) -> None:
-        """There are no graphs on a CPU: unless asked for, their stand-in only costs time."""
+        """Sets up the stand-in for graphs if a mode is asked for; by default steps run without."""
         if self.config.device.graphs in ("full", "piecewise"):
             self.record_graphs(HostRecorder)
 
     def enter_thread(self) -> None:
-        # OpenMP keeps this per calling thread, so it must be set in the one that computes.
+        """Sets the number of threads, which OpenMP keeps per calling thread."""
         cores, ranks = allowed_cores(), self.world.ranks_on_host
         useful = useful_threads(model_size(self.spec).active // self.world.tp_size, cores_of_rank(cores, ranks))
         threads = self.config.device.threads or useful

@@ -1,12 +1,10 @@
-"""When a step runs in two micro-batches: `--dbo on` whenever there is something to split, `auto` where measurements
-say it pays.
+"""Decides when a step runs in two micro-batches: `--dbo on` whenever there is something to split, `auto` where
+measurements say it pays.
 
 Two micro-batches hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be
-known
-beforehand, so both ways are measured: per phase and size of step, the time per token with one micro-batch, the part of
-it
-that was spent waiting, and the time per token with two. The other way is tried now and then, where it could win at
-all, out of a budget: what trials have lost so far never exceeds a hundredth of all time by more than one trial.
+known beforehand, so both ways are measured: per phase and size of step, the time per token with one micro-batch, the
+part of it that was spent waiting, and the time per token with two. The other way is tried now and then, where it could
+win at all, within a budget: trials never lose more than a hundredth of all time, and one trial.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ WARM = 3  # samples of the present way before the other one is tried
 PERIOD = 8  # steps of the group from one occasion for a trial to the next
 TRIAL = 3  # steps of a trial
 BUDGET = 0.01  # of all time, that trials may lose
-WORTH = (
-    0.03  # of a step's time: two micro-batches must be that much faster, and waiting that long, to be used, or tried
-)
+WORTH = 0.03  # of a step's time: two micro-batches must save that much to be used, and waiting last as long to be tried
 
 
 @dataclass(slots=True)
@@ -52,19 +48,18 @@ class _Bucket:
 
     @property
     def worth_a_trial(self) -> bool:
-        """More than all waiting cannot be saved."""
+        """Whether the other way could win: it cannot save more than all waiting."""
         if self.two_pay:
             return self.two.count >= WARM
         return self.one.count >= WARM and self.exposed.value > WORTH * self.one.value
 
 
 class OverlapPolicy:
-    """One engine's. One thread may ask while another one notes.
+    """One engine's decisions. `ubatches_ok` and `note` may be called by two threads.
 
     Two micro-batches need the consent of all engines, so all must try at the same time: occasions for a trial are
-    counted in
-    steps of the group. `ubatches_ok` is called once per such step, `note` with every result, and `restart` when the
-    group is formed anew.
+    counted in steps of the group. `ubatches_ok` is called once per such step, `note` with every result, and `restart`
+    when the group is formed anew.
     """
 
     def __init__(self, mode: Literal["auto", "on", "off"]) -> None:
@@ -73,16 +68,15 @@ class OverlapPolicy:
         self._step = 0
         self._total_us = 0.0
         self._lost_us = 0.0  # by trials
-        self._trials: dict[int, int] = {}  # plan -> micro-batches that it was to try
+        self._trials: dict[int, int] = {}  # step -> micro-batches that it was to try
 
     def restart(self) -> None:
-        """The group counts its steps from zero again; what was measured stays."""
+        """Counts the group's steps from zero again; measurements stay."""
         self._step = 0
         self._trials.clear()
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Whether this engine wants two micro-batches for its next step, or has nothing to lose by them (None: no
-        tokens)."""
+        """Returns whether this engine agrees to two micro-batches for its next step; with no tokens (None) it does."""
         occasion = self._step % PERIOD >= PERIOD - TRIAL
         self._step += 1
         if self._mode != "auto" or plan is None or not len(plan.slots_R):
@@ -101,7 +95,7 @@ class OverlapPolicy:
             return
         ubatches = plan.agreed.ubatches
         bucket = self._buckets.setdefault(_key(plan), _Bucket())
-        # The engine with most tokens sets the pace: they are what the time was for.
+        # The step took as long as the engine with most tokens.
         tokens = max(sum(plan.agreed.most_tokens), plan.num_tokens)
         self._total_us += result.device_us
         if self._trials.pop(plan.step, 0) == ubatches:
@@ -116,5 +110,5 @@ class OverlapPolicy:
 
 
 def _key(plan: StepPlan) -> tuple[bool, int]:
-    """Steps that cost about the same per token: decode or not, and tokens in steps of a factor 1.4."""
+    """Returns a key of steps that cost about the same per token: decode or not, and tokens by factors of 1.4."""
     return int(plan.counts_R.max()) == 1, round(2 * math.log2(plan.num_tokens))

@@ -1,5 +1,7 @@
-"""Steps of requests that nobody made: for warmth, for measuring, and so that kernels are compiled before they are
-needed. Their requests have no blocks, so that all they write goes to the null block."""
+"""Dummy steps, for warm-up, for measuring memory, and to compile kernels before a request needs them.
+
+Their requests have no blocks, so that everything they write goes to the null block.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ MANY_ROWS = 256  # up to which attention is planned by one variant of its kernel
 def dummy_plan(
     num_groups: int, start: int, counts: Sequence[int], new_requests: tuple[NewRequest, ...] = ()
 ) -> StepPlan:
-    """Row i is slot i's, with counts[i] new tokens from position `start` on; all rows sample."""
+    """Returns a plan whose row i has slot i and counts[i] new tokens from position `start` on; all rows sample."""
     nothing = np.zeros(0, dtype=np.int32)
     return StepPlan(
         step=0,
@@ -32,7 +34,7 @@ def dummy_plan(
 
 
 def spread(tokens: int, limits: Limits) -> list[int]:
-    """So many tokens, or as many as can be, in rows that are as long as one request's may be.
+    """Returns the lengths of rows that hold so many tokens, or as many as possible, in the longest rows allowed.
 
     10 tokens, contexts of up to 5 -> [4, 4, 2]
     """
@@ -42,7 +44,7 @@ def spread(tokens: int, limits: Limits) -> list[int]:
 
 
 def largest_step(num_groups: int, limits: Limits) -> StepPlan:
-    """As many tokens as a step may have, in as many rows, all of which sample."""
+    """Returns a plan with as many tokens as a step may have, in as many rows, all of which sample."""
     rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens))
     most, rest = divmod(limits.max_num_batched_tokens, rows)
     longest = max(1, min(limits.prefill_chunk, limits.max_model_len - 1))
@@ -50,8 +52,8 @@ def largest_step(num_groups: int, limits: Limits) -> StepPlan:
 
 
 def every_way(num_groups: int, limits: Limits) -> Iterator[StepPlan]:
-    """Steps that together take every way through the kernels: launches differ by the number of tokens, by how long the
-    longest row and its context are, and by how rows sample."""
+    """Yields steps that together compile every variant of the kernels: variants differ by the number of tokens, by how
+    long the longest row and its context are, and by how rows sample."""
     tokens = 1
     while tokens < limits.max_num_batched_tokens:
         yield dummy_plan(num_groups, 0, spread(tokens, limits))

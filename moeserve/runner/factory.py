@@ -16,7 +16,7 @@ from moeserve.runner.base import ONE, ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
 
-SPLIT = 512  # positions: kernels/attention_plan.py cuts long contexts after so many
+SPLIT = 512  # positions: kernels/attention_plan.py splits long contexts after so many
 
 
 def make_runner(
@@ -28,11 +28,10 @@ def make_runner(
     *,
     grouped: bool = False,
 ) -> ModelRunnerBase:
-    """A runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call `prepare` there.
+    """Returns a runner that has not loaded anything yet: wrap it in a `ThreadedRunner` and call `prepare` there.
 
     world: this rank's place. placement: of the experts (default: the initial one). grouped: it will join others, now or
-    later. Raises ConfigError for numbers that
-    cannot work, and for `device: cuda` without a device.
+    later. Raises ConfigError for settings that cannot work, and for `device: cuda` without a device.
     """
     has_cuda = torch.cuda.is_available()
     if config.device.device == "cuda" and not has_cuda:

@@ -1,4 +1,4 @@
-"""The runner for CUDA: the host launches a step and goes on; results come back on a stream of their own.
+"""The runner for CUDA: the host launches a step and continues; results come back on a stream of their own.
 
 No call in `launch` waits for the device. Importing this file does not touch CUDA.
 """
@@ -22,10 +22,9 @@ from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.dummy import dummy_plan, every_way, largest_step
 from moeserve.runner.graphs import MOST_TOKENS
+from moeserve.runner.host import MemoryFacts
 from moeserve.runner.inputs import HostRows
-from moeserve.runner.memory import MemoryFacts
 from moeserve.runner.recorder import CudaRecorder
-from moeserve.runner.sampler import Sampler
 from moeserve.runner.tables import Tables
 from moeserve.runner.upload import RingUpload
 from moeserve.runner.workspace import workspace_bytes
@@ -37,6 +36,8 @@ UPLOADS_PER_STEP = 16  # roomy: an entry that is still being copied is waited fo
 
 
 class GPUModelRunner(ModelRunnerBase):
+    """Executes plans on one CUDA device."""
+
     busy_tokens = 2048
     device_is_async = True
 
@@ -54,13 +55,13 @@ class GPUModelRunner(ModelRunnerBase):
         free, total = torch.cuda.mem_get_info(self.device)
         own = torch.cuda.memory_allocated(self.device)
         reserve = torch.cuda.memory_reserved(self.device) - own  # can be had as well
-        # Against a part of a device counts what this rank takes, not what the others do, whoever was here first.
+        # On a shared device only what this rank allocated counts against its part.
         used = total - free - reserve if self.properties.sharers == 1 else own
         return MemoryFacts(limit=total, used=used, free=free + reserve)
 
     def profile_run(self) -> int:
-        """What the largest step really takes, or more where the estimate says so; the request tables; what attention to
-        long contexts needs; and graphs, which keep memory of their own: what the largest of them needs."""
+        """Returns the bytes of the largest step, measured or estimated, whichever is more; plus the request tables,
+        the work space of attention to long contexts, and what the largest graph keeps."""
         estimated, (step_bytes, table_bytes) = super().profile_run(), self._measured()
         logger.info("a step takes %d MiB, %d by estimate", step_bytes >> 20, estimated >> 20)
         needed, tokens = max(estimated, step_bytes) + table_bytes, min(MOST_TOKENS, limits.step_tokens(self.config))
@@ -74,7 +75,7 @@ class GPUModelRunner(ModelRunnerBase):
         return needed + workspace_bytes(self.spec, replace(self.config, scheduler=scheduler), self.dtype)
 
     def _measured(self) -> tuple[int, int]:
-        """Bytes that the largest step takes at its peak beside weights and tables, and those of the tables."""
+        """Returns the bytes of the largest step at its peak, beside weights and tables, and those of the tables."""
         config = self.config
         max_len = config.model.max_model_len or self.spec.max_position
         self.limits = Limits(
@@ -98,21 +99,25 @@ class GPUModelRunner(ModelRunnerBase):
         return step, tables
 
     def warm_up(self) -> None:
+        """Runs warm-up steps; they compile every Triton kernel, so that no request waits for that."""
         super().warm_up()
-        if self.by_triton:  # compiled when first met, which no step of a request should wait for
+        if self.by_triton:
             for plan in every_way(len(self.groups), self.limits):
                 self.execute(plan)
             self.kv.clear_null_block()
 
     def capture_model(self) -> None:
-        self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.deals_experts))
+        """Records CUDA graphs of common sizes, if nothing is in the way."""
+        self.record_graphs(lambda: CudaRecorder(self.device, warm=not self.shards_experts))
         self.execute(dummy_plan(len(self.groups), 0, [1]))  # compiles what fills their inputs
 
     @property
     def by_triton(self) -> bool:
+        """Whether Triton kernels serve."""
         return self.config.device.kernels != "torch" and find_spec("triton") is not None
 
     def make_tables(self) -> Tables:
+        """Returns empty request tables, written by a Triton kernel where Triton serves."""
         if not self.by_triton:
             return super().make_tables()
         from moeserve.runner.triton_inputs import scatter  # slow to import, as all that uses triton
@@ -121,20 +126,15 @@ class GPUModelRunner(ModelRunnerBase):
         return Tables(*size, self.groups, self.device, self.upload, scatter)
 
     def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
+        """Returns the inputs of a step that is not replayed."""
         return self.fixed_inputs.exact(plan) if self.by_triton else super().step_inputs(plan, host)
 
-    def make_sampler(self) -> Sampler:
-        if not self.by_triton:
-            return super().make_sampler()
-        from moeserve.runner.triton_sampler import TritonSampler
-
-        return TritonSampler(self.spec.vocab_size, self.tables, self.upload)
-
     def enter_thread(self) -> None:
+        """Makes this rank's device the thread's current one."""
         torch.cuda.set_device(self._index())
 
     def _index(self) -> int:
-        """Ranks of a host take the devices that CUDA_VISIBLE_DEVICES leaves in turn."""
+        """Returns the device of this rank: the ranks of a host take the visible devices in turn."""
         return self.world.rank % self.world.ranks_on_host % torch.cuda.device_count()
 
     def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:

@@ -1,8 +1,8 @@
-"""How a step of a given shape is run: eagerly, or by replaying a recorded forward pass of a fixed shape.
+"""Graphs: forward passes of fixed shapes, recorded once and replayed for steps that fit.
 
-FULL fixes the number of requests, each with one token; PIECEWISE fixes the number of tokens and leaves attention eager;
-NONE runs the model's code. Steps are padded up to the next recorded size; padding reaches no expert and no request's KV
-block, and no bit depends on it.
+FULL fixes the number of requests, each with one token; PIECEWISE fixes the number of tokens and leaves attention eager.
+Steps are padded up to the next recorded size; padding reaches no expert and no request's KV block, and no bit depends
+on it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from moeserve.blocks.inputs import Attend, PlanRows, StepInputs
 from moeserve.config import Limits
-from moeserve.engine.plan import StepPlan
+from moeserve.engine.plan import Agreed, StepPlan
 from moeserve.moe.ubatch import UBatch
 from moeserve.runner.recorder import Pause, Recorder, Recording
 
@@ -28,67 +28,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MOST_TOKENS = 512  # of a recorded step; larger ones keep the device busy for longer than the host needs to launch them
-Forward = Callable[[StepInputs], Tensor]
+Forward = Callable[[StepInputs, Agreed | None], Tensor]
 
 
 class Mode(enum.Enum):
-    NONE = "none"
+    """What a recording leaves out: nothing, or attention."""
+
     PIECEWISE = "piecewise"
     FULL = "full"
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """The shape that a step runs in. num_reqs and uniform_len are None where the mode leaves them free."""
+    """The shape of a recording. num_reqs: None where the mode leaves the number of requests free."""
 
     mode: Mode
     num_tokens: int
     num_reqs: int | None
-    uniform_len: int | None
-
-
-def eager_shape(plan: StepPlan) -> Descriptor:
-    """The shape of a step that is run as it is."""
-    return Descriptor(Mode.NONE, plan.num_tokens, len(plan.slots_R), plan.uniform_len)
-
-
-class Graphs(Protocol):
-    def shape(self, plan: StepPlan) -> Descriptor:
-        """The shape that a step with rows runs in."""
-        ...
-
-    def dispatch(self, num_reqs: int, num_tokens: int, uniform_len: int | None) -> Descriptor:
-        """The shape for a step. uniform_len: the tokens of every request, None if they differ."""
-        ...
-
-    def inputs(self, descriptor: Descriptor, plan: StepPlan, prepare: Callable[[], StepInputs]) -> StepInputs:
-        """The step's inputs in the dispatched shape; prepare: makes them in their own."""
-        ...
-
-    def run(self, descriptor: Descriptor, forward: Forward, step: StepInputs) -> Tensor:
-        """Hidden states of the step, computed in the dispatched shape; to be used before the next run."""
-        ...
-
-
-class EagerGraphs:
-    """Runs every step as it is."""
-
-    def shape(self, plan: StepPlan) -> Descriptor:
-        return self.dispatch(len(plan.slots_R), plan.num_tokens, plan.uniform_len)
-
-    def dispatch(self, num_reqs: int, num_tokens: int, uniform_len: int | None) -> Descriptor:
-        return Descriptor(Mode.NONE, num_tokens, num_reqs, uniform_len)
-
-    def inputs(self, descriptor: Descriptor, plan: StepPlan, prepare: Callable[[], StepInputs]) -> StepInputs:
-        return prepare()
-
-    def run(self, descriptor: Descriptor, forward: Forward, step: StepInputs) -> Tensor:
-        assert descriptor.mode is Mode.NONE, descriptor
-        return forward(step)
 
 
 def sizes_to(most: int) -> tuple[int, ...]:
-    """Numbers of tokens that are recorded: the steps between them grow, the last is `most`.
+    """Returns the numbers of tokens that are recorded: the steps between them grow, and the last is `most`.
 
     20 -> 1, 2, 4, 8, 16, 20
     """
@@ -97,7 +57,8 @@ def sizes_to(most: int) -> tuple[int, ...]:
 
 
 def obstacle(asked: str, travels: bool, graph_safe: bool) -> str | None:
-    """What is in the way of graphs, or None. travels: rows leave this rank. graph_safe: of the model."""
+    """Returns why nothing can be recorded, or None. travels: rows leave this rank by a transport that cannot be
+    recorded. graph_safe: whether the model can be."""
     if asked == "off":
         return "graphs: off"
     if travels:
@@ -106,60 +67,66 @@ def obstacle(asked: str, travels: bool, graph_safe: bool) -> str | None:
 
 
 def sizes_of(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
-    """What to record when `graphs: asked` is set: the sizes of each mode."""
+    """Returns the sizes of each mode that `graphs: asked` permits."""
     most = {Mode.FULL: limits.max_num_seqs, Mode.PIECEWISE: limits.max_num_batched_tokens}
     return {mode: sizes_to(min(n, MOST_TOKENS)) for mode, n in most.items() if asked in ("auto", mode.value)}
 
 
 def common_sizes(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
-    """The same where ranks serve together: all modes' sizes are among those of one."""
+    """Returns the same where ranks serve together: all modes' sizes are among those of one."""
     each = sizes_to(min(limits.max_num_batched_tokens, MOST_TOKENS))
-    most = {Mode.FULL: limits.max_num_seqs, Mode.PIECEWISE: limits.max_num_batched_tokens}
-    return {
-        mode: tuple(size for size in each if size <= n) for mode, n in most.items() if asked in ("auto", mode.value)
-    }
+    return {mode: tuple(size for size in each if size <= sizes[-1]) for mode, sizes in sizes_of(asked, limits).items()}
 
 
 class GraphManager:
-    """Replays recorded passes for steps of few tokens, and runs the others as they are.
+    """Records forward passes and replays them for steps of few tokens.
 
-    sizes: of each mode that may be used, ascending. micro-batch: the one that `forward` notes its experts' load in.
+    forward: computes hidden states; it notes the experts' load in `ubatch`. fixed: the buffers of the inputs.
+    sizes: numbers of tokens of each mode that may be used, ascending.
     """
 
     def __init__(
-        self, fixed: FixedInputs, recorder: Recorder, ubatch: UBatch, sizes: Mapping[Mode, Sequence[int]]
+        self,
+        forward: Forward,
+        fixed: FixedInputs,
+        recorder: Recorder,
+        ubatch: UBatch,
+        sizes: Mapping[Mode, Sequence[int]],
     ) -> None:
+        self._forward = forward
         self._fixed, self._recorder, self._ubatch = fixed, recorder, ubatch
         self._sizes = sizes
         self._recordings: dict[Descriptor, Recording] = {}
         self._now: StepInputs  # the step that is being run
-        self._plans: dict[PlanRows, Any] = {}  # its attention
+        self._plans: dict[PlanRows, Any] = {}  # its attention metadata
         self._between: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
-    def shape(self, plan: StepPlan) -> Descriptor:
-        return self.dispatch(len(plan.slots_R), plan.num_tokens, plan.uniform_len)
+    def shape(self, plan: StepPlan) -> Descriptor | None:
+        """Returns the recording's shape that a step is to be replayed in, or None if the step runs as it is."""
+        return self.dispatch(plan.num_tokens, plan.uniform_len)
 
     def drop(self) -> None:
-        """Forgets all recordings: what they know of memory is no longer so."""
+        """Forgets all recordings, since memory that they refer to has changed."""
         self._recordings.clear()
 
-    def dispatch(self, num_reqs: int, num_tokens: int, uniform_len: int | None) -> Descriptor:
-        if uniform_len == 1 and (size := self._size(Mode.FULL, num_tokens)) is not None:
-            return _descriptor(Mode.FULL, size)
-        if (size := self._size(Mode.PIECEWISE, num_tokens)) is not None:
-            return _descriptor(Mode.PIECEWISE, size)
-        return Descriptor(Mode.NONE, num_tokens, num_reqs, uniform_len)
+    def dispatch(self, num_tokens: int, uniform_len: int | None) -> Descriptor | None:
+        """Returns the smallest shape that holds a step. uniform_len: the tokens of every request, None if they
+        differ."""
+        modes = (Mode.FULL, Mode.PIECEWISE) if uniform_len == 1 else (Mode.PIECEWISE,)
+        for mode in modes:
+            for size in self._sizes.get(mode, ()):
+                if size >= num_tokens:
+                    return _descriptor(mode, size)
+        return None
 
-    def inputs(self, descriptor: Descriptor, plan: StepPlan, prepare: Callable[[], StepInputs]) -> StepInputs:
-        if descriptor.mode is Mode.NONE:
-            return prepare()
+    def inputs(self, descriptor: Descriptor, plan: StepPlan) -> StepInputs:
+        """Fills the recordings' buffers with the inputs of a step, padded to the shape."""
         return self._fixed.fill(plan, descriptor.num_tokens, descriptor.num_reqs)
 
-    def run(self, descriptor: Descriptor, forward: Forward, step: StepInputs) -> Tensor:
-        if descriptor.mode is Mode.NONE:
-            return forward(step)
+    def run(self, descriptor: Descriptor, step: StepInputs, agreed: Agreed | None) -> Tensor:
+        """Returns the step's hidden states, to be used before the next run. Records the shape when it is new."""
         self._now = step
-        recording = self._recordings.get(descriptor) or self._record(descriptor, forward)
+        recording = self._recordings.get(descriptor) or self._record(descriptor, agreed)
         recording.replay()
         self._plans.clear()  # their work space is large
         hidden_TD, *loads = recording.results
@@ -168,7 +135,7 @@ class GraphManager:
                 self._ubatch.note_load(load_E)
         return hidden_TD
 
-    def capture(self, forward: Forward) -> None:
+    def capture(self) -> None:
         """Records the common sizes: powers of two and the largest. Largest first: the smaller ones use its memory."""
         began_s = time.perf_counter()
         for mode, sizes in self._sizes.items():
@@ -176,19 +143,17 @@ class GraphManager:
                 if size == sizes[-1] or not size & (size - 1):
                     descriptor = _descriptor(mode, size)
                     self._now = self._fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
-                    self._record(descriptor, forward)
+                    self._record(descriptor, None)
         number, took_s = len(self._recordings), time.perf_counter() - began_s
         logger.info("recorded %d graphs in %.1f s; other sizes follow when they are met", number, took_s)
 
-    def _size(self, mode: Mode, tokens: int) -> int | None:
-        return next((size for size in self._sizes.get(mode, ()) if size >= tokens), None)
-
-    def _record(self, descriptor: Descriptor, forward: Forward) -> Recording:
+    def _record(self, descriptor: Descriptor, agreed: Agreed | None) -> Recording:
         step = self._fixed.largest(descriptor.num_tokens, descriptor.num_reqs)
         pieces = descriptor.mode is Mode.PIECEWISE
 
         def work(pause: Pause) -> Sequence[Tensor]:
-            hidden_TD = forward(replace(step, cut=partial(self._cut, pause)) if pieces else step)
+            inputs = replace(step, cut=partial(self._cut, pause)) if pieces else step
+            hidden_TD = self._forward(inputs, agreed)
             load = self._ubatch.take_load()
             return (hidden_TD, load) if isinstance(load, Tensor) else (hidden_TD,)
 
@@ -216,4 +181,4 @@ class GraphManager:
 
 
 def _descriptor(mode: Mode, size: int) -> Descriptor:
-    return Descriptor(mode, size, size, 1) if mode is Mode.FULL else Descriptor(mode, size, None, None)
+    return Descriptor(mode, size, size if mode is Mode.FULL else None)

@@ -1,4 +1,4 @@
-"""From a plan and the tables to `StepInputs`: plain index arithmetic on the host, one upload, a few gathers."""
+"""Builds `StepInputs` from a step plan and the tables: index arithmetic on the host, one upload, a few gathers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeserve.runner.upload import Upload
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """What one step's rows look like, on the host. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1.
+    """The layout of one step's rows, on the host. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1.
 
     rows_T is None for a step where every row has exactly one token (then token i belongs to row i).
     """
@@ -34,6 +34,7 @@ class HostRows:
 
     @classmethod
     def of(cls, plan: StepPlan) -> HostRows:
+        """Computes the layout of a plan with at least one row."""
         rows = len(plan.slots_R)
         offsets_R1 = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(plan.counts_R, out=offsets_R1[1:])
@@ -51,9 +52,9 @@ class HostRows:
 def prepare_inputs(
     plan: StepPlan, rows: HostRows, tables: Tables, groups: Sequence[KVGroup], upload: Upload
 ) -> StepInputs:
-    """Inputs of the forward pass of a plan with at least one row; the tables must have been applied."""
+    """Returns the inputs of the forward pass of a plan with at least one row, once the tables have been applied."""
     longest = int((plan.starts_R + plan.counts_R).max())
-    assert longest < tables.width, (longest, tables.width)  # the token sampled there still has a place
+    assert longest < tables.width, (longest, tables.width)  # the sampled token needs an entry, too
     where_T = tables.token_offsets(rows.slots_T, rows.positions_T)
     slots_R = plan.slots_R.astype(np.int64)
     arrays: list[NDArray[Any]] = [plan.starts_R, rows.offsets_R1, where_T, rows.positions_T, rows.sample_S, slots_R]

@@ -24,24 +24,25 @@ from moeserve.ops.kv_entries import entry_width
 from moeserve.runner.upload import HostUpload, Upload
 from moeserve.runner.zeros import lazy_zeros, page_locked
 
-AT_ONCE = 64  # blocks that are moved together: what they take meanwhile is no more than a step takes anyway
+AT_ONCE = 64  # blocks that are moved together: their buffer is no larger than a step's work space
 
 
 def num_positions(groups: Sequence[KVGroup]) -> int:
-    """Layers of the largest group: how many layers' tensors are really there."""
+    """Returns the layers of the largest group, which is how many layers' tensors are allocated."""
     return max(len(group.layers) for group in groups)
 
 
 def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Bytes of one KV block over all positions on one of tp_size ranks."""
+    """Returns the bytes of one KV block over all positions on one of tp_size ranks."""
     per_token = 2 * local_kv_heads(spec, tp_size) * entry_width(spec.head_dim, dtype) * dtype.itemsize
     return num_positions(groups) * groups[0].block_size * per_token
 
 
 class KVCache:
-    """`layers[i]` is layer i's cache. Everything starts as zeros; block 0 is null and is never read for its content.
+    """The KV blocks on the device and the block store on the host; `layers[i]` is layer i's cache.
 
-    num_entries: blocks that the host store can hold. tp_size: ranks that share the heads. upload: to the device.
+    Everything starts as zeros; block 0 is the null block, whose content is never used. num_entries: blocks that the
+    host store can hold. tp_size: ranks that share the heads. upload: to the device.
     """
 
     def __init__(
@@ -70,29 +71,29 @@ class KVCache:
         self._store = page_locked(store, dtype) if device.type == "cuda" else lazy_zeros(store, dtype, device)
 
     def clear_null_block(self) -> None:
-        """After dummy runs, which write there."""
+        """Zeroes the null block, where dummy steps write."""
         for kv in self._positions:
             kv.k[0].zero_()
             kv.v[0].zero_()
 
     def move(self, stores: Sequence[BlockMove], loads: Sequence[BlockMove]) -> None:
-        """Copies blocks to store cells, then cells to blocks. All in the device's own order: nobody waits."""
-        for some in _batches(stores):
-            blocks, packed = self._packed(some)
+        """Copies blocks to the store, then stored blocks back. Asynchronous, in the device's order."""
+        for batch in _batches(stores):
+            blocks, packed = self._packed(batch)
             for i, kv in enumerate(self._positions):
                 packed[:, i, 0], packed[:, i, 1] = kv.k.index_select(0, blocks), kv.v.index_select(0, blocks)
-            for one, move in zip(packed, some, strict=True):
-                self._store[move.host_block].copy_(one, non_blocking=True)
-        for some in _batches(loads):
-            blocks, packed = self._packed(some)
-            for one, move in zip(packed, some, strict=True):
-                one.copy_(self._store[move.host_block], non_blocking=True)
+            for packed_block, move in zip(packed, batch, strict=True):
+                self._store[move.host_block].copy_(packed_block, non_blocking=True)
+        for batch in _batches(loads):
+            blocks, packed = self._packed(batch)
+            for packed_block, move in zip(packed, batch, strict=True):
+                packed_block.copy_(self._store[move.host_block], non_blocking=True)
             for i, kv in enumerate(self._positions):
                 kv.k.index_copy_(0, blocks, packed[:, i, 0])
                 kv.v.index_copy_(0, blocks, packed[:, i, 1])
 
     def _packed(self, moves: Sequence[BlockMove]) -> tuple[Tensor, Tensor]:
-        """The blocks' numbers on the device, and room there for as many cells."""
+        """Returns the blocks' numbers on the device, and a buffer there for as many blocks."""
         (blocks,) = self._upload(np.array([move.block for move in moves], dtype=np.int64))
         return blocks, self._positions[0].k.new_empty((len(moves), *self._store.shape[1:]))
 

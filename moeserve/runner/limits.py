@@ -1,4 +1,4 @@
-"""From what was asked to the numbers that scheduler and runner obey, checked against model and memory."""
+"""Resolves the configuration to the limits that scheduler and runner obey, given the model and the memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TILE = 64  # tokens: attention works on tiles of this many, so that blocks must 
 
 
 def check(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError for what no memory could make right. Cheap: call it before loading weights."""
+    """Raises ConfigError for settings that are wrong whatever memory there is; to be called before loading weights."""
     size, asked_len = config.cache.block_size, config.model.max_model_len
     if TILE % size and size % TILE:
         raise ConfigError(f"block_size={size} must divide {TILE} or be a multiple of it, e.g. 16, 32 or 64")
@@ -48,8 +48,8 @@ def _check_quantization(asked: str, spec: ModelSpec) -> None:
 
 
 def with_step_tokens(config: Config, least: int) -> Config:
-    """The number of tokens per step filled in, if it was left open. least: that the device needs to be busy; more of
-    them only make those wait longer who decode meanwhile."""
+    """Returns the config with the number of tokens per step filled in. least: tokens that keep the device busy; more
+    would only delay requests that decode in the same step."""
     if config.scheduler.max_num_batched_tokens is not None:
         return config
     tokens = max(least, config.scheduler.max_num_seqs + ROOM)
@@ -57,21 +57,21 @@ def with_step_tokens(config: Config, least: int) -> Config:
 
 
 def step_tokens(config: Config) -> int:
-    """Tokens per step."""
+    """Returns the most tokens per step."""
     tokens = config.scheduler.max_num_batched_tokens
     assert tokens is not None, "with_step_tokens first"
     return tokens
 
 
 def chunk_tokens(config: Config) -> int:
-    """Most tokens of one request per step."""
+    """Returns the most tokens of one request per step."""
     return min(config.scheduler.prefill_chunk or step_tokens(config), step_tokens(config))
 
 
 def resolve(
     config: Config, spec: ModelSpec, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, *, fill: bool
 ) -> tuple[Limits, tuple[str, ...]]:
-    """Every number, and what the user should know about them. budget: bytes for KV blocks.
+    """Returns the limits and notes about them for the user. budget: bytes for KV blocks.
 
     fill: take the whole budget (a device of our own) rather than what the requests can use (a shared host).
     """

@@ -1,5 +1,4 @@
-"""From a model directory to this rank's part of the model on a device: the loader reads, the family shapes, the ops
-table computes."""
+"""Loads this rank's part of a model: the loader reads weights, the family builds layers, the ops table computes."""
 
 from __future__ import annotations
 
@@ -31,20 +30,21 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked, group_of
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
-from moeserve.runner.memory import MemoryFacts, check_weights_fit
+from moeserve.runner.host import MemoryFacts
+from moeserve.runner.memory import check_weights_fit
 from moeserve.runner.model import Model
 
 log = logging.getLogger(__name__)
 _DUMMY = (
     "load_format=dummy is for one rank, weights that are not packed (for int4: --quantization int4) and no packed_cache"
 )
-Progress = Callable[[str, int], None]  # a human's word for the phase, percent of the whole
+Progress = Callable[[str, int], None]  # description of the phase, percent of the whole
 READ_FROM, READ_TO = 5, 85  # percent of start-up that reading the weights takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Which part of the model a rank holds, and what connects it with the others.
+    """The part of the model that a rank holds, and its connections to other ranks.
 
     placement: the experts of each rank; None for a model without any. backends: in order of preference. max_tokens: of
     one step on one rank.
@@ -69,10 +69,10 @@ def load_model(
     memory: MemoryFacts,
     progress: Progress,
 ) -> tuple[Model, ExpertFiles, int]:
-    """The model, where its experts can be read one by one, and how many of its bytes are a file's that is mapped.
+    """Returns the model, the files that single experts can be read from, and how many bytes of weights are mapped.
 
-    asked: what its linear layers are to become. memory: what the device has. Weights are kept packed, if at all, with
-    experts where they begin: of placements to come, each would leave a file that no start looks for again.
+    asked: how to quantise linear layers. memory: of the device. Packed weights are cached for the first placement only:
+    a later one would leave a file that no start looks for again.
 
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
@@ -129,7 +129,7 @@ def load_model(
 def _check_kernels(
     ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None, packed_cache: str | None
 ) -> None:
-    """Raises ConfigError for what these kernels cannot do, before a weight is read."""
+    """Raises ConfigError for weights that these kernels do not support, before any is read."""
     here, native = f"here {ops.device.type} serves by {ops.describe()}", "--device cpu with kernels: native"
     if packed_cache and not ops.native:
         raise ConfigError(
@@ -148,7 +148,7 @@ def _check_kernels(
 
 
 def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Iterator[tuple[Param, str, int]]:
-    """Each parameter that the model has in 4 or 8 bits, the kind, and inputs that share a scale (0: all)."""
+    """Yields each parameter in 4 or 8 bits, its kind, and how many inputs share a scale (0: all)."""
     stored = {p.param: checkpoint.stored[p.source].form for p in plan.pieces if p.source in checkpoint.stored}
     for param in plan.params:
         if param.name in stored:
@@ -158,7 +158,7 @@ def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> I
 
 
 def _activations(ops: Ops, spec: ModelSpec) -> str:
-    """What becomes of them."""
+    """Returns how quantised activations are computed here, for the log."""
     form = spec.stored
     if form and ops.triton and any(spec.moe_layers):
         from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import: only where it serves
@@ -169,6 +169,6 @@ def _activations(ops: Ops, spec: ModelSpec) -> str:
 
 
 def weight_bytes(plan: LoadPlan, dtype: torch.dtype, per_weight: float) -> int:
-    """Of the parameters that a rank loads. per_weight: bytes of one in a linear layer."""
+    """Returns the bytes of the parameters that a rank loads. per_weight: bytes of one weight of a linear layer."""
     sizes = [(math.prod(param.shape), param.quantised_on_load) for param in plan.params]
     return sum(int(size * (per_weight if linear else dtype.itemsize)) for size, linear in sizes)

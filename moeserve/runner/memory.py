@@ -1,93 +1,20 @@
-"""How much memory there is, and how many KV blocks and how long a context fit into it.
-
-The functions below `MemoryFacts` are pure; the operating system is asked in `host_memory` alone.
-"""
+"""Plans memory: whether the weights fit, how many KV blocks fit beside them, and how long a context."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from moeserve.engine.groups import KVGroup, blocks_needed
 from moeserve.errors import DoesNotFit
+from moeserve.runner.host import MemoryFacts
 
 USUAL_LEN = 4096  # tokens per request that the default KV size on a shared host provides for
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFacts:
-    """Bytes. limit: what may be used in all; used: what counts against the limit now; free: what could be had now."""
-
-    limit: int
-    used: int
-    free: int
-
-    def shared(self, ranks: int) -> MemoryFacts:
-        """What one of several ranks may count on: each gets an equal part, also of what is free."""
-        return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
-
-
-def host_memory(cgroup: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> MemoryFacts:
-    """Of this process on this host: physical memory, or less where a control group (version 2 or 1) limits it."""
-    host = psutil.virtual_memory()
-    limit, free = host.total, host.available
-    for group_limit, group_used in _cgroup_limits(cgroup, membership):
-        limit = min(limit, group_limit)
-        free = min(free, max(0, group_limit - group_used))
-    return MemoryFacts(limit=limit, used=psutil.Process().memory_info().rss, free=free)
-
-
-def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """(limit, used) of every control group around this process that has a limit. Page cache does not count as used."""
-    found: list[tuple[int, int]] = []
-    for line in _read(membership).splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        inner = base / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            if not folder.is_relative_to(base):
-                break
-            limit, used = _number(folder / names[0]), _number(folder / names[1])
-            if limit is not None and used is not None:
-                stat = folder / "memory.stat"  # pages that several processes have mapped in turn count as active
-                cached = _stat(stat, names[2] + "inactive_file") + _stat(stat, names[2] + "active_file")
-                found.append((limit, max(0, used - cached)))
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _stat(path: Path, key: str) -> int:
-    for line in _read(path).splitlines():
-        name, _, value = line.partition(" ")
-        if name == key and value.strip().isdigit():
-            return int(value)
-    return 0
 
 
 def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
-    """Bytes for KV blocks, measured with the weights in place: the share of the limit that is left beside
+    """Returns the bytes for KV blocks, measured with the weights in place: the share of the limit that is left beside
     everything used and the work space of a step, and never more than that share of what is free now. mapped: bytes of
     files that the weights are in, which the system counts as free."""
     free = int(utilization * (memory.free - mapped))
@@ -100,13 +27,13 @@ def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
         raise DoesNotFit(
             f"the weights that this process loads take {_mib(weight_bytes)} and {_mib(memory.free)} of memory are free "
             f"(limit {_mib(memory.limit)}). Free some memory, raise the limit, choose a smaller model or dtype, "
-            "or deal the experts out to more machines."
+            "or shard the experts over more machines."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVAsked:
-    """What was asked for. Lengths in tokens; None: as much as fits, or as is useful."""
+    """The settings that `plan_kv` works from. Lengths in tokens; None: as much as fits, or as is useful."""
 
     kv_cache_bytes: int | None
     max_model_len: int | None
@@ -118,6 +45,8 @@ class KVAsked:
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
+    """The number of KV blocks to allocate and the longest context that they allow."""
+
     num_blocks: int  # null block included
     watermark_blocks: int
     max_model_len: int
@@ -125,12 +54,12 @@ class KVPlan:
 
 
 def blocks_for(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
-    """Most blocks that one request of this length holds at once, over all groups."""
+    """Returns the most blocks that one request of this length holds at once, over all groups."""
     return sum(blocks_needed(group, num_tokens, chunk) for group in groups)
 
 
 def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, limit: int) -> int:
-    """The longest request, up to `limit` tokens, that usable_blocks hold; a multiple of the block size below it."""
+    """Returns the longest request, up to `limit` tokens, that usable_blocks hold."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -142,7 +71,7 @@ def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, l
 
 
 def plan_kv(asked: KVAsked, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, max_position: int) -> KVPlan:
-    """How many blocks to allocate and how long a request may be.
+    """Returns how many blocks to allocate and how long a request may be.
 
     budget: bytes from `kv_budget`. max_position: the model's own longest context. Raises DoesNotFit with the number
     that would fit when a length or a size was asked for and does not.

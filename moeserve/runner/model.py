@@ -1,4 +1,4 @@
-"""What the runner needs of a model; the families in `moeserve.models` are such models."""
+"""The interface of a model to the runner, which the families in `moeserve.models` implement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeserve.moe.ubatch import UBatch
 
 
 class Model(Protocol):
-    """Weights in place, on one device."""
+    """One rank's layers, with weights on one device."""
 
     @property
     def moe_layers(self) -> Sequence[MoELayer]:
@@ -22,17 +22,17 @@ class Model(Protocol):
 
     @property
     def graph_safe(self) -> bool:
-        """Whether `forward` may be recorded: it never asks the device, and heeds `StepInputs.live`."""
+        """Whether `forward` can be recorded: it never waits for the device, and heeds `StepInputs.live`."""
         ...
 
     def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
-        """Hidden states [T, D] of the step's tokens; writes their K/V into `kv`. micro-batch: what the step runs in."""
+        """Returns the hidden states [T, D] of the step's tokens and writes their K/V into `kv`."""
         ...
 
     def serve(self, ubatch: UBatch) -> None:
-        """Takes part in a step in which this rank has no tokens: its experts compute for the others."""
+        """Takes part in a step in which this rank has no tokens: its experts compute for other ranks."""
         ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """float32 [S, V]."""
+        """Returns the logits of hidden states, float32 [S, V]."""
         ...

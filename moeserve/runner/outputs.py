@@ -1,4 +1,4 @@
-"""What a step leaves on the device, and how it becomes a `StepResult` once the host has it."""
+"""A step's outputs on the device, and the `StepResult` made of them once they are on the host."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from moeserve.engine.plan import I32, StepPlan, StepResult
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.runner.inputs import HostRows
-from moeserve.runner.logprobs import LogprobRows, join, logprob_rows, to_messages
-from moeserve.runner.sampler import Sampled, Status
-from moeserve.runner.sampling_rows import SamplingRows, Trait
+from moeserve.runner.sampling.logprobs import LogprobRows, join, logprob_rows, to_messages
+from moeserve.runner.sampling.rows import SamplingRows, Trait
+from moeserve.runner.sampling.sampler import Sampled, Status
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import Meter
 from moeserve.runner.upload import Upload
 
 I64 = NDArray[np.int64]
-PROMPT_ELEMENTS = 1 << 24  # most logits of prompt positions that exist at once
+PROMPT_ELEMENTS = 1 << 24  # most logits of prompt positions that are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Span:
     alternatives: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class StepOutputs:
-    """Everything that one step computed for the host. Tensors are on the device; the rest was noted at launch,
-    because a later step may have given a slot away by the time that this one is collected."""
+    """Everything that one step computed for the host. Tensors are on the device; the rest is recorded at launch,
+    because a later step may have reassigned a slot before this one is collected."""
 
     step: int
     slots_S: I64
@@ -49,15 +49,15 @@ class StepOutputs:
     spans: list[Span] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
-        """What has to reach the host, in the order that `to_result` expects."""
+        """Returns the tensors to copy to the host, in the order that `to_result` expects."""
         found: list[Tensor] = []
         rows = [self.prompt]
         if self.sampled is not None:
             found += [self.sampled.tokens_S, self.sampled.status_S]
             rows = [self.sampled.logprobs, self.prompt]
-        for one in rows:
-            if one is not None:
-                found += [one.ids_PN, one.values_PN, one.rank_P]
+        for logprobs in rows:
+            if logprobs is not None:
+                found += [logprobs.ids_PN, logprobs.values_PN, logprobs.rank_P]
         if isinstance(self.meter.load_LE, Tensor):
             found.append(self.meter.load_LE)
         return found
@@ -73,7 +73,7 @@ def prompt_logprobs(
     logits: Callable[[Tensor], Tensor],
     vocab_size: int,
 ) -> tuple[LogprobRows | None, list[Span]]:
-    """Logprobs of those prompt tokens that this step's positions predict: position p predicts token p + 1.
+    """Returns the logprobs of the prompt tokens that this step's positions predict: position p predicts token p + 1.
 
     The next token comes from the token table, so a chunk's last position needs nothing of the next chunk.
     """
@@ -102,7 +102,7 @@ def prompt_logprobs(
 
 
 def to_result(outputs: StepOutputs, fetched: Sequence[Tensor], device_us: int) -> StepResult:
-    """fetched: the tensors that `outputs.tensors()` named, on the host."""
+    """Returns the step's result. fetched: the tensors of `outputs.tensors()`, on the host."""
     arrays = [tensor.numpy() for tensor in fetched]
     meter = outputs.meter
     load_LE = arrays.pop().astype(np.int64) if isinstance(meter.load_LE, Tensor) else meter.load_LE

@@ -1,4 +1,4 @@
-"""Keeps background work out of the way of the steps: it may use a share of one core, and no more bytes than that."""
+"""Limits background work, so that it does not slow steps: to a share of one core, and to a memory bandwidth."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ BYTES_PER_S = 256e6  # memory traffic that a step does not notice
 
 
 class Cancelled(Exception):
-    """The work is no longer wanted."""
+    """Raised in background work that is no longer wanted."""
 
 
 class Pace:
     """Called after each small piece of work; sleeps until the thread is within its share again.
 
-    The thread keeps its normal priority: one that the system holds back while it has the interpreter's lock would hold
-    back the step too.
+    The thread keeps its normal priority: with a low one it could be suspended while it holds the interpreter's lock,
+    which would delay steps, too.
     """
 
     def __init__(self, cancelled: threading.Event, share: float = SHARE, bytes_per_s: float = BYTES_PER_S) -> None:
@@ -27,7 +27,7 @@ class Pace:
         self._mark_s = time.thread_time()
 
     def __call__(self, num_bytes: int) -> None:
-        """num_bytes: read or written since the last call. Raises Cancelled, at once when it happens."""
+        """Sleeps as needed. num_bytes: read or written since the last call. Raises Cancelled as soon as it is set."""
         used_s = time.thread_time() - self._mark_s
         if self._cancelled.wait(max(used_s / self._share - used_s, num_bytes / self._bytes_per_s)):
             raise Cancelled

@@ -1,4 +1,4 @@
-"""What records the work of a step and replays it: CUDA's graphs, and a stand-in for machines without.
+"""Recorders of a step's work: CUDA graphs, and a stand-in for machines without CUDA.
 
 A recording's inputs and results keep their places in memory: fill the inputs, replay, and use the results before the
 next replay of any recording, all on one stream.
@@ -27,16 +27,19 @@ class Recording:
 
 
 class Recorder(Protocol):
+    """Records work once, to be replayed."""
+
     def record(self, work: Work) -> Recording:
-        """Records the work. Inputs must be filled with something harmless, since it may be done once, for warmth; the
-        results are there after the first replay. What the work gives to its `Pause` runs between two graphs."""
+        """Records the work. It may be run once for warmth, so its inputs must be harmless; results are valid after the
+        first replay. Functions that the work passes to its `Pause` run between two graphs."""
         ...
 
 
 class HostRecorder:
-    """Records nothing but what was to be done, and does it again: what must be right with graphs must be so here."""
+    """Runs the work again at each replay, so that code for graphs can be tested without CUDA."""
 
     def record(self, work: Work) -> Recording:
+        """Returns a recording whose replay runs `work` and copies its results to fixed tensors."""
         results: list[Tensor] = []
 
         def replay() -> None:
@@ -64,6 +67,7 @@ class CudaRecorder:
         self._anchor = self.record(lambda pause: (torch.zeros(1, device=device),))
 
     def record(self, work: Work) -> Recording:
+        """Captures the work in graphs, one more for each pause."""
         if self._warm:
             work(_now)
         here = torch.cuda.current_stream()

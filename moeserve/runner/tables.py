@@ -3,8 +3,8 @@
     tokens  [slots, width]      prompt and answer of the request in each slot; the sampler appends here
     blocks  [slots, max_blocks] per KV group: its block table
 
-The host never reads the arena, so the step after this one may be planned before this one's tokens are known. It
-stages (offset, value) pairs, and `apply` sends all of a step's in one copy and one scatter.
+The host never reads the arena, so the step after this one may be planned before this one's tokens are known. The host
+stages (offset, value) pairs, and `apply` sends all of a step's pairs in one copy and one scatter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
-    """arena[offsets] = values, with one copy to the device; no offset is there twice."""
+    """Sets arena[offsets] = values with one copy to the device; offsets are unique."""
     offsets, values = upload(offsets_N, values_N)
     arena.index_put_((offsets,), values)
 
@@ -76,15 +76,15 @@ class Tables:
 
     @property
     def tokens(self) -> Tensor:
-        """int32 view [slots, width]."""
+        """The known tokens of each slot's request: an int32 view [slots, width]."""
         return self.arena[: self.slots * self.width].view(self.slots, self.width)
 
     def token_offsets(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> I64:
-        """Where in the arena the token at each (slot, position) lies."""
+        """Returns where in the arena the token at each (slot, position) lies."""
         return slots.astype(np.int64) * self.width + positions
 
     def add(self, slot: int, tokens: I32) -> None:
-        """Stages a new occupant of `slot`: its tokens, and a block table of zeros."""
+        """Stages a new request in `slot`: its tokens, and a block table of zeros."""
         assert 0 <= slot < self.slots, (slot, self.slots)
         assert len(tokens) <= self.width, (len(tokens), self.width)
         self._stage_run(slot * self.width, tokens)
@@ -105,7 +105,7 @@ class Tables:
         np.maximum.at(self._dirty[group], diff.slots_N, diff.indices_N + 1)
 
     def apply(self) -> None:
-        """Everything staged since the last call reaches the device, later writes to the same entry winning."""
+        """Writes everything staged since the last call to the device; later writes to the same entry win."""
         if not self._offsets:
             return
         offsets_N = np.concatenate(self._offsets)

@@ -1,6 +1,6 @@
-"""A step's tables and inputs by two kernels: what was staged, and then all inputs, each in one copy and one launch.
+"""Tables and step inputs on GPUs: one Triton kernel writes what was staged, another computes all inputs.
 
-Inputs are always at the same addresses, where recorded steps find them.
+Each takes one copy and one launch. Inputs are always at the same addresses, where graphs expect them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from moeserve.runner.upload import Upload
 
 
 def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:
-    """As `tables.scatter`."""
+    """Sets arena[offsets] = values by one kernel; replaces `tables.scatter`."""
     words, pieces = pack(offsets_N, values_N)
     (on_device,) = upload(words)
     write(arena, on_device, pieces)
 
 
 class FixedInputs:
-    """Places for the inputs of steps with up to most_tokens tokens, in as many rows as there are slots.
+    """Buffers for the inputs of steps with up to most_tokens tokens, in as many rows as there are slots.
 
-    They start as those of a step without any token.
+    They start as the inputs of a step without tokens.
     """
 
     def __init__(self, tables: Tables, groups: Sequence[KVGroup], upload: Upload, most_tokens: int) -> None:
@@ -42,18 +42,18 @@ class FixedInputs:
             getattr(self._arrays, array.name).zero_()
 
     def largest(self, tokens: int, rows: int | None) -> StepInputs:
-        """The places that `fill` fills, for rows of one token whose contexts are as long as any may be."""
+        """Returns the buffers that `fill` fills, as inputs of rows of one token with the longest contexts."""
         padded_rows = self._tables.slots if rows is None else rows
         starts_R = np.full(min(tokens, padded_rows), self._tables.width - 2, dtype=np.int32)
         return self._inputs(tokens, padded_rows, np.arange(len(starts_R) + 1, dtype=np.int32), starts_R, 0)
 
     def exact(self, plan: StepPlan) -> StepInputs:
-        """The inputs of `plan` without padding, for a step that is run as it is."""
+        """Returns the inputs of `plan` without padding, for a step that is not replayed."""
         step = self.fill(plan, int(plan.counts_R.sum()), len(plan.slots_R))
         return replace(step, live=None)
 
     def fill(self, plan: StepPlan, tokens: int, rows: int | None) -> StepInputs:
-        """The inputs of `plan`, padded to so many tokens, and to so many rows if the number of rows is fixed, too."""
+        """Returns the inputs of `plan`, padded to so many tokens, and rows if the number of rows is fixed."""
         longest = int((plan.starts_R + plan.counts_R).max())
         assert longest < self._tables.width, (longest, self._tables.width)
         step = StepWords.of(plan.slots_R, plan.starts_R, plan.counts_R, plan.samples_R)
@@ -79,7 +79,7 @@ class FixedInputs:
         )
 
     def _inputs(self, tokens: int, padded_rows: int, offsets_R1: I32, starts_R: I32, samples: int) -> StepInputs:
-        """offsets_R1, starts_R: of the rows that attention is planned for."""
+        """Returns views of the buffers. offsets_R1, starts_R: of the rows that attention metadata is computed for."""
         part, rows = self._part(tokens, padded_rows), len(starts_R)
         return StepInputs(
             ids_T=part.ids_T,

@@ -1,7 +1,7 @@
-"""A step on its way through the model in one micro-batch or in two (dual-batch overlap).
+"""Runs a step through the model in one micro-batch, or in two (dual-batch overlap).
 
 Two micro-batches are two halves of the step's tokens. The second one runs in a thread of its own that lives as long as
-the runner; only one of them works at a time (moe/ping_pong.py), so they share everything but their channel.
+the runner; they take turns (`PingPong`), so they share everything but their scratch memory and their channel.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
-from moeserve.engine.plan import Agreed
+from moeserve.engine.plan import I32, Agreed
 from moeserve.messages import TraceEvent
 from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.streams import CommStream, InFlightTransfer, here
@@ -31,10 +30,8 @@ ALONE = Agreed(step=0)
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """What the micro-batches of one step measured together. comm_us, exposed_us: by the host. transfers: what the
-    device can
-    tell of transfers. load_LE: rows per MoE layer and logical expert, [0, 0] if none; a tensor if they are still on the
-    device."""
+    """The measurements of one step's micro-batches. comm_us, exposed_us: by the host's clock. transfers: those that
+    the device measures. load_LE: rows per MoE layer and logical expert, [0, 0] if none; a tensor if on the device."""
 
     comm_us: int
     exposed_us: int
@@ -43,7 +40,7 @@ class Meter:
     transfers: Sequence[InFlightTransfer] = ()
 
     def times_us(self) -> tuple[int, int]:
-        """(communication, the part of it that was not hidden), by host and device, once the step's results are here."""
+        """Returns (communication, the part of it that was not hidden) in microseconds, once the step is finished."""
         comm_us, exposed_us = self.comm_us, self.exposed_us
         for took_us, stood_us in (transfer.times_us for transfer in self.transfers):
             comm_us, exposed_us = comm_us + took_us, exposed_us + stood_us
@@ -51,11 +48,11 @@ class Meter:
 
 
 class UBatchRunner:
-    """Runs steps in `ubatches`, of which a step uses the first or all. To be used by one thread at a time.
+    """Runs steps in `ubatches`, of which a step uses the first or all. Not thread-safe.
 
-    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `comm`: where transfers
-    run, once the device is known. `round_up`: to a number of tokens that ranks make room for, given that of the rank
-    with most; the same function on all ranks.
+    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `comm`: the stream of
+    transfers, once the device is known. `round_up`: maps the tokens of the rank with most to the number that all ranks
+    make room for; the same function on all ranks.
     """
 
     def __init__(self, num_ubatches: int = 1, tp_size: int = 1) -> None:
@@ -69,8 +66,8 @@ class UBatchRunner:
     def forward(
         self, model: Model, step: StepInputs, split_at: int, agreed: Agreed | None, kv: Sequence[LayerKV]
     ) -> Tensor:
-        """Hidden states [T, D] of all tokens, in order. With two micro-batches agreed, the first one has `split_at` of
-        them.
+        """Returns the hidden states [T, D] of all tokens, in order. With two micro-batches agreed, the first one has
+        `split_at` of the tokens.
 
         An error in a micro-batch ends both and is raised here, the first one if there are several; the next step may
         follow.
@@ -91,7 +88,7 @@ class UBatchRunner:
         self._run(agreed, [work] * agreed.ubatches)
 
     def take_meter(self) -> Meter:
-        """What was measured since the last call; to be called after each step."""
+        """Returns what was measured since the last call; to be called after each step."""
         load_LE, *others = (ubatch.take_load() for ubatch in self.ubatches)
         for other_LE in others:
             if len(other_LE):
@@ -100,21 +97,21 @@ class UBatchRunner:
         comm_ns, exposed_ns = (sum(times) for times in zip(*((m.comm_ns, m.exposed_ns) for m in meters), strict=True))
         meter = Meter(
             comm_us=comm_ns // 1000,
-            exposed_us=min(comm_ns, exposed_ns) // 1000,  # looking takes its time also when all rows are here already
+            exposed_us=min(comm_ns, exposed_ns) // 1000,  # polling takes time even when all rows have arrived
             load_LE=load_LE,
             events=tuple(event for meter in meters for event in meter.events or ()),
             transfers=self.comm.take_transfers(),
         )
-        for one in meters:
-            one.reset(trace=False)
+        for ubatch_meter in meters:
+            ubatch_meter.reset(trace=False)
         return meter
 
     def close(self) -> None:
-        """Ends the second micro-batch's thread; returns when it is gone."""
+        """Ends the second micro-batch's thread and waits for it."""
         self._second.stop()
 
     def _run(self, agreed: Agreed, works: Sequence[Callable[[UBatch], T]]) -> list[T]:
-        """What each micro-batch's work returned."""
+        """Returns the result of each micro-batch's work."""
         # The same number of rounds in both micro-batches: with fewer, one would run ahead of the other, layer by layer.
         most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
         self.comm.take_transfers()  # of a step that failed
@@ -153,8 +150,8 @@ class UBatchRunner:
 
 
 def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
-    """The first `split_at` tokens and the others; a row that the split goes through is in both, and samples are in
-    neither.
+    """Returns the inputs of the first `split_at` tokens and of the others. A row across the split is in both parts;
+    `sample_S` is empty in both.
 
     rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of 3 from 8
     """
@@ -169,28 +166,15 @@ def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
     begun_R = (split_at - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row that the first part has
     first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)
     later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)
+    bounds, later_bounds = np.minimum(offsets[: ends + 1], split_at), np.maximum(offsets[begins:] - split_at, 0)
     return (
-        _part(
-            step,
-            slice(0, split_at),
-            slice(0, ends),
-            np.minimum(offsets[: ends + 1], split_at),
-            step.starts_R[:ends],
-            first,
-        ),
-        _part(
-            step, slice(split_at, None), slice(begins, None), np.maximum(offsets[begins:] - split_at, 0), starts, later
-        ),
+        _part(step, slice(0, split_at), slice(0, ends), bounds, step.starts_R[:ends], first),
+        _part(step, slice(split_at, None), slice(begins, None), later_bounds, starts, later),
     )
 
 
 def _part(
-    step: StepInputs,
-    tokens: slice,
-    rows: slice,
-    offsets_R1: NDArray[np.int32],
-    starts_R: NDArray[np.int32],
-    on_device: tuple[Tensor, Tensor],
+    step: StepInputs, tokens: slice, rows: slice, offsets_R1: I32, starts_R: I32, on_device: tuple[Tensor, Tensor]
 ) -> StepInputs:
     groups = tuple(
         GroupInputs(group.slot_mapping_T[tokens], group.blocks_RN[rows], group.block_size, group.window)
@@ -201,7 +185,7 @@ def _part(
 
 
 def _work(model: Model, part: StepInputs, kv: Sequence[LayerKV]) -> Callable[[UBatch], Tensor | None]:
-    """A half without tokens still takes part in all that the other ranks do in its micro-batch."""
+    """Returns the work of one half. A half without tokens still takes part in what other ranks do."""
 
     def run(ubatch: UBatch) -> Tensor | None:
         if len(part.ids_T):
@@ -220,7 +204,7 @@ def _timed(work: Callable[[UBatch], T], ubatch: UBatch) -> T:
 
 
 def _like_here(job: Callable[[], None]) -> Callable[[], None]:
-    """The job for another thread, with this one's torch settings: all are per thread."""
+    """Returns the job wrapped for another thread, with this thread's torch settings, which are all per thread."""
     threads, inference, place = torch.get_num_threads(), torch.is_inference_mode_enabled(), here()
 
     def run() -> None:
@@ -262,5 +246,5 @@ class _UBatchThread:
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None], done: queue.SimpleQueue[None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # a parked thread must not keep a step's tensors alive
+        del job  # a waiting thread must not keep a step's tensors alive
         done.put(None)

@@ -1,4 +1,4 @@
-"""Getting one step's host arrays to the device: the only place that knows whether a copy is needed.
+"""Uploads one step's host arrays to the device; only this module knows whether a copy is needed.
 
 On CPU host memory is device memory, so arrays are wrapped as they are. On CUDA all arrays of a call travel in one
 copy from a ring of pinned buffers; an entry of the ring is written again only after its last copy has finished.
@@ -6,6 +6,7 @@ copy from a ring of pinned buffers; an entry of the ring is written again only a
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,20 +18,22 @@ _ALIGN = 16  # bytes: every section starts where any dtype may
 
 
 class Upload(Protocol):
+    """Moves arrays to the device."""
+
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        """The arrays as contiguous tensors on the device, same shapes and dtypes; the caller never writes to them."""
+        """Returns the arrays as contiguous tensors on the device; the caller must not write to them afterwards."""
         ...
 
 
 class HostUpload:
-    """CPU: no copy unless an array has gaps, and the arrays live as long as the tensors do."""
+    """Wraps arrays as CPU tensors, without a copy unless an array has gaps."""
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
 
 
 class RingUpload:
-    """One packed copy per call from a ring of host buffers.
+    """Copies all arrays of a call in one piece, from a ring of host buffers.
 
     depth: more than the calls whose copies may be unfinished at once. With `pinned` the copies are asynchronous and
     each entry waits for its own last copy before it is written again; without, they are not (tests on CPU).
@@ -45,7 +48,7 @@ class RingUpload:
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         entry, self._next = self._next, (self._next + 1) % len(self._buffers)
-        starts, size = _layout(arrays)
+        *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
         host = self._writable(entry, size)
         view = host.numpy()
         for array, start in zip(arrays, starts, strict=True):
@@ -69,16 +72,6 @@ class RingUpload:
 
     def _new_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
-
-
-def _layout(arrays: tuple[NDArray[Any], ...]) -> tuple[list[int], int]:
-    """Where each array starts in the packed buffer, and the buffer's size in bytes."""
-    starts: list[int] = []
-    size = 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // _ALIGN) * _ALIGN
-    return starts, size
 
 
 def _section(packed: Tensor, start: int, like: NDArray[Any]) -> Tensor:

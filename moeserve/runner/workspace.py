@@ -1,4 +1,4 @@
-"""Work space of one step beside weights and KV blocks, from shapes alone: an upper estimate, no measurement."""
+"""The work space of one step beside weights and KV blocks: an upper estimate from shapes alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeserve.loader.spec import ModelSpec
 from moeserve.models import workspace as model_workspace
 from moeserve.runner.limits import step_tokens
 from moeserve.runner.outputs import PROMPT_ELEMENTS
-from moeserve.runner.sampler import CHUNK_ELEMENTS
+from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
 _F32 = 4
 
@@ -17,7 +17,8 @@ _F32 = 4
 def workspace_bytes(
     spec: ModelSpec, config: Config, dtype: torch.dtype, inflow: model_workspace.Inflow | None = None
 ) -> int:
-    """Bytes: a forward pass of a full step, all requests' logits in fp32 with one copy, the sampler's chunks.
+    """Returns the bytes of a forward pass of a full step, all requests' logits in fp32 with one copy, and the
+    sampler's chunks.
 
     inflow: what other ranks send here, None where experts compute for this rank alone.
     """

@@ -1,4 +1,4 @@
-"""Large tensors that start as zeros and of which most may never be used."""
+"""Large tensors of zeros, most of which may never be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PORTABLE = 1  # of cudaHostRegister: for all contexts
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on the host take memory only where they are touched (`torch.zeros` writes every page)."""
+    """Returns zeros; on the host they take memory only where they are touched (`torch.zeros` writes every page)."""
     count = math.prod(shape)
     if device.type != "cpu" or count == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -24,9 +24,9 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the host that a GPU copies from and to by itself. Raises ConfigError where they cannot be had.
+    """Returns zeros in page-locked host memory. Raises ConfigError if it cannot be locked.
 
-    Registered, not torch's own page-locked memory: of that there are powers of two, 64 GiB for 40.
+    Registered, since torch's own allocator rounds page-locked memory up to powers of two: 64 GiB for 40.
     """
     memory = lazy_zeros(shape, dtype, torch.device("cpu"))
     runtime: Any = torch.cuda.cudart

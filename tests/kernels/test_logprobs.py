@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moeserve.kernels.logprobs import logprobs, logprobs_reference
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
-from moeserve.runner.logprobs import logprob_rows
-from moeserve.runner.penalties import apply_penalties
+from moeserve.runner.sampling.logprobs import logprob_rows
+from moeserve.runner.sampling.reference import apply_penalties
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 

@@ -1,4 +1,4 @@
-"""RMS norms, embedding rows and the shared expert's gate, interpreted, beside their definitions; compiled for sm_90."""
+"""RMS norms and embedding rows, interpreted, beside their definitions; compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels.embedding import embedding, embedding_reference
-from moeserve.kernels.gate import gated, gated_reference
 from moeserve.kernels.norms import add_rms_norm, rms_norm, rms_norm_reference
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
@@ -42,9 +41,6 @@ def test_examples() -> None:
     assert residual.tolist() == [[3.0, 4.0]]
     table = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=DEVICE)
     assert embedding(torch.tensor([1, 0], device=DEVICE), table, 2.0).tolist() == [[6.0, 8.0], [2.0, 4.0]]
-    y = torch.tensor([[10.0, 20.0]], device=DEVICE)
-    out = gated(torch.tensor([[1.0, 2.0]], device=DEVICE), torch.tensor([3.0, -1.0], device=DEVICE), y)
-    torch.testing.assert_close(out.cpu(), torch.tensor([[7.3106, 14.6212]]), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,18 +85,6 @@ def test_embedding(dtype: torch.dtype, ids_type: torch.dtype) -> None:
     assert embedding(ids[:0], table).shape == (0, 2500)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), SHAPES)
-def test_gated(rows: int, width: int, dtype: torch.dtype) -> None:
-    x, gate, y = (
-        random(rows, width, dtype=dtype),
-        random(width, dtype=dtype) / width**0.5,
-        random(rows, width, dtype=dtype),
-    )
-    actual, expected = gated(x, gate, y.flip(0)), gated_reference(x, gate, y.flip(0))
-    torch.testing.assert_close(actual, expected, rtol=2e-2 if dtype != torch.float32 else 1e-3, atol=1e-5)
-
-
 @pytest.mark.full("aot")
 def test_compiles_for_hopper() -> None:
     strides = {"x_stride": "i32", "width": "i32"}
@@ -123,12 +107,6 @@ def test_compiles_for_hopper() -> None:
             | {"scale": "fp32"},
             {"BLOCK": 2048},
             ("table_stride", "width"),
-        ),
-        Case(
-            "gate:gated_kernel",
-            dict.fromkeys(("x_ptr", "gate_ptr", "y_ptr", "out_ptr"), "*bf16") | strides | {"y_stride": "i32"},
-            {"BLOCK": 2048},
-            (*strides, "y_stride"),
         ),
     ]
     reports = compile_all(cases)

@@ -16,9 +16,8 @@ from moeserve.kernels import sampling as sampling_file
 from moeserve.kernels.cut import cut, cut_reference
 from moeserve.kernels.noise import EARLIEST, HOPELESS, LATEST, log_time
 from moeserve.kernels.sampling import SamplingTensors, sample
-from moeserve.runner.filters import keep_min_p, keep_top_k, keep_top_p
-from moeserve.runner.noise import Gumbel, padded, row_keys
-from moeserve.runner.race import slow_winners
+from moeserve.runner.sampling.noise import Gumbel, padded, row_keys
+from moeserve.runner.sampling.reference import keep_min_p, keep_top_k, keep_top_p, top_p_cutoff
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 
@@ -45,7 +44,7 @@ def test_noise_is_the_runners() -> None:
     low, high = keys(9)
     out = torch.full((9, 4096), torch.nan, device=DEVICE)
     log_time_kernel[(9,)](out, low, high, BLOCK=4096)
-    expected = Gumbel(4096, torch.device("cpu")).log_race(low.cpu(), high.cpu())
+    expected = -Gumbel(4096, torch.device("cpu"))(low.cpu(), high.cpu())
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
     assert EARLIEST < out.min() < out.max() < LATEST
 
@@ -89,8 +88,8 @@ def drawn_by_definition(logits: Tensor, rows: SamplingTensors) -> tuple[Tensor, 
     x = (x - x.amax(dim=1, keepdim=True)) / temperature.where(temperature > 0, 1.0).unsqueeze(1)
     keep_min_p(x, log_min_p)
     keep_top_k(x, top_k.long(), vocab)
-    keep_top_p(x, top_p, host_may_wait=False)
-    tokens = slow_winners(Gumbel(vocab, torch.device("cpu")), x.clone(), low, high, None)
+    keep_top_p(x, top_p, top_p_cutoff)
+    tokens = (x + Gumbel(vocab, torch.device("cpu"))(low, high)).argmax(dim=1)
     return x[:, :vocab], torch.where(temperature > 0, tokens, greedy)
 
 

@@ -16,10 +16,10 @@ from moeserve.errors import ConfigError
 from moeserve.kernels.attention_plan import SPLIT
 from moeserve.runner import factory
 from moeserve.runner.base import DeviceProperties
-from moeserve.runner.cores import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.factory import make_runner
 from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.host import allowed_cores, cores_of_rank, useful_threads
 from moeserve.runner.limits import chunk_tokens, step_tokens, with_step_tokens
 from moeserve.runner.memory import kv_budget
 from tests.runner.harness import FakeRunner, fake_runner, spec_of

@@ -83,7 +83,7 @@ class Rank(CPUModelRunner):
 
     def shard(self) -> Shard:
         shard = super().shard()
-        if not self.deals_experts:
+        if not self.shards_experts:
             return shard
         from moeserve.moe.all2all.cuda_ipc import CudaIpcAll2All
         from tests.comm.host_memory import host_symmetric

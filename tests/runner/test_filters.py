@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from moeserve.runner.filters import (
-    HEAD_BLOCKS,
-    NEG_INF,
-    can_narrow,
-    first_max,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    narrow,
-    top_p_cutoff_head,
-    top_p_cutoff_sorted,
-)
-from moeserve.runner.noise import LANES, padded
+from moeserve.ops import native_rows
+from moeserve.runner.sampling.native import HEAD_BLOCKS, can_narrow, narrow, top_p_cutoff_head
+from moeserve.runner.sampling.noise import LANES, padded
+from moeserve.runner.sampling.reference import keep_min_p, keep_top_k, keep_top_p, top_p_cutoff
+from moeserve.runner.sampling.rules import NEG_INF
+
+Cutoff = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def hostile_rows(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -33,21 +30,22 @@ def hostile_rows(rows: int, width: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.float32))
 
 
+@pytest.mark.parametrize("argmax", [native_rows.argmax, lambda x: x.max(dim=-1)])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("width", [1, 7, 64, 1000, 49_155, 151_936])
-def test_the_lowest_id_wins_an_argmax(width: int, threads: int) -> None:
+def test_the_lowest_id_wins_an_argmax(width: int, threads: int, argmax: Argmax) -> None:
     torch.set_num_threads(threads)
     rng = np.random.default_rng(width)
     x = torch.from_numpy(rng.integers(0, 3, (5, width)).astype(np.float32))
     x[1] = NEG_INF
     x[2, width // 2] = float("nan")
     x[3, width - 1] = 9.0
-    peak, index = first_max(x)
+    peak, index = argmax(x)
     expected = [int(np.argmax(row)) for row in x.numpy()]  # numpy: first maximum, NaN largest
     assert index.tolist() == expected
     assert torch.equal(peak.nan_to_num(7.5), x.gather(1, index.unsqueeze(1)).squeeze(1).nan_to_num(7.5))
     for row in range(5):
-        assert first_max(x[row : row + 1])[1].item() == expected[row]
+        assert argmax(x[row : row + 1])[1].item() == expected[row]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -75,13 +73,13 @@ def test_min_p_is_relative_to_the_likeliest(seed: int) -> None:
         assert torch.equal(row, expected)
 
 
-@pytest.mark.parametrize("host_may_wait", [True, False])
+@pytest.mark.parametrize("cutoff", [top_p_cutoff, top_p_cutoff_head])
 @pytest.mark.parametrize("seed", range(4))
-def test_top_p_keeps_the_fewest_tokens_that_reach_it(seed: int, host_may_wait: bool) -> None:
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(seed: int, cutoff: Cutoff) -> None:
     x = hostile_rows(6, 300, seed)
     top_p = [0.1, 0.5, 0.9, 0.99, 1.0, 0.3]
     kept = x.clone()
-    keep_top_p(kept, torch.tensor(top_p), host_may_wait=host_may_wait)
+    keep_top_p(kept, torch.tensor(top_p), cutoff)
     for row, original, p in zip(kept, x, top_p, strict=True):
         probs = original.double().softmax(0)
         cut = 0.0
@@ -105,7 +103,7 @@ def test_sorting_less_gives_the_same_cut(p: float) -> None:
         probs = (torch.randn(5, width, generator=generator) * scales).softmax(-1)
         top_p = torch.full((5,), p)
         cutoff = top_p_cutoff_head(probs, top_p)
-        assert torch.equal(cutoff, top_p_cutoff_sorted(probs, top_p))
+        assert torch.equal(cutoff, top_p_cutoff(probs, top_p))
         assert torch.equal(cutoff[2:4], top_p_cutoff_head(probs[2:4], top_p[2:4]))
 
 

@@ -25,14 +25,17 @@ from moeserve.models.load_plan import load_plan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
-from moeserve.runner import gpu, recorder, triton_inputs
-from moeserve.runner.base import DeviceProperties, ModelRunnerBase
+from moeserve.runner import base, gpu, recorder, triton_inputs
+from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.gpu import GPUModelRunner
-from moeserve.runner.graphs import EagerGraphs, GraphManager, Mode, sizes_of, sizes_to
+from moeserve.runner.graphs import GraphManager, Mode, sizes_of, sizes_to
+from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
-from moeserve.runner.memory import host_memory
-from moeserve.runner.upload import RingUpload
+from moeserve.runner.sampling.reference import ReferenceSampler
+from moeserve.runner.sampling.sampler import Sampler
+from moeserve.runner.tables import Tables
+from moeserve.runner.upload import RingUpload, Upload
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
 from tests.runner.harness import Driver, Request, fake_runner, greedy, spec_of
@@ -133,7 +136,7 @@ def eager() -> list[Request]:
 @pytest.mark.parametrize("graphs", ["full", "piecewise"])
 def test_replays_change_no_bit(graphs: str, eager: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size is recorded when it is met: the first steps of a size are its recording's warm-up, too."""
-    monkeypatch.setattr(GraphManager, "capture", lambda manager, forward: None)
+    monkeypatch.setattr(GraphManager, "capture", lambda manager: None)
     driver = by_triton(graphs)
     assert_same(serve(driver), eager)
     sizes = {"full": {1, 2, 4}, "piecewise": {1, 2, 4, 8, 16}}[graphs]
@@ -161,7 +164,14 @@ class Nothing:
 
 def manager_of(asked: str, limits: Limits = LIMITS) -> tuple[GraphManager, Nothing]:
     nothing = Nothing()
-    return GraphManager(nothing, nothing, UBatch(), sizes_of(asked, limits)), nothing  # type: ignore[arg-type]
+    manager = GraphManager(
+        lambda step, agreed: torch.zeros(1, 1),
+        nothing,
+        nothing,
+        UBatch(),
+        sizes_of(asked, limits),  # type: ignore[arg-type]
+    )
+    return manager, nothing
 
 
 def test_every_step_gets_the_smallest_shape_that_holds_it() -> None:
@@ -174,25 +184,27 @@ def test_every_step_gets_the_smallest_shape_that_holds_it() -> None:
     for tokens in range(1, 600):
         fits = min((size for size in sizes if size >= tokens), default=None)
         fits_full = min((size for size in sizes_to(300) if size >= tokens), default=None)
-        for reqs, uniform in ((tokens, 1), (1, tokens), (max(1, tokens // 2), None)):
-            here = reqs, tokens, uniform
+        for uniform in (1, tokens, None):
+            here = tokens, uniform
             alone = full.dispatch(*here)
             if uniform == 1 and fits_full:
                 assert alone == both.dispatch(*here)
+                assert alone is not None
                 assert (alone.mode, alone.num_tokens, alone.num_reqs) == (Mode.FULL, fits_full, fits_full)
             else:
-                assert alone == EagerGraphs().dispatch(*here)
+                assert alone is None
                 assert both.dispatch(*here) == piecewise.dispatch(*here)
             cut = piecewise.dispatch(*here)
             if fits:
+                assert cut is not None
                 assert (cut.mode, cut.num_tokens, cut.num_reqs) == (Mode.PIECEWISE, fits, None)
             else:
-                assert cut == EagerGraphs().dispatch(*here)
+                assert cut is None
 
 
 def test_common_sizes_are_recorded_at_start_and_the_largest_first() -> None:
     manager, nothing = manager_of("auto")
-    manager.capture(lambda step: torch.zeros(1, 1))
+    manager.capture()
     asked = nothing.largest_first[::2]
     powers = [256, 128, 64, 32, 16, 8, 4, 2, 1]
     assert asked == [300, *powers, 512, *powers]
@@ -263,7 +275,6 @@ class ExactOnCPU(CPUModelRunner):
 
 class ExactOnFake(GPUModelRunner):
     load_model, profile_run = ExactOnCPU.load_model, ExactOnCPU.profile_run
-    make_sampler = ModelRunnerBase.make_sampler
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")
@@ -280,6 +291,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         assert torch.equal(words, torch.from_numpy(step.words))
         step_reference(table, blocks, size, step, out)
 
+    def reference_sampler(vocab: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool) -> Sampler:
+        return ReferenceSampler(vocab, tables, upload)
+
+    monkeypatch.setattr(base, "make_sampler", reference_sampler)
     fake = FakeCuda()
     for module in (gpu, recorder):
         monkeypatch.setattr(module, "torch", FakeTorch(fake))
@@ -394,6 +409,6 @@ def test_where_graphs_cannot_be_steps_run_without(
     settings = {"spec": spec_of(), "block_size": 16, "cls": ExactOnFake}
     with caplog.at_level("INFO"):
         runner = fake_runner(graphs="auto" if change else "off", **settings)
-    assert isinstance(runner.graphs, EagerGraphs)
+    assert runner.graphs is None
     why = "not all kernels that serve can be recorded" if change else "graphs: off"
     assert caplog.text.count(f"all steps run without graphs: {why}") == 1

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from moeserve.messages import Logprobs
-from moeserve.runner import logprobs, outputs
-from moeserve.runner.logprobs import likeliest, logprob_rows, to_messages
+from moeserve.runner import outputs
+from moeserve.runner.sampling import logprobs
+from moeserve.runner.sampling.logprobs import likeliest, logprob_rows, to_messages
 from moeserve.sampling import TokenSampling
 from tests.runner.harness import VOCAB, Driver, Request, fake_runner, greedy
 

@@ -11,13 +11,12 @@ import torch
 
 from moeserve.engine.groups import KVGroup, groups_of
 from moeserve.errors import ConfigError, DoesNotFit
+from moeserve.runner.host import MemoryFacts, host_memory
 from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions
 from moeserve.runner.memory import (
     KVAsked,
-    MemoryFacts,
     blocks_for,
     check_weights_fit,
-    host_memory,
     kv_budget,
     longest_context,
     plan_kv,

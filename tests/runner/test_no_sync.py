@@ -15,8 +15,8 @@ from moeserve.runner import gpu, recorder
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
-from moeserve.runner.memory import host_memory
 from moeserve.runner.upload import RingUpload
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import native_rows
-from moeserve.runner import noise
-from moeserve.runner.race import slow_winners, winners
+from moeserve.runner.sampling import noise
+from moeserve.runner.sampling.native import race
+
+pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="no native kernels for this machine")
 
 
 def keys(rows: int) -> tuple[Tensor, Tensor]:
@@ -30,7 +32,7 @@ def test_winners(spread: float, in_blocks: bool) -> None:
     x -= x.amax(dim=-1, keepdim=True)
     blocks = torch.stack([torch.randperm(93, generator=generator)[:10].sort().values for _ in range(60)])
     arguments = (*keys(60), blocks if in_blocks else None)
-    assert torch.equal(winners(gumbel, x.clone(), *arguments), slow_winners(gumbel, x.clone(), *arguments))
+    assert torch.equal(race(gumbel, x, *arguments), (x + gumbel(*arguments)).argmax(dim=1))
 
 
 def test_rows_in_doubt_are_done_in_full() -> None:
@@ -38,8 +40,7 @@ def test_rows_in_doubt_are_done_in_full() -> None:
     gumbel = noise.Gumbel(128, torch.device("cpu"))
     low, high = keys(3)
     x = torch.full((3, 128), -math.inf)
-    x[:, [17, 90]] = gumbel.log_race(low, high)[:, [17, 90]].clone()
+    x[:, [17, 90]] = -gumbel(low, high)[:, [17, 90]]
     x[2, 100] = math.nan
-    if native_rows.AVAILABLE:
-        assert native_rows.race(x, low, high, gumbel.token_hash).tolist() == [-1, -1, -1]
-    assert winners(gumbel, x.clone(), low, high).tolist() == [17, 17, 100]
+    assert native_rows.race(x, low, high, gumbel.token_hash).tolist() == [-1, -1, -1]
+    assert race(gumbel, x, low, high).tolist() == [17, 17, 100]

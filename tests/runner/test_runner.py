@@ -11,7 +11,6 @@ import torch
 
 from moeserve.engine.plan import BlockMove, StepPlan
 from moeserve.errors import ConfigError, DoesNotFit
-from moeserve.runner.graphs import EagerGraphs, Mode
 from moeserve.runner.upload import RingUpload
 from moeserve.sampling import TokenSampling
 from tests.runner.harness import VOCAB, Driver, FakeRunner, Request, fake_runner, greedy, spec_of
@@ -198,18 +197,6 @@ def test_logits_that_are_not_finite_fail_that_request_alone(monkeypatch: pytest.
     assert result.tokens_S[[1, 3]].tolist() == [-1, -1]
     for request, name in ((requests[0], "greedy"), (requests[4], "filtered")):
         assert request.output == alone(name).output[:1]
-
-
-def test_graphs_are_dispatched_with_the_shape_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(fake_runner())
-    asked: list[tuple[int, int, int | None]] = []
-    dispatch = driver.runner.graphs.dispatch
-    monkeypatch.setattr(driver.runner.graphs, "dispatch", lambda *shape: asked.append(shape) or dispatch(*shape))
-    a, b = driver.add(Request([1, 2, 3], greedy())), driver.add(Request([1, 2], greedy()))
-    for _ in range(2):
-        driver.run([(a, 100), (b, 100)])
-    assert asked == [(2, 5, None), (2, 2, 1)]
-    assert EagerGraphs().dispatch(2, 2, 1).mode is Mode.NONE
 
 
 def test_numbers_that_cannot_work_are_refused_before_loading() -> None:

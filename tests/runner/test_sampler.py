@@ -12,9 +12,12 @@ from torch import Tensor
 
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import NewRequest
-from moeserve.runner import noise
-from moeserve.runner.filters import NEG_INF
-from moeserve.runner.sampler import Sampled, Sampler, Status
+from moeserve.ops import native_rows
+from moeserve.runner.sampling import noise, reference
+from moeserve.runner.sampling.native import NativeSampler
+from moeserve.runner.sampling.reference import ReferenceSampler
+from moeserve.runner.sampling.rules import NEG_INF
+from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
 from moeserve.runner.tables import Tables
 from moeserve.runner.upload import HostUpload
 from moeserve.sampling import TokenSampling
@@ -23,10 +26,13 @@ CPU = torch.device("cpu")
 MAX_LEN = 32
 
 
-def sampler_of(vocab: int, slots: int = 64, *, host_may_wait: bool = True, chunk: int = 1 << 18) -> Sampler:
+KINDS = [NativeSampler, ReferenceSampler] if native_rows.AVAILABLE else [ReferenceSampler]
+
+
+def sampler_of(vocab: int, slots: int = 64, kind: type[ReferenceSampler] = KINDS[0]) -> ReferenceSampler:
     upload = HostUpload()
     tables = Tables(slots, MAX_LEN, (KVGroup("full", 16, (0,)),), CPU, upload)
-    return Sampler(vocab, tables, upload, host_may_wait=host_may_wait, chunk_elements=chunk)
+    return kind(vocab, tables, upload)
 
 
 def add(sampler: Sampler, slot: int, tokens: list[int], num_prompt: int | None = None, **sampling: Any) -> None:
@@ -101,12 +107,15 @@ def naive_filters(scores: Tensor, p: TokenSampling) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("host_may_wait", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(6))
-def test_every_mixture_agrees_with_the_naive_sampler(seed: int, host_may_wait: bool) -> None:
+def test_every_mixture_agrees_with_the_naive_sampler(
+    seed: int, kind: type[ReferenceSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(seed)
     vocab, rows = 50, 24
-    sampler = sampler_of(vocab, host_may_wait=host_may_wait, chunk=640)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 640)
+    sampler = sampler_of(vocab, kind=kind)
     gumbel = noise.Gumbel(vocab, CPU)
     logits = torch.from_numpy(rng.normal(0, 2, (rows, vocab)).astype(np.float32))
     slots, positions, expected = rng.permutation(64)[:rows].tolist(), [], []
@@ -150,14 +159,14 @@ def test_a_rows_token_depends_on_nothing_but_the_row(vocab: int) -> None:
 
 
 def test_the_short_way_draws_what_the_long_way_draws() -> None:
-    """Wide rows with a cut are narrowed where the host may wait; rows whose cut is too wide or tied go the long way."""
+    """The native sampler narrows wide rows with a cut; rows whose cut is too wide or tied go the long way."""
     rng = np.random.default_rng(4)
     vocab, rows = 20_000, 40
     logits = torch.from_numpy(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
     logits[5:10] = logits[5:10].round()
     logits[10] = 1.0
     logits[11, 3] = float("nan")
-    short, long = (sampler_of(vocab, host_may_wait=wait) for wait in (True, False))
+    short, long = (sampler_of(vocab, kind=kind) for kind in (KINDS[0], ReferenceSampler))
     for slot in range(rows):
         sampling: dict[str, Any] = {
             "top_k": int(rng.choice([0, 1, 20, 60, 3000])),

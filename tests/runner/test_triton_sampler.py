@@ -10,10 +10,11 @@ import torch
 
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import NewRequest
-from moeserve.runner.rules import Rules
-from moeserve.runner.sampler import Sampled, Sampler, Status
+from moeserve.runner.sampling.reference import ReferenceSampler
+from moeserve.runner.sampling.rules import Rules
+from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
+from moeserve.runner.sampling.triton import TritonSampler
 from moeserve.runner.tables import Tables
-from moeserve.runner.triton_sampler import TritonSampler
 from moeserve.runner.upload import HostUpload, RingUpload
 from moeserve.sampling import TokenSampling
 from tests.runner.test_sampler import MAX_LEN, random_sampling
@@ -28,7 +29,7 @@ def pair(vocab: int) -> tuple[Sampler, Sampler]:
     group = (KVGroup("full", 16, (0,)),)
     plain = Tables(SLOTS, MAX_LEN, group, torch.device("cpu"), HostUpload())
     tables = Tables(SLOTS, MAX_LEN, group, DEVICE, upload)
-    return Sampler(vocab, plain, HostUpload(), host_may_wait=True), TritonSampler(vocab, tables, upload)
+    return ReferenceSampler(vocab, plain, HostUpload()), TritonSampler(vocab, tables, upload)
 
 
 def add(samplers: tuple[Sampler, Sampler], slot: int, history: np.ndarray, num_prompt: int, **asked: Any) -> None:

@@ -21,7 +21,6 @@ from moeserve.kernels.combine import combine, combine_reference
 from moeserve.kernels.devices import facts_of
 from moeserve.kernels.embedding import embedding, embedding_reference
 from moeserve.kernels.fp8 import E4M3, quantise, quantise_reference, widen
-from moeserve.kernels.gate import gated, gated_reference
 from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, gate_up_fp8_reference, launch_fp8_of
 from moeserve.kernels.grouped_gemm import launch_of
 from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of, widen_narrow
@@ -72,12 +71,6 @@ def embedded(bench: Bench) -> tuple[Tensor, Tensor, float]:
     table = bench.random(100, size(bench, 2048, 70))
     ids = torch.randint(0, 100, (size(bench, 300, 3),), device=bench.device)
     return embedding(ids, table), embedding_reference(ids, table), EXACT
-
-
-def shared_gate(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    x, y = (bench.random(size(bench, 300, 3), size(bench, 2048, 70)) for _ in range(2))
-    gate = bench.random(x.shape[1], scale=x.shape[1] ** -0.5)
-    return gated(x, gate, y), gated_reference(x.float(), gate.float(), y.float()), ROUNDED
 
 
 def dense(bench: Bench) -> tuple[Tensor, Tensor, float]:
@@ -272,7 +265,7 @@ def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 
 CHECKS: Mapping[str, Check] = {
-    "rms_norm": norms, "add_rms_norm": added_norms, "silu_mul": activation, "embedding": embedded, "gated": shared_gate,
+    "rms_norm": norms, "add_rms_norm": added_norms, "silu_mul": activation, "embedding": embedded,
     "linear": dense, "route": routed, "align": aligned, "combine": combined, "moe 1": partial(experts, tokens=1),
     "moe 100": partial(experts, tokens=100), "moe 4096": partial(experts, tokens=4096), "moe w8a8": experts_fp8,
     "moe int4": experts_int4, "quantise": quantised, "decode": partial(decoded, invariant=True),

@@ -19,37 +19,17 @@ _SERIAL = 32_768  # torch runs an elementwise kernel of at most this many elemen
 _MASK31 = 2**31 - 1
 # Maps the hash's 31 bits into (0, 1): 2^-32 at the winning end, where float32 is densest, below 1 at the other.
 _SCALE = 2.0**-31 * (1 - 2.0**-23)
-U64 = NDArray[np.uint64]
+# Odd factors with well mixed bits: murmur3's two, and one of Wellons' search for good hash constants.
+_FACTORS = (-2048144789, -1028477387, 2146121005)
 
 
 def padded(vocab_size: int) -> int:
+    """Returns the vocabulary size rounded up to whole vectors: 65 -> 128."""
     return -(-vocab_size // LANES) * LANES
 
 
-def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies an in-place elementwise op so that an element's bits depend on its value alone.
-
-    torch vectorises such ops over the flat tensor and ends each thread's share with scalar code, whose log and exp may
-    differ in the last bit (it depends on the build). Pieces that the threads share evenly, in multiples of LANES,
-    have no such ends.
-    x: contiguous, its size a multiple of LANES.
-    """
-    if not x.is_cpu:
-        return op(x)
-    flat = x.view(-1)
-    assert len(flat) % LANES == 0, x.shape
-    piece = _SERIAL << (torch.get_num_threads().bit_length() - 1)
-    start = 0
-    while start < len(flat):
-        while piece > _SERIAL and piece > len(flat) - start:
-            piece //= 2
-        op(flat[start : start + piece])
-        start += piece
-    return x
-
-
-def row_keys(seeds_S: U64, positions_S: NDArray[np.integer]) -> NDArray[np.int32]:
-    """One 64-bit key per row from its request's seed and the position that it samples for, as int32 [2, S]."""
+def row_keys(seeds_S: NDArray[np.uint64], positions_S: NDArray[np.integer]) -> NDArray[np.int32]:
+    """Returns a 64-bit key per row, from its request's seed and the position that it samples for, as int32 [2, S]."""
     with np.errstate(over="ignore"):
         key_S = seeds_S + positions_S.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
@@ -59,21 +39,17 @@ def row_keys(seeds_S: U64, positions_S: NDArray[np.integer]) -> NDArray[np.int32
 
 
 class Gumbel:
-    """Gumbel noise float32 for keys from `row_keys`: row i, column j is the noise of token j in row i."""
+    """Gumbel noise, float32 in -2.8 .. 22.2: row i, column j is the noise of token j for row i's key."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         ids = torch.arange(padded(vocab_size), dtype=torch.int32, device=device)
         self.token_hash = _mix(ids.add_(1).mul_(-1640531535))  # 2^32 / golden ratio, odd
         self._scratch = torch.empty((3, 0), dtype=torch.int32, device=device)
 
-    def __call__(self, low_S: Tensor, high_S: Tensor) -> Tensor:
-        """low_S, high_S: int32, the two rows of `row_keys`. Returns [rows, padded vocabulary]."""
-        return -self.log_race(low_S, high_S)
+    def __call__(self, low_S: Tensor, high_S: Tensor, blocks_SB: Tensor | None = None) -> Tensor:
+        """Returns the noise [S, padded vocabulary], valid until the next call. low_S, high_S: int32, from `row_keys`.
 
-    def log_race(self, low_S: Tensor, high_S: Tensor, blocks_SB: Tensor | None = None) -> Tensor:
-        """The noise with its sign turned: log of a unit exponential variable (finite: in -22.2 .. 2.8).
-
-        blocks_SB: each row's blocks of LANES tokens, if only those are wanted. The result is valid until the next call.
+        blocks_SB: each row's blocks of LANES tokens, if only those are wanted.
         """
         rows = len(low_S)
         token_hash = self.token_hash.unsqueeze(0)
@@ -90,15 +66,44 @@ class Gumbel:
         x_SV.mul_(_FACTORS[2]).bitwise_right_shift_(1).bitwise_and_(_MASK31)
         uniform_SV = noise_SV.view(torch.float32).copy_(x_SV).add_(0.5).mul_(-_SCALE)
         exponential_SV = each_(torch.log1p_, uniform_SV).neg_()
-        return each_(torch.log_, exponential_SV)
+        return each_(torch.log_, exponential_SV).neg_()
 
 
-# Odd factors with well mixed bits: murmur3's two, and one of Wellons' search for good hash constants.
-_FACTORS = (-2048144789, -1028477387, 2146121005)
+def each_(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Applies an in-place elementwise op so that an element's bits depend on its value alone.
+
+    torch vectorises such ops over the flat tensor and ends each thread's share with scalar code, whose log and exp may
+    differ in the last bit (it depends on the build). Pieces that the threads share evenly, in multiples of LANES,
+    have no such ends. x: contiguous, its size a multiple of LANES.
+    """
+    if not x.is_cpu:
+        return op(x)
+    flat = x.view(-1)
+    assert len(flat) % LANES == 0, x.shape
+    piece = _SERIAL << (torch.get_num_threads().bit_length() - 1)
+    start = 0
+    while start < len(flat):
+        while piece > _SERIAL and piece > len(flat) - start:
+            piece //= 2
+        op(flat[start : start + piece])
+        start += piece
+    return x
+
+
+def is_invariant(vocab_size: int = 50_000) -> bool:
+    """Returns whether rows of noise have the same bits alone and among others, with the thread count that is set.
+
+    Takes a millisecond; checked at start, since all samplers on the CPU rely on it.
+    """
+    rows = 4
+    gumbel = Gumbel(vocab_size, torch.device("cpu"))
+    low, high = torch.from_numpy(row_keys(np.arange(rows, dtype=np.uint64), np.arange(rows)))
+    together = gumbel(low, high).clone()
+    return all(torch.equal(gumbel(low[i : i + 1], high[i : i + 1])[0], together[i]) for i in range(rows))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """murmur3's 32-bit finaliser, in place on int32 (products wrap)."""
+    """Applies murmur3's 32-bit finaliser in place on int32 (products wrap)."""
     shifted = torch.empty_like(x)
     _shift_xor(x, 16, shifted).mul_(_FACTORS[0])
     _shift_xor(x, 13, shifted).mul_(_FACTORS[1])
@@ -106,6 +111,6 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_xor(x: Tensor, shift: int, scratch: Tensor) -> Tensor:
-    """x ^= x >>> shift, on int32."""
+    """Computes x ^= x >>> shift on int32."""
     torch.bitwise_right_shift(x, shift, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.messages import Logprobs
-from moeserve.runner.noise import LANES
+from moeserve.runner.sampling.noise import LANES
 
 CHUNK_ELEMENTS = 1 << 22  # most logits that are turned into logprobs at once
 
@@ -26,13 +26,14 @@ class LogprobRows:
 
 
 def logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
-    """Raw log-softmax at the chosen tokens (int64) and the n most likely ones, a bounded number of rows at a time."""
+    """Returns log-softmax of raw logits at the chosen tokens (int64) and the n likeliest, in chunks of rows."""
     step = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
     parts = [_logprob_rows(logits_PV[i : i + step], chosen_P[i : i + step], n) for i in range(0, len(chosen_P), step)]
     return join(parts)
 
 
 def join(parts: Sequence[LogprobRows]) -> LogprobRows:
+    """Returns the rows of all parts, which have as many columns each."""
     if len(parts) == 1:
         return parts[0]
     return LogprobRows(
@@ -51,7 +52,7 @@ def _logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
 
 
 def likeliest(x_PV: Tensor, n: int) -> Tensor:
-    """Ids of the n largest values of each row, best first, equal ones by id: int64 [P, min(n, V)].
+    """Returns the ids of the n largest values of each row, best first, equal ones by id: int64 [P, min(n, V)].
 
     torch's `topk` picks among equal values as it likes, by n among others; half-precision logits are full of them.
     [[1, 7, 7, 0]], 2 -> [[1, 2]]
@@ -70,7 +71,8 @@ def likeliest(x_PV: Tensor, n: int) -> Tensor:
 
 
 def _ordered_topk(x_PW: Tensor, ids_PW: Tensor, n: int) -> Tensor:
-    """Columns of each row's n largest (value, -id). A float's bits order as an integer, once negative ones flip."""
+    """Returns the columns of each row's n largest (value, -id)."""
+    # A float's bits order as an integer, once negative ones flip.
     bits_PW = (x_PW + 0.0).view(torch.int32)
     keys_PW = (bits_PW ^ ((bits_PW >> 31) & 0x7FFFFFFF)).long() << 32
     return (keys_PW - ids_PW).topk(n, dim=-1).indices
@@ -79,7 +81,7 @@ def _ordered_topk(x_PW: Tensor, ids_PW: Tensor, n: int) -> Tensor:
 def to_messages(
     ids_PN: NDArray[np.int64], values_PN: NDArray[np.float32], rank_P: NDArray[np.int64], counts: Sequence[int]
 ) -> list[Logprobs]:
-    """Row i with its counts[i] likeliest tokens."""
+    """Returns a message for each row: row i with its counts[i] likeliest tokens."""
     return [
         Logprobs(ids[: 1 + n], values[: 1 + n], rank)
         for ids, values, rank, n in zip(ids_PN.tolist(), values_PN.tolist(), rank_P.tolist(), counts, strict=True)

@@ -1,0 +1,107 @@
+"""The host's resources: how much memory and how many CPU cores this process may use, and how many cores a model can."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+# Below this much work per thread, waking and joining threads costs more than they compute.
+ACTIVE_PARAMS_PER_THREAD = 4_000_000
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Bytes. limit: what may be used in all; used: what counts against the limit now; free: what could be had now."""
+
+    limit: int
+    used: int
+    free: int
+
+    def shared(self, ranks: int) -> MemoryFacts:
+        """Returns the share of one of several ranks: an equal part of the limit and of what is free."""
+        return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
+
+
+def host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> MemoryFacts:
+    """Returns this process's facts: physical memory, or less where a control group (version 2 or 1) limits it."""
+    host = psutil.virtual_memory()
+    limit, free = host.total, host.available
+    for folder, is_v2 in _groups(cgroups, membership, "memory"):
+        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        group_limit, used = (_number(_read(folder / name)) for name in names)
+        if group_limit is not None and used is not None:
+            # Page cache does not count as used; pages that several processes have mapped in turn count as active.
+            stat, prefix = folder / "memory.stat", "" if is_v2 else "total_"
+            cached = _stat(stat, prefix + "inactive_file") + _stat(stat, prefix + "active_file")
+            limit = min(limit, group_limit)
+            free = min(free, max(0, group_limit - max(0, used - cached)))
+    return MemoryFacts(limit=limit, used=psutil.Process().memory_info().rss, free=free)
+
+
+def useful_threads(num_active_params: int, cores: int) -> int:
+    """Returns the number of threads for a model that multiplies each token with so many parameters.
+
+    3.4 million on 8 cores -> 1; 380 million on 8 cores -> 8
+    """
+    return max(1, min(cores, num_active_params // ACTIVE_PARAMS_PER_THREAD))
+
+
+def cores_of_rank(cores: int, ranks: int) -> int:
+    """Returns the cores for each of several ranks on one host, which must not share a core.
+
+    8 cores, 3 ranks -> 2
+    """
+    return max(1, cores // ranks)
+
+
+def allowed_cores(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Returns the cores of the affinity mask, at most the physical ones (two threads of one core share its vector
+    units) and at most the quota of the control groups (version 2), rounded up."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    cores = min(cores, psutil.cpu_count(logical=False) or cores)
+    for folder, is_v2 in _groups(cgroups, membership, "cpu"):
+        limit, _, period = _read(folder / "cpu.max").partition(" ")
+        quota_us, period_us = _number(limit), _number(period)
+        if is_v2 and quota_us is not None and period_us:
+            cores = min(cores, math.ceil(quota_us / period_us))
+    return max(1, cores)
+
+
+def _groups(root: Path, membership: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yields the folder of every control group around this process, and whether the group is of version 2."""
+    for line in _read(membership).splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        is_v2 = controllers == ""
+        if is_v2 or controller in controllers.split(","):
+            base = root if is_v2 else root / controller
+            inner = base / path.lstrip("/")
+            yield from ((folder, is_v2) for folder in (inner, *inner.parents) if folder.is_relative_to(base))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.strip().isdigit() else None  # "max": no limit
+
+
+def _stat(path: Path, key: str) -> int:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return _number(value) or 0
+    return 0

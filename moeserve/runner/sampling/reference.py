@@ -1,0 +1,176 @@
+"""The sampler in plain torch: the definition of what the others compute. It never waits for the device.
+
+r rows, V vocabulary padded to a multiple of LANES. Ties at a cut are kept, so that no result depends on an order of
+equal logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from moeserve.runner.sampling import noise
+from moeserve.runner.sampling.noise import LANES
+from moeserve.runner.sampling.rows import Trait
+from moeserve.runner.sampling.rules import NEG_INF
+from moeserve.runner.sampling.sampler import Failures, Sampler, Status
+from moeserve.runner.tables import I64, Tables
+from moeserve.runner.upload import Upload
+
+CHUNK_ELEMENTS = 1 << 18  # logits that are worked on at once: they and their temporaries stay in a core's cache
+
+
+class ReferenceSampler(Sampler):
+    """Samples in chunks of like rows, which it copies."""
+
+    def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
+        super().__init__(vocab_size, tables, upload)
+        self._chunk_rows = max(1, CHUNK_ELEMENTS // noise.padded(vocab_size))
+        self._gumbel = noise.Gumbel(vocab_size, self._device)
+
+    def _choose(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> tuple[Tensor, Tensor, Failures]:
+        peak_S, tokens_S = self._argmax(logits_SV)  # a NaN in a row is its maximum
+        status_S = torch.isfinite(peak_S).logical_not_().to(torch.uint8).mul_(Status.NOT_FINITE)
+        failures: Failures = {}
+        for chunk in self._chunks(slots_S):
+            (index,) = self._upload(chunk)
+            slots_r, positions_r = slots_S[chunk], positions_S[chunk]
+            x_rV, peak_r = logits_SV.index_select(0, index), peak_S.index_select(0, index)
+            if x_rV.shape[1] % LANES:
+                x_rV = torch.nn.functional.pad(x_rV, (0, -x_rV.shape[1] % LANES), value=NEG_INF)
+            if len(self.rows.having(Trait.CHANGED, slots_r)):
+                found = self._change(x_rV, slots_r, positions_r)
+                failures |= {int(chunk[i]): why for i, why in found.items()}
+                peak_r, tokens_S[index] = self._argmax(x_rV)
+                status_r = status_S.index_select(0, index)
+                nothing_r = (peak_r == NEG_INF) & (status_r == Status.FINE)
+                status_S[index] = status_r.masked_fill_(nothing_r, Status.NOTHING_ALLOWED)
+            if self.rows.traits[slots_r[0]] & Trait.RANDOM:
+                (temperature,) = self._upload(self.rows.temperature[slots_r])
+                x_rV.sub_(peak_r.unsqueeze(1)).div_(temperature.unsqueeze(1))
+                tokens_S[index] = self._draw(x_rV, slots_r, positions_r)
+        return tokens_S.masked_fill_(status_S != Status.FINE, 0).int(), status_S, failures
+
+    def _chunks(self, slots_S: I64) -> Iterator[I64]:
+        """Yields row numbers in chunks: greedy rows whose logits are changed, random ones, random ones with a cut."""
+        traits_S = self.rows.traits[slots_S]
+        if not (traits_S & (Trait.RANDOM | Trait.CHANGED)).any():
+            return
+        random_S, cut_S, changed_S = ((traits_S & t) != 0 for t in (Trait.RANDOM, Trait.CUT, Trait.CHANGED))
+        for kind_S in (changed_S & ~random_S, random_S & ~cut_S, cut_S):
+            rows = kind_S.nonzero()[0]
+            # The native sampler does most of its work on cut rows after it has narrowed them.
+            most = 4 * self._chunk_rows if kind_S is cut_S else self._chunk_rows
+            for start in range(0, len(rows), most):
+                yield rows[start : start + most]
+
+    def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
+        """Returns tokens drawn from rows whose maximum is 0, after their filters. May write to x_rV."""
+        self._filter(x_rV, slots_r)
+        low_r, high_r = self._upload(*noise.row_keys(self.rows.seed[slots_r], positions_r))
+        return self._argmax(x_rV.add_(self._gumbel(low_r, high_r)))[1]
+
+    def _filter(self, x_rV: Tensor, slots_r: I64) -> None:
+        """Sets what may not be drawn to -inf; each row's maximum stays."""
+        rows = self.rows
+        log_min_p, top_k, top_p = self._upload(rows.log_min_p[slots_r], rows.top_k[slots_r], rows.top_p[slots_r])
+        if len(rows.having(Trait.MIN_P, slots_r)):
+            keep_min_p(x_rV, log_min_p)
+        limited = rows.having(Trait.TOP_K, slots_r)
+        if len(limited):
+            keep_top_k(x_rV, top_k, int(rows.top_k[slots_r[limited]].max()))
+        if len(rows.having(Trait.TOP_P, slots_r)):
+            keep_top_p(x_rV, top_p, self._top_p_cutoff)
+
+    def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
+        params = self.rows
+        index, slot, *lengths = self._upload(rows, slots, known, params.num_prompt[slots])
+        strengths = self._upload(params.repetition[slots], params.frequency[slots], params.presence[slots])
+        history_pL = self._tables.tokens[:, : int(known.max())].index_select(0, slot).long()
+        x_pV = x_rV.index_select(0, index)
+        apply_penalties(x_pV, history_pL, *lengths, *strengths)
+        x_rV.index_copy_(0, index, x_pV)
+
+    @staticmethod
+    def _argmax(x_rV: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each row's maximum and its lowest index; NaN counts as largest."""
+        peak_r, index_r = x_rV.max(dim=-1)
+        return peak_r, index_r
+
+    @staticmethod
+    def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
+        return top_p_cutoff(probs_rV, top_p_r)
+
+
+def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:
+    """Drops tokens less likely than min_p times the likeliest. log_min_p_r: -inf where min-p is off."""
+    x_rV.masked_fill_(x_rV < log_min_p_r.unsqueeze(1), NEG_INF)
+
+
+def keep_top_k(x_rV: Tensor, k_r: Tensor, largest_k: int) -> None:
+    """Drops tokens below the k-th largest logit of their row; equal ones stay. k_r: int64 >= 1; V where top-k is off.
+
+    largest_k: the largest k of those rows that have one.
+    """
+    largest_k = min(largest_k, x_rV.shape[1])
+    top_rK = x_rV.topk(largest_k, dim=-1).values
+    kth_r = top_rK.gather(1, (k_r - 1).clamp_(max=largest_k - 1).unsqueeze(1))
+    kth_r = kth_r.masked_fill(k_r.unsqueeze(1) > largest_k, NEG_INF)
+    x_rV.masked_fill_(x_rV < kth_r, NEG_INF)
+
+
+def keep_top_p(x_rV: Tensor, top_p_r: Tensor, cutoff: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Drops the least likely tokens of each row that are not needed to reach its top_p (1: off); ties stay.
+
+    cutoff: `top_p_cutoff`, or a faster function with the same results.
+    """
+    probs_rV = torch.softmax(x_rV, dim=-1)
+    # A top_p of 1 asks for nothing; its sums would stop anywhere near 1.
+    cutoff_r = torch.where(top_p_r < 1, cutoff(probs_rV, top_p_r.where(top_p_r < 1, 0.0)), -1.0)
+    x_rV.masked_fill_(probs_rV < cutoff_r.unsqueeze(1), NEG_INF)
+
+
+def top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
+    """Returns the smallest probability that stays in each row: tokens from the likeliest on until their sum is top_p.
+
+    probs [[0.2, 0.5, 0.3]], top_p [0.6] -> [0.3]
+    """
+    sorted_rV = probs_rV.sort(dim=-1, descending=True).values
+    num_short_r = (sorted_rV.cumsum(dim=-1) < top_p_r.unsqueeze(1)).sum(dim=-1)
+    return sorted_rV.gather(1, num_short_r.clamp_(max=probs_rV.shape[1] - 1).unsqueeze(1)).squeeze(1)
+
+
+def apply_penalties(
+    x_rV: Tensor,
+    history_rL: Tensor,
+    known_r: Tensor,
+    num_prompt_r: Tensor,
+    repetition_r: Tensor,
+    frequency_r: Tensor,
+    presence_r: Tensor,
+) -> None:
+    """Changes logits x_rV in place.
+
+    history_rL: int64 token ids of which row i has known_r[i] (the rest is arbitrary), the first num_prompt_r[i] of
+    them prompt. Repetition divides positive and multiplies negative logits of every token in the history; frequency
+    is subtracted once per occurrence in the answer, presence once if there is any (as OpenAI defines them).
+
+    The history comes from the device's token table, so penalties are right one step ahead of the host, after a
+    preemption and after a replay.
+    """
+    index_L = torch.arange(history_rL.shape[1], device=x_rV.device)
+    known_rL = index_L < known_r.unsqueeze(1)
+    # Unknown entries repeat the first token: writing the same value twice changes nothing.
+    ids_rL = torch.where(known_rL, history_rL, history_rL[:, :1])
+    counts_rV = torch.zeros(x_rV.shape, dtype=torch.int32, device=x_rV.device)
+    in_answer_rL = known_rL & (index_L >= num_prompt_r.unsqueeze(1))
+    counts_rV.scatter_add_(1, ids_rL, in_answer_rL.int())
+    counts_rL = counts_rV.gather(1, ids_rL)
+    x_rL = x_rV.gather(1, ids_rL)
+    repetition_r1 = repetition_r.unsqueeze(1)
+    x_rL = torch.where(x_rL > 0, x_rL / repetition_r1, x_rL * repetition_r1)
+    x_rL -= frequency_r.unsqueeze(1) * counts_rL
+    x_rL -= presence_r.unsqueeze(1) * (counts_rL > 0)
+    x_rV.scatter_(1, ids_rL, x_rL)

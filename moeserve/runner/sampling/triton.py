@@ -1,0 +1,65 @@
+"""The sampler for GPUs: all rows of a step in a few Triton kernels, whatever each of them asks for.
+
+Rules (allowed ids, biases, bad sequences) are torch's: few requests have any.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.kernels.logprobs import logprobs
+from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
+from moeserve.kernels.sampling import SamplingTensors, sample
+from moeserve.runner.sampling import noise
+from moeserve.runner.sampling.logprobs import LogprobRows
+from moeserve.runner.sampling.rows import Trait
+from moeserve.runner.sampling.sampler import Failures, Sampler
+from moeserve.runner.tables import I64, Tables
+from moeserve.runner.upload import Upload
+
+COUNTED_ROWS = 16  # rows whose histories are counted at a time
+
+
+class TritonSampler(Sampler):
+    """Chooses the tokens that `ReferenceSampler` chooses, but for rounding."""
+
+    def __init__(self, vocab_size: int, tables: Tables, upload: Upload) -> None:
+        super().__init__(vocab_size, tables, upload)
+        nothing = torch.zeros(tables.slots, device=self._device)
+        self._greedy = SamplingTensors(nothing, nothing, nothing.int(), nothing, nothing.int(), nothing.int())
+        self._counts_WV: Tensor | None = None
+
+    def _choose(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> tuple[Tensor, Tensor, Failures]:
+        params, raw_peaks_S, failures = self.rows, None, Failures()
+        if len(params.having(Trait.CHANGED, slots_S)):
+            raw_peaks_S = logits_SV.amax(dim=1)
+            logits_SV = logits_SV.clone()
+            failures = self._change(logits_SV, slots_S, positions_S)
+        draws, cuts = (len(params.having(traits, slots_S)) > 0 for traits in (Trait.RANDOM, Trait.TOP_K | Trait.TOP_P))
+        rows = self._greedy
+        if draws:
+            is_random_S = (params.traits[slots_S] & Trait.RANDOM) != 0
+            rows = SamplingTensors(
+                *self._upload(
+                    np.where(is_random_S, params.temperature[slots_S], np.float32(0)),
+                    params.log_min_p[slots_S],
+                    params.top_k[slots_S].astype(np.int32),
+                    params.top_p[slots_S],
+                    *noise.row_keys(params.seed[slots_S], positions_S),
+                )
+            )
+        return *sample(logits_SV, rows, raw_peaks_S, draws=draws, cuts=cuts), failures
+
+    def _logprobs(self, logits_PV: Tensor, tokens_P: Tensor, n: int) -> LogprobRows:
+        return LogprobRows(*logprobs(logits_PV, tokens_P, n))
+
+    def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
+        params = self.rows
+        if self._counts_WV is None:  # few requests have penalties
+            self._counts_WV = new_counts(COUNTED_ROWS, self._vocab_size, self._device)
+        integers = (column.astype(np.int32) for column in (rows, slots, known, params.num_prompt[slots]))
+        strengths = params.repetition[slots], params.frequency[slots], params.presence[slots]
+        on_device = PenaltyRows(*self._upload(*integers, *strengths))
+        penalise(x_rV, self._tables.tokens, on_device, int(known.max()), self._counts_WV)
