@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.comm.members import Members
-from moeserve.comm.shm import Meeting, module
+from moeserve.comm.shm import ShmGroup, module
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
 from moeserve.moe.all2all.rounds import round_tokens
@@ -58,7 +58,7 @@ class ShmAll2All:
         self._wire = wire if wire is not None and wire.lossy else None  # None: rows travel as they lie in memory
         self._element = getattr(module().Element, str(dtype).removeprefix("torch."))
         self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden * dtype.itemsize)
-        self._meeting: Meeting | None = None
+        self._group: ShmGroup | None = None
         self._memberships: list[_ShmMembership] = []
         self.caps = All2AllCaps(
             name="shm",
@@ -75,19 +75,19 @@ class ShmAll2All:
         self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
         row_bytes = self._hidden * self._dtype.itemsize
         facts = {
-            "experts_per_rank": experts_per_rank,
+            "slots_per_rank": experts_per_rank,
             "max_tokens": self.caps.max_tokens,
             "top_k": self._top_k,
             "x_row_bytes": row_bytes if self._wire is None else self._wire.row_bytes(self._hidden),
             "y_row_bytes": row_bytes,
         }
         exchange, shape = module().Exchange, module().Shape(**facts)
-        meeting = self._meeting = Meeting(members, range(members.size), "all2all", ubatches)
+        group = self._group = ShmGroup(members, range(members.size), "all2all", ubatches)
         region_bytes = exchange.region_bytes(members.size, shape)
-        met = meeting.meet(region_bytes, f"{facts} {self._dtype} {self._wire and self._wire.name}")
+        opened = group.open_channels(region_bytes, f"{facts} {self._dtype} {self._wire and self._wire.name}")
         self._memberships = [
             self._membership(exchange(channel, shape), region, experts_per_rank, members.deadline_s)
-            for channel, region in met
+            for channel, region in opened
         ]
 
     def _membership(self, exchange: Exchange, region: Region, slots: int, deadline_s: float) -> _ShmMembership:
@@ -102,9 +102,9 @@ class ShmAll2All:
         )
 
     def leave(self) -> None:
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.leave()
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
         self._memberships = []  # memory goes with the last call and the last tensor that use it
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _ShmRows:
