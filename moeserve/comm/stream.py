@@ -220,8 +220,10 @@ async def _receive(sock: socket.socket, count: int) -> bytes:
 
 
 def frame(msg: msgspec.Struct) -> bytes:
-    """Returns a message as it travels."""
+    """Returns a message as it travels. Raises ValueError for one that no peer would accept."""
     body = _encode(msg)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a {type(msg).__name__} of {len(body)} bytes; the longest message has {MAX_FRAME_BYTES}")
     return HEADER.pack(len(body)) + body
 
 

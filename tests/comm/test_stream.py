@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeserve.comm import stream
 from moeserve.comm.stream import HEADER, MAX_FRAME_BYTES, BlockingStream, Frames, Peer, StreamListener, connect, frame
 
 
@@ -49,6 +50,12 @@ def test_nonsense_is_refused(wire: bytes) -> None:
     frames.feed(wire)
     with pytest.raises(ValueError, match=r"no message|longest"):
         frames.take()
+
+
+def test_a_message_that_no_peer_would_accept_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_FRAME_BYTES", 10)
+    with pytest.raises(ValueError, match=r"a Text of \d+ bytes; the longest message has 10"):
+        frame(Text("x" * 20))
 
 
 async def test_each_expected_peer_is_let_in_once_and_nobody_else(tmp_path: Path) -> None:
