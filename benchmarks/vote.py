@@ -96,7 +96,7 @@ async def sleep_and_wake(coordinator: DPCoordinator, members: Members, wakes: li
         if wakes_others:
             await asyncio.sleep(0.001)
         else:
-            await coordinator.rung()
+            await coordinator.wait_woken()
         began = perf_counter_ns()
         await coordinator.decide(Vote(step + 2 * turn + 1, 1, has_work=wakes_others))
         wakes.append(perf_counter_ns() - began)

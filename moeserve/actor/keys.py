@@ -1,7 +1,7 @@
 """CURVE keys for wires over TCP, derived from one secret that all machines of a cluster share.
 
-Whoever knows the secret can derive every key, and nobody else any: the listener's public key proves it to those who
-connect, and the token in the first frame, which CURVE encrypts, proves them to the listener.
+Only processes that know the secret can derive the keys. The listener's public key authenticates it to those who
+connect; the token in the first frame, which CURVE encrypts, authenticates them to the listener.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Keys:
 
 
 def keys_of(secret: bytes) -> Keys:
-    """The same keys for the same secret, on every machine."""
+    """Returns the keys of a secret, the same on every machine."""
     pairs = []
     for side in (b"server", b"client"):
         private = z85.encode(hmac.digest(secret, b"moeserve curve 1 " + side, hashlib.sha256))
@@ -41,12 +41,12 @@ def keys_of(secret: bytes) -> Keys:
 
 
 def token_of(secret: bytes, purpose: str) -> str:
-    """A token that only those who know the secret can name."""
+    """Returns a token for one purpose, which only those who know the secret can derive."""
     return hmac.digest(secret, b"moeserve token 1 " + purpose.encode(), hashlib.sha256).hex()
 
 
 def read_secret(path: str) -> bytes:
-    """The cluster's secret from a file. Raises ConfigError when others can read it or it is too short to be one."""
+    """Reads the cluster's secret from a file. Raises ConfigError when others can read the file, or it is too short."""
     try:
         mode = os.stat(path).st_mode
         secret = Path(path).read_bytes().strip()

@@ -1,8 +1,11 @@
-"""A wire between processes: ZeroMQ over `ipc://`, or over `tcp://` with CURVE keys.
+"""A wire carries messages between two actors in different processes: ZeroMQ over `ipc://`, or `tcp://` with CURVE keys.
 
-Messages are msgspec structs in msgpack, the protocol version comes in the first frame. The listener (ROUTER) accepts
-one peer, the one that knows the token; whatever else arrives is dropped and counted. Nothing polls: ZeroMQ's descriptor
-wakes the loop (asyncio or uvloop), its monitor tells of a lost peer, heartbeats over TCP of a machine that vanished.
+Messages are msgspec structs in msgpack; the first frame is a hello with the protocol version and a token. The listener
+(ROUTER) accepts one peer, the one that knows the token, and drops and counts everything else. Order is kept. The loss
+of the peer puts a `PeerGone` into the inbox, behind the last message that arrived from it.
+
+Nothing polls: ZeroMQ's descriptor wakes the loop (asyncio or uvloop), its monitor reports a closed connection, and
+heartbeats over TCP report a machine that vanished.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -22,7 +26,6 @@ import zmq
 
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.keys import Keys
-from moeserve.actor.wire import PeerGone, WireStats
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
 from moeserve.messages import PROTOCOL_VERSION
 
@@ -40,15 +43,21 @@ _GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENTS = _GONE_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 
 
+class PeerGone(msgspec.Struct, frozen=True):
+    """Notice that the other end of a wire is lost: it ended, was killed, or speaks another protocol version."""
+
+    cause: str
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first frame in each direction. Without the right token its sender is a stranger."""
+    """The first frame in each direction. Its sender is a stranger without the right token."""
 
     version: int
     token: str
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """The listener's answer to a peer that it knows but cannot talk to."""
+    """The listener's answer to a peer with the right token and another protocol version."""
 
     cause: str
 
@@ -57,68 +66,63 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_greeting = msgspec.msgpack.Decoder(Hello | Refusal).decode
 
 
-def listen(
-    address: str,
-    *,
-    token: str,
-    receives: Any,
-    inbox: Inbox[In],
-    notice: Callable[[PeerGone], Any] = lambda gone: gone,
-    keys: Keys | None = None,
-    limit: int = 10_000,
-    version: int = PROTOCOL_VERSION,
-) -> ZmqWire[Any, In]:
-    """Waits at `address` for the one peer with `token`: `ipc:///path`, in a directory that only we can enter, or
-    `tcp://host:port` with `keys` (port *: any free one; the wire's `address` has the number).
-
-    receives: the union of messages that may come. inbox: where they go. notice: what a lost peer looks like
-    there. limit: most frames on their way in each direction. Raises ConfigError if the address cannot be used.
-    """
-    return ZmqWire(zmq.ROUTER, address, token, receives, inbox, notice, keys, limit, version)
+def secure(socket: zmq.Socket[Any], keys: Keys, *, listens: bool) -> None:
+    """Encrypts and authenticates a socket by CURVE, before it is bound or connected."""
+    socket.curve_publickey = keys.server_public if listens else keys.client_public
+    socket.curve_secretkey = keys.server_secret if listens else keys.client_secret
+    if listens:
+        socket.curve_server = True
+    else:
+        socket.curve_serverkey = keys.server_public
+    socket.setsockopt(zmq.IPV6, 1)
 
 
-def connect(
-    address: str,
-    *,
-    token: str,
-    receives: Any,
-    inbox: Inbox[In],
-    notice: Callable[[PeerGone], Any] = lambda gone: gone,
-    keys: Keys | None = None,
-    limit: int = 10_000,
-    version: int = PROTOCOL_VERSION,
-) -> ZmqWire[Any, In]:
-    """The other end of `listen`. May send at once; what it sends arrives after its hello."""
-    return ZmqWire(zmq.DEALER, address, token, receives, inbox, notice, keys, limit, version)
+def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
+    """Returns a listener's answer to a hello: its own, a refusal to another protocol version, None to a stranger."""
+    if not hmac.compare_digest(hello.token.encode(), own.token.encode()):
+        return None
+    if hello.version != own.version:
+        return Refusal(
+            f"the connecting process speaks message protocol {hello.version}, the listening one {own.version}: "
+            "moeserve was changed while it ran, or differs between machines; install the same and restart it"
+        )
+    return own
 
 
 class ZmqWire(Generic[Out, In]):
-    """One end of a ZeroMQ wire; make it with `listen` or `connect`, inside a running loop."""
+    """One end of a wire between exactly two processes, made by `listen` or `connect`. Belongs to the running loop.
+
+    address: `ipc:///path`, in a directory that only we can enter, or `tcp://host:port` with `keys` (port *: any free
+    one; the listener's `address` then has its number). token: the secret that both ends know. receives: the union of
+    messages that may come. inbox: where they go. notice: makes the inbox's message from a `PeerGone`. limit: most
+    frames on their way in each direction. Raises ConfigError if the address cannot be used.
+    """
 
     def __init__(
         self,
         kind: zmq.SocketType,
         address: str,
+        *,
         token: str,
         receives: Any,
         inbox: Inbox[In],
-        notice: Callable[[PeerGone], In],
-        keys: Keys | None,
-        limit: int,
-        version: int,
+        notice: Callable[[PeerGone], Any] = lambda gone: gone,
+        keys: Keys | None = None,
+        limit: int = 10_000,
+        version: int = PROTOCOL_VERSION,
     ) -> None:
         _check_address(address, keys)
         self.address = address
         self.inbox = inbox
-        self.stats = WireStats()
         self.greeted = False  # both ends know each other, or did
+        self.num_dropped = 0  # frames that were no message, or came from a stranger
         self._kind = kind
         self._notice = notice
         self._hello = Hello(version, token)
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
         self._route: list[bytes] = []  # how ZeroMQ addresses the peer: its identity on a ROUTER
         self._peer_fd: int | None = None
-        self._met = False  # there was a connection, whoever is at its other end
+        self._met = False  # there was a connection, perhaps to a stranger
         self._gone: str | None = None  # why there is no peer any more
         self._loop = asyncio.get_running_loop()
         self._connected: asyncio.Future[None] = self._loop.create_future()
@@ -134,7 +138,9 @@ class ZmqWire(Generic[Out, In]):
         # connection that drops what came over it and was not read yet.
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         if keys is not None:
-            self._secure(keys)
+            secure(socket, keys, listens=self._kind == zmq.ROUTER)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, VANISHED_MS)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         try:
             if self._kind == zmq.ROUTER:
@@ -157,29 +163,17 @@ class ZmqWire(Generic[Out, In]):
         self._loop.call_soon(self._read)
         self._loop.call_soon(self._on_monitor)
 
-    def _secure(self, keys: Keys) -> None:
-        socket, serves = self._socket, self._kind == zmq.ROUTER
-        socket.curve_publickey = keys.server_public if serves else keys.client_public
-        socket.curve_secretkey = keys.server_secret if serves else keys.client_secret
-        if serves:
-            socket.curve_server = True
-        else:
-            socket.curve_serverkey = keys.server_public
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, VANISHED_MS)
-
     # Sending
 
     def send(self, msg: Out) -> None:
+        """Sends in order, without blocking. Raises Overloaded when the peer does not keep up, ActorStopped when there
+        is none, ValueError for a message beyond MAX_FRAME_BYTES."""
         frame = _encode(msg)
         if self._gone is not None or (self._kind == zmq.ROUTER and not self.greeted):
             raise ActorStopped(f"{self.inbox.owner}: {self._gone or 'nobody has connected yet'}")
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(f"a {type(msg).__name__} of {len(frame)} bytes exceeds the wire's {MAX_FRAME_BYTES}")
         self._send_frame(frame, type(msg).__name__)
-        self.stats.sent += 1
-        self.stats.sent_bytes += len(frame)
 
     def _send_frame(self, frame: bytes, what: str) -> None:
         try:
@@ -229,8 +223,6 @@ class ZmqWire(Generic[Out, In]):
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             self._drop(f"{len(frame)} bytes that are no message ({exc})")
             return
-        self.stats.received += 1
-        self.stats.received_bytes += len(frame)
         if not self.inbox.closed:
             self.inbox.put(msg, force=True)  # `_read` has looked at the limit
 
@@ -245,39 +237,26 @@ class ZmqWire(Generic[Out, In]):
                 self._lose(greeting.cause)
             else:
                 self._drop("a refusal")
-        elif not hmac.compare_digest(greeting.token.encode(), self._hello.token.encode()):
+        elif (answer := answer_hello(greeting, self._hello)) is None:
             self._drop("a wrong token")
         else:
             self._route = route
             self._peer_fd = int(frame.get(zmq.SRCFD))
-            self._know(greeting)
-
-    def _know(self, hello: Hello) -> None:
-        ours = self._hello.version
-        if hello.version != ours:
-            cause = (
-                f"the other process speaks message protocol {hello.version}, this one {ours}: "
-                "moeserve was changed while it ran; restart it"
-            )
-            self._answer(Refusal(cause))
-            self._lose(cause)
-            return
-        self.greeted = True
-        self._answer(self._hello)
-        if not self._connected.done():
-            self._connected.set_result(None)
-
-    def _answer(self, greeting: Hello | Refusal) -> None:
-        if self._kind == zmq.ROUTER:
-            with suppress(ActorStopped):  # a peer that ended since; the notice says so
-                self._send_frame(_encode(greeting), type(greeting).__name__)
+            self.greeted = isinstance(answer, Hello)
+            if self._kind == zmq.ROUTER:
+                with suppress(ActorStopped):  # a peer that ended since; the notice says so
+                    self._send_frame(_encode(answer), type(answer).__name__)
+            if isinstance(answer, Refusal):
+                self._lose(answer.cause)
+            elif not self._connected.done():
+                self._connected.set_result(None)
 
     def _drop(self, what: str) -> None:
-        self.stats.dropped += 1
-        if self.stats.dropped.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of frames is no flood of log lines
-            log.warning("%s: dropped %s (%d so far)", self.inbox.owner, what, self.stats.dropped)
+        self.num_dropped += 1
+        if self.num_dropped.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of frames is no flood of log lines
+            log.warning("%s: dropped %s (%d so far)", self.inbox.owner, what, self.num_dropped)
 
-    # The peer's end, and ours
+    # How a wire ends
 
     def _on_monitor(self) -> None:
         if self._gone is not None:
@@ -310,16 +289,16 @@ class ZmqWire(Generic[Out, In]):
         self._lose(cause)
 
     def _read_rest(self) -> None:
-        """What arrived before the end comes before the notice, whatever the inbox's limit."""
+        """Delivers what arrived before the end, whatever the inbox's limit: the notice comes behind it."""
         while self._gone is None and self._read_one():
             pass
 
     def _lose(self, cause: str) -> None:
-        if self._part(cause) and not self.inbox.closed:
+        if self._end(cause) and not self.inbox.closed:
             self.inbox.put(self._notice(PeerGone(cause)), force=True)
 
-    def _part(self, cause: str) -> bool:
-        """Stops reading and writing; whether there was still someone to part from."""
+    def _end(self, cause: str) -> bool:
+        """Stops reading and writing. Returns False if the wire had ended before."""
         if self._gone is not None:
             return False
         self._gone = cause
@@ -327,10 +306,11 @@ class ZmqWire(Generic[Out, In]):
         self._loop.remove_reader(self._monitor.FD)
         if not self._connected.done():
             self._connected.set_exception(ActorStopped(f"{self.inbox.owner}: {cause}"))
-            self._connected.exception()  # whoever awaits it sees it; nobody has to
+            self._connected.exception()  # nobody has to await it
         return True
 
     async def connected(self, deadline_s: float) -> None:
+        """Returns when both ends know each other. Raises ActorStopped with the cause, or TimeoutError."""
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.shield(self._connected)
@@ -338,9 +318,14 @@ class ZmqWire(Generic[Out, In]):
             raise TimeoutError(f"{self.inbox.owner}: nobody has connected within {deadline_s:g} s") from None
 
     def close(self, linger_s: float = 0.0) -> None:
+        """Closes the wire; safe to repeat. What was sent before still leaves if that takes at most `linger_s`.
+
+        The peer then has it before its notice, except where as many messages as the wire's limit were unread there, or
+        the network loses packets at that moment. What must not be lost needs a peer that closes first.
+        """
         if self._socket.closed:
             return
-        had_peer = self._part("closed")
+        had_peer = self._end("closed")
         self._release(linger_s if had_peer else 0.0)
 
     def _release(self, linger_s: float = 0.0) -> None:
@@ -351,6 +336,11 @@ class ZmqWire(Generic[Out, In]):
         if self._kind == zmq.ROUTER and self.address.startswith("ipc://"):
             with suppress(OSError):
                 os.unlink(self.address.removeprefix("ipc://"))
+
+
+# `listen` waits at an address for the one peer with the token, `connect` makes the other end, which may send at once.
+listen: Callable[..., ZmqWire[Any, Any]] = partial(ZmqWire, zmq.ROUTER)
+connect: Callable[..., ZmqWire[Any, Any]] = partial(ZmqWire, zmq.DEALER)
 
 
 def _check_address(address: str, keys: Keys | None) -> None:

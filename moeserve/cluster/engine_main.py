@@ -20,8 +20,7 @@ import msgspec
 from moeserve.actor import guard
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.keys import Keys, keys_of, read_secret
-from moeserve.actor.wire import PeerGone
-from moeserve.actor.zmq_wire import ZmqWire, connect
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster import rundir
 from moeserve.cluster.assemble import SeveralRanks, assemble
 from moeserve.cluster.logs import set_up_logging

@@ -18,8 +18,7 @@ import msgspec
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.process import Death, Process
 from moeserve.actor.supervisor import Life, RestartPolicy, Supervisor
-from moeserve.actor.wire import PeerGone
-from moeserve.actor.zmq_wire import ZmqWire, listen
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
 from moeserve.cluster.heartbeat import INTERVAL_S, STALL_S, Heartbeat
 from moeserve.cluster.host import Host
 from moeserve.cluster.interface import EngineGone, is_config_error

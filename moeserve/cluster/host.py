@@ -23,8 +23,7 @@ import msgspec
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.keys import Keys
 from moeserve.actor.process import TAIL_LINES, Death, Process, to_stderr
-from moeserve.actor.wire import PeerGone
-from moeserve.actor.zmq_wire import ZmqWire, listen
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
 from moeserve.cluster.forks import Forks
 from moeserve.errors import ActorStopped, Overloaded
 

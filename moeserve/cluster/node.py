@@ -23,8 +23,7 @@ import msgspec
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.keys import Keys, keys_of, read_secret, token_of
 from moeserve.actor.process import Child, Death, to_stderr
-from moeserve.actor.wire import PeerGone
-from moeserve.actor.zmq_wire import ZmqWire, connect
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import ForkedEngine, Forks

@@ -1,13 +1,12 @@
-"""Where the machines of a cluster meet: machine 0 listens, others present themselves and are let in, or told why not.
+"""The rendezvous of a cluster's machines: machine 0 listens, the others register and are admitted, or told why not.
 
-CURVE keys keep strangers out. What is compared is all that must be the same everywhere, so that a wrong flag or an
-outdated copy of the model is found within seconds and named.
+CURVE keys keep strangers out. Machine 0 compares everything that must be the same on all machines, so that a wrong flag
+or an outdated copy of the model is found within seconds and named.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import socket
 from contextlib import suppress
@@ -17,8 +16,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from moeserve.actor.keys import keys_of, read_secret, token_of
-from moeserve.actor.zmq_wire import Hello, Refusal
+from moeserve.actor.keys import Keys, keys_of, read_secret, token_of
+from moeserve.actor.zmq_wire import Hello, answer_hello, secure
 from moeserve.cluster.check_parallel import rendezvous_of
 from moeserve.cluster.host import Host, LocalHost, RemoteHost
 from moeserve.config import Config
@@ -33,13 +32,13 @@ log = logging.getLogger(__name__)
 
 TOKEN = "rendezvous"  # what the first token is for
 MAX_HELLO_BYTES = 1 << 16
-_SHARED = ("parallel", "cache", "scheduler", "device")  # sections that must be alike
-# But for these; machine 0 decides about fork_server.
+_SHARED = ("parallel", "cache", "scheduler", "device")  # sections of settings that must be alike
+# Settings that each machine has for itself; machine 0 decides about fork_server.
 _OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
 
 
 class Attendance(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """How a node presents itself. model: fingerprint. folder: private to it, for sockets on its machine."""
+    """A node's registration. model: its fingerprint. folder: private to the node, for sockets on its machine."""
 
     node_rank: int
     version: str
@@ -49,18 +48,21 @@ class Attendance(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """The node may connect there."""
+    """Machine 0's answer to a node that may connect to this address."""
 
     address: str
     token: str
 
 
 class TurnedAway(msgspec.Struct, frozen=True, tag=True):
+    """Machine 0's answer to a node that does not fit."""
+
     cause: str
 
 
 def attendance(config: Config, folder: str = "") -> Attendance:
-    """Reads the model's headers and samples: slow on a slow disk. Raises ConfigError."""
+    """Returns this node's registration. Reads the model's headers and samples of its weights, which is slow on a slow
+    disk. Raises ConfigError."""
     settings = {f.name: getattr(getattr(config, s), f.name) for s in _SHARED for f in fields(getattr(config, s))}
     return Attendance(
         node_rank=config.parallel.node_rank,
@@ -73,16 +75,14 @@ def attendance(config: Config, folder: str = "") -> Attendance:
 
 
 def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
-    """Why a node cannot be let in, or "". taken: machines that are here already."""
+    """Returns why a node cannot be admitted, or "". taken: machines that are here already."""
     rank, num_nodes = theirs.node_rank, ours.settings["nnodes"]
     if theirs.version != ours.version:
         return f"machine {rank} runs moeserve {theirs.version}, machine 0 {ours.version}; install the same everywhere"
     for name, value in ours.settings.items():
-        if (other := theirs.settings.get(name)) != value:
-            flag = f"--{name.replace('_', '-')}"
-            return (
-                f"{flag} is {other} on machine {rank}, {value} on machine 0; start all machines with the same settings"
-            )
+        if (found := theirs.settings.get(name)) != value:
+            flag = f"--{name.replace('_', '-')} is {found} on machine {rank}, {value} on machine 0"
+            return f"{flag}; start all machines with the same settings"
     if theirs.model != ours.model:
         return (
             f"the model on machine {rank} is not the one on machine 0 (fingerprints {theirs.model}, {ours.model}: "
@@ -96,44 +96,45 @@ def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
 
 
 class Rendezvous:
-    """All machines of a fleet, as its hosts; one machine needs no meeting. Open until `close`: nodes may come back."""
+    """The machines of a fleet, as its hosts. With several of them it listens until `close`: nodes may come back."""
 
     def __init__(self, own: Attendance | None, folder: str) -> None:
         here = LocalHost(folder)
         self.hosts: tuple[Host, ...] = (here,)
         self.forks = here.forks
-        self.address = "127.0.0.1"  # of ours, where the others find us
+        self.address = "127.0.0.1"  # at which other machines reach this one
         self._nodes: dict[int, RemoteHost] = {}
         self._own = own
-        self._met: set[bytes] = set()  # who has said hello, by ZeroMQ's name
+        self._greeted: set[bytes] = set()  # ZeroMQ's identities of nodes that have sent their hello
         self._socket: zmq.asyncio.Socket | None = None
         self._listening: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, config: Config, folder: str) -> Rendezvous:
-        """folder: ours alone, for sockets. Raises ConfigError for a key or an address that cannot be used."""
+        """Returns the rendezvous of machine 0. folder: private, for sockets. Raises ConfigError for a key or an address
+        that cannot be used."""
         if config.parallel.nnodes == 1:
             return cls(None, folder)
         self = cls(await asyncio.to_thread(attendance, config), folder)
         host, port = rendezvous_of(config.parallel)
         self.address = resolve(host, here=True)
         secret = read_secret(str(config.parallel.cluster_key_file))
-        self._listen(f"tcp://{bracketed(self.address)}:{port}", secret)
         keys, num_nodes = keys_of(secret), config.parallel.nnodes
+        self._listen(f"tcp://{bracketed(self.address)}:{port}", keys)
         for number in range(1, num_nodes):
             self._nodes[number] = RemoteHost(number, num_nodes, bracketed(self.address), keys)
         self.hosts = (*self.hosts, *self._nodes.values())
-        self._listening = asyncio.create_task(self._serve(token_of(secret, TOKEN)), name="rendezvous")
+        self._listening = asyncio.create_task(
+            self._serve(Hello(PROTOCOL_VERSION, token_of(secret, TOKEN))), name="rendezvous"
+        )
         return self
 
-    def _listen(self, address: str, secret: bytes) -> None:
-        keys = keys_of(secret)
+    def _listen(self, address: str, keys: Keys) -> None:
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.ROUTER)
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_public, keys.server_secret
-        self._socket.curve_server = True
-        for option, value in ((zmq.IPV6, 1), (zmq.LINGER, 500), (zmq.MAXMSGSIZE, MAX_HELLO_BYTES)):
-            self._socket.setsockopt(option, value)
+        secure(self._socket, keys, listens=True)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -143,7 +144,7 @@ class Rendezvous:
             raise kind(f"--rendezvous: machine 0 cannot listen at {address}: {error}") from None
 
     async def close(self, cause: str = "") -> None:
-        """Lets all nodes go. cause: why we fail, empty if we were told to stop."""
+        """Releases all nodes. cause: why machine 0 fails, empty if it was told to stop."""
         await self.forks.close()
         if self._socket is None or self._listening is None:
             return
@@ -154,13 +155,13 @@ class Rendezvous:
         self._socket.close()
         context.term()
 
-    async def _serve(self, token: str) -> None:
+    async def _serve(self, own: Hello) -> None:
         assert self._socket is not None
         decode = msgspec.msgpack.Decoder(Hello | Attendance).decode
         while True:
             sender, *_, frame = await self._socket.recv_multipart()
             try:
-                answer = self._answer(sender, decode(frame), token)
+                answer = self._answer(sender, decode(frame), own)
             except (msgspec.MsgspecError, ValueError, RecursionError):
                 log.warning("the rendezvous dropped %d bytes that are no message", len(frame))
                 continue
@@ -170,18 +171,16 @@ class Rendezvous:
                 with suppress(zmq.ZMQError):  # it did not wait for us
                     await self._socket.send_multipart([sender, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
 
-    def _answer(self, sender: bytes, msg: Hello | Attendance, token: str) -> msgspec.Struct | None:
+    def _answer(self, sender: bytes, msg: Hello | Attendance, own: Hello) -> msgspec.Struct | None:
         assert self._own is not None
         if isinstance(msg, Hello):
-            if not hmac.compare_digest(msg.token.encode(), token.encode()):
-                return None
-            if msg.version != PROTOCOL_VERSION:
-                return Refusal(f"it speaks message protocol {msg.version}, machine 0 {PROTOCOL_VERSION}")
-            self._met.add(sender)
-            return Hello(PROTOCOL_VERSION, token)
-        if sender not in self._met:
+            answer = answer_hello(msg, own)
+            if isinstance(answer, Hello):
+                self._greeted.add(sender)
+            return answer
+        if sender not in self._greeted:
             return None
-        self._met.discard(sender)
+        self._greeted.discard(sender)
         cause = misfit(self._own, msg, {number for number, node in self._nodes.items() if node.taken})
         if cause:
             log.warning("turned a machine away: %s", cause)
@@ -190,12 +189,12 @@ class Rendezvous:
 
 
 def resolve(host: str, *, here: bool = False) -> str:
-    """The IP address of a name, IPv4 if it has one. here: it is a name of this machine. Raises ConfigError."""
+    """Returns the IP address of a name, IPv4 if it has one. here: it names this machine. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--rendezvous: there is no address for {host!r}: {error}") from None
-    address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+    address = str(min(found, key=lambda info: info[0] != socket.AF_INET)[4][0])
     if here and address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         raise ConfigError(
             f"--rendezvous: {host!r} means {address} on this machine, which others cannot reach; "
@@ -205,5 +204,5 @@ def resolve(host: str, *, here: bool = False) -> str:
 
 
 def bracketed(address: str) -> str:
-    """As in a URL."""
+    """Returns an IP address as it is written in a URL."""
     return f"[{address}]" if ":" in address else address

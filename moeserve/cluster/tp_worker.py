@@ -1,7 +1,7 @@
 """A tensor-parallel rank that is not its engine's leader: started or forked by the leader (workers.py).
 
 It executes the plans that the leader sends, with the same outcome, and keeps what it samples to itself. A rank that is
-lost ends a step, not the worker; it waits for the next order to join. Exit codes as in engine_process.py.
+lost ends a step, not the worker; it waits for the next command to join. Exit codes as in engine_process.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,25 +21,25 @@ import msgspec
 from moeserve.actor import guard
 from moeserve.cluster.logs import set_up_logging
 from moeserve.errors import ConfigError, PeerLost
-from moeserve.runner.orders import (
+from moeserve.messages import Join
+from moeserve.runner.commands import (
     Allocate,
     Build,
+    CommandDone,
     Failed,
-    Far,
-    Hello,
-    Meet,
-    Order,
-    OrderDone,
-    Part,
+    Leave,
+    LoadProgress,
     Prepare,
+    Prepared,
     Run,
-    WorkerChannel,
+    WorkerBirth,
+    WorkerCommand,
+    connect_to_leader,
 )
-from moeserve.runner.orders import Progress as Progressed
-from moeserve.runner.remote import WorkerBirth
 from moeserve.runner.thread import JobThread
 
 if TYPE_CHECKING:
+    from moeserve.comm.stream import BlockingStream
     from moeserve.runner.base import ModelRunnerBase
 
 log = logging.getLogger("moeserve.cluster.tp_worker")
@@ -54,11 +53,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     birth = msgspec.json.decode(guard.adopt(), type=WorkerBirth)
     set_up_logging(birth.log_level, birth.log_format)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(birth.address)
-    channel: WorkerChannel[Order] = WorkerChannel(sock, Order)
-    channel.send(Hello(birth.token, birth.tp_rank))
-    Worker(birth.tp_rank, channel).serve()
+    Worker(birth.tp_rank, connect_to_leader(birth)).serve()
     end(0)
 
 
@@ -76,28 +71,28 @@ def _import() -> None:
 
 
 class Worker:
-    """Orders are executed one after the other in the runner's thread; only `Part` is heard at once."""
+    """Commands are executed one after the other in the runner's thread; only `Leave` takes effect at once."""
 
-    def __init__(self, tp_rank: int, channel: WorkerChannel[Order]) -> None:
+    def __init__(self, tp_rank: int, stream: BlockingStream[WorkerCommand]) -> None:
         self._tp_rank = tp_rank
-        self._channel = channel
+        self._stream = stream
         self._thread = JobThread("model runner", _import)
         self._runner: ModelRunnerBase | None = None
-        self._lost: PeerLost | None = None  # from a loss to the next Meet nothing runs
+        self._lost: PeerLost | None = None  # from a loss to the next Join nothing runs
 
     def serve(self) -> None:
         """Returns when the leader has closed the connection."""
-        while (order := self._channel.receive()) is not None:
-            if isinstance(order.what, Part):
-                self._part()
-            self._thread.do(lambda order=order: self._answer(order))  # type: ignore[misc]
+        while (command := self._stream.receive()) is not None:
+            if isinstance(command.what, Leave):
+                self._leave()
+            self._thread.do(lambda command=command: self._answer(command))  # type: ignore[misc]
 
-    def _answer(self, order: Order) -> None:
+    def _answer(self, command: WorkerCommand) -> None:
         try:
-            done = self._execute(order)
+            done = self._execute(command)
         except PeerLost as exc:
             self._lost = exc
-            done = OrderDone(order.seq, lost=str(exc) or "a rank is gone", missing=exc.missing)
+            done = CommandDone(command.seq, lost=str(exc) or "a rank is gone", missing=exc.missing)
         except ConfigError as exc:
             self._fail(str(exc), exc.exit_code)
         except BaseException as exc:
@@ -105,28 +100,28 @@ class Worker:
             self._fail(f"{type(exc).__name__}: {exc}", 1)
         else:
             done = msgspec.structs.replace(done, placed=self._placed)
-        self._channel.send(done)
+        self._stream.send(done)
 
     def _fail(self, cause: str, exit_code: int) -> None:
-        self._channel.send(Failed(cause, exit_code))
+        self._stream.send(Failed(cause, exit_code))
         end(exit_code)
 
-    def _execute(self, order: Order) -> OrderDone:
-        match order.what:
+    def _execute(self, command: WorkerCommand) -> CommandDone:
+        match command.what:
             case Build():
-                return OrderDone(order.seq, value=self._build(order.what))
+                return CommandDone(command.seq, value=self._build(command.what))
             case Allocate(limits=limits):
                 self._here.allocate(limits, self._progress)
             case Run(plan=plan):
-                return self._run(order.seq, plan)
-            case Meet():
-                self._meet(order.what)
+                return self._run(command.seq, plan)
+            case Join():
+                self._join(command.what)
             case Prepare(placement=placement):
                 self._here.peers.prepare(placement)
                 threading.Thread(target=self._tell_how_far, name="placed", daemon=True).start()
-            case Part():
+            case Leave():
                 pass  # done before: this thread is idle now
-        return OrderDone(order.seq)
+        return CommandDone(command.seq)
 
     @property
     def _here(self) -> ModelRunnerBase:
@@ -138,7 +133,7 @@ class Worker:
         return 0 if self._runner is None else self._runner.peers.placed
 
     def _progress(self, name: str, percent: int) -> None:
-        self._channel.send(Progressed(name, percent))
+        self._stream.send(LoadProgress(name, percent))
 
     def _build(self, build: Build) -> int:
         from moeserve.loader.model_dir import resolve_model_dir
@@ -155,23 +150,23 @@ class Worker:
         self._runner = runner
         return budget
 
-    def _run(self, seq: int, data: bytes) -> OrderDone:
+    def _run(self, seq: int, data: bytes) -> CommandDone:
         from moeserve.engine.plan_codec import decode_plan
         from moeserve.runner.group import checksum
 
         if self._lost is not None:
             raise self._lost
         result = self._here.execute(decode_plan(data))
-        return OrderDone(seq, value=checksum(result), events=result.events)
+        return CommandDone(seq, value=checksum(result), events=result.events)
 
-    def _meet(self, meet: Meet) -> None:
+    def _join(self, join: Join) -> None:
         from moeserve.comm.members import Members
 
         self._lost = None
-        self._here.join(Members.of(meet.join, self._tp_rank), meet.join.placement)
+        self._here.join(Members.of(join, self._tp_rank), join.placement)
 
-    def _part(self) -> None:
-        """Wakes the step that runs, until the runner's thread is idle. In the thread that reads orders."""
+    def _leave(self) -> None:
+        """Wakes the step that runs, until the runner's thread is idle. In the thread that reads commands."""
         self._lost = self._lost or PeerLost("this engine left its group")
         idle = threading.Event()
         self._thread.do(idle.set)
@@ -188,10 +183,10 @@ class Worker:
         peers = self._here.peers
         while peers.moving:
             if (now := peers.placed) != last:
-                self._channel.send(Far(now))
+                self._stream.send(Prepared(now))
                 last = now
             time.sleep(POLL_S)
-        self._channel.send(Far(peers.placed))
+        self._stream.send(Prepared(peers.placed))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ class IpcHandle(ctypes.Structure):
 
 
 class CudaRuntime:
-    """Errors are ConfigErrors with the runtime's own words and what to do about it."""
+    """The CUDA runtime library that torch has loaded. Errors are ConfigErrors with its own message and a remedy."""
 
     def __init__(self) -> None:
         major = (torch.version.cuda or "").partition(".")[0]
         try:
-            self._lib = ctypes.CDLL(f"libcudart.so.{major}")  # torch has loaded it: this finds the same one
+            self._lib = ctypes.CDLL(f"libcudart.so.{major}")  # the same one that torch has loaded
         except OSError as error:
             raise ConfigError(
                 f"cuda_ipc needs the CUDA runtime that torch {torch.__version__} uses ({error}); install a wheel of "
@@ -48,29 +48,30 @@ class CudaRuntime:
             raise ConfigError(f"{name}: {words} (CUDA error {code}); {remedy}")
 
     def allocate(self, num_bytes: int) -> int:
-        """The address of zeroed memory on the current device, which lives as long as the process."""
+        """Returns the address of zeroed memory on the current device, which lives as long as the process."""
         address, whole = ctypes.c_void_p(), -(-num_bytes // WHOLE) * WHOLE
         remedy = f"{whole >> 20} MiB are asked for; lower --memory-utilization, or --max-num-batched-tokens"
-        torch.cuda.empty_cache()  # what torch holds in reserve nobody else can have
+        torch.cuda.empty_cache()  # gives back what torch holds in reserve
         self._call(remedy, "cudaMalloc", ctypes.byref(address), whole)
         self._call(remedy, "cudaMemset", address, 0, whole)
         torch.cuda.synchronize()
         return int(address.value or 0)
 
     def handle(self, address: int) -> bytes:
-        """What lets another process open memory that `allocate` returned."""
+        """Returns what another process needs to `open` memory that `allocate` returned."""
         found = IpcHandle()
         remedy = "this system lends no device memory between processes (WSL, some virtual GPUs); use another --all2all"
         self._call(remedy, "cudaIpcGetMemHandle", ctypes.byref(found), address)
         return bytes(found.bytes)
 
     def open(self, handle: bytes, remedy: str) -> int:
-        """The address at which another process's memory is from now on seen here."""
+        """Maps another process's memory and returns its address here. remedy: for the error message."""
         address, asked = ctypes.c_void_p(), IpcHandle.from_buffer_copy(handle)
         self._call(remedy, "cudaIpcOpenMemHandle", ctypes.byref(address), asked, LAZY_PEER_ACCESS)
         return int(address.value or 0)
 
     def close(self, address: int) -> None:
+        """Unmaps memory that `open` has mapped."""
         self._call("the device failed before; start again", "cudaIpcCloseMemHandle", address)
 
 
@@ -85,5 +86,5 @@ class _Array:
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] over device memory that somebody else owns."""
+    """Returns a uint8 tensor [num_bytes] over device memory that it does not own."""
     return torch.as_tensor(_Array(address, num_bytes), device=device)

@@ -1,56 +1,64 @@
-"""The step vote between engines: rows go to the centre, the matrix comes back, and each engine decides from it."""
+"""The step vote between the engines of a group, over one stream from each follower to the leader, engine 0.
+
+Followers send their votes to the leader, which sends all of them back; each engine decides from them by itself. On one
+host the streams are Unix sockets in the members' directory, between hosts TCP. All of it runs on the caller's event
+loop: a vote is one message and one wake-up, without a thread in between.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+from contextlib import closing
+from functools import partial
+from typing import Any
 
-from moeserve.comm.frames import VOTE_BYTES, Frame, Kind, frame, pack_gone, pack_vote, unpack_gone, unpack_votes
+import msgspec
+
 from moeserve.comm.members import Members
-from moeserve.comm.star import Link, engines, gather, ranks_of, reach
+from moeserve.comm.stream import Address, AsyncStream, Frames, Peer, StreamListener, connect, frame
 from moeserve.engine.vote import Action, Decision, DPCoordinator, Vote, decide
-from moeserve.errors import PeerLost, StepSkew
+from moeserve.errors import ConfigError, PeerLost, StepSkew
 
-LEAF_WAITS = 1.25  # times the deadline: the centre knows better who is silent, and should say so first
+MAX_FRAME_BYTES = 1 << 20
+FOLLOWER_WAITS = 1.25  # times the deadline: the leader knows better who is silent, and should report it first
 FIRST_VOTE = 10  # times the deadline: others may still read experts from disk before their first step
 
 
-async def open_coordinator(members: Members) -> DPCoordinator:
-    """Meets the other engines. To be called by each engine's tp_rank 0, on the loop that will vote.
+class Votes(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Leader to followers: the votes of all engines, in rank order."""
 
-    Raises PeerLost naming who did not come, ConfigError when this machine does not let us listen.
+    votes: list[Vote]
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Leader to followers: an engine has voted in this step, which all the others have slept through so far."""
+
+    step: int
+
+
+class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Either way, as the last message: the sender leaves. missing: ranks that are lost, as far as it knows."""
+
+    cause: str
+    missing: tuple[int, ...]
+
+
+async def open_coordinator(members: Members) -> DPCoordinator:
+    """Connects to the other engines. To be called by each engine's tp_rank 0, on the loop that will vote.
+
+    Raises PeerLost naming the engines that did not come, ConfigError when this machine does not let us listen.
     """
     if members.size == members.tp_size:
-        return _Alone(members)
+        return _Leader(members, {})
     if members.dp_rank == 0:
-        return _Centre(members, await gather(members))
-    return _Leaf(members, await reach(members))
+        return await _Leader.open(members)
+    return await _Follower.open(members)
 
 
-class _Alone:
-    """The DP coordinator of one engine."""
-
-    called = False
-    lost = None
-
-    def __init__(self, members: Members) -> None:
-        self.epoch = members.epoch
-        self._never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def decide(self, vote: Vote) -> Decision:
-        return decide((vote,))
-
-    async def rung(self) -> None:
-        await asyncio.shield(self._never)
-
-    async def broken(self) -> None:
-        await asyncio.shield(self._never)
-
-    def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Nobody to tell."""
-
-
-class _Star:
-    """What centre and leaf share: one open vote, the bell, the deadline, and how it ends."""
+class _Coordinator:
+    """What leader and follower share: one open vote, its deadline, the wake-up, and how the group ends."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -58,14 +66,14 @@ class _Star:
         self._loop = asyncio.get_running_loop()
         self._step = 0  # of the next vote, or of the one that is open
         self._open: asyncio.Future[Decision] | None = None
-        self._called = False
-        self._bell: asyncio.Future[None] | None = None
+        self._woken = asyncio.Event()  # also when the group is lost
         self._timer: asyncio.TimerHandle | None = None
         self._lost: asyncio.Future[PeerLost] = self._loop.create_future()
+        self._streams: dict[int, AsyncStream[Any]] = {}  # to other engines
 
     @property
-    def called(self) -> bool:
-        return self._called
+    def woken(self) -> bool:
+        return self._woken.is_set() and not self._lost.done()
 
     @property
     def lost(self) -> PeerLost | None:
@@ -78,33 +86,25 @@ class _Star:
         assert self._open is None, "one vote at a time"
         assert vote.epoch == self.epoch, (vote.epoch, self.epoch)
         self._raise_if_lost()
-        self._called = False
+        self._woken.clear()
         self._open = self._loop.create_future()
         self._cast(vote)
         try:
             return await self._open
-        except asyncio.CancelledError:  # nobody will hear the answer, and no later vote could match it
+        except asyncio.CancelledError:  # nobody will read the answer, and no later vote could match it
             self.close()
             raise
         finally:
             self._open = None
 
-    async def rung(self) -> None:
-        while not self._called:
-            self._raise_if_lost()
-            self._bell = self._loop.create_future()
-            try:
-                await self._bell
-            finally:
-                self._bell = None
+    async def wait_woken(self) -> None:
+        await self._woken.wait()
+        self._raise_if_lost()
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        self._part(PeerLost(cause or "this engine left the vote", missing))
+        self._end(PeerLost(cause or "this engine left the vote", missing))
 
     def _cast(self, vote: Vote) -> None:
-        raise NotImplementedError
-
-    def _hang_up(self, farewell: bytes) -> None:
         raise NotImplementedError
 
     def _overdue(self) -> None:
@@ -118,19 +118,17 @@ class _Star:
     def _voting(self) -> bool:
         return self._open is not None and not self._open.done()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         if not self._voting:
-            self._called = True
-            if self._bell is not None and not self._bell.done():
-                self._bell.set_result(None)
+            self._woken.set()
 
     def _set_deadline(self, times: float = 1.0) -> None:
         if self._timer is None:
             deadline_s = times * self.members.deadline_s * (1 if self._step else FIRST_VOTE)
             self._timer = self._loop.call_later(deadline_s, self._overdue)
 
-    def _settle(self, matrix: bytes) -> Decision | None:
-        """Gives the open vote its decision."""
+    def _finish(self, votes: list[Vote]) -> Decision | None:
+        """Gives the open vote its decision; None when there is none, or nobody waits for it any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -139,117 +137,175 @@ class _Star:
             return None
         self._step += 1
         try:
-            decision = decide(unpack_votes(matrix))
+            decision = decide(votes)
         except StepSkew as error:
             self._open.set_exception(error)
             return None
         self._open.set_result(decision)
         return decision
 
-    def _part(self, lost: PeerLost) -> None:
+    def _end(self, lost: PeerLost) -> None:
         """Ends everything; the first cause counts."""
         if self._lost.done():
             return
         self._lost.set_result(lost)
         if self._timer is not None:
             self._timer.cancel()
-        self._hang_up(frame(Kind.GONE, body=pack_gone(str(lost), lost.missing)))
-        for waiting in (self._open, self._bell):
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(PeerLost(str(lost), lost.missing))
+        leaving = frame(Leaving(str(lost)[:2000], lost.missing[:1000]))
+        for stream in self._streams.values():
+            stream.send(leaving)
+            stream.close()
+        self._woken.set()
+        if self._open is not None and not self._open.done():
+            self._open.set_exception(PeerLost(str(lost), lost.missing))
 
-    def _left(self, engine: int, farewell: Frame) -> None:
-        cause, missing = unpack_gone(farewell.body)
-        self._part(PeerLost(f"{engines([engine])} left: {cause}", missing))
+    def _left(self, engine: int, leaving: Leaving) -> None:
+        self._end(PeerLost(f"{_engines([engine])} left: {leaving.cause}", leaving.missing))
 
     def _died(self, engine: int, cause: str) -> None:
-        self._part(PeerLost(f"{engines([engine])} {cause}", ranks_of(self.members, [engine])))
+        self._end(PeerLost(f"{_engines([engine])} {cause}", _ranks(self.members, [engine])))
 
 
-class _Centre(_Star):
-    def __init__(self, members: Members, links: dict[int, Link]) -> None:
+class _Leader(_Coordinator):
+    """Engine 0: collects the votes and sends all of them to its followers, if it has any."""
+
+    @classmethod
+    async def open(cls, members: Members) -> _Leader:
+        """Accepts a stream from each follower."""
+        with closing(_listen(members)) as listener:
+            try:
+                async with asyncio.timeout(members.deadline_s):
+                    await listener.complete.wait()
+                return cls(members, listener.accepted)
+            except BaseException as error:
+                for sock in listener.accepted.values():
+                    sock.close()
+                if not isinstance(error, TimeoutError):
+                    raise
+        missing = sorted(peer.rank for peer in listener.missing)
+        cause = f"{_engines(missing)} did not come to the vote of epoch {members.epoch} within {members.deadline_s:g} s"
+        raise PeerLost(cause, _ranks(members, missing))
+
+    def __init__(self, members: Members, followers: dict[Peer, socket.socket]) -> None:
         super().__init__(members)
-        self._links = links
-        self._num_engines = len(links) + 1
-        self._rows: dict[int, bytes] = {}  # of the open step
+        self._num_engines = len(followers) + 1
+        self._votes: dict[int, Vote] = {}  # of the open step
         self._parked = False
-        for engine, link in links.items():
-            link.open(
-                lambda got, engine=engine: self._heard(engine, got),  # type: ignore[misc]
-                lambda cause, engine=engine: self._died(engine, cause),  # type: ignore[misc]
+        self._streams = {
+            peer.rank: AsyncStream[Vote | Leaving](
+                sock,
+                Frames(Vote | Leaving, MAX_FRAME_BYTES),
+                partial(self._heard, peer.rank),
+                partial(self._died, peer.rank),
             )
+            for peer, sock in followers.items()
+        }
 
     def _cast(self, vote: Vote) -> None:
-        self._take(0, pack_vote(vote))
+        self._take(0, vote)
 
-    def _heard(self, engine: int, got: Frame) -> None:
-        if got.kind is Kind.GONE:
-            self._left(engine, got)
-        elif got.kind is Kind.ROW and engine not in self._rows and len(got.body) == VOTE_BYTES:
-            self._take(engine, got.body)
+    def _heard(self, engine: int, msg: Vote | Leaving) -> None:
+        if isinstance(msg, Leaving):
+            self._left(engine, msg)
+        elif engine in self._votes:
+            raise ValueError(f"a second vote in step {self._step}")
         else:
-            raise ValueError(f"{got.kind.name} in step {self._step}")
+            self._take(engine, msg)
 
-    def _take(self, engine: int, row: bytes) -> None:
-        if not self._rows:
-            self._set_deadline()
-        self._rows[engine] = row
-        if len(self._rows) == self._num_engines:
+    def _take(self, engine: int, vote: Vote) -> None:
+        self._votes[engine] = vote
+        if len(self._votes) == self._num_engines:
             self._distribute()
-        elif self._parked:  # all sleep but this one: nobody may be rung twice, or miss it
+            return
+        self._set_deadline()
+        if self._parked:  # all sleep but this one: nobody may be woken twice, or miss it
             self._parked = False
-            bell = frame(Kind.RING, self._step)
-            for other, link in list(self._links.items()):
+            wake = frame(Wake(self._step))
+            for other, stream in list(self._streams.items()):
                 if other != engine:
-                    link.send(bell)
-            self._ring()
+                    stream.send(wake)
+            self._wake()
 
     def _distribute(self) -> None:
-        matrix = b"".join(self._rows[engine] for engine in range(self._num_engines))
-        self._rows.clear()
-        answer = frame(Kind.MATRIX, self._step, matrix)
-        for link in list(self._links.values()):
-            link.send(answer)
+        votes = [self._votes[engine] for engine in range(self._num_engines)]
+        self._votes.clear()
+        if self._streams:
+            answer = frame(Votes(votes))
+            for stream in list(self._streams.values()):
+                stream.send(answer)
         if not self._lost.done():
-            decision = self._settle(matrix)
+            decision = self._finish(votes)
             self._parked = decision is not None and decision.action is Action.PARK
 
     def _overdue(self) -> None:
-        silent = [engine for engine in range(self._num_engines) if engine not in self._rows]
-        cause = f"{engines(silent)} did not vote in step {self._step} of epoch {self.epoch}"
-        self._part(PeerLost(cause, ranks_of(self.members, silent)))
-
-    def _hang_up(self, farewell: bytes) -> None:
-        for link in self._links.values():
-            link.send(farewell)
-            link.close()
+        silent = [engine for engine in range(self._num_engines) if engine not in self._votes]
+        cause = f"{_engines(silent)} did not vote in step {self._step} of epoch {self.epoch}"
+        self._end(PeerLost(cause, _ranks(self.members, silent)))
 
 
-class _Leaf(_Star):
-    def __init__(self, members: Members, link: Link) -> None:
+class _Follower(_Coordinator):
+    """Any other engine: sends its votes to the leader and gets all of them back."""
+
+    @classmethod
+    async def open(cls, members: Members) -> _Follower:
+        """Connects to the leader."""
+        try:
+            async with asyncio.timeout(members.deadline_s):
+                sock = await connect(_address(members), members.token, members.epoch, Peer(members.dp_rank))
+        except TimeoutError:
+            cause = f"{_engines([0])} did not open the vote of epoch {members.epoch} within {members.deadline_s:g} s"
+            raise PeerLost(cause, _ranks(members, [0])) from None
+        except ConnectionError as error:
+            raise PeerLost(f"{_engines([0])}: {error}", _ranks(members, [0])) from None
+        return cls(members, sock)
+
+    def __init__(self, members: Members, sock: socket.socket) -> None:
         super().__init__(members)
-        self._link = link
-        link.open(self._heard, lambda cause: self._died(0, cause))
+        frames: Frames[Votes | Wake | Leaving] = Frames(Votes | Wake | Leaving, MAX_FRAME_BYTES)
+        self._streams[0] = AsyncStream(sock, frames, self._heard, partial(self._died, 0))
 
     def _cast(self, vote: Vote) -> None:
-        self._set_deadline(LEAF_WAITS)
-        self._link.send(frame(Kind.ROW, vote.step, pack_vote(vote)))
+        self._set_deadline(FOLLOWER_WAITS)
+        self._streams[0].send(frame(vote))
 
-    def _heard(self, got: Frame) -> None:
-        if got.kind is Kind.GONE:
-            self._left(0, got)
-        elif got.kind is Kind.RING:
-            if got.step >= self._step:  # an older one is stale
-                self._ring()
-        elif got.kind is Kind.MATRIX and self._voting:
-            self._settle(got.body)
+    def _heard(self, msg: Votes | Wake | Leaving) -> None:
+        if isinstance(msg, Leaving):
+            self._left(0, msg)
+        elif isinstance(msg, Wake):
+            if msg.step >= self._step:  # an older one is stale
+                self._wake()
+        elif self._voting:
+            self._finish(msg.votes)
         else:
-            raise ValueError(f"{got.kind.name} for step {got.step} in step {self._step}")
+            raise ValueError(f"votes while this engine does not vote, in step {self._step}")
 
     def _overdue(self) -> None:
-        cause = f"{engines([0])} did not answer in step {self._step} of epoch {self.epoch}"
-        self._part(PeerLost(cause, ranks_of(self.members, [0])))
+        cause = f"{_engines([0])} did not answer in step {self._step} of epoch {self.epoch}"
+        self._end(PeerLost(cause, _ranks(self.members, [0])))
 
-    def _hang_up(self, farewell: bytes) -> None:
-        self._link.send(farewell)
-        self._link.close()
+
+def _address(members: Members) -> Address:
+    if members.one_host:
+        return os.path.join(members.directory, "vote.sock")
+    host, _, port = members.vote.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _listen(members: Members) -> StreamListener:
+    address = _address(members)
+    followers = map(Peer, range(1, members.size // members.tp_size))
+    try:
+        return StreamListener(address, members.token, members.epoch, followers)
+    except OSError as error:
+        cause = f"the step vote cannot listen at {address}: {error}"
+        # A port may have been taken since it was chosen; the next epoch has another one.
+        raise (ConfigError(cause) if members.one_host else PeerLost(cause)) from None
+
+
+def _engines(numbers: list[int]) -> str:
+    """[1] -> "engine 1", [1, 3] -> "engines 1, 3" """
+    return f"engine{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _ranks(members: Members, engines: list[int]) -> tuple[int, ...]:
+    return tuple(rank for rank in range(members.size) if rank // members.tp_size in engines)

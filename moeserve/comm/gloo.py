@@ -1,12 +1,11 @@
 """Messages between the ranks of one epoch by torch's Gloo, without any process-wide state.
 
-A mesh has one channel per micro-batch, each a `ProcessGroupGloo` of its own. Messages go from rank to rank instead of
-through
-collectives: at four ranks on two cores a small exchange takes a sixth of the time of `alltoall_base` (no hop through
-the group's worker threads), receivers need not know the sizes beforehand, and a failed one says whose it was.
+A mesh has one channel per micro-batch, each with a `ProcessGroupGloo` of its own. Messages go from rank to rank instead
+of through collectives: at four ranks on two cores a small exchange takes a sixth of the time of `alltoall_base` (no hop
+through the group's worker threads), receivers need not know the sizes beforehand, and a failed one names its peer.
 
-Gloo's own `abort` wakes nobody. A receive that times out does: it closes every connection of its group, here and so at
-the peers. `close` makes use of that.
+Gloo's own `abort` wakes nobody. A receive that times out does: it closes every connection of its group, and thereby
+the peers' ends. `close` makes use of that.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from moeserve.errors import ConfigError, PeerLost
 
 dist: Any = torch.distributed  # its type hints lack most of what is used here
 
-CONNECT_S = 10.0  # limit on connecting once all ranks have answered the roll call
-LOOK_S = 0.2  # how often who waits looks whether the group is still there
+CONNECT_S = 10.0  # limit on connecting once all ranks are known to be here
+LOOK_S = 0.2  # how often a wait looks whether the mesh was closed
 POLL_S = 0.01
 NUM_TAGS = 1 << 16  # far more than are ever in flight
-ON_DEVICE = -1  # when what travels on a device arrived: nobody waits for it on the host
-BREAK_TAG = (1 << 31) - 1  # nobody sends with it
+ON_DEVICE = -1  # time of arrival of what travels on a device: nobody waits for it on the host
+BREAK_TAG = (1 << 31) - 1  # no message has it
 
 
 class Mesh:
-    """All ranks of an epoch connected with each other. `close` may be called at any time, from any thread.
+    """The connections between all ranks of an epoch. `close` may be called at any time, from any thread.
 
-    name: of the user, who is then alone with its messages. terms: whatever all ranks must agree on, e.g. sizes.
+    name: keeps the messages of one user apart from another's. terms: what all ranks must agree on, such as sizes.
     """
 
     def __init__(self, members: Members, num_channels: int, name: str, terms: str = "") -> None:
@@ -51,31 +50,32 @@ class Mesh:
         self.num_channels = num_channels
         self._terms = terms
         self._store: Any | None = None
-        self._server: Any | None = None  # of the store; apart from it, since a receive that hangs keeps what it used
+        self._server: Any | None = None  # of the store; a receive that hangs keeps what it used, so it is kept apart
         self._closed = threading.Event()
-        self.lock = threading.Lock()  # of what `close` takes away
+        self.lock = threading.Lock()  # of what `close` removes
         self._channels: list[Channel] = []
         self._line: Any | None = None
 
     @property
     def kind(self) -> type[Channel]:
-        """Of its channels."""
+        """The class of its channels."""
         return Channel
 
     @property
     def closed(self) -> bool:
+        """Whether this rank has left, or a wait has failed."""
         return self._closed.is_set()
 
     @property
     def store(self) -> Any:
-        """That connected the ranks, for whoever connects them in another way too. Raises PeerLost after `close`."""
+        """The TCPStore by which the ranks connected, for further connections. Raises PeerLost after `close`."""
         store = self._store
         if store is None:
             raise self.lost()
         return store
 
     def connect(self) -> None:
-        """Meets the other ranks. Raises PeerLost naming those that did not come, ConfigError when terms differ."""
+        """Connects to the other ranks. Raises PeerLost naming those that did not come, ConfigError for other terms."""
         members = self.members
         if members.size == 1:
             self._channels = [self.kind(self, index, None) for index in range(self.num_channels)]
@@ -84,7 +84,7 @@ class Mesh:
         host, port = _address(members.store)
         address = _local_address(members, host)
         self._store = store = self._open_store(host, port, deadline)
-        self._call_roll(store, deadline)
+        self._await_ranks(store, deadline)
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1
         options._timeout = timedelta(seconds=min(members.deadline_s, CONNECT_S))
@@ -105,20 +105,20 @@ class Mesh:
 
     @property
     def line(self) -> Any:
-        """The connections that carry all messages; those of the other channels carry only collectives. Raises PeerLost
-        after `close`."""
+        """The connections that carry all messages; those of the other channels carry only collectives. Raises
+        PeerLost after `close`."""
         if (line := self._line) is None:
             raise self.lost()
         return line
 
     def channel(self, ubatch: int) -> Channel:
-        """Raises PeerLost after `close`."""
+        """Returns a micro-batch's channel. Raises PeerLost after `close`."""
         if self.closed:
             raise self.lost()
         return self._channels[ubatch]
 
     def close(self) -> None:
-        """Drops every connection: waits here and at the peers fail."""
+        """Closes every connection: waits here and at the peers fail."""
         self._closed.set()
         with self.lock:
             channels, self._channels = self._channels, []
@@ -127,7 +127,7 @@ class Mesh:
             channel.sever()
 
     def lost(self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()) -> PeerLost:
-        """The error of a call that cannot succeed any more. The first cause found stays the cause."""
+        """Returns the error of a call that cannot succeed any more. The first ranks found missing stay the cause."""
         if missing and not self.missing and not self.closed:
             self.missing = missing
         return PeerLost(f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing)
@@ -152,8 +152,8 @@ class Mesh:
                     raise self.lost(f"rank 0 did not open the store at {host}:{port}: {error}", (0,)) from None
             time.sleep(POLL_S)
 
-    def _call_roll(self, store: Any, deadline: float) -> None:
-        """Every rank says that it is here and on which terms. Keeps Gloo's long time-out for what cannot take long."""
+    def _await_ranks(self, store: Any, deadline: float) -> None:
+        """Waits until every rank has registered in the store and compares their terms, before Gloo's own time-out."""
         members = self.members
         keys = {rank: f"{self._prefix}/rank/{rank}" for rank in range(members.size)}
         try:
@@ -169,19 +169,21 @@ class Mesh:
             if self.closed:
                 raise self.lost() from None
             raise self.lost(f"the store of rank 0 is gone: {error}", (0,)) from None
-        odd = next((rank for rank, other in terms.items() if other != terms[members.rank]), None)
-        if odd is not None:
-            raise ConfigError(
-                f"rank {members.rank} has {terms[members.rank]}, rank {odd} has {terms[odd]}; "
-                "start all engines with the same settings"
-            )
+        ours = terms[members.rank]
+        for rank, theirs in terms.items():
+            if theirs != ours:
+                raise ConfigError(
+                    f"rank {members.rank} has {ours}, rank {rank} has {theirs}; "
+                    "start all engines with the same settings"
+                )
 
 
 class Channel:
-    """One micro-batch's messages; used by one thread at a time. All ranks post the same exchanges in the same order.
+    """The messages of one micro-batch, used by one thread at a time. All ranks post the same exchanges in the same
+    order.
 
-    All channels' messages between two ranks share a connection: what was sent first is there first, with the whole
-    link to itself. Two connections would share it, and the rows that are needed first would come later than they can.
+    The messages of all channels between two ranks share a connection: what is sent first has the whole link to itself
+    and arrives first. With two connections the rows that are needed first would arrive later than they can.
     """
 
     def __init__(self, mesh: Mesh, index: int, group: Any | None) -> None:
@@ -189,7 +191,7 @@ class Channel:
         self._index = index
         self._group = group
         self._tag = 0
-        self._sends: list[_Sent] = []  # until they are known to be gone
+        self._sends: list[_Sent] = []  # until they are known to have arrived
         self._watch: SimpleQueue[Exchange | None] | None = None
 
     def post(
@@ -198,7 +200,8 @@ class Channel:
         send: Mapping[int, Tensor],
         release: Callable[[], None] = lambda: None,
     ) -> Exchange:
-        """Start an exchange. Contiguous uint8 tensors by peer; none empty. A message may be shorter than what takes it.
+        """Starts an exchange of contiguous uint8 tensors by peer, none empty. A message may be shorter than the tensor
+        that receives it.
 
         The tensors to send belong to the channel until it calls `release`, in the wait of a later exchange. Raises
         PeerLost.
@@ -209,8 +212,8 @@ class Channel:
         return exchange
 
     def expect(self, receive: Iterable[tuple[int, Tensor]]) -> Exchange:
-        """Start an exchange with what is to come: nothing travels before the receiver has said where to. A peer may
-        send several messages, which land in the order of its tensors here. Raises PeerLost."""
+        """Starts an exchange by its receives: nothing travels before the receiver has provided the memory. A peer may
+        send several messages, which fill the tensors in the order given here. Raises PeerLost."""
         mesh, self._tag = self.mesh, (self._tag + 1) % NUM_TAGS
         peer, receives = -1, []
         if mesh.closed:
@@ -223,7 +226,7 @@ class Channel:
         return Exchange(self, self._tag, receives)
 
     def send(self, tag: int, send: Mapping[int, Tensor], release: Callable[[], None]) -> None:
-        """The own part of exchange `tag`, or some of it."""
+        """Sends this rank's messages of exchange `tag`, or some of them. Raises PeerLost."""
         mesh, peer, works = self.mesh, -1, []
         if mesh.closed:
             raise mesh.lost()
@@ -235,15 +238,15 @@ class Channel:
         self._sends.append(_Sent(tag, works, list(send.values()), release))
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Collective:
-        """out [R * N, B] = every rank's [N, B]. Raises PeerLost."""
+        """Starts to fill out [R * N, B] with every rank's [N, B]. Raises PeerLost."""
         return self._collective(lambda group: group._allgather_base(out, mine))
 
     def reduce_scatter(self, out: Tensor, parts: Tensor) -> Collective:
-        """out [N, B] = the sum over ranks of this rank's part of [R * N, B]. Raises PeerLost."""
+        """Starts to fill out [N, B] with the sum over ranks of this rank's part of [R * N, B]. Raises PeerLost."""
         return self._collective(lambda group: group._reduce_scatter_base(out, parts))
 
     def _number(self, tag: int) -> int:
-        """Of the exchange among those of all channels."""
+        """The exchange's tag among those of all channels."""
         return tag * self.mesh.num_channels + self._index
 
     def _collective(self, start: Callable[[Any], dist.Work]) -> Collective:
@@ -254,13 +257,14 @@ class Channel:
 
     @property
     def group(self) -> Any:
+        """The channel's process group, for collectives. Raises PeerLost after `close`."""
         group = self._group
         if group is None:
             raise self.mesh.lost()
         return group
 
     def settle(self, tag: int) -> None:
-        """Release what was sent before exchange `tag`. Whoever answered that one has all that came before."""
+        """Releases what was sent before exchange `tag`: a peer that answered this one has received all before it."""
         sends, self._sends = self._sends, []
         for sent in sends:
             if sent.tag == tag:
@@ -271,7 +275,7 @@ class Channel:
             sent.release()
 
     def sever(self) -> None:
-        """Close all connections. Runs beside whoever waits on them."""
+        """Closes all connections, also while other threads wait on them."""
         group, self._group = self._group, None
         if self._watch is not None:
             self._watch.put(None)
@@ -279,14 +283,15 @@ class Channel:
             return
         for peer in range(group.size()):  # a connection that is gone fails at once, without closing the others
             if peer != group.rank():
-                with contextlib.suppress(RuntimeError):  # that is the purpose
+                with contextlib.suppress(RuntimeError):  # the time-out is the purpose
                     group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
         self._sends = []  # they keep the group alive, and with it the store's port
 
     def watch(self, exchange: Exchange) -> None:
-        """A thread receives it: the time of arrival is true when nobody waits yet, and who waits can leave. Gloo wakes
-        no receive whose message had begun to arrive when its sender died; the thread then stands until the deadline."""
-        with self.mesh.lock:  # a exchange that `sever` does not find would never be received
+        """Has a thread receive the exchange: its time of arrival is then exact though nobody waits yet, and a wait can
+        be given up. Gloo does not wake a receive whose message had begun to arrive when its sender died; that thread
+        then hangs until the deadline."""
+        with self.mesh.lock:  # an exchange that `sever` does not find would never be received
             if not self.mesh.closed:
                 if self._watch is None:
                     self._watch = SimpleQueue()
@@ -296,7 +301,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What an exchange sent. The tensors are only held."""
+    """The messages that an exchange sent. The tensors are only kept alive."""
 
     tag: int
     works: list[Any]
@@ -305,7 +310,7 @@ class _Sent:
 
 
 class Exchange:
-    """The messages of one exchange on their way."""
+    """One exchange under way. arrived_ns: when its last message was here, by the monotonic clock; 0 before."""
 
     def __init__(self, channel: Channel, tag: int, receives: list[tuple[int, dist.Work]]) -> None:
         self.arrived_ns = 0
@@ -319,16 +324,16 @@ class Exchange:
         self._error: PeerLost | None = None
 
     def send(self, tensors: Mapping[int, Tensor], release: Callable[[], None]) -> None:
-        """What goes to the peers in this exchange, or some of it, as in `Channel.post`. Raises PeerLost."""
+        """Sends this rank's messages of the exchange, or some of them, as in `Channel.post`. Raises PeerLost."""
         self._channel.send(self._tag, tensors, release)
 
     def watch(self) -> None:
-        """All is sent: from now on this is the exchange under way."""
+        """To be called once everything is sent: begins to receive in the background."""
         self._watched = True
         self._channel.watch(self)
 
     def wait(self, deadline_s: float | None = None) -> None:
-        """Until every message is here. Raises PeerLost naming the first rank whose message did not come."""
+        """Returns when every message is here. Raises PeerLost naming the first rank whose message did not come."""
         mesh = self._channel.mesh
         limit = mesh.members.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + limit
@@ -341,7 +346,7 @@ class Exchange:
                 error = mesh.lost(f"rank {self._awaited} was silent for {limit:g} s", (self._awaited,))
                 mesh.close()
                 raise error
-        self._underway.release()  # for whoever asks again
+        self._underway.release()  # for another `wait`
         if self._error is not None:
             raise self._error
         try:
@@ -350,7 +355,7 @@ class Exchange:
             raise mesh.lost(_brief(error)) from None
 
     def receive(self) -> None:
-        """Take all messages; keeps the error for `wait`."""
+        """Receives all messages, in the background thread. Keeps the error for `wait`."""
         mesh = self._channel.mesh
         limit_s = mesh.members.deadline_s
         until = time.monotonic() + limit_s
@@ -369,8 +374,8 @@ class Exchange:
 
 
 class Collective:
-    """A collective of all ranks on its way. Gloo does not say who failed it, and of a reduction not when it ended: that
-    counts as arrived once waited for."""
+    """One collective of all ranks under way. Gloo tells neither which rank made it fail nor when a reduction ended: its
+    arrived_ns is the end of the wait."""
 
     def __init__(self, mesh: Mesh, work: Any) -> None:
         self.arrived_ns = 0
@@ -383,6 +388,7 @@ class Collective:
         self.arrived_ns = time.monotonic_ns()
 
     def wait(self, deadline_s: float | None = None) -> None:
+        """Returns when the collective is done. Raises PeerLost."""
         mesh = self._mesh
         end_s = time.monotonic() + (mesh.members.deadline_s if deadline_s is None else deadline_s)
         while True:
@@ -409,7 +415,7 @@ def _address(store: str) -> tuple[str, int]:
 
 
 def _local_address(members: Members, host: str) -> str:
-    """Of this machine, on the interface that leads to the store. Nothing is sent."""
+    """Returns this machine's address on the interface that leads to the store. Nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -9,12 +9,12 @@ from moeserve.messages import Join
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """Rank r is process r % tp_size of engine r // tp_size. host_of[r]: its machine; equal names share memory.
+    """The members of one epoch. Rank r is process r % tp_size of engine r // tp_size.
 
-    directory: private folder (mode 0700) of this epoch for Unix sockets and the like, the same for all ranks of a
-    machine. store: host:port of this epoch's TCPStore, which rank 0 opens. vote: host:port at which it listens for the
-    step vote, where there are several machines. token: a secret that the members share.
-    deadline_s: how long to wait for a member before it counts as missing.
+    host_of[r]: the machine of rank r; equal names share memory. directory: private folder (mode 0700) of this epoch for
+    Unix sockets and the like, the same for all ranks of a machine. store: host:port of this epoch's TCPStore, which
+    rank 0 opens. vote: host:port at which rank 0 listens for the step vote, where there are several machines. token: a
+    secret that the members share. deadline_s: how long to wait for a member before it counts as missing.
     """
 
     epoch: int
@@ -29,6 +29,7 @@ class Members:
 
     @classmethod
     def of(cls, join: Join, tp_rank: int) -> Members:
+        """Returns the membership that a Join describes, for one rank of its engine."""
         return cls(
             epoch=join.epoch,
             rank=join.dp_rank * join.tp_size + tp_rank,
@@ -42,21 +43,25 @@ class Members:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.host_of)
 
     @property
     def tp_rank(self) -> int:
+        """This rank's number within its engine."""
         return self.rank % self.tp_size
 
     @property
     def dp_rank(self) -> int:
+        """The number of this rank's engine."""
         return self.rank // self.tp_size
 
     @property
     def one_host(self) -> bool:
+        """Whether all ranks share one machine."""
         return len(set(self.host_of)) == 1
 
     @property
     def tp_ranks(self) -> range:
-        """The ranks of this engine."""
+        """The ranks of this rank's engine."""
         return range(self.dp_rank * self.tp_size, (self.dp_rank + 1) * self.tp_size)

@@ -1,9 +1,9 @@
 """Collectives between GPUs by torch's NCCL, one GPU per rank; messages of the host still go by Gloo.
 
 NCCL neither names a rank that is missing nor wakes a host that waits for one of its kernels. So whatever can be asked
-beforehand (who is there, how many rows will come) is asked over Gloo, with its deadlines. When somebody leaves, the
-communicator is aborted: its kernels end at once, and with them all waits for the device, with results that are not to
-be believed. `check` tells. torch's own watchdog aborts it as well, where a kernel waits longer than the deadline.
+beforehand (which ranks are here, how many rows will come) is asked over Gloo, with its deadlines. When a rank leaves,
+the communicator is aborted: its kernels end at once, and with them all waits for the device, with invalid results.
+`check` detects that. torch's own watchdog aborts the communicator too when a kernel waits longer than the deadline.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import Tensor
 from moeserve.comm.gloo import ON_DEVICE, Channel, Collective, Mesh, dist
 from moeserve.comm.members import Members
 
-# Does work on some stream; what it returns makes the current one wait for that.
+# Does work on some stream, and returns a function that makes the current stream wait for that work.
 Launch = Callable[[Callable[[], object]], Callable[[], object]]
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-ABORT = "2"  # of torch's ways to handle errors: end the communicator, and not the process
+ABORT = "2"  # torch's way to handle errors that ends the communicator, and not the process
 
 
 def in_line(work: Callable[[], object]) -> Callable[[], object]:
-    """On the current stream: for what is waited for at once."""
+    """A `Launch` on the current stream, for work that is waited for at once."""
     work()
     return lambda: None
 
 
 class DeviceMesh(Mesh):
-    """A mesh whose collectives take tensors of this process's GPU, and of which nobody waits on the host.
+    """A mesh whose collectives take tensors of this process's GPU; the host never waits for them.
 
-    One communicator serves all channels: ranks that take turns alike launch alike. launch: on which stream. max_sms:
-    multiprocessors that it takes at most, None: as NCCL likes.
+    One communicator serves all channels: all ranks launch in the same order. launch: puts collectives on a stream.
+    max_sms: multiprocessors that NCCL takes at most, None: as many as it likes.
     """
 
     def __init__(
@@ -57,15 +57,17 @@ class DeviceMesh(Mesh):
 
     @property
     def kind(self) -> type[Channel]:
+        """The class of its channels."""
         return DeviceChannel
 
     def connect(self) -> None:
+        """Connects the hosts by Gloo and the GPUs by NCCL. Raises PeerLost and ConfigError as in `Mesh`."""
         super().connect()
         if self.members.size == 1:
             return
         try:
             self._group = self._open(dist.PrefixStore(f"{self._prefix}/device", self.store))
-            self._meet(self._group)
+            self._connect_devices(self._group)
         except RuntimeError as error:
             self.close()
             raise self.lost(f"NCCL did not connect the ranks: {error}") from None
@@ -74,8 +76,8 @@ class DeviceMesh(Mesh):
             raise self.lost()
 
     def check(self) -> Any:
-        """To be called once the host has waited for the device: raises PeerLost if what it computed is not to be
-        believed, because this rank left, or NCCL gave up on a peer. Returns NCCL's group."""
+        """Returns NCCL's group. Raises PeerLost if what the device computed is invalid, because this rank left or NCCL
+        gave up on a peer. To be called once the host has waited for the device."""
         group = self._group
         if self.closed or (group is None and self.members.size > 1):
             raise self.lost()
@@ -85,11 +87,12 @@ class DeviceMesh(Mesh):
         return group
 
     def close(self) -> None:
+        """Closes every connection and aborts NCCL's kernels."""
         super().close()
         with self.lock:
             group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):  # it tells that aborting took too long; nothing waits any more
+            with contextlib.suppress(RuntimeError):  # raised when aborting took too long; nothing waits any more
                 group.abort()
 
     def _open(self, store: Any) -> Any:
@@ -100,20 +103,21 @@ class DeviceMesh(Mesh):
             options.config.max_ctas = self._max_sms
         return dist.ProcessGroupNCCL(store, self.members.rank, self.members.size, options)
 
-    def _meet(self, group: Any) -> None:
-        """Not later, in the first collective: there nobody expects that it takes seconds."""
+    def _connect_devices(self, group: Any) -> None:
+        # Not later, in the first collective: nobody expects that one to take seconds.
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
 
 
 class DeviceChannel(Channel):
-    """One micro-batch's. Collectives begin where they are called, in the order of calls of all channels."""
+    """The collectives of one micro-batch. They begin in the order of the calls on all channels."""
 
     mesh: DeviceMesh
 
     def all_to_all(
         self, out: Tensor, mine: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int]
     ) -> DeviceCollective:
-        """Rows of `mine`, by rank, to all ranks, and theirs to `out`. Raises PeerLost."""
+        """Sends to_ranks[r] rows of `mine` to rank r, for all ranks in order, and receives from_ranks[r] rows of rank r
+        into `out`. Raises PeerLost."""
         if self.mesh.members.size == 1:
             return DeviceCollective(self.mesh, self.mesh.launch(lambda: out.copy_(mine)))
         rows = [list(from_ranks), list(to_ranks)]
@@ -123,14 +127,14 @@ class DeviceChannel(Channel):
         mesh = self.mesh
         group = mesh.check()
         try:
-            # NCCL's `wait` is the stream's: that one goes on behind the collective, whichever NCCL itself uses.
+            # NCCL's `wait` blocks the stream, not the host, whichever stream NCCL itself uses.
             return DeviceCollective(mesh, mesh.launch(lambda: start(group).wait()))
         except RuntimeError as error:
             raise mesh.lost(f"NCCL: {error}") from None
 
 
 class DeviceCollective(Collective):
-    """On its way on the device."""
+    """One collective under way on the device."""
 
     def __init__(self, mesh: DeviceMesh, join: Callable[[], object]) -> None:
         self.arrived_ns = ON_DEVICE
@@ -138,14 +142,14 @@ class DeviceCollective(Collective):
         self._join = join
 
     def wait(self, deadline_s: float | None = None) -> None:
-        """What comes next on the current stream runs after it. The host does not wait, so the deadline is NCCL's: that
-        of the members. Raises PeerLost when the group is gone already."""
+        """Orders what comes next on the current stream behind the collective. The host does not wait, so the deadline
+        is NCCL's, which is the members'. Raises PeerLost when the group is gone already."""
         self._device_mesh.check()
         self._join()
 
 
 def why_not(num_ranks: int) -> str | None:
-    """What is in the way of NCCL for so many ranks on this machine."""
+    """Returns why NCCL cannot serve so many ranks on this machine, None if it can."""
     if not dist.is_nccl_available():
         return "this build of torch has no NCCL; install one for CUDA"
     if (devices := torch.cuda.device_count()) < num_ranks:

@@ -1,57 +1,53 @@
-"""How ranks of one host meet over Unix sockets and shared memory, and the tensor-parallel gathers on top of that.
+"""Shared memory between the ranks of one host: how they exchange it, and the tensor-parallel gathers on top of it.
 
 T rows, N columns of one rank, D model width.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from hmac import compare_digest
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
 
 from moeserve.comm.members import Members
+from moeserve.comm.stream import HEADER, Peer, StreamListener, connect, frame
+from moeserve.comm.tensor import TensorParallel
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.ops.native import native
 
 if TYPE_CHECKING:
     from moeserve._native import Channel, Gather, Region
 
-RETRY_S = 0.005
-HELLO_TIMEOUT_S = 5.0
-LARGEST_HELLO = 1 << 16
+LOOK_S = 0.02  # how often a rank that waits for others looks whether it was told to leave
+MAX_FACTS_BYTES = 1 << 16
 GATHER_PART_BYTES = 16 << 20
 
 
-class Hello(msgspec.Struct, frozen=True):
-    """First message of both ends; the sender's memory comes with it. facts: what must be the same on all ranks."""
+class Facts(msgspec.Struct, frozen=True):
+    """What must be the same on all ranks. A rank's memory comes along with it."""
 
-    token: str
-    epoch: int
-    rank: int
-    ubatch: int
-    facts: str
+    text: str
 
 
 def module() -> ModuleType:
-    """`moeserve._native`. Raises ConfigError where it was not built."""
+    """Returns `moeserve._native`. Raises ConfigError where it was not built."""
     found = native()
     if found is None:
         raise ConfigError("shared memory needs moeserve's native code, which is not installed; use --all2all torch")
     return found
 
 
-class Meeting:
-    """The connections of `ranks`, one per pair and micro-batch, and each rank's memory per micro-batch."""
+class ShmGroup:
+    """Streams between `ranks`, one per pair and micro-batch, over which they exchange each rank's memory."""
 
     def __init__(self, members: Members, ranks: Sequence[int], name: str, ubatches: int) -> None:
         self._members = members
@@ -60,12 +56,12 @@ class Meeting:
         self._num_ubatches = ubatches
         self._lock = threading.Lock()
         self._left = threading.Event()
-        self._sockets: dict[tuple[int, int], socket.socket] = {}  # by (rank, micro-batch), until channels own them
-        self._fds: dict[tuple[int, int], int] = {}  # memory of that rank
+        self._sockets: dict[Peer, socket.socket] = {}  # until channels own them
+        self._fds: dict[Peer, int] = {}  # the memory of that rank and micro-batch
         self._channels: list[Channel] = []
 
-    def meet(self, region_bytes: int, facts: str) -> list[tuple[Channel, Region]]:
-        """A channel and this rank's own region for each micro-batch. Raises what `connect` raises."""
+    def open_channels(self, region_bytes: int, facts: str) -> list[tuple[Channel, Region]]:
+        """Returns a channel and this rank's own region for each micro-batch. Raises what `connect` raises."""
         regions = [module().Region(region_bytes) for _ in range(self._num_ubatches)]
         self.connect(regions, facts)
         try:
@@ -75,7 +71,8 @@ class Meeting:
             raise
 
     def connect(self, regions: list[Region], facts: str) -> dict[int, tuple[socket.socket, int]]:
-        """Each other rank's connection and the descriptor of its region, of micro-batch 0; all stay the meeting's.
+        """Returns, for micro-batch 0, each other rank's socket and the descriptor of its region. Both stay this
+        group's. To be called in a thread without an event loop.
 
         Every rank listens, connects to all ranks before it and accepts all after it. Raises PeerLost naming the ranks
         that did not come before the members' deadline, ConfigError when a rank's facts differ.
@@ -83,221 +80,172 @@ class Meeting:
         until_s = time.monotonic() + self._members.deadline_s
         folder = os.open(self._members.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with ExitStack() as stack:
-                stack.callback(os.close, folder)
-                listener = stack.enter_context(self._listen(folder))
-                stack.callback(self._path(folder, self._members.rank).unlink, missing_ok=True)
-                self._connect_to_earlier(folder, regions, facts, until_s)
-                self._accept_later(listener, regions, facts, until_s)
-                self._read_replies(facts, until_s)
+            asyncio.run(self._connect_all(folder, until_s))
+            self._exchange(regions, facts, until_s)
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(folder)
         with self._lock:
-            return {
-                rank: (link, self._fds[rank, ubatch]) for (rank, ubatch), link in self._sockets.items() if ubatch == 0
-            }
+            return {peer.rank: (sock, self._fds[peer]) for peer, sock in self._sockets.items() if peer.channel == 0}
 
     def close(self) -> None:
-        """Leaves, and lets go of all that channels do not own."""
+        """Leaves, and closes everything that channels do not own."""
         self.leave()
         with self._lock:
-            for connection in self._sockets.values():
-                connection.close()
+            for sock in self._sockets.values():
+                sock.close()
             for fd in self._fds.values():
                 os.close(fd)
             self._sockets.clear()
             self._fds.clear()
 
     def leave(self) -> None:
-        """Any thread, any time: whoever waits, here or at a peer, gets PeerLost."""
+        """Ends all streams, from any thread and at any time: calls that wait, here or at a peer, raise PeerLost."""
         self._left.set()
         with self._lock:
             for channel in self._channels:
                 channel.leave()
-            for connection in self._sockets.values():
+            for sock in self._sockets.values():
                 with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    sock.shutdown(socket.SHUT_RDWR)
 
-    def _path(self, folder: int, rank: int) -> Path:
-        # Through the descriptor: a Unix socket's path may have 107 bytes, and folders of tests are longer.
-        return Path(f"/proc/self/fd/{folder}/{self._name}-{rank}.sock")
-
-    def _listen(self, folder: int) -> socket.socket:
-        path = self._path(folder, self._members.rank)
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(path))
-        listener.listen(len(self._ranks) * self._num_ubatches)
-        return listener
-
-    def _connect_to_earlier(self, folder: int, regions: list[Region], facts: str, until_s: float) -> None:
-        earlier = [rank for rank in self._ranks if rank < self._members.rank]
-        waiting = {(rank, ubatch) for rank in earlier for ubatch in range(self._num_ubatches)}
-        while waiting:
-            for rank, ubatch in sorted(waiting):
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                connection.settimeout(HELLO_TIMEOUT_S)
-                try:
-                    connection.connect(str(self._path(folder, rank)))
-                    self._say_hello(connection, ubatch, regions[ubatch], facts)
-                except (FileNotFoundError, ConnectionError, BlockingIOError):  # not there yet, or not any more, or busy
-                    connection.close()
-                    continue
-                self._keep(rank, ubatch, connection)
-                waiting.remove((rank, ubatch))
-            if waiting:
-                self._still_time(until_s, {rank for rank, _ in waiting})
-                self._left.wait(RETRY_S)
-
-    def _accept_later(self, listener: socket.socket, regions: list[Region], facts: str, until_s: float) -> None:
-        later = [rank for rank in self._ranks if rank > self._members.rank]
-        waiting = {(rank, ubatch) for rank in later for ubatch in range(self._num_ubatches)}
-        listener.settimeout(0.05)
-        while waiting:
-            self._still_time(until_s, {rank for rank, _ in waiting})
+    async def _connect_all(self, folder: int, until_s: float) -> None:
+        members = self._members
+        peers = [Peer(rank, ubatch) for rank in self._ranks for ubatch in range(self._num_ubatches)]
+        path = self._path(folder, members.rank)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        later = [peer for peer in peers if peer.rank > members.rank]
+        with closing(StreamListener(path, members.token, members.epoch, later)) as listener:
+            waiting: set[asyncio.Task[Any]] = {asyncio.create_task(listener.complete.wait())}
+            waiting |= {asyncio.create_task(self._connect(folder, peer)) for peer in peers if peer.rank < members.rank}
             try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                continue
-            connection.settimeout(min(HELLO_TIMEOUT_S, max(RETRY_S, until_s - time.monotonic())))
-            hello, fd = _receive_hello(connection)
-            if hello is None or not self._is_member(hello) or (hello.rank, hello.ubatch) not in waiting:
-                connection.close()  # a stranger; the one that we wait for may still come
-                if fd >= 0:
-                    os.close(fd)
-                continue
-            self._keep(hello.rank, hello.ubatch, connection, fd)
-            with suppress(OSError):  # it is gone already: its first call says so
-                self._say_hello(connection, hello.ubatch, regions[hello.ubatch], facts)
-            self._compare(hello, facts)
-            waiting.remove((hello.rank, hello.ubatch))
+                while waiting:
+                    done, waiting = await asyncio.wait(waiting, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    if errors := [error for task in done if (error := task.exception())]:
+                        raise errors[0]
+                    here = self._sockets.keys() | listener.accepted.keys()
+                    if waiting:
+                        self._check_time(until_s, {p.rank for p in peers if p.rank != members.rank and p not in here})
+            finally:
+                self._keep(listener.accepted)
 
-    def _read_replies(self, facts: str, until_s: float) -> None:
-        for (rank, ubatch), connection in self._sockets.items():
-            if rank > self._members.rank:
-                continue
-            connection.settimeout(max(RETRY_S, until_s - time.monotonic()))
-            hello, fd = _receive_hello(connection)
-            if hello is None or not self._is_member(hello):
-                self._still_time(until_s, {rank})
-                raise PeerLost(f"rank {rank} refused this rank, or ended while they met", (rank,))
-            self._fds[rank, ubatch] = fd
-            self._compare(hello, facts)
+    async def _connect(self, folder: int, peer: Peer) -> None:
+        members = self._members
+        me = Peer(members.rank, peer.channel)
+        try:
+            sock = await connect(self._path(folder, peer.rank), members.token, members.epoch, me)
+        except ConnectionError as error:
+            raise PeerLost(f"rank {peer.rank} refused this rank, or ended: {error}", (peer.rank,)) from None
+        self._keep({peer: sock})
 
-    def _keep(self, rank: int, ubatch: int, connection: socket.socket, fd: int = -1) -> None:
+    def _keep(self, sockets: dict[Peer, socket.socket]) -> None:
         with self._lock:
-            self._sockets[rank, ubatch] = connection
-            if fd >= 0:
-                self._fds[rank, ubatch] = fd
+            self._sockets |= sockets
 
-    def _say_hello(self, connection: socket.socket, ubatch: int, region: Region, facts: str) -> None:
-        hello = Hello(self._members.token, self._members.epoch, self._members.rank, ubatch, facts)
-        body = msgspec.msgpack.encode(hello)
-        socket.send_fds(connection, [len(body).to_bytes(4, "little") + body], [region.fd])
+    def _exchange(self, regions: list[Region], facts: str, until_s: float) -> None:
+        """Sends the own facts and memory to all, then receives theirs."""
+        for peer, sock in self._sockets.items():
+            sock.settimeout(max(LOOK_S, until_s - time.monotonic()))
+            with suppress(OSError):  # what is received says more
+                socket.send_fds(sock, [frame(Facts(facts))], [regions[peer.channel].fd])
+        theirs: dict[int, str] = {}
+        for peer, sock in self._sockets.items():
+            try:
+                theirs[peer.rank], fd = _receive_facts(sock)
+            except (OSError, ValueError, msgspec.MsgspecError):
+                self._check_time(until_s, {peer.rank})
+                raise PeerLost(f"rank {peer.rank} ended while the ranks connected", (peer.rank,)) from None
+            with self._lock:
+                self._fds[peer] = fd
+        for rank, other in theirs.items():
+            if other != facts:
+                has = f"rank {rank} has {other}, rank {self._members.rank} has {facts}"
+                raise ConfigError(f"ranks must be started alike; {has}")
 
-    def _is_member(self, hello: Hello) -> bool:
-        return compare_digest(hello.token, self._members.token) and hello.epoch == self._members.epoch
+    def _path(self, folder: int, rank: int) -> str:
+        # Through the descriptor: a Unix socket's path may have 107 bytes, and folders of tests are longer.
+        return f"/proc/self/fd/{folder}/{self._name}-{rank}.sock"
 
-    def _compare(self, hello: Hello, facts: str) -> None:
-        if hello.facts != facts:
-            theirs, ours = f"rank {hello.rank} has {hello.facts}", f"rank {self._members.rank} has {facts}"
-            raise ConfigError(f"ranks must be started alike; {theirs}, {ours}")
-
-    def _still_time(self, until_s: float, missing: set[int]) -> None:
+    def _check_time(self, until_s: float, missing: Iterable[int]) -> None:
         if self._left.is_set():
-            raise PeerLost("this rank left its group while the ranks met")
+            raise PeerLost("this rank left its group while the ranks connected")
         if time.monotonic() >= until_s:
-            names = ", ".join(map(str, sorted(missing)))
-            raise PeerLost(
-                f"ranks that did not come in {self._members.deadline_s:g} s: {names}", tuple(sorted(missing))
-            )
+            ranks = tuple(sorted(missing))
+            names = ", ".join(map(str, ranks))
+            raise PeerLost(f"ranks that did not come in {self._members.deadline_s:g} s: {names}", ranks)
 
     def _open(self, regions: list[Region]) -> list[tuple[Channel, Region]]:
         index = self._ranks.index(self._members.rank)
         with self._lock:
             if self._left.is_set():
-                raise PeerLost("this rank left its group while the ranks met")
+                raise PeerLost("this rank left its group while the ranks connected")
             for ubatch, region in enumerate(regions):
-                keys = [(rank, ubatch) for rank in self._ranks]
-                for key in keys:
-                    if key in self._sockets:
-                        self._sockets[key].setblocking(False)
-                sockets = [self._sockets.pop(key).detach() if key in self._sockets else -1 for key in keys]
-                fds = [self._fds.pop(key, -1) for key in keys]
+                sockets, fds = [], []
+                for rank in self._ranks:
+                    sock = self._sockets.pop(Peer(rank, ubatch), None)
+                    if sock is not None:
+                        sock.setblocking(False)
+                    sockets.append(-1 if sock is None else sock.detach())
+                    fds.append(self._fds.pop(Peer(rank, ubatch), -1))
                 self._channels.append(module().Channel(index, self._ranks, ubatch, sockets, region, fds))
             return list(zip(self._channels, regions, strict=True))
 
 
-def _receive_hello(connection: socket.socket) -> tuple[Hello | None, int]:
-    """What a peer says first and the descriptor with it; None from one that ended, is silent or talks nonsense."""
-    fds: list[int] = []
+def _receive_facts(sock: socket.socket) -> tuple[str, int]:
+    """Returns a peer's facts and the descriptor of its memory. Raises OSError, ValueError or MsgspecError."""
+    header, fds, _, _ = socket.recv_fds(sock, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
-        head, fds, _, _ = socket.recv_fds(connection, 4, 1, socket.MSG_CMSG_CLOEXEC)
-        size = int.from_bytes(head, "little")
-        if len(head) < 4 or size > LARGEST_HELLO or len(fds) != 1:
-            raise ValueError("no hello")
-        body = b""
+        if len(header) < HEADER.size or len(fds) != 1 or (size := HEADER.unpack(header)[0]) > MAX_FACTS_BYTES:
+            raise ValueError("these are no facts")
+        body = b""  # exactly: what the rank sends behind it is for its channel
         while len(body) < size:
-            part = connection.recv(size - len(body))
+            part = sock.recv(size - len(body))
             if not part:
-                raise ValueError("no whole hello")
+                raise ValueError("the end came early")
             body += part
-        return msgspec.msgpack.decode(body, type=Hello), fds[0]
-    except (OSError, ValueError, msgspec.MsgspecError):
+        return msgspec.msgpack.decode(body, type=Facts).text, fds[0]
+    except BaseException:
         for fd in fds:
             os.close(fd)
-        return None, -1
+        raise
 
 
-class ShmTensor:
-    """Tensor parallelism among the processes of one engine, through shared memory; see comm/tensor.py."""
+class ShmTensor(TensorParallel):
+    """`TensorParallel` among the processes of one engine, through shared memory."""
 
-    def __init__(self, rank: int, size: int, num_channels: int = 1) -> None:
-        self.rank = rank
-        self.size = size
-        self._num_channels = num_channels
-        self._meeting: Meeting | None = None
-        self._gathers: list[Gather] = []
-        self._joined_once = False
-        self._deadline_s = 0.0
-
-    def join(self, members: Members) -> None:
-        assert (members.tp_rank, members.tp_size) == (self.rank, self.size), members
-        self.leave()
-        meeting = self._meeting = Meeting(members, members.tp_ranks, "tensor", self._num_channels)
-        gather = module().Gather
-        channels = meeting.meet(gather.region_bytes(GATHER_PART_BYTES), f"{self._num_channels} channels")
-        self._gathers = [gather(channel, GATHER_PART_BYTES) for channel, _ in channels]
-        self._deadline_s = members.deadline_s
-        self._joined_once = True
+    _group: ShmGroup | None = None
+    _gathers: Sequence[Gather] = ()
+    _deadline_s = 0.0
 
     def leave(self) -> None:
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.leave()
-        self._gathers = []  # memory goes when the last call that is inside ends
+        """Drops all connections, from any thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
+        self._gathers = ()  # memory goes when the last call that is inside ends
 
-    def gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
+    def _connect(self, members: Members) -> None:
+        group = self._group = ShmGroup(members, members.tp_ranks, "tensor", self._num_channels)
+        gather = module().Gather
+        channels = group.open_channels(gather.region_bytes(GATHER_PART_BYTES), f"{self._num_channels} channels")
+        self._gathers = [gather(channel, GATHER_PART_BYTES) for channel, _ in channels]
+        self._deadline_s = members.deadline_s
+
+    def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
         rows, columns = x_TN.shape
-        if x_TN.numel() and not self._joined_once:
-            return x_TN.repeat(1, self.size)
-        out = x_TN.new_empty((rows, self.size * columns))
-        if x_TN.numel():
-            x_TN = x_TN.contiguous()
-            row_bytes = columns * x_TN.element_size()
-            self._gather(channel).columns(x_TN.data_ptr(), rows, row_bytes, out.data_ptr(), self._deadline_s)
-        return out
+        x_TN, out_TN = x_TN.contiguous(), x_TN.new_empty((rows, self.size * columns))
+        row_bytes = columns * x_TN.element_size()
+        self._gather(channel).columns(x_TN.data_ptr(), rows, row_bytes, out_TN.data_ptr(), self._deadline_s)
+        return out_TN
 
-    def gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
-        assert counts[self.rank] == x_TD.shape[0], (counts, x_TD.shape)
-        if not sum(counts) or not self._joined_once:
-            return x_TD.new_zeros((sum(counts), x_TD.shape[1]))
-        out = x_TD.new_empty((sum(counts), x_TD.shape[1]))
-        x_TD = x_TD.contiguous()
+    def _rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
+        x_TD, out_TD = x_TD.contiguous(), x_TD.new_empty((sum(counts), x_TD.shape[1]))
         row_bytes = x_TD.shape[1] * x_TD.element_size()
-        self._gather(channel).rows(x_TD.data_ptr(), list(counts), row_bytes, out.data_ptr(), self._deadline_s)
-        return out
+        self._gather(channel).rows(x_TD.data_ptr(), list(counts), row_bytes, out_TD.data_ptr(), self._deadline_s)
+        return out_TD
 
     def _gather(self, channel: int) -> Gather:
         gathers = self._gathers

@@ -1,8 +1,8 @@
 """Symmetric memory: a region of each rank of one host that all others have mapped, and how their streams meet there.
 
-A region is made once, offered again in every epoch, and lives as long as the process: nobody can be about to write to
-memory that is gone. Nor can what is left of an old epoch be taken for something of a new one: before a rank meets the
-others again its device has done all that it was given, and flags hold numbers that grow from epoch to epoch.
+A region is allocated once, offered again in every epoch, and lives as long as the process, so no rank writes to memory
+that is gone. Leftovers of an old epoch cannot be taken for something of a new one: before a rank joins again its device
+has finished, and flags hold numbers that grow from epoch to epoch.
 
 R ranks, B bytes.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moeserve.comm.cudart import CudaRuntime, tensor_at
 from moeserve.comm.members import Members
-from moeserve.comm.shm import Meeting, module
+from moeserve.comm.shm import ShmGroup, module
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.kernels.exchange import FAILED, TOLD, WRONG, meet
 
@@ -38,13 +38,15 @@ MEETINGS = 38  # bits for the number of a meeting within its epoch, of the 53 th
 
 
 class Offer(msgspec.Struct, frozen=True):
+    """A region that other processes may open. gpu: the UUID of its GPU, the same in all processes."""
+
     handle: bytes
-    gpu: str  # its UUID, the same in all processes
+    gpu: str
 
 
 class CudaMemory:
-    """What regions are made of: device memory over CUDA IPC, between processes whose GPUs are one, or reach each other.
-    Tests have another, of host memory."""
+    """Regions of device memory over CUDA IPC, between processes on one GPU or on GPUs that reach each other. Tests use
+    a stand-in of host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,7 +55,8 @@ class CudaMemory:
         self._opened: list[int] = []
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
-        """This rank's region, uint8, zeroed when it was made, the same each time; and what lets others open it."""
+        """Returns this rank's region, uint8, zeroed when it was made and the same each time, and what lets others open
+        it."""
         if self._region is None or self._region[0].nbytes != num_bytes:
             address = self._runtime.allocate(num_bytes)
             offer = msgspec.msgpack.encode(Offer(self._runtime.handle(address), _uuid(self.device)))
@@ -63,7 +66,8 @@ class CudaMemory:
         return self._region
 
     def open(self, rank: int, fd: int) -> int:
-        """The address of another rank's region, of which `fd` is the offer. Raises ConfigError: out of reach."""
+        """Returns the address of another rank's region, of which `fd` holds the offer. Raises ConfigError when that GPU
+        is out of reach."""
         offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
         here = torch.cuda.current_device()
         there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
@@ -88,7 +92,7 @@ class CudaMemory:
             self._runtime.close(self._opened.pop())
 
     def words(self, count: int) -> Tensor:
-        """int32 zeros that host and device both see at once."""
+        """Returns int32 zeros whose changes host and device both see at once."""
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
     def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
@@ -101,9 +105,9 @@ def _uuid(device: torch.device | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One micro-batch's part of all regions, and the micro-batch's state; see kernels/exchange.py. own_B: this rank's
-    part. control:
-    for the host, in any thread. meet: what comes next on the current stream waits until all ranks are in this call."""
+    """One micro-batch's part of all regions, and its state; see kernels/exchange.py. own_B: this rank's part. control:
+    words that the host reads and writes, in any thread. meet(call): makes the current stream wait until all ranks are
+    in this call."""
 
     rank: int
     bases_R: Tensor
@@ -114,13 +118,13 @@ class Window:
 
 
 class Symmetric:
-    """All of this rank's windows. A group that failed stays so until the next `join`: kernels then move nothing more,
-    and each wait ends at once. Three things make one fail: a rank leaves, a rank ends (its connections do, and a thread
-    of ours sees that), a rank stays away for longer than the members' deadline."""
+    """All windows of this rank. A group that has failed stays failed until the next `join`: its kernels move nothing
+    and each wait ends at once. A group fails when a rank leaves, when a rank ends (a thread watches the connections),
+    or when a rank stays away for longer than the members' deadline."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self._memory = memory
-        self._meeting: Meeting | None = None
+        self._group: ShmGroup | None = None
         self._watcher: threading.Thread | None = None
         self._windows: list[Window] = []
         self._deadline_s = 0.0
@@ -128,14 +132,15 @@ class Symmetric:
         self._gone: tuple[int, ...] = ()
 
     def join(self, members: Members, ubatches: int, ubatch_bytes: int, facts: str) -> list[Window]:
-        """A window for each micro-batch. facts: what must be the same on all ranks. Raises PeerLost, ConfigError."""
+        """Returns a window for each micro-batch. facts: what must be the same on all ranks. Raises PeerLost, or
+        ConfigError when facts differ."""
         assert 8 * members.size <= HEAD_BYTES, f"{members.size} ranks of one host"
         self.leave()
         self._memory.close()
         self._deadline_s, self._left, self._gone, self._windows = members.deadline_s, threading.Event(), (), []
-        meeting = self._meeting = Meeting(members, range(members.size), "symmetric", 1)
+        group = self._group = ShmGroup(members, range(members.size), "symmetric", 1)
         region_B, offer = self._memory.allocate(ubatches * ubatch_bytes)
-        peers = meeting.connect([offer], f"{ubatches} micro-batches of {ubatch_bytes} bytes, {facts}")
+        peers = group.connect([offer], f"{ubatches} micro-batches of {ubatch_bytes} bytes, {facts}")
         bases = dict.fromkeys(range(members.size), region_B.data_ptr())
         bases |= {rank: self._memory.open(rank, fd) for rank, (_, fd) in peers.items()}
         bases_R = torch.tensor(list(bases.values()), device=self._memory.device)
@@ -144,7 +149,7 @@ class Symmetric:
             self._window(members, bases_R + ubatch * ubatch_bytes, own_B) for ubatch, own_B in enumerate(parts)
         ]
         links = {connection: rank for rank, (connection, _) in peers.items()}
-        watch = (links, self._windows, self._left, meeting)
+        watch = (links, self._windows, self._left, group)
         watcher = threading.Thread(target=self._watch, args=watch, name="peers", daemon=True)
         watcher.start()
         self._watcher = watcher
@@ -153,13 +158,13 @@ class Symmetric:
     def _window(self, members: Members, bases_R: Tensor, own_B: Tensor) -> Window:
         state = torch.tensor([members.epoch << MEETINGS, 0], device=self._memory.device)
         control = self._memory.words(WRONG + members.size)
-        say = partial(self._memory.meet, bases_R, state, members.rank, control, members.deadline_s)
-        return Window(members.rank, bases_R, own_B, state, control.numpy(), say)
+        meet_all = partial(self._memory.meet, bases_R, state, members.rank, control, members.deadline_s)
+        return Window(members.rank, bases_R, own_B, state, control.numpy(), meet_all)
 
     def _watch(
-        self, links: Mapping[socket.socket, int], windows: list[Window], left: threading.Event, meeting: Meeting
+        self, links: Mapping[socket.socket, int], windows: list[Window], left: threading.Event, group: ShmGroup
     ) -> None:
-        """The first rank that is gone ends this epoch for all; but ours stays connected until it leaves itself."""
+        """Ends this epoch when the first rank is gone. This rank stays connected until it leaves itself."""
         with selectors.DefaultSelector() as selector:
             for connection in links:
                 selector.register(connection, selectors.EVENT_READ)
@@ -168,21 +173,21 @@ class Symmetric:
                 self._gone = tuple(sorted(rank for connection, rank in links.items() if connection in ready))
                 _tell(windows)
         left.wait()
-        meeting.close()
+        group.close()
 
     def leave(self) -> None:
-        """Any thread, any time: who waits, here or at a peer, on the device or for the others to come, gives up."""
+        """Ends all waits, here and at the peers, on devices and for other ranks to come. From any thread, any time."""
         _tell(self._windows)
         self._left.set()
-        if self._meeting is not None:
-            self._meeting.leave()
+        if self._group is not None:
+            self._group.leave()
         if self._watcher is not None:
             self._watcher.join()  # it ends at once, and not while the process does
 
     def check(self) -> None:
-        """Raises PeerLost if kernels have given up since `join`: what they, and all after them, left is not to be used
-        (RuntimeError: because ranks differ in what they do, a bug of ours).
-        It looks at host memory and waits for nothing, so wait first: for an event behind the results in question."""
+        """Raises PeerLost if kernels have given up since `join`: their results, and all after them, are invalid.
+        Raises RuntimeError if ranks made different calls, which is a bug. It reads host memory only, so wait for an
+        event behind the results in question first."""
         failed = [window for window in self._windows if window.control[FAILED]]
         if not failed:
             return

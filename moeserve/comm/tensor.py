@@ -1,16 +1,15 @@
-"""Tensor parallelism without partial sums: ranks compute whole columns or rows and gather them, so no sum is ever
-split and the bits are those of one rank.
+"""Tensor parallelism without partial sums: ranks compute whole columns or rows and gather them. No sum is ever split,
+so the bits are those of one rank.
 
 T rows, N columns of one rank, D model width.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,41 +20,64 @@ from moeserve.comm.nccl import DeviceMesh
 from moeserve.errors import PeerLost
 
 
-class TensorParallel(Protocol):
-    """The ranks of one engine. Between `join` and `leave` all of them make the same calls in the same order on each
-    channel (a micro-batch's index); a channel is used by one thread at a time.
+class TensorParallel:
+    """The ranks of one engine. With one rank, as here, every gather returns its argument; subclasses connect several.
 
-    Before the first `join` a rank warms up alone: shapes are right, the others' parts are this rank's own or zero.
-    After `leave` every call raises PeerLost until the next `join`.
+    Between `join` and `leave` all ranks make the same calls in the same order on each channel (a micro-batch's index),
+    which one thread at a time uses. Before the first `join` a rank warms up alone: shapes are right, the parts of other
+    ranks are this rank's own or zero. After `leave` every call raises PeerLost until the next `join`.
     """
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
+    def __init__(self, rank: int = 0, size: int = 1, num_channels: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+        self._num_channels = num_channels
+        self._joined_once = False
 
     def join(self, members: Members) -> None:
         """Connects to the engine's other ranks. Blocks; raises PeerLost when they do not come."""
-        ...
+        assert (members.tp_rank, members.tp_size) == (self.rank, self.size), members
+        self.leave()
+        self._joined_once = True
+        self._connect(members)
 
     def leave(self) -> None:
-        """Drops all connections, at any time and from any thread: whoever waits, here or at a peer, gets PeerLost."""
-        ...
+        """Drops all connections, at any time, from any thread: calls that wait, here or at a peer, raise PeerLost."""
 
     def gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
-        """[T, size * N]: every rank's columns in rank order. T and N are the same on all ranks; nothing travels when
-        either is 0. Raises PeerLost."""
-        ...
+        """Returns every rank's columns in rank order, [T, size * N]. T and N are the same on all ranks; nothing travels
+        when either is 0. Raises PeerLost."""
+        if self.size == 1:
+            return x_TN
+        if not self._joined_once or not x_TN.numel():
+            return x_TN.repeat(1, self.size)
+        return self._columns(x_TN, channel)
 
     def gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
-        """[sum(counts), D]: every rank's rows in rank order; rank r has counts[r]. Nothing travels when all are 0.
-        Raises PeerLost."""
-        ...
+        """Returns every rank's rows in rank order, [sum(counts), D]; rank r has counts[r]. Nothing travels when all
+        counts are 0. Raises PeerLost."""
+        assert counts[self.rank] == x_TD.shape[0], (counts, x_TD.shape)
+        if self.size == 1:
+            return x_TD
+        if not self._joined_once or not sum(counts):
+            return x_TD.new_zeros((sum(counts), x_TD.shape[1]))
+        return self._rows(x_TD, counts, channel)
+
+    def _connect(self, members: Members) -> None:
+        """Does nothing: one rank has nobody to connect to."""
+
+    def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
+        raise NotImplementedError
+
+    def _rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
+        raise NotImplementedError
+
+
+ALONE = TensorParallel()
 
 
 def share(total: int, size: int, rank: int) -> slice:
-    """The rank's contiguous part of `total` rows or columns: ceil(total / size) each, the last ranks fewer or none.
+    """Returns a rank's contiguous part of `total` rows or columns: ceil(total / size), the last ranks fewer or none.
 
     (5, 4, 2) -> slice(4, 5), (5, 4, 3) -> slice(5, 5)
     """
@@ -63,47 +85,19 @@ def share(total: int, size: int, rank: int) -> slice:
     return slice(min(rank * each, total), min((rank + 1) * each, total))
 
 
-class Alone:
-    """An engine of one process: every gather returns its argument."""
-
-    rank = 0
-    size = 1
-
-    def join(self, members: Members) -> None:
-        """There is nobody to meet."""
-
-    def leave(self) -> None:
-        """There is nobody to part from."""
-
-    def gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
-        return x_TN
-
-    def gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
-        return x_TD
-
-
-ALONE = Alone()
-
-
 def side_by_side(parts_RTN: Tensor) -> Tensor:
-    """What every rank sent, [size, T, N], as [T, size * N]."""
+    """Rearranges every rank's columns, [size, T, N], to [T, size * N]."""
     size, rows, columns = parts_RTN.shape
     return parts_RTN.transpose(0, 1).reshape(rows, size * columns)
 
 
-class GlooTensor:
-    """Gathers by torch's gloo: every rank sends what it has to every other one."""
+class GlooTensor(TensorParallel):
+    """`TensorParallel` by torch's Gloo: every rank sends its part to every other one."""
 
-    def __init__(self, rank: int, size: int, num_channels: int = 1) -> None:
-        self.rank = rank
-        self.size = size
-        self._num_channels = num_channels
-        self._mesh: Mesh | None = None
-        self._first_rank = 0  # of the engine
+    _mesh: Mesh | None = None
+    _first_rank = 0  # of the engine
 
-    def join(self, members: Members) -> None:
-        assert (members.tp_rank, members.tp_size) == (self.rank, self.size), members
-        self.leave()
+    def _connect(self, members: Members) -> None:
         self._first_rank = members.tp_ranks[0]
         self._mesh = self._new_mesh(members)
         try:
@@ -112,26 +106,18 @@ class GlooTensor:
             raise self._of_group(error) from None
 
     def leave(self) -> None:
+        """Drops all connections, from any thread."""
         if self._mesh is not None:
             self._mesh.close()
 
-    def gather_columns(self, x_TN: Tensor, channel: int) -> Tensor:
-        rows, columns = x_TN.shape
-        if not x_TN.numel():
-            return x_TN.new_empty((rows, self.size * columns))
-        if self._mesh is None:
-            return x_TN.repeat(1, self.size)
-        parts_RTN = x_TN.new_empty((self.size, rows, columns))
+    def _columns(self, x_TN: Tensor, channel: int) -> Tensor:
+        parts_RTN = x_TN.new_empty((self.size, *x_TN.shape))
         self._exchange(x_TN, parts_RTN.unbind(), channel)
         return side_by_side(parts_RTN)
 
-    def gather_rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
-        assert counts[self.rank] == x_TD.shape[0], (counts, x_TD.shape)
-        if not sum(counts) or self._mesh is None:
-            return x_TD.new_zeros((sum(counts), x_TD.shape[1]))
+    def _rows(self, x_TD: Tensor, counts: Sequence[int], channel: int) -> Tensor:
         out_TD = x_TD.new_empty((sum(counts), x_TD.shape[1]))
-        ends = itertools.accumulate(counts)
-        self._exchange(x_TD, [out_TD[end - count : end] for end, count in zip(ends, counts, strict=True)], channel)
+        self._exchange(x_TD, torch.split(out_TD, list(counts)), channel)
         return out_TD
 
     def _new_mesh(self, members: Members) -> Mesh:
@@ -151,16 +137,15 @@ class GlooTensor:
             raise self._of_group(error) from None
 
     def _of_group(self, error: PeerLost) -> PeerLost:
-        """The same error, with ranks of the whole group instead of the engine's."""
+        """Returns the same error with the numbers that ranks have in the whole group."""
         return PeerLost(f"tensor parallelism: {error}", tuple(self._first_rank + rank for rank in error.missing))
 
 
 class DeviceTensor(GlooTensor):
-    """Gathers by NCCL on the stream that computes, which has nothing else to do; nobody waits on the host. One GPU per
-    rank."""
+    """`TensorParallel` by NCCL, one GPU per rank, on the stream that computes; the host does not wait."""
 
     def check(self) -> None:
-        """See `DeviceMesh`."""
+        """Raises PeerLost if what the device computed is invalid; see `DeviceMesh.check`."""
         if isinstance(self._mesh, DeviceMesh):
             self._mesh.check()
 
@@ -168,7 +153,7 @@ class DeviceTensor(GlooTensor):
         return _EngineDeviceMesh(members, self._num_channels)
 
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
-        """As many rows of every rank as the one with most has: all know how many of them count."""
+        """Sends as many rows of every rank as the longest part has: all ranks know how many of them count."""
         assert self._mesh is not None
         most = max(len(part) for part in parts)
         all_RTN = mine.new_empty((self.size, most, mine.shape[1]))
@@ -182,7 +167,7 @@ class DeviceTensor(GlooTensor):
 
 
 class _EngineMesh(Mesh):
-    """The ranks of one engine. They share a machine, so they meet over a file in the epoch's folder."""
+    """The ranks of one engine. They share a machine, so their store is a file in the epoch's folder."""
 
     def __init__(self, members: Members, num_channels: int) -> None:
         first, last = members.tp_ranks[0], members.tp_ranks[-1]
@@ -195,7 +180,7 @@ class _EngineMesh(Mesh):
 
 
 class _EngineDeviceMesh(_EngineMesh, DeviceMesh):
-    pass
+    """The same, with NCCL's collectives."""
 
 
 def _bytes(x: Tensor) -> Tensor:

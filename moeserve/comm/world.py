@@ -1,4 +1,4 @@
-"""Where a process stands among those that serve one model. One process alone needs nothing of this."""
+"""The place of a process among those that serve one model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank among `size` ranks: dp_size engines of tp_size processes each, an engine's ranks side by side.
+    """One rank among `size`: dp_size engines of tp_size processes each, an engine's ranks side by side.
 
-    ep: experts are sharded over all ranks; otherwise each has all of them. ranks_on_host: that share this machine's
-    cores and memory.
+    ep: experts are sharded over all ranks; otherwise each rank has all of them. ranks_on_host: the number of ranks that
+    share this machine's cores and memory.
     """
 
     rank: int = 0
@@ -27,21 +27,25 @@ class World:
 
     @property
     def tp_rank(self) -> int:
+        """This rank's number within its engine."""
         return self.rank % self.tp_size
 
     @property
     def dp_rank(self) -> int:
+        """The number of this rank's engine."""
         return self.rank // self.tp_size
 
     @property
     def dp_size(self) -> int:
+        """The number of engines."""
         return self.size // self.tp_size
 
     @property
     def num_expert_ranks(self) -> int:
-        """Ranks that the experts are sharded over."""
+        """The number of ranks that the experts are sharded over."""
         return self.size if self.ep else 1
 
     @property
     def expert_rank(self) -> int:
+        """This rank's number among those."""
         return self.rank if self.ep else 0

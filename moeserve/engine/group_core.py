@@ -157,7 +157,7 @@ class GroupCore(EngineCore):
         plan = self._next_plan()
         vote = self._vote(plan)
         news = (vote.pause, vote.drained, vote.placed)
-        if plan is None and news == self._told and not coordinator.called:
+        if plan is None and news == self._told and not coordinator.woken:
             return False
         voted_s = self._clock()
         try:
@@ -311,9 +311,9 @@ class GroupCore(EngineCore):
         await self._group_runner.leave()
 
     async def _sleep(self, coordinator: DPCoordinator) -> None:
-        """Until a message comes, another engine rings, or it is time to look again."""
+        """Until a message comes, another engine wakes this one, or it is time to look again."""
         self._audit_when_due()
-        ringing = asyncio.get_running_loop().create_task(coordinator.rung())
+        ringing = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
             await self._hear(ringing, self._clock() + LOOK_S if self._placing else self._patience_until_s)
         finally:

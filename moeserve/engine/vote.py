@@ -14,7 +14,7 @@ from moeserve.errors import PeerLost, StepSkew
 from moeserve.messages import Join, Placed, PlacementTable
 
 
-class Vote(msgspec.Struct, frozen=True):
+class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One engine's row. tokens: of the plan that it has ready, `split_at` of them in the first micro-batch if there
     are two.
 
@@ -39,7 +39,7 @@ class Vote(msgspec.Struct, frozen=True):
 
 class Action(enum.Enum):
     RUN = "run"  # all run a step, those without work an empty one
-    PARK = "park"  # nobody has work: sleep until someone rings
+    PARK = "park"  # nobody has work: sleep until an engine wakes the others
     PAUSE = "pause"  # all hold, or are done: the group may be taken apart between two steps
     STOP = "stop"  # all were told to stop, and are done
 
@@ -89,14 +89,14 @@ _NOTHING_TO_RUN = {action: Decision(action) for action in Action}
 class DPCoordinator(Protocol):
     """The engines that step together, as the core of one of them sees it. Belongs to the core's loop.
 
-    `comm/coordinator.py` has the real one; an engine that serves alone has none.
+    `comm/dp_coordinator.py` has the real one; an engine that serves alone has none.
     """
 
     @property
     def epoch(self) -> int: ...
 
     @property
-    def called(self) -> bool:
+    def woken(self) -> bool:
         """After a PARK: whether another engine has voted in the next step and waits for us."""
         ...
 
@@ -110,8 +110,8 @@ class DPCoordinator(Protocol):
         when the engines do not vote on the same step."""
         ...
 
-    async def rung(self) -> None:
-        """Returns once `called` is true. Raises PeerLost."""
+    async def wait_woken(self) -> None:
+        """Returns once `woken` is true. Raises PeerLost."""
         ...
 
     async def broken(self) -> None:

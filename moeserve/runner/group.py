@@ -1,7 +1,7 @@
-"""The runner of an engine that steps together with others, or that has more than one rank, or both.
+"""The runner of an engine that steps together with other engines, or has several ranks, or both.
 
-A step that fails because a rank was lost leaves everything usable: its plan comes again after the next `join`. Any
-other error is the end, as in `ThreadedRunner`.
+A step that fails because a rank was lost leaves everything usable: its plan is run again after the next `join`. Any
+other error is final, as in `ThreadedRunner`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from moeserve.engine.plan_codec import encode_plan
 from moeserve.errors import EngineDied, PeerLost
 from moeserve.messages import Join, Placed, PlacementTable, Traced
 from moeserve.runner.base import ModelRunnerBase
+from moeserve.runner.commands import Allocate, Build, CommandDone, Leave, Prepare, Run
 from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.load import Progress
-from moeserve.runner.orders import Allocate, Build, Meet, OrderDone, Part, Prepare, Run
 from moeserve.runner.remote import Team, all_done, checked
 from moeserve.runner.thread import StepFuture, ThreadedRunner
 
-LEAVE_AGAIN_S = 0.1  # a connection that was being made while the others were dropped
+LEAVE_AGAIN_S = 0.1  # between attempts: a connection may have been made while the others were dropped
 
 
 class GroupedRunner(ThreadedRunner):
-    """`GroupRunner` of engine/vote.py. model: this process's rank; team: the engine's other ones, None if it has none.
-
-    on_placed, on_traced: set by the core, called from any thread.
-    """
+    """The `GroupRunner` (engine/vote.py) of an engine's leader. model: this process's rank. team: the engine's other
+    ranks, None if it has none. on_placed, on_traced: set by the core, called from any thread."""
 
     def __init__(self, model: ModelRunnerBase, team: Team | None = None) -> None:
         super().__init__(model)
@@ -43,12 +41,13 @@ class GroupedRunner(ThreadedRunner):
         self.on_traced: Callable[[Traced], object] | None = None
         self._lost: PeerLost | None = PeerLost("this engine has not joined its group yet")
         self.overtaken = False
-        self._newest: StepPlan | None = None  # of those that have begun
+        self._newest: StepPlan | None = None  # the last one that has begun
         self._dp_rank = 0
         self._policy = OverlapPolicy("off" if len(model.ubatches.ubatches) == 1 else model.config.parallel.dbo)
 
     @property
     def on_placed(self) -> Callable[[Placed], None] | None:
+        """Called with the outcome of each placement that was prepared, from any thread."""
         return self.model.on_placed
 
     @on_placed.setter
@@ -58,20 +57,19 @@ class GroupedRunner(ThreadedRunner):
     def prepare_model(self, progress: Progress) -> Limits:
         """Loads and warms up all ranks of the engine, in a thread without a loop. Raises ConfigError.
 
-        The ranks agree on limits: what the one with the least memory can hold.
+        Returns the limits of all ranks: what the rank with the least memory can hold.
         """
         model, team = self.model, self.team
         if team is None:
             return asyncio.run(self.call(model.prepare, progress))
-        team.meet()
-        tell = _Slowest(model.world.tp_size, progress)
-        team.on_progress = tell
+        team.wait_connected()
+        report = team.on_progress = _SlowestProgress(model.world.tp_size, progress)
         placement = None if model.placement is None else model.placement.to_table()
         builds = team.ask(Build(model.config, model.world, placement))
-        budget = asyncio.run(self.call(model.load, lambda name, percent: tell(0, name, percent)))
+        budget = asyncio.run(self.call(model.load, lambda name, percent: report(0, name, percent)))
         limits = model.resolve(min([budget, *(done.value for done in all_done(builds))]))
         asked = team.ask(Allocate(limits))
-        asyncio.run(self.call(model.allocate, limits, lambda name, percent: tell(0, name, percent)))
+        asyncio.run(self.call(model.allocate, limits, lambda name, percent: report(0, name, percent)))
         all_done(asked)
         return limits
 
@@ -81,18 +79,18 @@ class GroupedRunner(ThreadedRunner):
             return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
         return await asyncio.wrap_future(self.team.dead)
 
-    # For the core; see `GroupRunner`.
-
     @property
     def placed(self) -> int:
+        """How far all ranks of the engine have prepared the pending placement."""
         own = self.model.peers.placed
         return own if self.team is None else min(own, self.team.placed)
 
     async def join(self, join: Join) -> None:
+        """Connects all ranks of the engine with the other engines'. Raises PeerLost."""
         self._lost, self.overtaken = None, False
         self._dp_rank = join.dp_rank
         self._policy.restart()
-        others = self._ask(Meet(join))
+        others = self._ask(join)
         own: asyncio.Future[None] = asyncio.ensure_future(
             self.call(self.model.join, Members.of(join, 0), join.placement)
         )
@@ -110,32 +108,36 @@ class GroupedRunner(ThreadedRunner):
             raise
 
     async def leave(self) -> None:
+        """Drops all connections; returns when no step runs any more on any rank."""
         self._lost = self._lost or PeerLost("this engine left its group")
-        parted = self._ask(Part())
+        left = self._ask(Leave())
         idle = asyncio.ensure_future(self._idle())
         while not idle.done():
             self.model.leave()
             await asyncio.wait({idle}, timeout=LEAVE_AGAIN_S)
         await idle
         self.model.leave()  # a `join` may have got through just before its thread was idle
-        await parted
+        await left
 
-    def _ask(self, what: msgspec.Struct) -> asyncio.Future[list[OrderDone]]:
-        """The answers of the engine's other ranks."""
+    def _ask(self, what: msgspec.Struct) -> asyncio.Future[list[CommandDone]]:
+        """Sends the engine's other ranks a command. Returns their answers."""
         asked = [] if self.team is None else self.team.ask(what)
-        answers = asyncio.gather(*(asyncio.wrap_future(one) for one in asked))
-        answers.add_done_callback(lambda done: done.cancelled() or done.exception())  # `died` says it as well
+        answers = asyncio.gather(*map(asyncio.wrap_future, asked))
+        answers.add_done_callback(lambda done: done.cancelled() or done.exception())  # `died` reports it as well
         return answers
 
     def prepare(self, placement: PlacementTable) -> None:
+        """Begins to prepare a placement on all ranks, in the background."""
         if self.team is not None:
             self.team.ask(Prepare(placement))
         self.model.peers.prepare(placement)
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
+        """Whether two micro-batches would pay for this plan."""
         return self._policy.ubatches_ok(plan)
 
     def close(self) -> None:
+        """Ends the other ranks, then this one, also in the middle of a step that waits for peers."""
         model = self.__dict__.pop("model", None)
         if model is None:
             return
@@ -143,13 +145,13 @@ class GroupedRunner(ThreadedRunner):
             self.team.close()
         closing = threading.Thread(target=super().close, name="runner stop")
         closing.start()
-        while closing.is_alive():  # whatever the runner's thread waits for
+        while closing.is_alive():  # its thread may wait for peers
             model.leave()
             closing.join(LEAVE_AGAIN_S)
         model.close()
 
     def _handle(self, plan: StepPlan) -> StepFuture[StepResult]:
-        return _Noted(plan, self._policy)
+        return _NotedFuture(plan, self._policy)
 
     # In the runner's thread.
 
@@ -165,11 +167,11 @@ class GroupedRunner(ThreadedRunner):
             result = collect()
             done = all_done(asked)
             mine = checksum(result)
-            for tp_rank, other in enumerate(done, 1):
-                if other.value != mine:
+            for tp_rank, answer in enumerate(done, 1):
+                if answer.value != mine:
                     raise EngineDied(
                         f"tensor-parallel rank {tp_rank} has other tokens than rank 0 in step {plan.step}: the "
-                        "machine's arithmetic is not reproducible, or a bug of ours"
+                        "machine's arithmetic is not reproducible, or there is a bug in moeserve"
                     )
             if self.on_traced is not None and plan.agreed is not None and plan.agreed.trace:
                 for traced in team.traced(done, plan.agreed.step, self._dp_rank):
@@ -193,8 +195,8 @@ class GroupedRunner(ThreadedRunner):
             super()._fail(plan, handle, exc)
 
 
-class _Noted(StepFuture[StepResult]):
-    """Lets the policy of micro-batches learn from the result."""
+class _NotedFuture(StepFuture[StepResult]):
+    """The future result of a step, which the policy of micro-batches learns from."""
 
     def __init__(self, plan: StepPlan, policy: OverlapPolicy) -> None:
         super().__init__()
@@ -206,22 +208,22 @@ class _Noted(StepFuture[StepResult]):
         super()._set_result(value)
 
 
-class _Slowest:
-    """Progress of several ranks as one: that of the rank that is behind."""
+class _SlowestProgress:
+    """Reports the progress of several ranks as one: that of the slowest."""
 
     def __init__(self, size: int, progress: Progress) -> None:
         self._at = [("starting", 0)] * size
         self._progress = progress
-        self._told = 0
+        self._reported = 0
 
     def __call__(self, tp_rank: int, name: str, percent: int) -> None:
         self._at[tp_rank] = name, percent
         name, percent = min(self._at, key=lambda at: at[1])
-        if percent > self._told:
-            self._told = percent
+        if percent > self._reported:
+            self._reported = percent
             self._progress(name, percent)
 
 
 def checksum(result: StepResult) -> int:
-    """Of the tokens that a step sampled: equal on all ranks of an engine."""
+    """Returns a checksum of the tokens that a step sampled, which is equal on all ranks of an engine."""
     return zlib.crc32(result.tokens_S.tobytes())

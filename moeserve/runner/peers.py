@@ -1,4 +1,4 @@
-"""What ties a rank to the others: the rows of its MoE layers, the gathers of its engine, the placement of experts."""
+"""A rank's links to other ranks: the all2all of its MoE layers, the gathers of its engine, the placement of experts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def make_tensor(world: World, num_channels: int, on_device: bool = False) -> TensorParallel:
-    """How the ranks of an engine gather what each has computed. They share a machine, so shared memory serves best,
-    and NCCL between devices."""
+    """Returns how the ranks of an engine gather what each has computed: they share a machine, so by shared memory where
+    there is native code, and by NCCL between devices."""
     if world.tp_size == 1:
         return ALONE
     kind = DeviceTensor if on_device else GlooTensor if native() is None else ShmTensor
@@ -36,11 +36,12 @@ def make_tensor(world: World, num_channels: int, on_device: bool = False) -> Ten
 
 
 class Peers:
-    """Until the first `join` a rank computes alone, for warmth: whatever is routed goes to its own experts.
+    """A rank's links to all other ranks. Until the first `join` it warms up alone, with its own experts only.
 
-    placement: where the experts are, None for a model without any. wire: that their rows travel in. read: brings one of
-    them from the checkpoint, None if they never move. on_placed: hears what became of each placement that was prepared,
-    from any thread. Create it in the runner's thread, where all belongs but `leave`, `prepare`, `placed` and `moving`.
+    placement: where the experts are, None for a model without any. wire: the format that their rows travel in. read:
+    reads an expert from the checkpoint, None if experts never move. on_placed: called with the outcome of each
+    placement that was prepared, from any thread. To be created in the runner's thread, which also makes all calls but
+    `leave`, `prepare`, `placed` and `moving`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Peers:
         self._num_ubatches = num_ubatches
         self._on_placed = on_placed
         self._all2all = self._layers[0].all2all if self._layers else None  # one for all layers
-        self._alone: LocalAll2All | None = None  # in its place until there are others
+        self._alone: LocalAll2All | None = None  # takes its place until there are other ranks
         self._experts_per_rank = 0 if placement is None else placement.experts_per_rank
         self._expected = 0  # the newest placement that was given to `prepare`
         self._joins = 0
@@ -75,7 +76,8 @@ class Peers:
             layer.all2all = all2all
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
-        """Brings the experts of `table` here and meets the members. Raises PeerLost when not all of them come."""
+        """Loads this rank's experts of `table` and connects to the members. Raises PeerLost when not all of them
+        come."""
         if self._store is not None and table is not None:
             self._store.load_all(table, members.rank)
             self._experts_per_rank = table.experts_per_rank
@@ -92,38 +94,38 @@ class Peers:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Other than before after every join and every change of the placement."""
+        """A value that changes with every join and every change of the placement."""
         return self._joins, 0 if self._store is None else self._store.version
 
     @property
     def graph_safe(self) -> bool:
-        """Whether the transport that will serve among several ranks can be recorded."""
+        """Whether the all2all backend among several ranks can be recorded in a graph."""
         return self._all2all is not None and self._all2all.caps.graph_safe
 
     @property
     def recordable(self) -> bool:
-        """Whether all that serves now can be."""
+        """Whether the MoE layers as they are now can be recorded in a graph."""
         return all(layer.recordable for layer in self._layers)
 
     @property
     def copies(self) -> int:
-        """Of rows received from others, while experts compute on them."""
+        """How many copies the all2all backend keeps of received rows while experts compute on them."""
         return 0 if self._all2all is None else self._all2all.caps.copies
 
     def leave(self) -> None:
-        """Drops all connections, at any time and from any thread: a step that waits for a peer gets PeerLost."""
+        """Drops all connections, at any time and from any thread: a step that waits for a peer raises PeerLost."""
         if self._all2all is not None:
             self._all2all.leave()
         self._tp.leave()
 
     def check(self) -> None:
-        """Once the host has waited for a step: raises PeerLost if one of its transfers came to nothing."""
-        for user in (*(layer.all2all for layer in self._layers[:1]), self._tp):
-            if isinstance(user, Checked):
-                user.check()
+        """Raises PeerLost if a transfer of a step failed. To be called once the host has waited for the step."""
+        for transport in (*(layer.all2all for layer in self._layers[:1]), self._tp):
+            if isinstance(transport, Checked):
+                transport.check()
 
     def prepare(self, table: PlacementTable) -> None:
-        """Begins to bring a placement here in the background."""
+        """Begins to load this rank's experts of a placement, in the background."""
         if self._store is None:
             self._on_placed(Placed(version=table.version, error="this rank has all experts, or there are none"))
             return
@@ -132,29 +134,31 @@ class Peers:
 
     @property
     def placed(self) -> int:
-        """How far that is, for the vote; see `ExpertStore`."""
+        """How far the pending placement is prepared, for the vote; see `ExpertStore`."""
         return 0 if self._store is None else self._store.placed
 
     @property
     def moving(self) -> bool:
-        """Whether a placement is on its way into force."""
+        """Whether a placement was begun that is not in force yet."""
         return self._store is not None and self._store.version < self._expected
 
     def commit(self, placed: int) -> None:
-        """Puts in force what all ranks have prepared."""
+        """Puts in force what all ranks have prepared, up to `placed`."""
         if self._store is not None:
             self._store.commit(placed)
 
     def close(self) -> None:
+        """Leaves the group and ends the background work."""
         self.leave()
         if self._store is not None:
             self._store.close()
 
 
 class OwnExperts(LocalAll2All):
-    """For a rank without others. During warm-up, when it has not all experts, slots of others become its own: then all
-    is right but the values."""
+    """Local all2all of a rank that warms up without the ranks that have the other experts: its own stand in for those,
+    so that everything is right but the values."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
+        """Dispatches to this rank's experts only."""
         ids_TK = torch.where(routing.ids_TK < 0, routing.ids_TK, routing.ids_TK % self._num_experts)
         return super().dispatch(x_TD, Routing(ids_TK, routing.weights_TK), ubatch)

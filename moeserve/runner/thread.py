@@ -24,19 +24,21 @@ class Executor(Protocol):
     """What the thread needs of a model runner."""
 
     @property
-    def device_is_async(self) -> bool: ...
+    def device_is_async(self) -> bool:
+        """Whether a launched step goes on by itself, without the host."""
+        ...
 
     def enter_thread(self) -> None:
-        """Called first of all in the thread that will call `launch`."""
+        """Prepares the thread that will call `launch`; called there before anything else."""
         ...
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Starts the step; the returned function waits for its result."""
+        """Starts a step. Returns a function that waits for its result."""
         ...
 
 
 class StepFuture(Generic[T]):
-    """An answer on its way from another thread to the loop that asked."""
+    """The future answer of another thread, awaited on the loop that made it."""
 
     __slots__ = ("_future", "_loop")
 
@@ -45,12 +47,15 @@ class StepFuture(Generic[T]):
         self._future: asyncio.Future[T] = self._loop.create_future()
 
     async def result(self) -> T:
+        """Waits for the answer, or raises what `fail` was given."""
         return await self._future
 
     def resolve(self, value: T) -> None:
+        """Sets the answer, from any thread."""
         self._from_thread(self._set_result, value)
 
     def fail(self, cause: BaseException) -> None:
+        """Sets an error instead of the answer, from any thread."""
         self._from_thread(self._set_exception, cause)
 
     def _from_thread(self, set_: Callable[[T], None] | Callable[[BaseException], None], value: object) -> None:
@@ -64,7 +69,7 @@ class StepFuture(Generic[T]):
     def _set_exception(self, cause: BaseException) -> None:
         if not self._future.done():
             self._future.set_exception(cause)
-            self._future.exception()  # a step that nobody awaits any more is no news
+            self._future.exception()  # nobody has to await a failed step
 
 
 class JobThread:
@@ -72,7 +77,7 @@ class JobThread:
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # no job may come behind the order to stop
+        self._lock = threading.Lock()  # no job may come behind the one that stops
         self._stopped = False
         self.thread = threading.Thread(target=self._run, args=(enter,), name=name, daemon=True)
         self.thread.start()
@@ -99,7 +104,8 @@ class JobThread:
 
 
 class ThreadedRunner:
-    """The engine's `Runner`. After a step has failed, or after `close`, every later one fails with the cause."""
+    """The engine's `Runner`: a model runner with threads of its own. After a step has failed, or after `close`, every
+    later one fails with the cause."""
 
     def __init__(self, runner: Executor) -> None:
         self.runner = runner
@@ -108,14 +114,14 @@ class ThreadedRunner:
         self._collector = JobThread("step results", runner.enter_thread) if runner.device_is_async else None
 
     def start(self, plan: StepPlan) -> StepFuture[StepResult]:
-        """Returns at once. To be called on the loop that awaits the result."""
+        """Queues a step and returns at once. To be called on the loop that awaits the result."""
         handle = self._handle(plan)
         if not self._launcher.do(lambda: self._launch(plan, handle)):
             handle.fail(self._gone())
         return handle
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a function in the runner's thread between two steps: loading the model, an audit."""
+        """Runs a function in the runner's thread between two steps, such as loading the model or an audit."""
         handle: StepFuture[T] = StepFuture()
 
         def job() -> None:
@@ -129,15 +135,15 @@ class ThreadedRunner:
         return await handle.result()
 
     def close(self) -> None:
-        """Lets the step that runs now finish, fails those behind it, joins the threads, and lets go of the model.
+        """Lets the running step finish, fails those behind it, joins the threads and releases the model.
 
-        Whoever waits for this knows that the model's memory is free: a thread that still frees it while the
-        interpreter ends would abort the process.
+        The model's memory is free afterwards: a thread that still freed it while the interpreter ends would abort the
+        process.
         """
         self._cause = self._cause or "the model runner was closed"
-        for worker in (self._launcher, self._collector):
-            if worker is not None:
-                worker.stop()
+        for thread in (self._launcher, self._collector):
+            if thread is not None:
+                thread.stop()
         self.__dict__.pop("runner", None)
 
     def _launch(self, plan: StepPlan, handle: StepFuture[StepResult]) -> None:
@@ -161,7 +167,7 @@ class ThreadedRunner:
         return self.runner.launch(plan)
 
     async def _idle(self) -> None:
-        """Returns when everything that was started until now is over."""
+        """Returns when everything that was started before is over."""
         await self.call(lambda: None)
         if self._collector is not None:
             handle: StepFuture[None] = StepFuture()
@@ -175,7 +181,7 @@ class ThreadedRunner:
             self._fail(plan, handle, exc)
 
     def _refusal(self) -> Exception | None:
-        """Why no step may run any more."""
+        """Returns the error of every further step; None while steps may run."""
         return None if self._cause is None else EngineDied(self._cause)
 
     def _gone(self) -> EngineDied:

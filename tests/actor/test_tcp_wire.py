@@ -10,8 +10,7 @@ import pytest
 
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.keys import keys_of, read_secret, token_of
-from moeserve.actor.wire import PeerGone
-from moeserve.actor.zmq_wire import connect, listen
+from moeserve.actor.zmq_wire import PeerGone, connect, listen
 from moeserve.errors import ActorStopped, ConfigError
 from moeserve.messages import Ping
 

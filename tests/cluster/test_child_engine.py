@@ -105,7 +105,7 @@ async def test_an_engine_of_another_version_is_refused_for_good(child: Open, mon
     monkeypatch.setattr(engine_process, "listen", partial(listen, version=99))
     async with child("null", policy=FAST) as (_, reader):
         end = await reader.gone()
-        assert "speaks message protocol 1, this one 99" in end.cause
+        assert "speaks message protocol 1, the listening one 99" in end.cause
         assert "restart it" in end.cause
         assert not end.restarting
 

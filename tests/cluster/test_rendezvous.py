@@ -17,8 +17,7 @@ import zmq
 
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.keys import keys_of, read_secret, token_of
-from moeserve.actor.wire import PeerGone
-from moeserve.actor.zmq_wire import connect
+from moeserve.actor.zmq_wire import PeerGone, connect
 from moeserve.cluster.check_parallel import check_machines, check_scale
 from moeserve.cluster.node import join
 from moeserve.cluster.rendezvous import Admitted, Rendezvous, attendance, bracketed, misfit, resolve
@@ -112,7 +111,7 @@ async def test_another_protocol_is_named(config: Config, tmp_path: Path, monkeyp
         finally:
             wire.close()
         assert isinstance(gone, PeerGone)
-        assert "protocol 99, machine 0 1" in gone.cause
+        assert "protocol 99, the listening one 1" in gone.cause
 
 
 async def test_nonsense_and_strangers_are_not_answered(config: Config, tmp_path: Path) -> None:

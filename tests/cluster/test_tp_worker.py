@@ -216,7 +216,7 @@ def test_a_worker_that_dies_at_its_start_is_named_with_its_last_words(short_dir:
     began_s = time.monotonic()
     team.start()
     with pytest.raises(EngineDied, match=r"tensor-parallel rank 1 is gone: .* exited with code 1"):
-        team.meet()
+        team.wait_connected()
     assert time.monotonic() - began_s < 10
     team.close()
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeserve.comm.members import Members
-from moeserve.comm.tensor import side_by_side
+from moeserve.comm.tensor import TensorParallel, side_by_side
 
 
 class Board:
@@ -21,16 +20,12 @@ class Board:
         self.gathers = 0
 
 
-class BoardTensor:
+class BoardTensor(TensorParallel):
     """TensorParallel over a Board; every rank has the same one."""
 
     def __init__(self, rank: int, board: Board) -> None:
-        self.rank = rank
-        self.size = len(board.parts)
+        super().__init__(rank, len(board.parts))
         self._board = board
-
-    def join(self, members: Members) -> None:
-        """There is nothing to connect."""
 
     def leave(self) -> None:
         self._board.barrier.abort()

@@ -71,5 +71,5 @@ def use(patch: pytest.MonkeyPatch) -> None:
         return Group(store, mesh.members.rank, mesh.members.size, mesh.members.deadline_s)
 
     patch.setattr(DeviceMesh, "_open", make)
-    patch.setattr(DeviceMesh, "_meet", lambda mesh, group: None)
+    patch.setattr(DeviceMesh, "_connect_devices", lambda mesh, group: None)
     patch.setattr(backends, "comm_stream", lambda device: CommStream())

@@ -247,7 +247,7 @@ async def test_random_traffic_under_breaks_and_kills(seed: int, ahead: bool, mon
 
 
 async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_no_error_unseen() -> None:
-    async def rung() -> None:
+    async def wait_woken() -> None:
         raise PeerLost("gone")
 
     async def hear(*_: Any) -> None:
@@ -260,7 +260,7 @@ async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_n
     core: Any = SimpleNamespace(_audit_when_due=lambda: None, _hear=hear, _placing=False, _patience_until_s=0.0)
     core._clock = lambda: 0.0
     with pytest.raises(asyncio.CancelledError):
-        await GroupCore._sleep(core, SimpleNamespace(rung=rung))  # type: ignore[arg-type]
+        await GroupCore._sleep(core, SimpleNamespace(wait_woken=wait_woken))  # type: ignore[arg-type]
     gc.collect()
     await asyncio.sleep(0)
     assert unseen == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -43,39 +42,49 @@ from moeserve.messages import (
 from moeserve.metrics import StepRecord
 from moeserve.models.hf_config import read_model_spec
 from moeserve.moe.placement.placement import Placement
+from moeserve.runner.commands import WorkerBirth, connect_to_leader
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.group import GroupedRunner
-from moeserve.runner.orders import Hello, Order, WorkerChannel
-from moeserve.runner.remote import Team, WorkerBirth
+from moeserve.runner.remote import Team
 from moeserve.sampling import TokenSampling
 from tests.comm.ranks import free_port
 
 
-class ThreadTeam(Team):
-    """Workers that are threads: real orders over real sockets."""
+class WorkerThread:
+    """A worker that is a thread, in the place of a process."""
 
-    async def _watch(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._workers = [threading.Thread(target=_work, args=(birth,), daemon=True) for birth in self._births]
-        for worker in self._workers:
-            worker.start()
-        self._watching.set()
-        await self._stop.wait()
-        for worker in self._workers:
-            await asyncio.to_thread(worker.join, 20)
+    pid = 0
+
+    def __init__(self, birth: WorkerBirth) -> None:
+        self._thread = threading.Thread(target=_work, args=(birth,), daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    async def death(self) -> None:
+        await asyncio.to_thread(self._thread.join, 20)
+
+    def kill(self, verdict: str) -> None:
+        """Threads end by themselves."""
+
+
+class ThreadTeam(Team):
+    """Workers that are threads: real commands over real sockets."""
+
+    def _start(self, name: str, birth: WorkerBirth) -> Any:
+        return WorkerThread(birth)
 
 
 def _work(birth: WorkerBirth) -> None:
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(birth.address)
-    channel: WorkerChannel[Order] = WorkerChannel(sock, Order)
-    channel.send(Hello(birth.token, birth.tp_rank))
-    worker = Worker(birth.tp_rank, channel)
+    stream = connect_to_leader(birth)
+    worker = Worker(birth.tp_rank, stream)
     worker.serve()
     worker._thread.stop()
     if worker._runner is not None:
         worker._runner.close()
-    channel.close()
+    stream.close()
 
 
 @dataclass

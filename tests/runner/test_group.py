@@ -21,8 +21,8 @@ from moeserve.errors import EngineDied, PeerLost
 from moeserve.messages import Placed, PlacementTable, Traced
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
+from moeserve.runner.commands import CommandDone
 from moeserve.runner.group import GroupedRunner, checksum
-from moeserve.runner.orders import OrderDone
 from moeserve.sampling import TokenSampling
 from tests.runner.engines import Engine, Group, alone, runner_of
 from tests.runner.harness import Driver, Request, fake_runner, greedy
@@ -322,10 +322,10 @@ class OneWorker:
     """A team whose worker answers as told."""
 
     def __init__(self) -> None:
-        self.answer = OrderDone(1)
+        self.answer = CommandDone(1)
 
-    def ask(self, what: Any) -> list[Future[OrderDone]]:
-        future: Future[OrderDone] = Future()
+    def ask(self, what: Any) -> list[Future[CommandDone]]:
+        future: Future[CommandDone] = Future()
         future.set_result(self.answer)
         return [future]
 
@@ -343,12 +343,12 @@ async def test_ranks_of_an_engine_that_sample_different_tokens_are_the_end() -> 
     driver = Driver(runner)
     request = driver.add(Request([1, 2, 3], greedy()))
     first = replace(driver.plan([(request, 10)]), agreed=Agreed(0, most_tokens=(10, 0), trace=True))
-    team.answer = OrderDone(1, lost="rank 5 is gone", missing=(5,))
+    team.answer = CommandDone(1, lost="rank 5 is gone", missing=(5,))
     with pytest.raises(PeerLost, match="rank 5 is gone") as lost:
         await grouped.start(first).result()
     assert lost.value.missing == (5,)
     grouped._lost = None
-    team.answer = OrderDone(1, value=checksum(runner.execute(first)))
+    team.answer = CommandDone(1, value=checksum(runner.execute(first)))
     heard: list[Traced] = []
     grouped.on_traced = heard.append
     driver.update_from_output([(request, 10)], first, await grouped.start(first).result())

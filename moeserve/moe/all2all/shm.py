@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.comm.members import Members
-from moeserve.comm.shm import Meeting, module
+from moeserve.comm.shm import ShmGroup, module
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
@@ -69,7 +69,7 @@ class ShmAll2All:
         self._wire = wire if wire is not None and wire.lossy else None  # None: rows travel as they lie in memory
         self._element = getattr(module().Element, str(dtype).removeprefix("torch."))
         self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden * dtype.itemsize)
-        self._meeting: Meeting | None = None
+        self._group: ShmGroup | None = None
         self._channels: list[_ShmChannel] = []
         self.caps = All2AllCaps(
             name="shm",
@@ -94,11 +94,12 @@ class ShmAll2All:
             "y_row_bytes": row_bytes,
         }
         exchange, shape = module().Exchange, module().Shape(**facts)
-        meeting = self._meeting = Meeting(members, range(members.size), "all2all", ubatches)
+        group = self._group = ShmGroup(members, range(members.size), "all2all", ubatches)
         region_bytes = exchange.region_bytes(members.size, shape)
-        met = meeting.meet(region_bytes, f"{facts} {self._dtype} {self._wire and self._wire.name}")
+        opened = group.open_channels(region_bytes, f"{facts} {self._dtype} {self._wire and self._wire.name}")
         self._channels = [
-            self._channel(exchange(link, shape), region, experts_per_rank, members.deadline_s) for link, region in met
+            self._channel(exchange(channel, shape), region, experts_per_rank, members.deadline_s)
+            for channel, region in opened
         ]
 
     def _channel(self, exchange: Exchange, region: Region, num_local: int, deadline_s: float) -> _ShmChannel:
@@ -114,9 +115,9 @@ class ShmAll2All:
 
     def leave(self) -> None:
         """See `All2All`."""
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.leave()
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
         self._channels = []  # memory goes with the last call and the last tensor that use it
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _ShmRows:

@@ -1,4 +1,4 @@
-"""The vote over real sockets: threads and processes, deaths and silences, races of parking and ringing."""
+"""The vote over real sockets: threads and processes, deaths and silences, races of parking and waking."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.comm.dp_coordinator import open_coordinator
-from moeserve.comm.frames import Kind, frame
+from moeserve.comm.dp_coordinator import Wake, open_coordinator
 from moeserve.comm.members import Members
+from moeserve.comm.stream import frame
 from moeserve.engine.vote import Action, DPCoordinator, Vote
 from moeserve.errors import ConfigError, PeerLost, StepSkew
 from tests.comm.ranks import free_port, members_of, together
@@ -53,36 +53,36 @@ async def test_all_get_the_same_decision(size: int, tmp_path: Path) -> None:
         agreed = decisions[0].agreed
         assert (agreed is not None) == any(row.has_work for row in rows)
         assert agreed is None or agreed.most_tokens == (size - 1 + step, 0)
-    assert not (tmp_path / "vote.sock").exists(), "the door is shut once all are in"
+    assert not (tmp_path / "vote.sock").exists(), "nobody listens once all are in"
     close(coordinators)
 
 
-async def test_a_leaf_wakes_all_that_sleep_and_only_once(tmp_path: Path) -> None:
+async def test_any_engine_wakes_all_that_sleep_and_only_once(tmp_path: Path) -> None:
     coordinators = await coordinators_of(4, tmp_path)
     for waker in (3, 0, 1):
         step = (3, 0, 1).index(waker) * 2
         assert all(d.action is Action.PARK for d in await votes(coordinators, step=step))  # type: ignore[attr-defined]
-        sleeping = [asyncio.create_task(c.rung()) for rank, c in enumerate(coordinators) if rank != waker]
+        sleeping = [asyncio.create_task(c.wait_woken()) for rank, c in enumerate(coordinators) if rank != waker]
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in sleeping)
         vote = asyncio.create_task(coordinators[waker].decide(Vote(step + 1, 1, has_work=True)))
         await asyncio.wait_for(asyncio.gather(*sleeping), 5.0)
-        assert all(coordinator.called for rank, coordinator in enumerate(coordinators) if rank != waker)
+        assert all(coordinator.woken for rank, coordinator in enumerate(coordinators) if rank != waker)
         rest = [c.decide(Vote(step + 1, 1)) for rank, c in enumerate(coordinators) if rank != waker]
         assert all(d.action is Action.RUN for d in await asyncio.gather(vote, *rest))
-        assert not any(coordinator.called for coordinator in coordinators)
+        assert not any(coordinator.woken for coordinator in coordinators)
     close(coordinators)
 
 
-async def test_a_ring_of_an_earlier_step_is_stale(tmp_path: Path) -> None:
-    centre, leaf = await coordinators_of(2, tmp_path)
-    await votes([centre, leaf], step=0)
-    centre._links[1].send(frame(Kind.RING, 0))  # type: ignore[attr-defined]
+async def test_a_wake_up_of_an_earlier_step_is_stale(tmp_path: Path) -> None:
+    leader, follower = await coordinators_of(2, tmp_path)
+    await votes([leader, follower], step=0)
+    leader._streams[1].send(frame(Wake(0)))  # type: ignore[attr-defined]
     await asyncio.sleep(0.01)
-    assert not leaf.called
-    centre._links[1].send(frame(Kind.RING, 1))  # type: ignore[attr-defined]
-    await asyncio.wait_for(leaf.rung(), 1.0)
-    close([centre, leaf])
+    assert not follower.woken
+    leader._streams[1].send(frame(Wake(1)))  # type: ignore[attr-defined]
+    await asyncio.wait_for(follower.wait_woken(), 1.0)
+    close([leader, follower])
 
 
 async def test_a_skew_is_told_to_all(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ async def test_whoever_leaves_breaks_the_group_for_all_with_what_it_knew(gone: i
         with pytest.raises(PeerLost):
             await coordinator.decide(Vote(0, 1))
         with pytest.raises(PeerLost):
-            await coordinator.rung()
+            await coordinator.wait_woken()
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -152,34 +152,34 @@ async def test_who_does_not_come_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"token": "another"}, {"epoch": 2}])
 async def test_a_wrong_token_or_epoch_is_turned_away(change: dict[str, object], tmp_path: Path) -> None:
     members = members_of(2, str(tmp_path))
-    centre = asyncio.create_task(open_coordinator(members[0]))
-    with pytest.raises(PeerLost, match=r"does not know|turned us away"):
+    leader = asyncio.create_task(open_coordinator(members[0]))
+    with pytest.raises(PeerLost, match="another token or epoch"):
         await open_coordinator(replace(members[1], **change))  # type: ignore[arg-type]
-    leaf = await open_coordinator(members[1])
-    close([await centre, leaf])
+    follower = await open_coordinator(members[1])
+    close([await leader, follower])
 
 
 async def test_a_stranger_that_says_nothing_or_nonsense_holds_nobody_up(tmp_path: Path) -> None:
     members = members_of(3, str(tmp_path))
-    centre = asyncio.create_task(open_coordinator(members[0]))
+    leader = asyncio.create_task(open_coordinator(members[0]))
     strangers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
     await asyncio.sleep(0.05)
     for stranger in strangers:
         stranger.connect(str(tmp_path / "vote.sock"))
     strangers[1].send(os.urandom(500))
     strangers[2].close()
-    leaves = await asyncio.gather(*map(open_coordinator, members[1:]))
-    close([await asyncio.wait_for(centre, 5.0), *leaves])
+    followers = await asyncio.gather(*map(open_coordinator, members[1:]))
+    close([await asyncio.wait_for(leader, 5.0), *followers])
     for stranger in strangers:
         stranger.close()
 
 
 async def test_nonsense_from_a_member_breaks_the_group(tmp_path: Path) -> None:
-    centre, leaf = await coordinators_of(2, tmp_path)
-    leaf._link.send(b"\xff" * 64)  # type: ignore[attr-defined]
-    await asyncio.wait_for(centre.broken(), 1.0)
-    assert "nonsense" in str(centre.lost)
-    await asyncio.wait_for(leaf.broken(), 1.0)
+    leader, follower = await coordinators_of(2, tmp_path)
+    follower._streams[0].send(b"\xff" * 64)  # type: ignore[attr-defined]
+    await asyncio.wait_for(leader.broken(), 1.0)
+    assert "nonsense" in str(leader.lost)
+    await asyncio.wait_for(follower.broken(), 1.0)
 
 
 async def test_a_folder_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
@@ -205,14 +205,14 @@ async def test_several_hosts_meet_over_tcp() -> None:
 
 
 async def test_a_port_that_was_taken_meanwhile_is_no_end() -> None:
-    centre, _ = on_hosts(2)
-    port = int(centre.vote.rpartition(":")[2])
+    leader, _ = on_hosts(2)
+    port = int(leader.vote.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)), pytest.raises(PeerLost, match=f"cannot listen at .*{port}"):
-        await open_coordinator(centre)
+        await open_coordinator(leader)
 
 
 async def test_a_network_that_is_not_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, leaf = on_hosts(2)
+    _, follower = on_hosts(2)
     tries: list[object] = []
 
     async def unreachable(sock: socket.socket, address: object) -> None:
@@ -221,7 +221,7 @@ async def test_a_network_that_is_not_up_is_waited_for(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", unreachable)
     with pytest.raises(PeerLost, match="engine 0 did not open the vote") as caught:
-        await open_coordinator(replace(leaf, deadline_s=0.1))
+        await open_coordinator(replace(follower, deadline_s=0.1))
     assert caught.value.missing == (0,)
     assert len(tries) > 1
 
@@ -230,7 +230,7 @@ async def test_a_network_that_is_not_up_is_waited_for(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_parking_and_ringing_never_lose_a_wake_up(size: int, tmp_path: Path) -> None:
+def test_parking_never_loses_a_wake_up(size: int, tmp_path: Path) -> None:
     """Each thread is an engine with bursts of work at random moments, and votes only as the core does."""
 
     async def engine(members: Members) -> list[int]:
@@ -239,9 +239,9 @@ def test_parking_and_ringing_never_lose_a_wake_up(size: int, tmp_path: Path) -> 
         ran, step, left, parked = [], 0, 120, False
         while True:
             works = left > 0 and rng.random() < 0.6
-            if parked and not works and not coordinator.called and left > 0:
+            if parked and not works and not coordinator.woken and left > 0:
                 try:
-                    await asyncio.wait_for(coordinator.rung(), rng.choice([0.0, 0.0005, 0.002]))
+                    await asyncio.wait_for(coordinator.wait_woken(), rng.choice([0.0, 0.0005, 0.002]))
                 except TimeoutError:
                     continue
             decision = await coordinator.decide(Vote(step, 1, has_work=works, drained=left == 0))
@@ -254,7 +254,7 @@ def test_parking_and_ringing_never_lose_a_wake_up(size: int, tmp_path: Path) -> 
             if decision.action is Action.RUN:
                 ran.append(step)
             if parked and left == 0:
-                await coordinator.rung()
+                await coordinator.wait_woken()
             if rng.random() < 0.2:
                 await asyncio.sleep(rng.random() * 0.002)
 
@@ -268,16 +268,16 @@ VOTER = """
 import asyncio, json, sys
 from moeserve.engine.vote import Vote
 from moeserve.errors import PeerLost
-from moeserve.comm.DP coordinator import convene
+from moeserve.comm.dp_coordinator import open_coordinator
 from moeserve.comm.members import Members
 
 async def main():
     members = Members(**json.loads(sys.argv[1]))
-    DP coordinator = await convene(members)
+    coordinator = await open_coordinator(members)
     print("in", flush=True)
     step = 0
     while True:
-        await DP coordinator.decide(Vote(step, 1, has_work=True))
+        await coordinator.decide(Vote(step, 1, has_work=True))
         step += 1
         await asyncio.sleep(0.001)
 

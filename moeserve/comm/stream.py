@@ -1,0 +1,362 @@
+"""An authenticated stream between two processes of a group: a mutual proof of the group's token, then framed messages.
+
+    connector                  listener
+    hello with a nonce    ->
+                          <-   a nonce, proof of the token over both
+    proof of the token    ->
+                          <-   accepted
+
+The hello names the group's epoch, the sender's rank and, where two ranks share several streams, the channel. Messages
+are msgspec structs in msgpack, each behind its length. `connect` and `StreamListener` run on an event loop. Their
+sockets serve an event loop (`AsyncStream`), threads (`BlockingStream`), or whatever else two ranks send each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+In = TypeVar("In")
+Address = str | tuple[str, int]  # the path of a Unix socket, or host and port
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 128 << 20
+HEADER = struct.Struct("<I")  # bytes of the message behind it
+_HELLO = struct.Struct("<8sQII16s")  # magic, epoch, rank, channel, nonce
+_MAGIC = b"moerank1"
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_ACCEPTED = b"\x01"
+_RETRY_S = 0.005
+_GREET_S = 5.0  # limit on a stranger that connects and says nothing
+_READ_BYTES = 1 << 16
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Peer(NamedTuple):
+    """The connecting end of a stream: its rank, and the number of this stream among those that it opens here."""
+
+    rank: int
+    channel: int = 0
+
+
+class StreamListener:
+    """Accepts one connection of each expected peer on the running loop, until `close`.
+
+    Each connection is greeted by a task of its own, so that a stranger holds nobody up. `complete` is set once every
+    peer is in `accepted`, as a non-blocking socket that belongs to the caller. Raises OSError for an address that
+    cannot be used.
+    """
+
+    def __init__(self, address: Address, token: str, epoch: int, expected: Iterable[Peer]) -> None:
+        self.accepted: dict[Peer, socket.socket] = {}
+        self.missing = set(expected)
+        self.complete = asyncio.Event()
+        self._token = token
+        self._epoch = epoch
+        self._greetings: set[asyncio.Task[bool]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._path = address if isinstance(address, str) else None
+        self._socket = socket.socket(_family(address))
+        try:
+            self._socket.bind(address)
+            if self._path is not None:
+                os.chmod(self._path, 0o600)
+            self._socket.listen(1024)
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._accept)
+        self._check_complete()
+
+    def close(self) -> None:
+        """Stops listening. Accepted sockets stay open."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        if self._path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
+        for task in self._greetings:
+            task.cancel()
+
+    def _check_complete(self) -> None:
+        if not self.missing:
+            self.complete.set()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._socket.accept()
+        except BlockingIOError:  # the connection has ended already
+            return
+        sock.setblocking(False)
+        self._greetings.add(task := self._loop.create_task(self._greet(sock)))
+        task.add_done_callback(self._greetings.discard)
+        task.add_done_callback(lambda task: sock.close() if task.cancelled() or not task.result() else None)
+
+    async def _greet(self, sock: socket.socket) -> bool:
+        try:
+            async with asyncio.timeout(_GREET_S):
+                peer = await self._prove(sock)
+            if peer not in self.missing:
+                raise ValueError(f"rank {peer.rank} (channel {peer.channel}) is connected already or does not exist")
+            sock.send(_ACCEPTED)
+        except TimeoutError:
+            log.warning("a connection to this rank was closed: it did not introduce itself in %g s", _GREET_S)
+        except ValueError as error:
+            log.warning("a connection to this rank was closed: %s", error)
+        except (OSError, EOFError) as error:
+            log.info("a connection to this rank broke before it was accepted: %s", error)
+        else:
+            self.missing.remove(peer)
+            self.accepted[peer] = sock
+            self._check_complete()
+            return True
+        return False
+
+    async def _prove(self, sock: socket.socket) -> Peer:
+        """Raises ValueError for a stranger."""
+        hello = await _receive(sock, _HELLO.size)
+        magic, epoch, rank, channel, _ = _HELLO.unpack(hello)
+        if magic != _MAGIC:
+            raise ValueError("it speaks another protocol")
+        if epoch != self._epoch:
+            raise ValueError(f"it is of epoch {epoch}, not {self._epoch}")
+        nonce = os.urandom(_NONCE_BYTES)
+        await self._loop.sock_sendall(sock, nonce + _proof(self._token, b"listener", hello, nonce))
+        proof = await _receive(sock, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(self._token, b"connector", hello, nonce)):
+            raise ValueError("it does not know the token")
+        _tune(sock)
+        return Peer(rank, channel)
+
+
+async def connect(address: Address, token: str, epoch: int, me: Peer) -> socket.socket:
+    """Returns a non-blocking socket once a listener at `address` has accepted us.
+
+    Tries until somebody listens there; the caller sets the deadline. Raises ConnectionError when the listener is none
+    of the group, or turned us away.
+    """
+    while True:
+        if (sock := await _dial(address)) is not None:
+            break
+        await asyncio.sleep(_RETRY_S)
+    try:
+        await _introduce(sock, token, epoch, me)
+    except (OSError, EOFError) as error:
+        sock.close()
+        raise ConnectionError(f"connection refused in epoch {epoch} ({error}): another token or epoch?") from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _dial(address: Address) -> socket.socket | None:
+    """A connected socket; None when nobody can be reached there yet."""
+    sock = socket.socket(_family(address))
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except OSError:  # nobody listens, or the network is not up
+        sock.close()
+        return None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> None:
+    loop = asyncio.get_running_loop()
+    hello = _HELLO.pack(_MAGIC, epoch, *me, os.urandom(_NONCE_BYTES))
+    await loop.sock_sendall(sock, hello)
+    answer = await _receive(sock, _NONCE_BYTES + _PROOF_BYTES)
+    nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(token, b"listener", hello, nonce)):
+        raise ConnectionError("the listener does not know this group's token")
+    await loop.sock_sendall(sock, _proof(token, b"connector", hello, nonce))
+    await _receive(sock, len(_ACCEPTED))
+    _tune(sock)
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    if isinstance(address, str):
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+
+
+def _proof(token: str, side: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + hello + nonce, hashlib.sha256)
+
+
+def _tune(sock: socket.socket) -> None:
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
+
+
+async def _receive(sock: socket.socket, count: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < count:
+        more = await loop.sock_recv(sock, count - len(data))
+        if not more:
+            raise EOFError("the other end closed it")
+        data += more
+    return data
+
+
+def frame(msg: msgspec.Struct) -> bytes:
+    """Returns a message as it travels. Raises ValueError for one that no peer would accept."""
+    body = _encode(msg)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a {type(msg).__name__} of {len(body)} bytes; the longest message has {MAX_FRAME_BYTES}")
+    return HEADER.pack(len(body)) + body
+
+
+class Frames(Generic[In]):
+    """Splits received bytes into messages of the union `receives`, of at most `max_bytes` each."""
+
+    def __init__(self, receives: Any, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+        self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
+
+    def feed(self, data: bytes) -> None:
+        """Adds what was received."""
+        self._buffer += data
+
+    def take(self) -> In | None:
+        """Removes the first message and returns it; None if it is not whole yet. Raises ValueError for anything else
+        than a message."""
+        buffer = self._buffer
+        if len(buffer) < HEADER.size:
+            return None
+        (num_bytes,) = HEADER.unpack_from(buffer)
+        if num_bytes > self._max_bytes:
+            raise ValueError(f"a message of {num_bytes} bytes; the longest has {self._max_bytes}")
+        end = HEADER.size + num_bytes
+        if len(buffer) < end:
+            return None
+        body = bytes(buffer[HEADER.size : end])
+        del buffer[:end]
+        try:
+            return self._decode(body)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(f"{num_bytes} bytes that are no message: {error}") from None
+
+
+class AsyncStream(Generic[In]):
+    """A stream that is used on the running loop, which calls `heard(message)` and, once the stream is lost and closed,
+    `lost(cause)`."""
+
+    def __init__(
+        self, sock: socket.socket, frames: Frames[In], heard: Callable[[In], None], lost: Callable[[str], None]
+    ) -> None:
+        self._sock = sock
+        self._frames = frames
+        self._heard = heard
+        self._lost = lost
+        self._is_open = True
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._read)
+
+    def send(self, data: bytes) -> None:
+        """Sends frames without waiting. A peer that lets the socket's buffer fill up is lost; protocols on this stream
+        have a peer read each message before it causes another one."""
+        if not self._is_open:
+            return
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._read()  # its last message, if there is one, says more than our error
+            if self._is_open:
+                self._break("closed its connection")
+            return
+        if sent < len(data):
+            self._break("does not read what it is sent")
+
+    def close(self) -> None:
+        """Closes the stream; what was sent before still arrives."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.remove_reader(self._sock)
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            while self._sock.recv(_READ_BYTES):  # unread bytes would turn the close into a reset
+                pass
+        self._sock.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._break(f"lost its connection ({error.strerror})")
+            return
+        if not data:
+            self._break("closed its connection")
+            return
+        self._frames.feed(data)
+        try:
+            while self._is_open and (msg := self._frames.take()) is not None:
+                self._heard(msg)
+        except ValueError as error:
+            self._break(f"sent nonsense ({error})")
+
+    def _break(self, cause: str) -> None:
+        self.close()
+        self._lost(cause)
+
+
+class BlockingStream(Generic[In]):
+    """A stream that threads use: any of them sends, one receives."""
+
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        sock.setblocking(True)
+        self._sock = sock
+        self._frames: Frames[In] = Frames(receives)
+        self._lock = threading.Lock()
+
+    def send(self, msg: msgspec.Struct) -> None:
+        """Blocks while the peer does not read. A peer that is gone is not an error here: `receive` reports it."""
+        with self._lock, suppress(OSError):
+            self._sock.sendall(frame(msg))
+
+    def receive(self) -> In | None:
+        """Returns the next message; None once the peer, or `close`, has ended the stream."""
+        try:
+            while (msg := self._frames.take()) is None:
+                data = self._sock.recv(_READ_BYTES)
+                if not data:
+                    return None
+                self._frames.feed(data)
+            return msg
+        except OSError:
+            return None
+        except ValueError as error:
+            log.error("the other end of a stream between ranks sent nonsense: %s", error)
+            return None
+
+    def close(self) -> None:
+        """Ends the stream in both directions and wakes the thread that receives."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

@@ -1,0 +1,139 @@
+"""Streams: messages in whatever pieces they come, hostile bytes, and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeserve.comm import stream
+from moeserve.comm.stream import HEADER, MAX_FRAME_BYTES, BlockingStream, Frames, Peer, StreamListener, connect, frame
+
+
+class Text(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+@given(data=st.data())
+def test_messages_come_back_in_any_pieces(data: st.DataObject) -> None:
+    sent = data.draw(st.lists(st.builds(Text, st.text(max_size=40)), max_size=5))
+    wire = b"".join(map(frame, sent))
+    splits = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=5)))
+    frames: Frames[Text] = Frames(Text)
+    got: list[Text] = []
+    for start, end in zip([0, *splits], [*splits, len(wire)], strict=True):
+        frames.feed(wire[start:end])
+        while (msg := frames.take()) is not None:
+            got.append(msg)
+    assert got == sent
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        HEADER.pack(MAX_FRAME_BYTES + 1),
+        HEADER.pack(0),
+        HEADER.pack(4) + b"\xff" * 4,
+        HEADER.pack(200_000) + b"\x91" * 200_000,
+    ],
+)
+def test_nonsense_is_refused(wire: bytes) -> None:
+    frames: Frames[Text] = Frames(Text)
+    frames.feed(wire)
+    with pytest.raises(ValueError, match=r"no message|longest"):
+        frames.take()
+
+
+def test_a_message_that_no_peer_would_accept_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MAX_FRAME_BYTES", 10)
+    with pytest.raises(ValueError, match=r"a Text of \d+ bytes; the longest message has 10"):
+        frame(Text("x" * 20))
+
+
+async def test_each_expected_peer_is_let_in_once_and_nobody_else(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with closing(StreamListener(path, "token", 3, [Peer(1), Peer(2, 1)])) as listener:
+        assert os.stat(path).st_mode & 0o777 == 0o600
+        first = await connect(path, "token", 3, Peer(1))
+        wrong = [("other", 3, Peer(2, 1)), ("token", 4, Peer(2, 1)), ("token", 3, Peer(1)), ("token", 3, Peer(2))]
+        for token, epoch, peer in wrong:
+            with pytest.raises(ConnectionError, match=rf"epoch {epoch} .*another token or epoch"):
+                await connect(path, token, epoch, peer)
+        assert not listener.complete.is_set()
+        second = await connect(path, "token", 3, Peer(2, 1))
+        await asyncio.wait_for(listener.complete.wait(), 1)
+        assert set(listener.accepted) == {Peer(1), Peer(2, 1)}
+    with pytest.raises(FileNotFoundError):
+        os.stat(path)
+    for sock in (first, second, *listener.accepted.values()):
+        sock.close()
+
+
+async def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(os.urandom(48))
+        assert len(await reader.read(1000)) == 40  # the hello; no proof follows
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    ended = asyncio.Event()
+    async with await asyncio.start_unix_server(pretend, path):
+        with pytest.raises(ConnectionError, match="does not know this group's token"):
+            await connect(path, "token", 1, Peer(1))
+        await asyncio.wait_for(ended.wait(), 1)
+
+
+async def test_a_stranger_that_says_nothing_is_dropped_when_the_listener_closes(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with closing(StreamListener(path, "token", 1, [Peer(1)])), socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(path)
+        await asyncio.sleep(0.02)
+    with socket.socket(socket.AF_UNIX) as stranger, pytest.raises(OSError, match=r"No such file|refused"):
+        stranger.connect(path)
+
+
+def pair() -> tuple[BlockingStream[Text], BlockingStream[Text], socket.socket]:
+    ours, theirs = socket.socketpair()
+    return BlockingStream(ours, Text), BlockingStream(theirs, Text), theirs
+
+
+def test_threads_send_whole_messages_and_the_end_is_noticed() -> None:
+    a, b, _ = pair()
+    long = "x" * 300_000
+    threads = [threading.Thread(target=lambda: [a.send(Text(long)) for _ in range(5)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert [b.receive() for _ in range(15)] == [Text(long)] * 15
+    for thread in threads:
+        thread.join()
+    a.close()
+    assert b.receive() is None
+    b.send(Text("nobody reads this"))
+    b.close()
+
+
+def test_close_wakes_the_thread_that_receives() -> None:
+    a, b, _ = pair()
+    threading.Timer(0.05, b.close).start()
+    assert b.receive() is None
+    a.close()
+
+
+def test_nonsense_ends_a_stream() -> None:
+    a, b, raw = pair()
+    raw.sendall(HEADER.pack(3) + b"abc")
+    assert a.receive() is None
+    a.close()
+    b.close()
