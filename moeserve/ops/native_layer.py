@@ -1,7 +1,7 @@
-"""A decoder layer's two halves in one native call each (csrc/bindings/layer.cpp): same bits as call after call.
+"""A decoder layer's two halves in one native call each (csrc/bindings/layer.cpp), with the bits of separate calls.
 
-Between small calls the interpreter takes longer than they do, and its own code has left the caches while weights
-streamed through them. T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
+Small calls take less time than the interpreter between them, whose own code has left the caches while weights streamed
+through. T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class AttentionBlock:
 
 
 class ExpertsBlock:
-    """Router, experts and weighted sum of rows that stay on their rank: x [T, D] -> [T, D]."""
+    """Router, experts and weighted sum of tokens that stay on their rank, in one call: x [T, D] -> [T, D]."""
 
     __slots__ = ("_block", "_keep", "_num_experts")
 
@@ -81,7 +81,7 @@ class ExpertsBlock:
         )
 
     def __call__(self, x_TD: Tensor, packed: Any) -> tuple[Tensor, NDArray[np.int64]]:
-        """(result, rows of each expert). packed: what `NativeExperts.pack` made, expert e in slot e."""
+        """Returns (result, rows of each expert). packed: from `NativeExperts.pack`, with expert e at local expert e."""
         assert x_TD.dtype is packed.dtype, (x_TD.dtype, packed.dtype)
         assert x_TD.is_contiguous(), x_TD.stride()
         slots = packed.bytes_eS

@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.engine.plan import Agreed
 from moeserve.messages import TraceEvent
 from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.streams import CommStream, InFlightTransfer, Inline, here
 from moeserve.moe.ubatch import Load, UBatch
+from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.runner.model import Model
 
 T = TypeVar("T")
