@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from benchmarks.dbo_link import ADDRESSES
-from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.comm.members import Members
 from moeserve.comm.world import World
 from moeserve.engine.plan import I32, Agreed, StepPlan, StepResult
@@ -36,6 +35,7 @@ from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.ops.table import pick_ops
 from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.ubatches import UBatchRunner

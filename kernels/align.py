@@ -1,6 +1,6 @@
-"""From the router's choices to what a grouped product works through: pairs sorted by slot, cut into tiles of rows.
+"""Alignment of the router's choices for a grouped product: pairs sorted by expert, cut into tiles of rows.
 
-T tokens, K experts per token, N = T * K (token, k) pairs, e local slots, C chunks of pairs, Z tiles.
+T tokens, K experts per token, N = T * K (token, k) pairs, e local experts (slots), C chunks of pairs, Z tiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS = 32  # slots that one program adds up over the chunks
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """All int32 on the device, so nobody waits for them.
+    """Pairs sorted by slot, in tiles of rows. All tensors are int32 on the device, so no host waits for them.
 
     order_N: the pair t * K + k of each sorted row; stable, undefined from the last end on. None: rows came sorted.
     counts_e, ends_e: rows of each slot, and their inclusive sums. slot_Z, row_Z: the slot and the first row of each
@@ -40,7 +40,7 @@ class Alignment:
 def _describe(
     slot, counts, counts_ptr, ends_ptr, slot_ptr, row_ptr, num_slots, num_tiles, block_m, SLOTS: tl.constexpr
 ):
-    """Writes what Alignment says of one slot, or, for the slot after the last, marks the tiles that are left over."""
+    """Writes the tables of one slot; for the slot after the last, marks the tiles that are left over."""
     slots = tl.arange(0, SLOTS)
     tiles = tl.cdiv(counts, block_m)
     first = tl.sum(tl.where(slots < slot, tiles, 0), 0)
@@ -154,7 +154,7 @@ def align_reference(ids_TK: Tensor, num_slots: int, block_m: int) -> Alignment:
 
 
 def tile_bound(num_rows: int, num_slots: int, block_m: int) -> int:
-    """The most tiles that so many rows can make. 5 rows, 3 slots, tiles of 4 -> 3, as for counts [3, 1, 1]"""
+    """Returns the most tiles that so many rows can make. 5 rows, 3 slots, tiles of 4 -> 3, as for counts [3, 1, 1]"""
     return min(num_rows, (num_rows + min(num_rows, num_slots) * (block_m - 1)) // block_m)
 
 
@@ -196,7 +196,7 @@ def align(ids_TK: Tensor, num_slots: int, block_m: int) -> Alignment:
 
 
 def align_groups(ends_e: Tensor, num_rows: int, block_m: int) -> Alignment:
-    """The same for rows that are sorted already, with their ends on the device; num_rows: as many as there can be.
+    """Aligns rows that are sorted already, with their ends on the device. num_rows: an upper bound of the rows.
 
     ends [1, 3], 4 rows, tiles of 2 -> counts [1, 2], tiles: slots [0, 1, -1], first rows [0, 1]
     """
@@ -211,7 +211,7 @@ def align_groups(ends_e: Tensor, num_rows: int, block_m: int) -> Alignment:
 
 
 def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
-    """All rows, in one slot, for a dense product: parts of tables that are on the device already, so nothing runs.
+    """Aligns all rows for a dense product, as one slot. The tables are parts of cached ones, so nothing runs.
 
     3 rows, tiles of 2 -> ends [3], tiles: slots [0, 0], first rows [0, 2]
     """

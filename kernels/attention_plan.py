@@ -23,7 +23,7 @@ FIELDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the host knows of a step. A graph's are those of every step that replays it."""
+    """Upper bounds of a step that the host knows. A graph's bounds hold for every step that replays it."""
 
     rows: int
     tokens: int

@@ -1,8 +1,8 @@
 """Launch parameters that were found by measuring, per device and shape, with the nearest measured shape as fallback.
 
-A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is what weights fix (such as
-"E128 I768 D2048 bfloat16"), a size what the step fixes (such as the number of rows). Folders that were added go before
-the one that comes with the package.
+A table is `<folder>/<family>-<device>.json`: {shape: {size: {parameter: value}}}. A shape is fixed by the weights (such
+as "E128 I768 D2048 bfloat16"), a size by the step (such as the number of rows). Added folders take precedence over
+`kernels/configs/`, the folder of the package, which has no tables yet.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ _folders = [FOLDER]
 
 
 def slug(device: str) -> str:
-    """A device's name as files have it. "NVIDIA H200" -> "nvidia-h200" """
+    """Returns a device's name as it stands in file names: NVIDIA H200 -> nvidia-h200"""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def cache_folder(name: str) -> Path:
-    """Where moeserve keeps for a user what it would have to find again."""
+    """The folder `name` of the user's cache of moeserve."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve" / name
 
 
 def user_folder() -> Path:
-    """Where `moeserve tune` keeps what it finds."""
+    """The folder in which `moeserve tune` keeps its tables."""
     return cache_folder("configs")
 
 
 def add_folder(folder: Path) -> None:
-    """Looks there first from now on. Call it before the first kernel is launched: launches remember what they found."""
+    """Looks in `folder` first from now on. Call it before the first launch: launches remember what they found."""
     if folder not in _folders:
         _folders.insert(0, folder)
 
 
 def path_of(family: str, device: str, folder: Path) -> Path:
+    """The file of a kernel family's table for a device."""
     return folder / f"{family}-{slug(device)}.json"
 
 
 @cache
 def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mapping[int, Config]]:
-    """The measured configurations of a kernel family on a device; empty where nobody has measured."""
+    """Returns the measured configurations of a kernel family on a device; empty where nobody has measured."""
     path = path_of(family, device, folder)
     if not path.exists():
         return {}
@@ -55,7 +56,7 @@ def table(family: str, device: str, folder: Path = FOLDER) -> Mapping[str, Mappi
 
 
 def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
-    """The configuration whose size is nearest by ratio; of two equally near, the larger's.
+    """Returns the configuration whose size is nearest by ratio; of two equally near, the larger's.
 
     {16: a, 64: b}, 20 -> a; {16: a, 64: b}, 32 -> b
     """
@@ -65,13 +66,16 @@ def nearest(sizes: Mapping[int, Config], size: int) -> Config | None:
 
 
 def tuned(family: str, device: str, shape: str, size: int, default: Config) -> Config:
-    """`default`, changed by what was measured for the shape at the nearest size, if anything was."""
+    """Returns `default`, changed by what was measured for the shape at the nearest size, if anything was."""
     found = (nearest(table(family, device, folder).get(shape, {}), size) for folder in _folders)
     return {**default, **next((config for config in found if config), {})}
 
 
 def keep(family: str, device: str, shape: str, found: Mapping[int, Config], folder: Path) -> Path:
-    """Adds configurations by size to a shape's in a folder's table; whoever reads the file finds the old or the new."""
+    """Adds configurations by size to a shape's in a folder's table.
+
+    The file is replaced atomically: readers find the old table or the new one.
+    """
     path = path_of(family, device, folder)
     whole = json.loads(path.read_text()) if path.exists() else {}
     sizes = {int(size): config for size, config in whole.get(shape, {}).items()} | {**found}

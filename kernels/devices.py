@@ -1,4 +1,4 @@
-"""What launchers ask about a device, remembered: asking CUDA takes longer than a launch."""
+"""Cached facts about a device: asking CUDA takes longer than a launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class DeviceFacts(NamedTuple):
-    """name: as tables of configurations have it."""
+    """name: as in tables of configurations."""
 
     name: str
     multiprocessors: int
@@ -17,7 +17,7 @@ class DeviceFacts(NamedTuple):
 
 @cache
 def facts_of(device: torch.device) -> DeviceFacts:
-    """cpu -> ("cpu", 1)"""
+    """Returns the device's name and number of multiprocessors. cpu -> ("cpu", 1)"""
     if device.type != "cuda":
         return DeviceFacts(device.type, 1)
     properties = torch.cuda.get_device_properties(device)

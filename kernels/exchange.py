@@ -32,7 +32,7 @@ CALLS = 1024  # what a flag tells beside the number of a meeting
 
 @triton.jit
 def _at(base, offset, like_ptr):
-    """Where a region's part begins. Regions and parts begin at multiples of 256 bytes."""
+    """Returns the address of a region's part. Regions and parts begin at multiples of 256 bytes."""
     return tl.multiple_of((base + offset).to(like_ptr.dtype), 16)
 
 
@@ -159,7 +159,7 @@ def collect_kernel(
 
 
 def publish_reference(ids_TK: Tensor, most_tokens: int, num_slots: int, num_ranks: int) -> Tensor:
-    """The ids [R, M, K] that each rank is sent: slots of its own, counted from its first; others are no slots."""
+    """Returns the ids [R, M, K] that each rank is sent: its own slots, counted from its first; others are no slots."""
     ids_MK = torch.nn.functional.pad(ids_TK, (0, 0, 0, most_tokens - len(ids_TK)), value=-1)
     first_R = torch.arange(num_ranks, dtype=torch.int32, device=ids_TK.device) * num_slots
     return torch.where(ids_MK < 0, -1, ids_MK - first_R[:, None, None])

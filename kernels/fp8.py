@@ -52,7 +52,7 @@ def quantise_reference(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widen(values_MK: Tensor, scales_MG: Tensor) -> Tensor:
-    """What values and scales stand for, in fp64, for references."""
+    """Multiplies values by their scales, in fp64, for references."""
     return values_MK.double() * scales_MG.repeat_interleave(BLOCK, -1)[..., : values_MK.shape[-1]].double()
 
 

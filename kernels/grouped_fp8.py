@@ -29,6 +29,7 @@ class Scaled:
 
     @property
     def shape(self) -> torch.Size:
+        """The values' shape."""
         return self.values.shape
 
 
@@ -105,7 +106,9 @@ def down_fp8_reference(h: Scaled, w2: Scaled, to: Alignment, dtype: torch.dtype)
 
 @lru_cache(4096)
 def launch_fp8_of(num_rows: int, num_slots: int, width: int, dim: int, device: str) -> Config:
-    """As `grouped_gemm.launch_of`; gate and up make whole blocks of 128, of no more than 64 rows for the registers."""
+    """Launch parameters as of `grouped_gemm.launch_of`; gate and up make whole blocks of 128 outputs of 64 rows at
+    most.
+    """
     tiles = tile_rows(num_rows / num_slots)
     large = tiles["block_m"] == 64
     default = {**tiles, "up_block_n": BLOCK, "up_warps": 8 if large else 4, "up_stages": 4 if large else 3}
@@ -114,7 +117,7 @@ def launch_fp8_of(num_rows: int, num_slots: int, width: int, dim: int, device: s
 
 
 def shape_of(num_slots: int, width: int, dim: int) -> str:
-    """As tables of configurations have it."""
+    """The shape's name in tables of configurations."""
     return f"E{num_slots} I{width} D{dim}"
 
 
@@ -147,7 +150,7 @@ def _launch(
 
 
 def gate_up_fp8(x: Scaled, w13: Scaled, to: Alignment, config: Config, top_k: int = 1) -> Scaled:
-    """As `grouped_gemm.gate_up`, with e4m3 in and out: sums of 128 products on tensor cores, scaled and added in fp32
+    """Does `grouped_gemm.gate_up` with e4m3 in and out: sums of 128 products on tensor cores, scaled and added in fp32
     in order; the results of each row are rounded in blocks of 128 as by `fp8.quantise`. I must be a multiple of 128.
 
     One row, 128 inputs of value 1, scale 1; gate weights 1 and up weights 1 with scales 1/128: gate 1, up 1, so that
@@ -162,7 +165,7 @@ def gate_up_fp8(x: Scaled, w13: Scaled, to: Alignment, config: Config, top_k: in
 
 
 def down_fp8(h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor) -> Tensor:
-    """As `grouped_gemm.down`: writes each sorted row's result to its pair's row of out [N, D], in out's type.
+    """Does `grouped_gemm.down`: writes each sorted row's result to its pair's row of out [N, D], in out's type.
 
     One row, 128 inputs of value 2 with scale 1/2, weights 1 with scale 1/128 -> 128 results of 1
     """

@@ -73,8 +73,8 @@ def down_reference(h_NI: Tensor, w2_eDI: Tensor, to: Alignment) -> Tensor:
 
 @lru_cache(4096)
 def launch_of(num_rows: int, num_slots: int, width: int, dim: int, dtype: torch.dtype, device: str) -> Config:
-    """How the products run for so many rows: rows of a tile (`block_m`, for `align`), and per product outputs of a
-    program, tiles that run together, warps, and steps over K that are on their way. width: I, dim: D.
+    """Launch parameters of the products for so many rows: rows of a tile (`block_m`, for `align`), and per product
+    outputs of a program, tiles that run together, warps, and steps over K that are on their way. width: I, dim: D.
 
     8 slots: 8 rows -> block_m 16; 8,192 rows -> block_m 128
     """
@@ -88,7 +88,7 @@ def launch_of(num_rows: int, num_slots: int, width: int, dim: int, dtype: torch.
 
 
 def shape_of(num_slots: int, width: int, dim: int, dtype: torch.dtype) -> str:
-    """As tables of configurations have it."""
+    """The shape's name in tables of configurations."""
     return f"E{num_slots} I{width} D{dim} {str(dtype).removeprefix('torch.')}"
 
 

@@ -1,8 +1,7 @@
-"""The experts' two products with weights in 4 bits, two to a byte, or 8, and scales for groups of inputs. Rows stay as
-they are; weights get their type in registers.
+"""The experts' two products with weights of 4 bits, two to a byte, or of 8 bits, and scales for groups of inputs.
 
-T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local slots, D model width, I expert
-width, G groups of inputs.
+Rows stay as they are; weights are widened to the rows' type in registers. T tokens, K experts per token, N = T * K
+(token, k) pairs or received rows, e local experts (slots), D model width, I expert width, G groups of inputs.
 """
 
 from __future__ import annotations
@@ -42,10 +41,12 @@ class Narrow:
 
     @property
     def kind(self) -> str:
+        """int4, int8 or fp8."""
         return {torch.uint8: "int4", torch.int8: "int8", E4M3: "fp8"}[self.values.dtype]
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """[e, outputs, inputs], however the values are packed."""
         slots, outputs, num_bytes = self.values.shape
         return slots, outputs, num_bytes * (2 if self.kind == "int4" else 1)
 
@@ -62,7 +63,7 @@ def half_of(group: int) -> int:
 
 
 def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Narrow:
-    """From bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole bytes' tiles."""
+    """Packs bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole bytes' tiles."""
     half = half_of(group)
     assert values.shape[-1] % (2 * half) == 0, (values.shape, group)
     low, high = values.unflatten(-1, (-1, 2, half)).unbind(-2)
@@ -72,7 +73,7 @@ def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) 
 
 
 def widen_narrow(w: Narrow) -> Tensor:
-    """What they stand for, in fp64, for references. [e, outputs, inputs]"""
+    """Returns the weights [e, outputs, inputs] in fp64, for references."""
     values, zeros, inputs = w.values.double(), w.zeros, w.shape[-1]
     if w.kind == "int4":
         tiles = w.values.unflatten(-1, (-1, w.half))
@@ -188,8 +189,9 @@ def weight_only_kernel(
 def launch_narrow_of(
     num_rows: int, num_slots: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype, device: str
 ) -> Config:
-    """As `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once per tile of rows, so many rows want
-    large tiles."""
+    """Launch parameters as of `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once per tile of rows,
+    so many rows want large tiles.
+    """
     rows = num_rows / num_slots
     big = rows > 256 and dtype != torch.float32  # tiles of such rows would not fit into shared memory
     default = {**tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
@@ -200,7 +202,7 @@ def launch_narrow_of(
 
 
 def shape_of(num_slots: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype) -> str:
-    """As tables of configurations have it."""
+    """The shape's name in tables of configurations."""
     return f"E{num_slots} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
 
 
@@ -227,7 +229,7 @@ def _launch(x: Tensor, w: Narrow, out: Tensor, to: Alignment, top_k: int, name: 
 
 
 def gate_up_narrow(x: Tensor, w13: Narrow, to: Alignment, config: Config, top_k: int = 1) -> Tensor:
-    """As `grouped_gemm.gate_up`. Weights enter the tensor cores without scales; each group's sum is scaled in fp32.
+    """Does `grouped_gemm.gate_up`. Weights enter the tensor cores without scales; each group's sum is scaled in fp32.
 
     64 inputs of 1, int4 gate and up weights of value 9 with scales 1/64, groups of 32 -> silu(1) * 1 = 0.7311
     """
@@ -238,7 +240,7 @@ def gate_up_narrow(x: Tensor, w13: Narrow, to: Alignment, config: Config, top_k:
 
 
 def down_narrow(h_NI: Tensor, w2: Narrow, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
-    """As `grouped_gemm.down`, in out's type. 64 inputs of 2, int4 weights of value 7 with scales 1/64 -> -2"""
+    """Does `grouped_gemm.down`, in out's type. 64 inputs of 2, int4 weights of value 7 with scales 1/64 -> -2"""
     if out is None:
         out = h_NI.new_empty((h_NI.shape[0], w2.shape[1]))
     _launch(h_NI, w2, out, to, 1, "down", config)

@@ -21,8 +21,10 @@ I32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """What a forward pass reads, on the device: integers of any width, the same address in every step if the arrays
-    are slices of larger ones."""
+    """The inputs of a forward pass on the device: integers of any width.
+
+    They have the same address in every step if the arrays are slices of larger ones.
+    """
 
     ids_T: Tensor
     positions_T: Tensor
@@ -34,6 +36,8 @@ class StepArrays:
 
     @classmethod
     def empty(cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device) -> StepArrays:
+        """Uninitialised arrays of these sizes."""
+
         def array(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -60,7 +64,7 @@ class StepWords:
 
     @classmethod
     def of(cls, slots_R: I32, starts_R: I32, counts_R: I32, samples_R: NDArray[np.bool_]) -> StepWords:
-        """Rows of counts_R tokens each, and which of them sample.
+        """Packs rows of counts_R tokens each, and which of them sample.
 
         slots [4, 2], starts [0, 9], counts [3, 1], samples [no, yes] -> words [4, 2, 0, 9, 0, 3, 4, 3]
         """
@@ -91,7 +95,7 @@ def put_rest(
     words_ptr, ids_ptr, positions_ptr, slot_mapping_ptr, sample_ptr, offsets_ptr, starts_ptr, index, group,
     rows, tokens, samples, all_rows, all_tokens, all_samples,
 ):  # fmt: skip
-    """Padding tokens, and what is one entry per row."""
+    """Stores padding tokens, and the arrays with one entry per row."""
     padding = tokens + index < all_tokens
     nothing = tl.zeros_like(index)
     tl.store(slot_mapping_ptr + tokens + index, nothing.to(slot_mapping_ptr.dtype.element_ty), mask=padding)

@@ -49,7 +49,7 @@ def linear_reference(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -
 
 @lru_cache(4096)
 def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device: str) -> Config:
-    """How the product runs for so many rows; what it computes is the same for any. width: N, inner: K.
+    """Launch parameters for so many rows; the result is the same for any. width: N, inner: K.
 
     1 row -> tiles of 16 rows and 64 outputs, so that a small matrix still is enough programs for the device.
     """
@@ -61,7 +61,7 @@ def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device:
 
 
 def shape_of(width: int, inner: int, dtype: torch.dtype) -> str:
-    """As tables of configurations have it."""
+    """The shape's name in tables of configurations."""
     return f"N{width} K{inner} {str(dtype).removeprefix('torch.')}"
 
 

@@ -39,7 +39,7 @@ from moeserve.kernels.devices import facts_of
 
 @dataclass(frozen=True, slots=True)
 class MlaShape:
-    """What a model fixes. dtype: of queries and cache."""
+    """The sizes that a model fixes. dtype: of queries and cache."""
 
     heads: int
     latent: int
@@ -50,7 +50,7 @@ class MlaShape:
 
 @dataclass(frozen=True, slots=True)
 class MlaPlan:
-    """What every layer shares in one step. A program has block_m query rows: `heads` heads each of `tile` tokens."""
+    """The attention metadata of one step. A program has block_m query rows: `heads` heads each of `tile` tokens."""
 
     shape: MlaShape
     blocks_RN: Tensor
@@ -208,7 +208,7 @@ def plan_mla(
     invariant: bool = True,
     space: Tensor | None = None,
 ) -> MlaPlan:
-    """What all layers need in a step, computed on the device. Arguments as of `plan_attention`, except that rows have
+    """Computes the attention metadata of a step on the device. Arguments as of `plan_attention`, except that rows have
     few new tokens (up to SPLIT_TILES) and the work space must be as large as `mla_space_floats` says.
 
     invariant: programs are as large as if there were many heads, whose matrix instruction may round otherwise.

@@ -31,7 +31,10 @@ MOST_SPACE = 1 << 26  # fp32 numbers of work space, if the caller brings none
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a model fixes. dtype: of queries. window: positions that a token sees, itself included; None for all."""
+    """The sizes that a model fixes.
+
+    dtype: of queries. window: positions that a token sees, itself included; None for all.
+    """
 
     heads: int
     kv_heads: int
@@ -42,10 +45,12 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
+        """Query heads of one KV head."""
         return self.heads // self.kv_heads
 
     @property
     def reach(self) -> int:
+        """The window as a number."""
         return EVERYTHING if self.window is None else self.window
 
 
@@ -61,7 +66,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What every layer of one KV group shares in one step."""
+    """The attention metadata of one step, shared by all layers of one KV group."""
 
     shape: AttentionShape
     blocks_RN: Tensor
@@ -130,7 +135,7 @@ def plan_attention(
     invariant: bool = True,
     space: Tensor | None = None,
 ) -> AttentionMetadata:
-    """What all layers of one KV group need in a step, computed on the device.
+    """Computes a step's attention metadata on the device.
 
     Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from position starts_R[i] on (int32); its block table is
     padded with 0. invariant: a token's bits do not depend on how many new tokens its row has; else small and large
@@ -165,7 +170,7 @@ def attention(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Attend to the paged cache: [T, H * d] of q's dtype, zero in tokens that no row owns.
+    """Attends to the paged cache: [T, H * d] of q's dtype, zero in tokens that no row owns.
 
     q_THd: already scaled; heads of a token lie side by side. soft_cap: scores become soft_cap * tanh(score / soft_cap);
     0 leaves them. sinks_H: fp32, one score per head that takes weight and gives no value. config: default that of
@@ -189,7 +194,7 @@ def attention(
 
 
 def launch_of(shape: AttentionShape, cache_dtype: torch.dtype, block_m: int, device: str) -> Config:
-    """How to launch. Of the size, only what the model fixes: bits may depend on it.
+    """Launch parameters. They depend on what the model fixes, not on the step, because bits may depend on them.
 
     num_stages: half of them buffer keys and values, since those wait for block numbers. programs: per multiprocessor.
     """
@@ -204,7 +209,7 @@ def launch_of(shape: AttentionShape, cache_dtype: torch.dtype, block_m: int, dev
 
 
 def shape_of(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
-    """As tables of configurations have it."""
+    """The shape's name in tables of configurations."""
     return f"G{shape.group} D{shape.head_dim} {shape.dtype} {cache_dtype}".replace("torch.", "")
 
 

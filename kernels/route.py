@@ -1,4 +1,4 @@
-"""The router's choice: scores of all experts, the best K of them, and their weights, for every family of models.
+"""Routing: scores of all experts, the best K of them, and their weights, for every family of models.
 
 T tokens, E experts, K experts per token, G groups of S = E / G experts.
 """
@@ -18,7 +18,7 @@ SCORES = ("softmax", "softmax_selected", "sigmoid", "sqrt_softplus")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How logits become choices and weights.
+    """The rule that turns logits into choices and weights.
 
     score: `softmax` over all experts; `softmax_selected`, over the chosen logits alone; `sigmoid`; `sqrt_softplus`.
     groups, keep: experts lie in so many groups of one size, of which only the best `keep` take part; a group is as good
@@ -185,7 +185,7 @@ def route(
 def route_by(
     rule: Rule, logits_TE: Tensor, top_k: int, bias_E: Tensor | None = None, num_tokens: int | Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `route`, by any rule. bias_E, fp32, is added to scores where experts are chosen, never to weights.
+    """Routes by any rule. bias_E, fp32, is added to scores where experts are chosen, never to weights.
 
     logits [0, ln 3, 0], top_k 1, sigmoid, bias [0, 0, 1] -> ids [2], weights [0.5]
     """

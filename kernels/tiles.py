@@ -1,4 +1,4 @@
-"""What the matrix products share: the order of tiles, how deep a step over K is, and how a tile of weights is loaded.
+"""Shared parts of the matrix products: the order of tiles, the depth of a step over K, and loads of rows and weights.
 
 Products compute y^T = w x^T: the weights' rows are the tensor cores' M, at least 64 of them, and the tokens' rows their
 N, as few as 16. So the same instructions (on Hopper: wgmma) serve one row and thousands, every sum over K has the same
@@ -75,7 +75,7 @@ def load_weights(
 
 
 def tile_rows(rows: float) -> dict[str, int]:
-    """What depends on the number of rows that a slot has on average; of quantised weights, no more than 64 in a tile.
+    """Launch parameters that depend on the mean number of rows of a slot, at most 64 in a tile of quantised weights.
 
     8 -> block_m 16; 1000 -> block_m 64
     """
@@ -88,7 +88,7 @@ def block_k(inner: int, dtype: torch.dtype) -> int:
 
 
 def weights_argument(w: Tensor, rows: int, columns: int, wanted: bool) -> tuple[Tensor | TensorDescriptor, bool]:
-    """What the kernel takes for the weights [..., K], and whether it is a descriptor (for Hopper's copy engine)."""
+    """Returns the kernel's argument for weights [..., K], and whether it is a descriptor (for Hopper's copy engine)."""
     assert w.is_contiguous(), w.stride()
     if not wanted or w.data_ptr() % 16 or w.shape[-1] * w.element_size() % 16:
         return w, False

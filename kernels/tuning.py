@@ -72,7 +72,7 @@ class Found:
 
 
 def search(job: Job, timer: Timer) -> Found:
-    """The fastest parameters that a descent along one of them at a time finds."""
+    """Returns the fastest parameters that a descent along one of them at a time finds."""
     wanted = job.run(job.default).clone()
     times: dict[tuple[int, ...], float] = {}
     wrong: list[Config] = []
@@ -100,7 +100,7 @@ def search(job: Job, timer: Timer) -> Found:
 def grouped_jobs(
     experts: int, width: int, dim: int, top_k: int, dtype: torch.dtype, device: torch.device, kind: str = "plain"
 ) -> Iterator[Job]:
-    """Both products of a layer of experts, by the number of tokens; rows go to random experts. kind: of the weights,
+    """Yields both products of a layer of experts by number of tokens; rows go to random experts. kind: of the weights,
     plain, fp8 (in blocks, with rows in e4m3), int8 (a scale for each output) or int4 (one for each 128 inputs)."""
     make = {"plain": _plain, "fp8": _fp8}.get(kind, partial(_narrow, kind))
     products = make(experts, width, dim, dtype, device)
@@ -178,7 +178,7 @@ def _default(launch: Callable[..., Config], *rest: Any) -> Config:
 
 
 def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    """A linear layer, by the number of rows."""
+    """Yields a linear layer for each number of rows."""
     w = random(width, inner, dtype=dtype, device=device)
     for rows in TOKENS:
         x = random(rows, inner, dtype=dtype, device=device)
@@ -191,7 +191,7 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
 
 
 def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]:
-    """Decode and prefill, each with the programs that they take; one entry for each size of those."""
+    """Yields decode and prefill, one entry for each size of their programs."""
     per_row, seen = -(-CONTEXT // shape.block_size), set()
     cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads, shape.head_dim)
     k, v = (random(*cache, dtype=shape.dtype, device=device) for _ in range(2))
@@ -216,5 +216,5 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Products of them with rows of normal numbers are normal, too."""
+    """Returns normal random numbers whose products with rows of normal numbers are normal, too."""
     return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)

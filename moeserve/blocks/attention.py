@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.columns import ColumnLinear
-from moeserve.blocks.inputs import Cut, LayerKV
 from moeserve.comm.tensor import TensorParallel
 from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec
+from moeserve.ops.inputs import Cut, LayerKV
 from moeserve.ops.linear import Linear
 from moeserve.ops.qk_norm_rope_cache import HeadRule
 from moeserve.ops.table import Ops
@@ -24,7 +24,7 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What the attention blocks of one KV group share in one step."""
+    """The inputs of one step that the attention blocks of one KV group share."""
 
     cos_Td: Tensor
     sin_Td: Tensor
@@ -40,10 +40,10 @@ class AttentionStep:
 
 
 class Attention:
-    """Grouped-query attention of the rank's heads over its paged cache; their outputs are gathered before `out`.
+    """Grouped-query attention of this rank's heads over its paged cache; head outputs are gathered before `out`.
 
-    qkv: D -> (H + 2G) * d, queries first. head_norms: fp32 [H + G, d], or full_norms: fp32 weights of all query heads
-    of the model together and of all its key heads together (OLMoE).
+    qkv: D -> (H + 2G) * d, queries first. head_norms: fp32 [H + G, d], a norm per head. full_norms: fp32 weights of the
+    norms over all query heads of the model together and over all its key heads together (OLMoE).
     """
 
     def __init__(

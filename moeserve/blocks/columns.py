@@ -1,7 +1,7 @@
-"""Products whose output columns are sharded over an engine's ranks. Each column is one sum over all inputs, computed by
-one rank, so its bits are those of the undivided product.
+"""Products whose output columns are sharded over an engine's ranks.
 
-M rows, K inputs, N outputs in all, n of this rank (zeros beyond N).
+Each column is one sum over all inputs, computed by one rank, so its bits are those of the undivided product. M rows,
+K inputs, N outputs in all, n of this rank (zeros beyond N).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ W = TypeVar("W", Tensor, Quantised)
 
 
 def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
-    """[M, N], contiguous: the columns of all ranks without those that pad the last ranks' shares."""
+    """Gathers [M, N], contiguous: the columns of all ranks without those that pad the last ranks' shares."""
     all_MN = tp.gather_columns(part_Mn, channel)
     return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
 
 
 def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:
-    """A rank's rows of a weight (or elements of a bias) of `num_columns`, and zeros: as many for every rank.
+    """Pads a rank's rows of a weight (or elements of a bias) of `num_columns` with zeros to the length of every rank's.
 
-    parts: weights that lie one below the other, each shared out by itself.
+    parts: the number of weights that lie one below the other, each sharded by itself.
     """
     if isinstance(part_nK, Quantised):
         return part_nK.each(lambda part: widened(part, num_columns, tp, parts=parts))

@@ -36,8 +36,10 @@ class GatedMLP:
 
 
 class SigmoidGatedMLP:
-    """sigmoid(gate . x) * mlp(x), on one rank; gate_D is one row, widened so that its product and sigmoid are
-    row-invariant. x may have any number of rows."""
+    """sigmoid(gate . x) * mlp(x) on one rank, for any number of rows.
+
+    The gate's single row is widened so that its product and sigmoid are row-invariant.
+    """
 
     def __init__(self, ops: Ops, gate_1D: Tensor, mlp: GatedMLP) -> None:
         self._ops = ops

@@ -15,7 +15,7 @@ from moeserve.loader.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """(fp32 [d / 2] radians per position, factor on cos and sin)."""
+    """Returns (fp32 [d / 2] radians per position, the factor on cos and sin)."""
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     freqs = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -67,7 +67,7 @@ class RotaryTable:
         self._sin = (angles.sin() * magnitude).float().to(device)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) as `ops.qk_norm_rope_cache` takes them: [T, 1, d], sin negative in the first half."""
+        """Returns (cos, sin) as `rotary` takes them: [T, 1, d], sin negative in the first half."""
         cos = self._cos.index_select(0, positions_T)
         sin = self._sin.index_select(0, positions_T)
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]

@@ -22,8 +22,7 @@ from moeserve.cluster.check_parallel import rendezvous_of
 from moeserve.cluster.host import Host, LocalHost, RemoteHost
 from moeserve.config import Config
 from moeserve.errors import AddressInUse, ConfigError
-from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.fingerprint import fingerprint
+from moeserve.loader.checkpoint import fingerprint, open_checkpoint
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import PROTOCOL_VERSION
 from moeserve.version import __version__

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,14 +21,16 @@ INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})\.safetensors")
 _MAX_SHARDS = 10_000
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+SAMPLES = 64  # tensors of each dtype and shape that a fingerprint looks into
+SAMPLE_BYTES = 4096
 _CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checked headers of a model directory; no weight was read yet.
+    """The checked headers of a model directory; no weight has been read.
 
-    stored: its quantised weights, by the names that they would have otherwise; their parts are in `tensors`, too.
+    stored: the quantised weights, by the names that they would have unquantised; their parts are in `tensors`, too.
     """
 
     model_dir: Path
@@ -34,20 +39,21 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        """Of all weights, quantised or not."""
+        """The names of all weights, quantised or not."""
         return self.tensors.keys() | self.stored.keys()
 
     def parts(self, name: str) -> list[TensorInfo]:
-        """What a weight is made of, the values first."""
+        """The tensors that make up a weight, the values first."""
         return self.stored[name].parts if name in self.stored else [self.tensors[name]]
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
 def open_checkpoint(model_dir: Path, form: StoredFormat | None = None) -> Checkpoint:
-    """Reads and checks every header. form: of quantised weights. Raises CheckpointError naming file, tensor, remedy."""
+    """Reads and checks every header. form: of quantised weights. Raises CheckpointError with a remedy."""
     index = _read_index(model_dir)
     tensors: dict[str, TensorInfo] = {}
     for path in weight_files(model_dir):
@@ -68,8 +74,10 @@ def open_checkpoint(model_dir: Path, form: StoredFormat | None = None) -> Checkp
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The files that hold the weights; all of them exist. Which ones, by transformers' precedence: model.safetensors,
-    then those that the index names, then every safetensors file."""
+    """Returns the files that hold the weights, all of which exist.
+
+    transformers' precedence: model.safetensors, then the files that the index names, then every safetensors file.
+    """
     if index := _read_index(model_dir):
         names = set(index.values())
     elif os.path.lexists(model_dir / SINGLE):
@@ -83,7 +91,7 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def first_dtype(model_dir: Path) -> str | None:
-    """The dtype of the first weight, in config.json's words; None if there are no weights of a known dtype."""
+    """Returns the dtype of the first weight, spelled as in config.json; None without weights of a known dtype."""
     try:
         tensors = read_header(weight_files(model_dir)[0])
     except CheckpointError:
@@ -127,3 +135,37 @@ def _no_weights(model_dir: Path) -> CheckpointError:
             "convert them: transformers' save_pretrained writes safetensors"
         )
     return CheckpointError(f"{model_dir} has no *.safetensors file; download the model's weights")
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Returns a hex digest, equal for equal files on any machine. Raises CheckpointError when a file cannot be read.
+
+    Covers config.json, the headers, and a few kilobytes of up to SAMPLES tensors of each kind: two trainings of one
+    model differ in nothing else. A change of a few weights may go unseen.
+    """
+    digest = hashlib.sha256()
+    try:
+        digest.update(model_file(checkpoint.model_dir, "config.json").read_bytes())
+        for tensor in _ordered(checkpoint.tensors.values()):
+            place = tensor.path.name, tensor.offset, tensor.num_bytes
+            digest.update(repr((tensor.name, tensor.dtype, tensor.shape, place)).encode())
+        for tensor in _samples(checkpoint):
+            with tensor.path.open("rb") as file:
+                file.seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE_BYTES) // 2)
+                digest.update(file.read(min(SAMPLE_BYTES, tensor.num_bytes)))
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint.model_dir} cannot be read: {error}") from None
+    return digest.hexdigest()[:32]
+
+
+def _samples(checkpoint: Checkpoint) -> Iterator[TensorInfo]:
+    """Evenly over the tensors of each kind."""
+    kinds: dict[tuple[str, tuple[int, ...]], list[TensorInfo]] = defaultdict(list)
+    for tensor in _ordered(checkpoint.tensors.values()):
+        kinds[tensor.dtype, tensor.shape].append(tensor)
+    for tensors in kinds.values():
+        yield from tensors[:: -(-len(tensors) // SAMPLES)]
+
+
+def _ordered(tensors: Iterable[TensorInfo]) -> Sequence[TensorInfo]:
+    return sorted(tensors, key=lambda tensor: tensor.name)

@@ -1,4 +1,4 @@
-"""Random weights instead of a checkpoint's, for measuring a model of which nothing but its config.json is there."""
+"""Random weights in place of a checkpoint's, for measuring a model of which only config.json is present."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeserve.ops.quantised import Quantised
 
 
 def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) -> Checkpoint:
-    """A checkpoint that has what the plan asks for. form: of its linear layers, in 8 bits and not packed."""
+    """Returns a checkpoint with all that the plan asks for. form: of its linear layers, in 8 bits and not packed."""
     tensors, stored = {}, {}
     linear = {param.name for param in plan.params if form and param.quantised_on_load}
     for piece in plan.pieces:
@@ -35,35 +35,38 @@ def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) 
 
 
 class DummyParams(Params):
-    """As `Params`, of an imagined checkpoint. Vectors lie around 1; products keep their inputs' size, so that nothing
-    overflows and routers choose all experts alike. The same in every start on a device."""
+    """`Params` of an imagined checkpoint, the same in every start on a device.
+
+    Vectors lie around 1; products keep their inputs' size, so nothing overflows and routers choose all experts alike.
+    """
 
     def __init__(self, checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, **options: Any) -> None:
         super().__init__(checkpoint, plan, dtype, **options)
-        self._reader = _Dice(Checkpoint(checkpoint.model_dir, {}))
+        self._reader = _RandomReader(Checkpoint(checkpoint.model_dir, {}))
 
 
-class _Dice(Reader):
-    """Reads numbers that no file has."""
+class _RandomReader(Reader):
+    """A reader of random numbers, seeded by the tensor's name."""
 
     def jobs(self, piece: Piece, param: Any, limit: int | None = None) -> Iterator[Callable[[], int]]:
-        throw = self._throw_narrow if isinstance(param, Quantised) else self._throw
-        yield partial(throw, piece.source, param[piece.at])
+        """Yields one job, which fills a piece with random numbers."""
+        fill = self._fill_quantised if isinstance(param, Quantised) else self._fill_plain
+        yield partial(fill, piece.source, param[piece.at])
 
     @torch.inference_mode()
-    def _throw(self, source: str, part: Tensor) -> int:
-        dice = torch.Generator(part.device).manual_seed(zlib.crc32(source.encode()))
+    def _fill_plain(self, source: str, part: Tensor) -> int:
+        generator = torch.Generator(part.device).manual_seed(zlib.crc32(source.encode()))
         if part.dim() == 1:
-            part.uniform_(0.5, 1.5, generator=dice)
+            part.uniform_(0.5, 1.5, generator=generator)
         else:
-            part.normal_(0.0, part.shape[-1] ** -0.5, generator=dice)
+            part.normal_(0.0, part.shape[-1] ** -0.5, generator=generator)
         return 0
 
     @torch.inference_mode()
-    def _throw_narrow(self, source: str, part: Quantised) -> int:
-        """Values of up to 127 or so, with one scale for all."""
+    def _fill_quantised(self, source: str, part: Quantised) -> int:
+        """Fills values of up to about 127, with one scale for all."""
         plain = torch.empty(part.shape, device=part.values.device)
-        self._throw(source, plain)
+        self._fill_plain(source, plain)
         scale = part.shape[-1] ** -0.5 / 32
         dtype = torch.int8 if part.kind == "int8" else torch.float8_e4m3fn
         part.values.copy_((plain / scale).clamp_(-127, 127).to(dtype).view(part.values.dtype))

@@ -1,16 +1,16 @@
-"""Reads single experts of a checkpoint while the model serves, for ranks that take over an expert from another one.
+"""Reads single experts of a checkpoint while the model serves, for ranks that take over an expert from another rank.
 
-The bytes are the file's own, so an expert is the same wherever it is and however often it moved. What is checked:
+The bytes are the file's own, so an expert is the same wherever it is and however often it moved. The checks:
 
-- The files are opened once, at start. One that is replaced under its name later (a download into the same folder) does
-  no harm: what is read is still the file that the model was loaded from.
-- Size and modification time of a file must be what they were at start, before and after each expert is read.
-- Each expert is read twice, and both must agree to the bit: a write in between that kept size and time (a file mapped
-  by its writer, say) and a fault of the memory that received the bytes show here.
+- The files are opened once, at start. Replacing a file under its name later (a download into the same folder) does no
+  harm: reads still come from the file that the model was loaded from.
+- Size and modification time of a file must be those of the start, before and after each expert is read.
+- Each expert is read twice, and both reads must agree to the bit. This finds a write in between that kept size and
+  time (a file mapped by its writer, say), and a fault of the memory that received the bytes.
 - Its CRC-32 is kept: whenever the expert comes back to this rank, it must be the same.
 
-What no check here finds: damage that was in the file, or in the system's cache of it, before the first of two reads of
-an expert that this rank never read before. Safetensors files carry no checksums that it could be compared with.
+No check here finds damage that was in the file, or in the system's cache of it, before the first read of an expert that
+this rank never read before. Safetensors files carry no checksums to compare with.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.fingerprint import fingerprint
+from moeserve.loader.checkpoint import Checkpoint, fingerprint
 from moeserve.loader.load_plan import LoadPlan
 from moeserve.loader.weights import Reader, empty_weight
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
@@ -36,8 +35,8 @@ Work = Callable[[int], None]  # called after each little piece of work with the 
 class ExpertFiles:
     """The experts in a checkpoint's files.
 
-    plan(layer, expert): how that expert of that MoE layer becomes the parameters w13 [1, 2I, D] and w2 [1, D, I].
-    Create it before the model is loaded and call `check` after, so that both certainly read the same files.
+    plan(layer, expert): the load plan of that expert of that MoE layer, parameters w13 [1, 2I, D] and w2 [1, D, I].
+    Create the object before the model is loaded and call `check` after, so that both certainly read the same files.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ExpertFiles:
         self._crcs: dict[tuple[int, int], int] = {}
 
     def check(self) -> None:
-        """Raises CheckpointError if a file was changed, or another one has its name, since this object was created."""
+        """Raises CheckpointError if a file was changed, or replaced under its name, since this object was created."""
         self._check_marks(self._paths)
         for path in self._paths:
             try:
@@ -95,14 +94,15 @@ class ExpertFiles:
         return w13_1FD[0], w2_1DI[0]
 
     def fingerprint(self) -> str:
-        """Of the files; call `check` before. Raises CheckpointError when one cannot be read."""
+        """Returns the checkpoint's fingerprint; call `check` before. Raises CheckpointError."""
         return fingerprint(self._checkpoint)
 
     def identity(self) -> str:
-        """The fingerprint, and size and time of change of each file as it was opened."""
+        """Returns the fingerprint with size and modification time of each file as it was opened."""
         return repr((self.fingerprint(), sorted((path.name, *mark) for path, mark in self._marks.items())))
 
     def close(self) -> None:
+        """Closes the files."""
         self._reader.__exit__()
 
     def _fill(self, plan: LoadPlan, work: Work) -> list[Weight]:
@@ -138,7 +138,7 @@ _CHANGED = "the checkpoint was written to while the model serves: restore the fi
 
 
 def _parts(weight: Weight) -> Iterator[Tensor]:
-    """Its bytes, a little at a time: as bytes, since NaN is not equal to itself."""
+    """Yields the weight's bytes, a little at a time: as bytes, because NaN is not equal to itself."""
     for part in weight.parts if isinstance(weight, Quantised) else (weight,):
         yield from torch.split(part.view(-1).view(torch.uint8), READ_BYTES)
 

@@ -14,10 +14,10 @@ _MAX_JSON_BYTES = 64 * 2**20
 
 
 def model_file(model_dir: Path, name: str) -> Path:
-    """The path of the regular file `name` directly in `model_dir`.
+    """Returns the path of the regular file `name` directly in `model_dir`.
 
-    A link may lead to a file of the same directory or, as in the Hugging Face cache, from `snapshots/<revision>`
-    to `blobs`. Any other link is refused: a downloaded directory must not make us read other files of this machine.
+    A link may lead to a file of the same directory or, as in the Hugging Face cache, from `snapshots/<revision>` to
+    `blobs`. Any other link is refused: a downloaded directory must not make us read other files of this machine.
     """
     home = model_dir.resolve()
     if Path(name).name != name or name in ("", ".", ".."):
@@ -43,7 +43,7 @@ def model_file(model_dir: Path, name: str) -> Path:
 
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name`; at most 64 MiB, plain JSON (no NaN). Raises CheckpointError."""
+    """Returns the JSON object in the file `name`; at most 64 MiB, plain JSON (no NaN). Raises CheckpointError."""
     path = model_file(model_dir, name)
     try:
         if (num_bytes := path.stat().st_size) > _MAX_JSON_BYTES:

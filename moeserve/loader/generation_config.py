@@ -20,7 +20,7 @@ _MAX_EOS_IDS = 256
 
 
 def generation_defaults(model_dir: Path) -> dict[str, Any]:
-    """The sampling fields that generation_config.json sets, checked like a request's; empty without the file.
+    """Returns the sampling fields of generation_config.json, checked like a request's; empty without the file.
 
     As in vLLM, only temperature, top_p, top_k, min_p and repetition_penalty count; do_sample does not.
     """
@@ -36,7 +36,7 @@ def generation_defaults(model_dir: Path) -> dict[str, Any]:
 
 
 def read_eos_ids(model_dir: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Token ids that end an answer: as in transformers, generation_config.json's if it has any, else config.json's."""
+    """Returns the token ids that end an answer: as in transformers, generation_config.json's, else config.json's."""
     generation = Fields(model_dir / _FILE, _read(model_dir), {"eos_token_id": None})
     source = config if generation.raw("eos_token_id") is None else generation
     value = source.raw("eos_token_id")

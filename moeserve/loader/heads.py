@@ -1,4 +1,4 @@
-"""Which attention heads a tensor-parallel rank computes. No torch here."""
+"""The attention heads that a tensor-parallel rank computes. No torch here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Heads:
 
 
 def possible_tp(spec: ModelSpec) -> list[int]:
-    """Ranks that an engine may have: each gets equally many query heads, and whole KV heads or a part of one's queries.
+    """Returns the numbers of ranks that an engine may have.
 
+    Each rank gets equally many query heads, and whole KV heads or a part of one's queries.
     12 query heads on 4 KV heads -> [1, 2, 4, 12]
     """
     heads, kv = spec.num_heads, spec.num_kv_heads
@@ -29,7 +30,7 @@ def possible_tp(spec: ModelSpec) -> list[int]:
 
 
 def local_heads(spec: ModelSpec, world: World) -> Heads:
-    """This rank's heads; a KV head that several ranks need is computed and cached by each of them.
+    """Returns this rank's heads; a KV head that several ranks need is computed and cached by each of them.
 
     8 query heads on 2 KV heads, rank 3 of 4 -> queries 6 and 7, KV head 1. Raises ConfigError with the possible tp.
     """
@@ -45,5 +46,5 @@ def local_heads(spec: ModelSpec, world: World) -> Heads:
 
 
 def local_kv_heads(spec: ModelSpec, tp_size: int) -> int:
-    """KV heads in each rank's cache."""
+    """The number of KV heads in each rank's cache."""
     return max(1, spec.num_kv_heads // tp_size)

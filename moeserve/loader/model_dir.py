@@ -16,7 +16,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def resolve_model_dir(name: str) -> Path:
-    """The directory that `name` means: `demo`, a directory, or `org/name` when the local Hugging Face cache has it.
+    """Returns the directory of `name`: `demo`, a directory, or `org/name` when the local Hugging Face cache has it.
 
     Nothing is ever downloaded. Raises CheckpointError.
     """
@@ -53,7 +53,7 @@ def _demo_dir() -> Path:
 
 
 def _hub_cache() -> Path:
-    """Where huggingface_hub keeps its downloads, by its own environment variables."""
+    """The folder of huggingface_hub's downloads, by its own environment variables."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return Path(cache).expanduser()
     if home := os.environ.get("HF_HOME"):

@@ -1,12 +1,12 @@
 """Packed weights on disk. A start that finds its file maps it: nothing is read, packed or held a second time.
 
-One file has what one rank holds; its name is its key, which is whatever decides the bytes (`key_of`). It is a
-safetensors file of what was packed, of the parameters that no kernel packs, and of checksums, in a tensor that is named
-by the key; a start verifies every byte. Files are written aside, private to their user, and renamed when whole, so any
-number of processes may write and map them at once; one that is killed meanwhile leaves nothing. They are mapped
-privately: pages that an expert moves into become the process's own. They may be deleted at any time. Only writing into
-one in place while it is mapped does harm (other weights) or cutting it short (SIGBUS), and only its owner can; so does
-another machine that deletes it from a shared disk.
+One file has the packed weights of one rank; its name is its key, made of all that decides the bytes (`key_of`). It is a
+safetensors file of the packed weights, of the parameters that no kernel packs, and of checksums, in a tensor that is
+named by the key; a start verifies every byte. Files are written aside, private to their user, and renamed when whole,
+so any number of processes may write and map them at once; a process that is killed meanwhile leaves nothing. Files are
+mapped privately: pages that an expert moves into become the process's own. They may be deleted at any time. Only
+writing into a file in place while it is mapped does harm (other weights), or cutting it short (SIGBUS), and only its
+owner can; so does another machine that deletes it from a shared disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def key_of(identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, asked: str | None) -> str:
-    """Of what a rank packs. identity: of the checkpoint (`ExpertFiles.identity`)."""
+    """Returns the key of the weights that a rank packs. identity: of the checkpoint (`ExpertFiles.identity`)."""
     what = identity, plan.params, plan.pieces, world.tp_rank, world.tp_size, dtype, asked, LAYOUT, __version__
     return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
@@ -51,8 +51,8 @@ def key_of(identity: str, plan: LoadPlan, world: World, dtype: torch.dtype, aske
 class PackedCache:
     """One start's `tensors` by name, from their file or for it. Create it when the native kernels have their threads.
 
-    alive: called now and then while bytes are read or written. found: the file is there and whole. product: the one
-    that was taken from `CachedParams` last; what is packed goes by its name.
+    alive: called now and then while bytes are read or written. found: the file exists and is whole. product: the
+    parameter that was taken from `CachedParams` last; packed bytes are kept under its name.
     """
 
     def __init__(self, folder: str, key: str, alive: Callable[[], None] = lambda: None) -> None:
@@ -69,7 +69,7 @@ class PackedCache:
         self.mapped_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def room(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """A `Room`."""
+        """A `Room` in the cache's memory."""
         assert self.found == (self.product in self.tensors), self.product
         if not self.found:
             self.tensors[self.product], _ = new_room(num_bytes)
@@ -78,7 +78,7 @@ class PackedCache:
         return memory, self.found
 
     def finish(self) -> None:
-        """Writes the file if none was found, and lets go of the tensors; only warns if it cannot be written."""
+        """Writes the file if none was found, and drops the tensors; only warns if the file cannot be written."""
         try:
             if not self.found:
                 _write(self._path, _contents(self.tensors, self._key, self._alive), self._alive)
@@ -89,7 +89,7 @@ class PackedCache:
 
 
 class CachedParams(Params):
-    """Parameters that a cache may have: then nothing is read, and those that it has packed are on "meta"."""
+    """Parameters that a cache may have: then nothing is read, and those that the cache has packed are on "meta"."""
 
     def __init__(self, cache: PackedCache, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,7 +1,7 @@
-"""How a checkpoint's config.json says that its weights are quantised. No torch here.
+"""Reads from config.json how a checkpoint's weights are quantised. No torch here.
 
-Known: compressed-tensors (its formats pack-, int-, float- and naive-quantized) and fp8, as DeepSeek-V3 and Qwen3-FP8
-have it. Which layers are quantised is not asked here: `ignore` and `targets` are for the writer, and each tensor's own
+Known: compressed-tensors (its formats pack-, int-, float- and naive-quantized) and fp8, as in DeepSeek-V3 and
+Qwen3-FP8. Which layers are quantised is not read: `ignore` and `targets` are for the writer, and each tensor's own
 dtype tells the reader.
 """
 
@@ -28,7 +28,7 @@ _WHOLE = "use the float16 or bfloat16 checkpoint"
 
 
 def read_stored_format(config: Fields) -> StoredFormat | None:
-    """None: nothing is quantised. Raises CheckpointError naming what is not supported."""
+    """Returns the format of quantised weights, None without any. Raises CheckpointError if not supported."""
     for key in _KEYS:
         if config.values.get(key) is not None:
             asked = _section(config, key, {"quant_method": "compressed-tensors"})
@@ -99,7 +99,7 @@ def _group(config: Fields, layout: str) -> StoredFormat:
 
 
 def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
-    """Outputs and inputs that share a scale; 0: all."""
+    """Returns the numbers of outputs and inputs that share a scale; 0: all."""
     size = weights.raw("group_size")
     if weights.raw("strategy") is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"

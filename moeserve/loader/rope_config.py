@@ -1,4 +1,4 @@
-"""Reads how a model rotates positions (RopeSpec) from config.json, in the spelling of transformers 4 or 5.
+"""Reads the rotary embedding (RopeSpec) from config.json, in the spelling of transformers 4 or 5.
 
 transformers 4 writes `rope_theta` beside `rope_scaling`; transformers 5 writes one object `rope_parameters`, which may
 hold one such object per layer type.
@@ -18,7 +18,7 @@ _MAX_POSITION = 2**27
 
 
 def read_rope(config: Fields) -> RopeSpec:
-    """The rope of one config.json; `config`'s defaults hold rope_theta and max_position_embeddings."""
+    """Returns the rotary embedding; `config`'s defaults hold rope_theta and max_position_embeddings."""
     key, section = _section(config)
     outer = {name: config.values[name] for name in ("rope_theta", "partial_rotary_factor") if name in config.values}
     defaults = {
@@ -43,7 +43,7 @@ def read_rope(config: Fields) -> RopeSpec:
 
 
 def longest_context(rope: RopeSpec, max_position: int) -> int:
-    """Tokens that a model of `max_position` positions can attend over with this rope."""
+    """Returns the tokens that a model of `max_position` positions can attend over with this rope."""
     stretched = max_position
     if rope.kind == "linear":
         stretched = int(max_position * rope.factor)

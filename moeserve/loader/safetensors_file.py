@@ -1,4 +1,4 @@
-"""Reads the header of one safetensors file and believes nothing in it before it was checked.
+"""Reads the header of one safetensors file and checks every entry before it is used.
 
 Format: 8 bytes little-endian header length, a JSON object {tensor: {dtype, shape, data_offsets}}, then the tensors'
 bytes without gaps or overlap up to the end of the file (github.com/huggingface/safetensors). A header is a few bytes
@@ -32,7 +32,7 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: `offset` and `num_bytes` in `path`, both checked against the file's size."""
+    """The place of a tensor: `offset` and `num_bytes` in `path`, both checked against the file's size."""
 
     name: str
     path: Path
@@ -57,7 +57,7 @@ _decode_metadata = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """All tensors of the file. Raises CheckpointError naming the file, the tensor and what is wrong with it."""
+    """Returns all tensors of the file. Raises CheckpointError with the file, the tensor and what is wrong with it."""
     try:
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""How large a model is: parameters in all, and those that one token uses."""
+"""The size of a model: parameters in all, and those that one token uses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups seve
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Parameters. active: those that compute one token, the embedding table not counted."""
+    """Numbers of parameters. active: those that compute one token, without the embedding table."""
 
     total: int
     active: int
 
 
 def model_size(spec: ModelSpec) -> ModelSize:
-    """Matrices only; norms and biases are a rounding error (< 0.1 %).
+    """Counts the matrices of a model; norms and biases are a rounding error (< 0.1 %).
 
     Qwen3-30B-A3B (D 2048, 48 layers, E 128, K 8, I 768) -> about 30.5e9 and 3.0e9
     """
@@ -42,7 +42,7 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
-    """Of linear layers in memory, scales and zero points of groups included. asked: what they become on loading."""
+    """Bytes of a linear layer's weight in memory, scales included. asked: the kind it becomes on loading."""
     form = spec.stored
     if form is None and asked == "int4":
         form = StoredFormat(kind="int4", group=_USUAL_GROUP)

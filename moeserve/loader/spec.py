@@ -1,4 +1,4 @@
-"""What a model is, in numbers: one frozen record per checkpoint, read from its config.json. No torch here."""
+"""A model in numbers: one frozen record per checkpoint, read from its config.json. No torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """How a token chooses its experts. Scores in fp32; ties go to the lowest expert id.
+    """The rule by which a token chooses its experts. Scores in fp32; ties go to the lowest expert id.
 
     score: softmax over all experts, then top-k (`softmax`), or top-k of the logits, then softmax over the chosen
     (`softmax_selected`, GraniteMoE and gpt-oss). renormalize: divide the chosen weights by their sum.
@@ -35,9 +35,11 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
-    """How a checkpoint's quantised weights are stored. packed: in words of 32 bits. rows, group: outputs and inputs
-    that share a scale, 0 for all. zeros: with zero points. activations: the config quantises them, too; not all
-    kernels do."""
+    """The format of a checkpoint's quantised weights.
+
+    packed: in words of 32 bits. rows, group: outputs and inputs that share a scale, 0 for all. zeros: with zero points.
+    activations: the config quantises them, too, which not all kernels do.
+    """
 
     kind: Literal["int8", "int4", "fp8"]
     packed: bool = False
@@ -48,11 +50,11 @@ class StoredFormat:
 
     @property
     def values_dtype(self) -> str:
-        """In safetensors' words."""
+        """The dtype of the values as safetensors spells it."""
         return "I32" if self.packed else "F8_E4M3" if self.kind == "fp8" else "I8"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Scales of the outputs and of the inputs of a weight [..., N, K]."""
+        """The numbers of scales along the outputs and the inputs of a weight [..., N, K]."""
         sizes = zip(shape[-2:], (self.rows, self.group), strict=True)
         rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
         return rows, columns
@@ -97,4 +99,5 @@ class ModelSpec:
 
     @property
     def scale(self) -> float:
+        """The factor on attention scores before the softmax."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

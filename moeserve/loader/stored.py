@@ -6,7 +6,8 @@ N outputs, K inputs, R x C scales. A weight `x.weight` lies in the file as
     x.weight_scale (_inv)           [R, C]; R is 1, N or a block's share of N, C likewise of K
     x.weight_zero_point             words of eight outputs [N / 8, C], if int4 is not symmetric
 
-and what says nothing new: x.weight_shape, which config.json implies, and x.input_scale, for quantised activations.
+Two more tensors are not needed: x.weight_shape, which config.json implies, and x.input_scale, for quantised
+activations.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ class Stored:
 
     @property
     def parts(self) -> list[TensorInfo]:
+        """All tensors of the weight, the values first."""
         return [part for part in (self.values, self.scales, self.zeros, *self.others) if part is not None]
 
     def mismatch(self, shape: tuple[int, ...]) -> str:
-        """What is wrong with the headers for a weight of `shape`; empty if nothing is."""
+        """Returns what is wrong with the headers for a weight of `shape`; empty if nothing is."""
         rows, depth = shape[-2:]
         per_word = (8 if self.form.kind == "int4" else 4) if self.form.packed else 1
         scale_rows, scale_columns = self.form.scale_shape(shape)
@@ -54,9 +56,9 @@ class Stored:
 
 
 def find_stored(tensors: Mapping[str, TensorInfo], form: StoredFormat) -> dict[str, Stored]:
-    """The quantised weights among `tensors`, by the names that they would have otherwise.
+    """Returns the quantised weights among `tensors`, by the names that they would have unquantised.
 
-    Raises CheckpointError where one has no scales, or is there unquantised as well.
+    Raises CheckpointError where one has no scales, or is present unquantised as well.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -78,10 +80,10 @@ def find_stored(tensors: Mapping[str, TensorInfo], form: StoredFormat) -> dict[s
 
 
 def _wide(shape: Sequence[int]) -> list[int]:
-    """Without dimensions of size 1, which writers leave out or add."""
+    """Drops dimensions of size 1, which writers leave out or add."""
     return [size for size in shape if size != 1]
 
 
 def place(tensor: TensorInfo) -> str:
-    """For errors."""
+    """Names a tensor and its file for an error."""
     return f"tensor {tensor.name!r} in {tensor.path.name}"

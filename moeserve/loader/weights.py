@@ -1,8 +1,8 @@
-"""Carries out a LoadPlan: bytes go from the files straight into the parameters, many ranges at a time.
+"""Carries out a load plan: bytes go from the files straight into the parameters, many ranges at a time.
 
-A range whose dtype and layout are already right is read by `preadv` into the parameter itself; anything else passes
-through a small buffer per thread. A parameter is read when it is asked for, so memory stays at what was made of those
-before, and a few buffers. Nothing is ever mapped: a file that shrinks meanwhile is an error, not a crash. Headers and
+A range whose dtype and layout are already right is read by `preadv` into the parameter itself; any other range passes
+through a small buffer per thread. A parameter is read when it is asked for, so memory holds what was made of earlier
+parameters, and a few buffers. Nothing is mapped: a file that shrinks meanwhile is an error, not a crash. Headers and
 plan are compared before the first byte is allocated.
 """
 
@@ -14,7 +14,7 @@ import threading
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.loader import unpack
-from moeserve.loader.check_plan import check_plan, part_shape
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece
+from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece, check_plan, part_shape
 from moeserve.loader.safetensors_file import TensorInfo
+from moeserve.loader.stored import Stored, place
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
@@ -40,10 +39,10 @@ READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to 
 
 
 class Params(UserDict[str, Any]):
-    """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Used as a context.
+    """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Use it as a context.
 
-    They are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or `Quantised`: those that the
-    files have so, and with `asked` the other linear layers. On "meta" they have no values, and none are read. progress
+    Values are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or `Quantised`: where the files
+    have them so, and with `asked` the other linear layers. On "meta" they have no values, and nothing is read. progress
     is called in the thread that asks. threads: concurrent reads (default: one per core, 2 to 16).
 
     Raises CheckpointError if plan and checkpoint do not fit each other, and when a parameter is asked for: if a file
@@ -104,11 +103,11 @@ class Params(UserDict[str, Any]):
 def empty_weight(
     checkpoint: Checkpoint, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
 ) -> Weight:
-    """Room for a parameter as it comes from the files."""
+    """Returns uninitialised memory for a parameter in the format of the files."""
     stored = checkpoint.stored.get(pieces[0].source) if pieces else None
     if stored is None:
         return torch.empty(param.shape, dtype=dtype, device=device)
-    return unpack.empty(stored, dtype, param.shape, device)
+    return empty_stored(stored, dtype, param.shape, device)
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
@@ -132,11 +131,12 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes to read."""
         return math.prod(self.shape) * DTYPES[self.tensor.dtype].itemsize
 
 
 def reads_of(piece: Piece, tensor: TensorInfo, param: Tensor, limit: int | None = None) -> Iterator[Read]:
-    """What carries out a piece: reads of at most about `limit` bytes each (default: READ_BYTES)."""
+    """Yields the reads that carry out a piece, of about `limit` bytes each at most (default: READ_BYTES)."""
     into = param[piece.at]
     if piece.transpose:
         into = into.transpose(-1, -2)
@@ -152,7 +152,7 @@ def reads_of(piece: Piece, tensor: TensorInfo, param: Tensor, limit: int | None 
 def _split(
     tensor: TensorInfo, offset: int, shape: tuple[int, ...], take: Index, into: Tensor, limit: int
 ) -> Iterator[Read]:
-    """The reads, of about `limit` bytes each, that bring `take` of a row-major array at `offset`."""
+    """Yields the reads, of about `limit` bytes each, that bring `take` of a row-major array at `offset`."""
     if not shape:
         shape, take, into = (1,), (slice(0, 1, 1),), into.unsqueeze(0)
     first, rest = take[0], take[1:]
@@ -194,7 +194,7 @@ class Reader:
             os.close(self._files.popitem()[1])
 
     def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
-        """What carries out a piece, for any threads in any order; each returns the bytes that it read.
+        """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.
 
         limit: of bytes in one read (default: READ_BYTES). A quantised weight is one job.
         """
@@ -212,12 +212,12 @@ class Reader:
                 self.carry_out(part)
             return raw
 
-        unpack.unpack(self._checkpoint.stored[piece.source], piece, param, read)
+        unpack(self._checkpoint.stored[piece.source], piece, param, read)
         return _num_bytes(piece, self._checkpoint)
 
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
     def carry_out(self, read: Read) -> int:
-        """Does one read; returns its number of bytes. Runs in any thread; reading and converting drop the GIL."""
+        """Does one read and returns its number of bytes. Runs in any thread; reading and converting drop the GIL."""
         if not read.num_bytes:
             return 0
         into, source_dtype = read.into, DTYPES[read.tensor.dtype]
@@ -241,7 +241,7 @@ class Reader:
         return have[:num_bytes]
 
     def stat(self, path: Path) -> os.stat_result:
-        """Of the file that was opened, whatever its name means by now."""
+        """Returns the status of the file that was opened, whatever its name means by now."""
         try:
             return os.fstat(self._files[path])
         except OSError as error:
@@ -276,3 +276,40 @@ def _check_range(read: Read) -> None:
             f"{read.tensor.path}: tensor {read.tensor.name!r} has values that float16 cannot hold (65504 at most); "
             "use --dtype bfloat16 or float32"
         )
+
+
+def empty_stored(stored: Stored, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Quantised:
+    """Returns uninitialised memory for a parameter of this format."""
+    form = stored.form
+    whole = -(-shape[-1] // 8) * 8  # int4 always has groups
+    group = form.group or (whole if form.kind == "int4" else 0)
+    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
+
+
+def unpack(stored: Stored, piece: Piece, into: Quantised, read: Callable[[TensorInfo, Index], Tensor]) -> None:
+    """Fills a piece of a parameter. Raises CheckpointError when a value or a scale is NaN or infinite."""
+    form = stored.form
+    values = read(stored.values, piece.take)
+    if form.packed:
+        values = _nibbles(values) if form.kind == "int4" else values.view(torch.int8) ^ -128
+        values = values[..., : piece.shape[-1]]
+    if form.kind == "fp8" and (values & 127 == 127).any():
+        raise CheckpointError(f"{place(stored.values)} has NaN; download it again")
+    into.values[piece.at] = values
+    scales = read(stored.scales, ()).float()
+    if not scales.isfinite().all():
+        raise CheckpointError(f"{place(stored.scales)} has NaN or infinity; download it again")
+    num_rows = piece.shape[-2]
+    scales = scales.view(*piece.shape[:-2], *form.scale_shape(piece.shape))
+    scales = scales.repeat_interleave(form.rows or num_rows, -2)[..., :num_rows, :]
+    into.scales[piece.at] = scales[piece.take]
+    if into.zeros is not None:
+        assert stored.zeros is not None
+        zeros = _nibbles(read(stored.zeros, ()).transpose(-1, -2).clone(memory_format=torch.contiguous_format))
+        into.zeros[piece.at] = zeros.transpose(-1, -2)[..., :num_rows, :][piece.take].float()
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """Returns eight numbers from 0 to 15 for each int32 of the last dimension, lowest bits first."""
+    pairs = words.view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)

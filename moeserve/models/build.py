@@ -1,4 +1,4 @@
-"""From parameters to a decoder: packs every weight for its kernel and drops the original at once."""
+"""Builds a decoder from parameters: packs every weight for its kernel and drops the original at once."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ def build_decoder(
     max_tokens: int = 1,
     max_position: int | None = None,
 ) -> Decoder:
-    """Build the decoder that `spec` describes. `params` (named as in models/checkpoint.py, of `dtype` or Quantised)
-    is emptied.
+    """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of `dtype` or Quantised).
 
-    tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. micro-batches: that a step may have.
-    max_tokens: rows of one step. max_position: length of the rotary table, the model's own by default. Raises
+    tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. ubatches: micro-batches that a step may
+    have. max_tokens: rows of one step. max_position: length of the rotary table, the model's own by default. Raises
     ConfigError when no all2all backend and expert kernel fit.
     """
     assert dtype == ops.dtype, (dtype, ops.dtype)
@@ -119,6 +118,7 @@ class _Build:
         self.groups = [distinct.index(window) for window in windows]
 
     def layer(self, index: int) -> Layer:
+        """The decoder layer number `index`."""
         name = f"layers.{index}."
         moe = index < len(self.spec.moe_layers) and self.spec.moe_layers[index]
         return Layer(
@@ -130,24 +130,30 @@ class _Build:
         )
 
     def linear(self, name: str) -> Linear:
+        """Packs the weight `name` and its bias, if there is one."""
         return self.ops.pack_linear(self.params.pop(name), self.params.pop(name + "_bias", None))
 
     def columns(self, name: str, num_columns: int, tp: TensorParallel | None = None) -> ColumnLinear:
-        """A product whose columns are shared out; this rank's are there."""
+        """A product whose columns are sharded; `name` holds this rank's columns."""
         return ColumnLinear(self.part(name, num_columns, tp or self.tp), num_columns, tp or self.tp)
 
     def part(self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> Linear:
-        """This rank's equal share of such a product; `parts` products of num_columns each lie one below the other."""
+        """This rank's columns of such a product, padded to an equal share.
+
+        parts: the number of products of num_columns each that lie one below the other.
+        """
         for key in (name, name + "_bias"):
             if key in self.params:
                 self.params[key] = widened(self.params.pop(key), num_columns, tp, parts=parts)
         return self.linear(name)
 
     def norm(self, name: str) -> Tensor:
+        """The weights of a norm, in fp32."""
         norm: Tensor = self.params.pop(name).float()
         return norm
 
     def attention(self, name: str) -> Attention:
+        """The attention block of the layer whose parameters begin with `name`."""
         spec, heads = self.spec, self.heads
         head_norms, full_norms = None, None
         if spec.qk_norm != "none":
@@ -160,10 +166,12 @@ class _Build:
         return Attention(spec, self.ops, heads, self.tp, qkv, out, head_norms, full_norms)
 
     def gated(self, name: str, inner_size: int, tp: TensorParallel) -> GatedMLP:
+        """A SwiGLU block of inner width `inner_size`."""
         gate_up = self.part(name + "gate_up", inner_size, tp, parts=2)
         return GatedMLP(self.ops, gate_up, self.columns(name + "down", self.spec.hidden_size, tp), inner_size, tp)
 
     def dense(self, name: str) -> FeedForward:
+        """The dense feed-forward block of a layer."""
         mlp = self.gated(name, self.spec.intermediate_size, self.tp)
 
         def run(x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
@@ -172,13 +180,14 @@ class _Build:
         return run
 
     def experts(self, name: str) -> FeedForward:
+        """The MoE block of a layer."""
         assert self.moe is not None
         spec, params = self.spec, self.params
         router = Router(self.linear(name + "router"), spec.experts_per_token, spec.router, self.ops)
         packed = self.moe.experts.pack(ExpertWeights(params.pop(name + "w13"), params.pop(name + "w2")))
         shared = None
         if spec.shared_expert_size:
-            mlp = self.gated(name + "shared_", spec.shared_expert_size, ALONE)  # it gets this rank's tokens only
+            mlp = self.gated(name + "shared_", spec.shared_expert_size, ALONE)  # reads this rank's tokens only
             shared = SigmoidGatedMLP(self.ops, params.pop(name + "shared_gate"), mlp)
         to_physical = LogicalToPhysical(self.placement, self.num_moe, self.ops.device, counts_on_device=self.ops.triton)
         self.num_moe += 1

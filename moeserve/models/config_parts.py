@@ -28,10 +28,12 @@ def _experts(config: Fields, size_key: str) -> dict[str, Any]:
 
 
 def every_layer_moe(config: Fields, num_layers: int) -> dict[str, Any]:
+    """Reads a model whose layers all have experts."""
     return {"moe_layers": (True,) * num_layers, **_experts(config, "intermediate_size")}
 
 
 def every_layer_dense(config: Fields, num_layers: int) -> dict[str, Any]:
+    """Reads a model whose layers are all dense."""
     return {
         "moe_layers": (False,) * num_layers,
         "intermediate_size": config.integer("intermediate_size", 1, MAX_WIDTH),
@@ -39,7 +41,7 @@ def every_layer_dense(config: Fields, num_layers: int) -> dict[str, Any]:
 
 
 def some_layers_moe(config: Fields, num_layers: int) -> dict[str, Any]:
-    """Qwen: every `decoder_sparse_step`-th layer except `mlp_only_layers` has experts, the others a dense MLP."""
+    """Reads Qwen's layers: every `decoder_sparse_step`-th one except `mlp_only_layers` has experts."""
     step = config.integer("decoder_sparse_step", 1, MAX_LAYERS)
     dense = set(config.integers("mlp_only_layers", 0, num_layers - 1))
     return {
@@ -50,7 +52,7 @@ def some_layers_moe(config: Fields, num_layers: int) -> dict[str, Any]:
 
 
 def same_window(config: Fields, num_layers: int, window: int | None) -> dict[str, Any]:
-    """All layers alike. A config that names other kinds of layers means a model that we do not compute."""
+    """Gives all layers one window. Refuses a config that names other kinds of layers."""
     types = config.values.get("layer_types")
     if types is not None and types != ["full_attention"] * num_layers:
         raise config.error("layer_types", "this architecture has one kind of attention; remove this key")
@@ -58,12 +60,13 @@ def same_window(config: Fields, num_layers: int, window: int | None) -> dict[str
 
 
 def no_window(config: Fields, num_layers: int) -> dict[str, Any]:
+    """Refuses a sliding window."""
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     return same_window(config, num_layers, None)
 
 
 def window_per_layer(config: Fields, num_layers: int, slides: Callable[[int, int], bool]) -> dict[str, Any]:
-    """Qwen: `layer_types` says which layers slide; without it `slides(layer, max_window_layers)` does."""
+    """Reads Qwen's windows: `layer_types` names sliding layers; without it `slides(layer, max_window_layers)` does."""
     window = switched_window(config)
     types = config.raw("layer_types")
     if types is None:
@@ -80,23 +83,27 @@ def window_per_layer(config: Fields, num_layers: int, slides: Callable[[int, int
 
 
 def switched_window(config: Fields) -> int | None:
+    """Reads `sliding_window` where `use_sliding_window` is true, else None."""
     if not config.boolean("use_sliding_window"):
         return None
     return config.optional_integer("sliding_window", 1, MAX_POSITION)
 
 
 def attention_bias(config: Fields) -> dict[str, Any]:
+    """Reads whether qkv and out have biases."""
     bias = config.boolean("attention_bias")
     return {"qkv_bias": bias, "out_bias": bias}
 
 
 def softmax_router(config: Fields) -> RouterSpec:
+    """A router with softmax over all experts."""
     return RouterSpec(renormalize=config.boolean("norm_topk_prob"))
 
 
 def sizes(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, positions: int
 ) -> dict[str, Any]:
+    """Defaults of the keys that every family has."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

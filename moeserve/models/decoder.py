@@ -1,4 +1,4 @@
-"""The pre-norm decoder that every family here is: embed, layers of attention and MLP or experts, norm, LM head.
+"""The pre-norm decoder of every family here: embed, layers of attention and MLP or experts, norm, LM head.
 
 T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S rows that sample.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from moeserve.blocks.attention import Attention, AttentionStep
 from moeserve.blocks.columns import ColumnLinear
-from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import LayerKV, StepInputs
 from moeserve.ops.table import Ops
 
 FeedForward = Callable[[Tensor, int | Tensor, UBatch], Tensor]  # x_T'D, number of real rows, micro-batch -> T'D
@@ -38,9 +38,7 @@ class Layer:
 
 
 class Decoder:
-    """A model ready to run. It knows nothing of devices, ranks or micro-batches: those are behind `ops`, the layers
-    and the
-    micro-batch."""
+    """A model ready to run. `ops`, the layers and the micro-batch hide devices, ranks and micro-batches."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class Decoder:
         self._attend, self._add = ops.trace(self._attention_and_norm), ops.trace(self._add_and_norm)
 
     def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
-        """Hidden states after the final norm, [T, D]; writes the tokens' keys and values to kv, one per layer."""
+        """Returns hidden states after the final norm, [T, D], and writes keys and values to kv, one per layer."""
         ops, spec = self._ops, self.spec
         num_tokens = step.ids_T.shape[0]
         extra = ops.pad_rows(num_tokens) - num_tokens
@@ -86,7 +84,7 @@ class Decoder:
 
     @property
     def graph_safe(self) -> bool:
-        """Whether `forward` never asks the device, and takes padding that only the device knows of."""
+        """Whether `forward` never waits for the device, and accepts padding whose extent only the device knows."""
         return self._ops.triton and all(layer.recordable for layer in self.moe_layers)
 
     @property
@@ -95,12 +93,12 @@ class Decoder:
         return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MoELayer)]
 
     def serve(self, ubatch: UBatch) -> None:
-        """Takes part in a step in which this rank has no tokens: its experts compute for the others."""
+        """Takes part in a step in which this rank has no tokens: its experts compute for other ranks."""
         for layer in self.moe_layers:
             layer.serve(self._embed_VD, ubatch)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Scores of every vocabulary entry, fp32 [S, V]; gathered on channel 0, so no micro-batch may run meanwhile."""
+        """Scores of every vocabulary entry, fp32 [S, V]. Gathers on channel 0: no micro-batch may run meanwhile."""
         rows = hidden_SD.shape[0]
         if not rows:
             return hidden_SD.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
@@ -112,11 +110,11 @@ class Decoder:
     def _attention_and_norm(
         self, layer: Layer, x: Tensor, residual: Tensor, step: AttentionStep, cache: LayerKV, channel: int
     ) -> tuple[Tensor, Tensor]:
-        """From a layer's first norm to behind its second one."""
+        """Computes a layer from behind its first norm to behind its second one."""
         return self._add_and_norm(layer.attention(x, step, cache, channel), residual, layer.mlp_norm)
 
     def _add_and_norm(self, x: Tensor, residual: Tensor, norm_D: Tensor) -> tuple[Tensor, Tensor]:
-        """(what the next block reads, what skips it)."""
+        """Returns (input of the next block, residual)."""
         return self._ops.add_rms_norm(self._scaled(x), residual, norm_D, self.spec.norm_eps)
 
     def _scaled(self, x_TD: Tensor) -> Tensor:

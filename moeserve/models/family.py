@@ -1,4 +1,4 @@
-"""What a model family says about itself: how its config.json becomes a spec, and how its checkpoints name tensors."""
+"""A model family: how its config.json becomes a spec, and how its checkpoints name tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeserve.loader.fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """One spelling of the routed experts, relative to `model.layers.N.`; `{}` is the expert's id.
+    """One spelling of the routed experts, relative to `model.layers.N.`; `{}` stands for the expert's id.
 
     gate, up, down: one tensor per expert. gate_up, down: all experts in one tensor, [E, 2I, D] and [E, D, I].
     """
@@ -32,9 +32,9 @@ FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_p
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a family calls its MoE tensors; everything else is called alike everywhere.
+    """The names of a family's MoE tensors; all other tensors have the same names in every family.
 
-    experts: the spellings that its checkpoints use, the usual one first. router: likewise.
+    experts: the spellings of its checkpoints, the usual one first. router: likewise.
     """
 
     experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)

@@ -40,7 +40,7 @@ _COMMON_DEFAULTS: dict[str, Any] = {
 
 
 def read_model_spec(model_dir: Path) -> ModelSpec:
-    """What the model in `model_dir` is. Raises CheckpointError naming file, key, value and remedy."""
+    """Returns the spec of the model in `model_dir`. Raises CheckpointError naming file, key, value and remedy."""
     values = read_json(model_dir, _FILE)
     path = model_dir / _FILE
     architecture = _architecture(path, values)
@@ -68,7 +68,7 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
 
 
 def _architecture(path: Path, values: dict[str, Any]) -> str:
-    """The first supported class in `architectures`; without that key, the class of `model_type`."""
+    """Returns the first supported class in `architectures`; without that key, the class of `model_type`."""
     supported = ", ".join(FAMILIES)
     config = Fields(path, values, {"architectures": None, "model_type": None})
     model_type, names = config.raw("model_type"), config.raw("architectures")
@@ -100,7 +100,7 @@ def _refuse_foreign(config: Fields) -> None:
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:
-    """The checkpoint's own dtype; where config.json is silent, that of the first weight (as transformers does)."""
+    """Returns the checkpoint's dtype; where config.json is silent, the first weight's (as transformers does)."""
     key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"
     if config.values.get(key) is not None:
         return config.choice(key, _DTYPES)

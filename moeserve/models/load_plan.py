@@ -1,9 +1,10 @@
-"""How families name their tensors, and the one weight plan that all of them share.
+"""The load plan that all families share: every parameter of the decoder, and the copies that fill it.
 
 D model width, V vocabulary, E experts, e local experts, I expert width, F inner width of a dense MLP.
 
-A tensor-parallel rank holds output columns only (rows of the weights here), never a part of what a sum runs over:
-the heads of qkv, and equal shares of out, gate_up, down and lm_head (`share`: the last ranks' may be smaller).
+A tensor-parallel rank holds output columns only (rows of the weights here), never a part of the inputs that a sum runs
+over: the heads of qkv, and equal shares of out, gate_up, down and lm_head (`share`: those of the last ranks may be
+smaller).
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ def load_plan(
     world: World | None = None,
     placement: Placement | None = None,
 ) -> LoadPlan:
-    """Every parameter of the decoder and the copies that fill it from a checkpoint with the tensors `present`.
+    """Returns every parameter of the decoder and the copies that fill it from a checkpoint with the tensors `present`.
 
-    placement: which experts this rank holds, in the order of its slots (default: `Placement.initial`).
-
-    Raises ConfigError when the heads cannot be shared out.
+    placement: the experts of this rank, in order (default: `Placement.initial`). Raises ConfigError when the heads
+    cannot be shared out.
 
     Parameters: embed, norm, lm_head (unless tied) and per layer attn_norm, qkv, q_norm, k_norm, out, mlp_norm, then
     gate_up and down, or router, w13, w2, shared_gate_up, shared_down, shared_gate; biases end in _bias.
@@ -56,7 +56,7 @@ def load_plan(
 
 
 def expert_load_plan(spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int]) -> LoadPlan:
-    """Some experts of one MoE layer (counted among the MoE layers) alone, in this order: parameters w13 and w2."""
+    """Plans some experts of one MoE layer (counted among the MoE layers), in order: w13 and w2."""
     theirs = f"model.layers.{[i for i, moe in enumerate(spec.moe_layers) if moe][moe_layer]}."
     w13 = Param("w13", (len(experts), 2 * spec.expert_size, spec.hidden_size))
     w2 = Param("w2", (len(experts), spec.hidden_size, spec.expert_size))
@@ -94,12 +94,14 @@ class _Builder:
         return share(rows, self.world.tp_size, self.world.tp_rank) if self.world.tp_size > 1 else None
 
     def add(self, param: str, shape: tuple[int, ...], source: str, rows: slice | None = None) -> None:
-        """A parameter that is one tensor of the checkpoint, or some of its rows."""
+        """Adds a parameter that is one tensor of the checkpoint, or some of its rows."""
         self.stack(param, [(source, shape[0], rows)], *shape[1:])
 
     def stack(self, param: str, sources: list[tuple[str, int, slice | None]], *tail: int) -> None:
-        """A parameter made of several tensors along the first dimension: of each its name, its rows, and which of them
-        to take (None: all); then the other sizes."""
+        """Adds a parameter made of several tensors along the first dimension.
+
+        sources: (name, rows, the rows to take or None for all) of each tensor. tail: the other sizes.
+        """
         start = 0
         for source, total, rows in sources:
             count = total if rows is None else len(range(total)[rows])
@@ -110,6 +112,7 @@ class _Builder:
         self.params.append(Param(param, (start, *tail)))
 
     def attention(self, layer: int) -> None:
+        """Adds the norms and products around a layer's attention."""
         spec, ours, theirs = self.spec, f"layers.{layer}.", f"model.layers.{layer}."
         width, heads, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         rows = [("q", heads, self.heads), ("k", kv, self.kv_heads), ("v", kv, self.kv_heads)]
@@ -128,6 +131,7 @@ class _Builder:
         self.add(ours + "mlp_norm", (width,), theirs + "post_attention_layernorm.weight")
 
     def dense_mlp(self, layer: int) -> None:
+        """Adds a layer's dense MLP."""
         spec = self.spec
         inner, columns = self.share(spec.intermediate_size), self.share(spec.hidden_size)
         theirs = f"model.layers.{layer}.mlp."
@@ -142,7 +146,7 @@ class _Builder:
         inner: slice | None = None,
         columns: slice | None = None,
     ) -> None:
-        """inner, columns: what this rank takes of the inner width and of the outputs; all by default."""
+        """Adds a SwiGLU block. inner, columns: the part of inner width and outputs that this rank takes; None: all."""
         width = self.spec.hidden_size
         rows = [("gate", inner_size, inner), ("up", inner_size, inner)]
         self.stack(ours + "gate_up", [(f"{theirs}{x}_proj.weight", n, part) for x, n, part in rows], width)
@@ -152,6 +156,7 @@ class _Builder:
             self.add(ours + "down_bias", (width,), theirs + "down_proj.bias", columns)
 
     def experts(self, layer: int) -> None:
+        """Adds a layer's router, the experts of this rank, and the shared expert."""
         spec, ours, theirs = self.spec, f"layers.{layer}.", f"model.layers.{layer}."
         width = spec.hidden_size
         router = next((n for n in self.names.router if theirs + n in self.present), self.names.router[0])
@@ -173,8 +178,7 @@ class _Builder:
 def expert_pieces(
     spec: ModelSpec, names: ExpertNames, ours: str, theirs: str, experts: Sequence[int]
 ) -> Iterator[Piece]:
-    """The copies that bring `experts` (of one layer, whose tensors begin with `theirs`) into slots 0, 1, ... of
-    the parameters ours + "w13" and ours + "w2"."""
+    """Yields the copies that bring `experts` of layer `theirs` to places 0, 1, ... of ours + "w13" and "w2"."""
     width, inner, total = spec.hidden_size, spec.expert_size, spec.num_experts
     if names.gate_up and list(experts) == list(range(total)):
         yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13")

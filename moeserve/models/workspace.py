@@ -1,9 +1,9 @@
-"""How much memory one forward pass needs beside weights and cache: an upper bound from shapes alone.
+"""An upper bound of the memory that one forward pass needs beside weights and cache, from shapes alone.
 
 T tokens (rounded up), D model width, H heads, G KV heads, d head width, I expert width, K experts per token.
 
-Under tensor parallelism a rank computes a part of the columns, and what it gathers comes on top: three times at most,
-as it was sent (the transport may keep that for a while), as it came, and in order.
+Under tensor parallelism a rank computes a part of the columns. Gathered columns come on top, up to three times: as
+sent (the transport may keep them for a while), as received, and in order.
 
 Where experts are sharded, a rank also takes in rows of all others, up to what `moe/all2all/rounds.py` allows.
 """
@@ -28,9 +28,11 @@ GATHERED = 3
 
 @dataclass(frozen=True, slots=True)
 class Inflow:
-    """What other ranks may send here. rows: of one dispatch, at most. micro-batches: each of which may have received
-    so many.
-    copies: of received rows that are in memory at once. slots: experts of this rank in a layer."""
+    """Rows that other ranks may send here.
+
+    rows: of one dispatch, at most. ubatches: micro-batches, each of which may have received so many. copies: copies of
+    received rows that are in memory at once. slots: physical experts of this rank in a layer.
+    """
 
     rows: int
     ubatches: int
@@ -47,11 +49,10 @@ def workspace_bytes(
     tp_size: int = 1,
     inflow: Inflow | None = None,
 ) -> int:
-    """Bytes that `forward` holds at its peak for steps of up to max_tokens tokens in max_rows rows (requests) with
-    contexts up to max_len, and `logits` for max_rows rows, on one of tp_size ranks. inflow: None where no rows
-    come from other ranks.
+    """Returns the bytes that `forward` and `logits` hold at their peak on one of tp_size ranks.
 
-    Layers run one after the other and reuse memory, so the peak is the dearer of a layer's two halves.
+    max_tokens: of a step. max_rows: requests of a step. max_len: of a context. inflow: None where no rows come from
+    other ranks. Layers run one after the other and reuse memory, so the peak is the larger of a layer's two halves.
     """
     tokens = padded_rows(max_tokens, LARGEST_PAD)
     size = dtype.itemsize
@@ -65,7 +66,7 @@ def workspace_bytes(
 
 
 def _plans(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
-    """Cache rows of every query block's context, and rotary angles; planning holds a few copies of one item's."""
+    """Bytes of the cache rows of all query blocks, of rotary angles, and of copies while planning."""
     blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
     groups = len(set(spec.windows)) or 1
     longest = _padded(max_len)
@@ -97,9 +98,10 @@ def _attention(spec: ModelSpec, tokens: int, max_len: int, size: int, tp_size: i
 
 
 def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
-    """Rows of other ranks and what experts make of them; the memory stays with the transport. One micro-batch computes
-    at a
-    time, and in the worst case one expert has a row of every token."""
+    """Bytes of other ranks' rows and of their experts' results; the memory stays with the transport.
+
+    One micro-batch computes at a time, and in the worst case one expert has a row of every token.
+    """
     width = spec.hidden_size
     rows = inflow.ubatches * inflow.rows * (inflow.copies * width * size + 4 * INT64)
     alike = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
@@ -107,7 +109,7 @@ def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
 
 
 def _moving(spec: ModelSpec, slots: int, size: int) -> int:
-    """Experts on their way in: a layer's that are ready to be put in force, and one that is read twice and packed."""
+    """Bytes of experts that are being moved in: those of a layer, and one that is read twice and packed."""
     return (slots + 3) * 3 * spec.hidden_size * spec.expert_size * size
 
 
@@ -127,5 +129,5 @@ def _feed_forward(spec: ModelSpec, tokens: int, size: int, tp_size: int) -> int:
 
 
 def _padded(length: int) -> int:
-    """Contexts are padded by at most a quarter, in tiles."""
+    """A context with its padding, which is at most a quarter, in tiles."""
     return length + length // 4 + TILE

@@ -5,7 +5,7 @@ An item works on B query blocks of m queries at once, all with about the same co
 
 The order of every sum is fixed by position: scores are dot products over d; softmax runs over one row in fp32, where
 masked positions add exact zeros; values are summed inside absolute tiles of 64 tokens, counted from position 0, and
-tiles are added in order. How queries are packed into items is free, and chosen so that the work space stays bounded:
+tiles are added in order. How queries are packed into items does not matter for the bits. It bounds the work space to
 about `SCORES` scores and `CONTEXT` cache elements at a time, whatever the context lengths.
 """
 
@@ -31,14 +31,14 @@ SMALL_PRODUCT = 4096  # torch computes bfloat16 products of fewer multiplication
 class Item:
     """B query blocks of m queries (short ones repeat their last query) over L positions each, from a tile's start on.
 
-    queries index into T; valid_N (into B * m) and tokens_N (into T) say where results go. All three are None when the
-    item is all tokens in order. Scores from column `hidden_from` on are hidden where hidden_Bml says so.
+    queries index into T; valid_N (into B * m) and tokens_N (into T) say where results go. Scores from column
+    `hidden_from` on are hidden where hidden_Bml says so.
     """
 
     size: tuple[int, int, int]  # B, m, L
-    queries: Tensor | None  # [B * m]
-    valid_N: Tensor | None
-    tokens_N: Tensor | None
+    queries: Tensor  # [B * m]
+    valid_N: Tensor
+    tokens_N: Tensor
     rows_BL: Tensor  # int64: the cache row [blocks * block_size * G] of each position's first head; 0 for unused ones
     hidden_from: int
     hidden_Bml: Tensor
@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttentionMetadata:
-    """What every layer of one KV group shares in one step."""
+    """The attention metadata of one step, shared by all layers of one KV group."""
 
     num_tokens: int
     heads_G1: Tensor  # 0 .. G-1
@@ -54,7 +54,7 @@ class TorchAttentionMetadata:
 
 
 def row_pad(dtype: torch.dtype, head_dim: int) -> int:
-    """Query rows per product are a multiple of this, so that torch always takes the same kernel."""
+    """Query rows of a product are padded to a multiple of this, so that torch always takes one kernel."""
     return 8 if dtype != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * head_dim)).bit_length()
 
 
@@ -68,7 +68,7 @@ def plan_attention(
     num_kv_heads: int,
     head_dim: int,
 ) -> TorchAttentionMetadata:
-    """Pack the step's queries into items. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from starts_R[i] on.
+    """Packs the step's queries into items. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from starts_R[i] on.
 
     blocks_RN: block tables, padded with 0. window: tokens that a query sees, itself included; None for all.
     """
@@ -88,7 +88,7 @@ def plan_attention(
         batch = max(1, int(1 / share))
         for at in range(0, len(members), batch):
             columns = np.array(members[at : at + batch], np.int64).T
-            items.append(_item(columns, m, length, blocks_RN, block_size, window, num_kv_heads, int(offsets_R1[-1])))
+            items.append(_item(columns, m, length, blocks_RN, block_size, window, num_kv_heads))
     heads_G1 = torch.arange(num_kv_heads, device=blocks_RN.device)[:, None]
     return TorchAttentionMetadata(int(offsets_R1[-1]), heads_G1, tuple(items))
 
@@ -112,7 +112,6 @@ def _item(
     block_size: int,
     window: int | None,
     num_kv_heads: int,
-    num_tokens: int,
 ) -> Item:
     device = blocks_RN.device
     rows_B, tokens_B, counts_B, starts_B = members
@@ -136,12 +135,11 @@ def _item(
     blocks_BL = blocks_BN.gather(1, torch.from_numpy(columns_BL).to(device).expand(len(rows_B), -1))
     entries_BL = blocks_BL * block_size + torch.from_numpy(keys_BL % block_size).to(device)
     valid_Bm = np.arange(m) < counts_B[:, None]
-    in_order = len(rows_B) * m == num_tokens and bool((queries_Bm.ravel() == np.arange(num_tokens)).all())
     return Item(
         size=(len(rows_B), m, length),
-        queries=None if in_order else torch.from_numpy(queries_Bm.ravel()).to(device),
-        valid_N=None if in_order else torch.from_numpy(np.flatnonzero(valid_Bm)).to(device),
-        tokens_N=None if in_order else torch.from_numpy(queries_Bm[valid_Bm]).to(device),
+        queries=torch.from_numpy(queries_Bm.ravel()).to(device),
+        valid_N=torch.from_numpy(np.flatnonzero(valid_Bm)).to(device),
+        tokens_N=torch.from_numpy(queries_Bm[valid_Bm]).to(device),
         rows_BL=entries_BL * torch.from_numpy(used_BL).to(device) * num_kv_heads,
         hidden_from=hidden_from,
         hidden_Bml=torch.from_numpy(hidden_Bml).to(device),
@@ -149,7 +147,7 @@ def _item(
 
 
 def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchAttentionMetadata) -> Tensor:
-    """Attend to the paged cache [blocks, block_size, G, d]; [T', H * d] like q, zero in rows beyond the plan's tokens.
+    """Attends to the paged cache; returns [T', H * d] like q, zero in rows beyond the metadata's tokens.
 
     Queries come already scaled. Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions
     that no query sees read the first entry of the null block, which is zeroed here: zero times a stale NaN is NaN.
@@ -162,8 +160,7 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchAttent
     out[plan.num_tokens :] = 0
     for item in plan.items:
         batch, m, length = item.size
-        queries = q_THd[: batch * m] if item.queries is None else q_THd.index_select(0, item.queries)
-        q_BmGhd = queries.view(batch, m, num_kv_heads, -1, d)
+        q_BmGhd = q_THd.index_select(0, item.queries).view(batch, m, num_kv_heads, -1, d)
         # A block whose scores exceed the bound alone is cut by heads.
         heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // (batch * m * num_heads * length)))
         parts = []
@@ -171,10 +168,7 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchAttent
             rows_BGL = item.rows_BL[:, None] + plan.heads_G1[first : first + heads]
             parts.append(_attend(q_BmGhd[:, :, first : first + heads], k_rows, v_rows, rows_BGL, item))
         o_MHd = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(batch * m, num_heads, d)
-        if item.tokens_N is None or item.valid_N is None:
-            out[: batch * m] = o_MHd
-        else:
-            out.index_copy_(0, item.tokens_N, o_MHd.index_select(0, item.valid_N).to(out.dtype))
+        out.index_copy_(0, item.tokens_N, o_MHd.index_select(0, item.valid_N).to(out.dtype))
     return out.view(num_rows, num_heads * d)
 
 

@@ -1,8 +1,8 @@
 """Norms, rotary embedding, activations and look-ups: everything that is neither a matrix product nor attention.
 
 T tokens, D width, H heads, d head width, I expert width. Sums run in fp32 inside one row. torch's vectorised loops
-compute the last few elements of a range with scalar code that may round exp() otherwise; `row_pieces` keeps every
-row whole, so that a row's bits do not depend on where in the batch it lies or on how many threads share the work.
+compute the last few elements of a range with scalar code, which may round exp() otherwise; `row_pieces` keeps every
+row whole, so that a row's bits depend neither on its place in the batch nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LANES = 64  # torch's vectorised loops work on this many elements at a time, or 
 
 
 def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
-    """Cut `rows` so that torch, which splits a piece evenly by elements over its threads, splits between rows.
+    """Yields parts of `rows` that torch, which splits a part evenly by elements over its threads, splits between rows.
 
     5 rows of 32,768 with 2 threads -> slice(0, 4), slice(4, 5)
     """
@@ -42,14 +42,16 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm decoder. The results may take
-    the arguments' places."""
+    """Returns (rms_norm(x + residual), x + residual): the step between two blocks of a pre-norm decoder.
+
+    Implementations may overwrite the arguments with the results.
+    """
     total_TD = x_TD + residual_TD
     return rms_norm(total_TD, weight_D, eps), total_TD
 
 
 def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d/2) of each head by the token's angles; x in fp32, cos and sin [T, 1, d] in fp32.
+    """Rotates the pairs (i, i + d/2) of each head by the token's angles, in fp32; cos and sin fp32 [T, 1, d].
 
     sin carries the sign: minus in the first half. Source: RoFormer (Su et al. 2021), in GPT-NeoX's half layout.
     x [1, 0], angle 90 degrees -> [0, 1]
@@ -81,7 +83,7 @@ def silu_mul(gate_up_MI: Tensor, threads: int) -> Tensor:
 
 
 def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
-    """sigmoid of the first of LANES columns, fp32 [T, 1]: a lone column would meet torch's scalar tail."""
+    """sigmoid of the first of LANES columns, fp32 [T, 1]; a single column would run in torch's scalar code."""
     wide = logits_TL.float()
     out = torch.empty_like(wide)
     for rows in row_pieces(wide.shape[0], wide.shape[1], threads):
@@ -90,17 +92,17 @@ def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
 
 
 def plain_sigmoid_gate(logits_TL: Tensor) -> Tensor:
-    """The same where no column meets other code than its neighbours: on GPUs, and in generated code."""
+    """sigmoid of the first column, fp32 [T, 1], for GPUs and generated code, which treat all columns alike."""
     return logits_TL[:, :1].float().sigmoid()
 
 
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """Rows of the embedding table."""
+    """The rows `ids_T` of the embedding table."""
     return weight_VD.index_select(0, ids_T)
 
 
 def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-    """Put new keys and values into their cells (block * block_size + offset) of one layer's cache, in its type."""
+    """Writes new keys and values to their KV slots (block * block_size + offset) of a layer's cache."""
     for x_TGd, cache in ((k_TGd, k_cache), (v_TGd, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping_T, to_entries(x_TGd, cache.dtype))
 

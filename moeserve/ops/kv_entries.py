@@ -1,7 +1,8 @@
-"""How one head of keys or values lies in the KV cache: as it is, or as int8 with a scale of its own behind it.
+"""KV entries: how the keys or values of one head at one position lie in the cache.
 
-T tokens, G KV heads, d head width. An int8 head is d whole numbers and the four bytes of an fp32 scale, so whoever
-copies, moves or stores entries need not know. Native kernels have the same numbers (csrc/kernels/rotary.hpp).
+T tokens, G KV heads, d head width. An entry of a floating-point cache is d elements. An int8 entry is d whole numbers
+and the four bytes of their fp32 scale, so code that copies, moves or stores entries need not know of scales. The native
+kernels have the same layout (csrc/kernels/rotary.hpp).
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ SCALE_BYTES = 4
 
 
 def entry_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of `dtype` that one head takes in a cell."""
+    """Elements of `dtype` in one KV entry."""
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
 def to_entries(x_TGd: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, G, entry_width]: rounded to dtype; int8 in multiples of the head's largest magnitude / 127.
+    """Rounds heads to entries [T, G, entry_width]; int8 in multiples of the head's largest magnitude / 127.
 
-    [0.5, -1.27] -> [50, -127] and 0.01. A head that is not finite becomes zeros whose scale is NaN: what attends to it
-    is NaN, as it would be without rounding.
+    [0.5, -1.27] -> [50, -127] and 0.01. A head that is not finite becomes zeros with the scale NaN: what attends to it
+    is NaN, as without rounding.
     """
     if dtype != torch.int8:
         return x_TGd.to(dtype)
@@ -33,7 +34,7 @@ def to_entries(x_TGd: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def from_entries(entries: Tensor) -> Tensor:
-    """What int8 heads [..., d + 4] stand for, in fp32 [..., d]; heads of other types as they are."""
+    """Returns int8 entries [..., d + 4] as fp32 [..., d], and entries of other types as they are."""
     if entries.dtype != torch.int8:
         return entries
     return entries[..., :-SCALE_BYTES] * entries[..., -SCALE_BYTES:].contiguous().view(torch.float32)

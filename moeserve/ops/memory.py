@@ -1,4 +1,4 @@
-"""Keeping freed memory in the process, so that a step's temporary tensors do not cost page faults each time."""
+"""A setting of the C library that keeps freed memory, so that temporary tensors cost no page faults."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ KEPT_FREE = 256 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to serve tensors up to 32 MiB from the heap and to keep up to 256 MiB of free heap.
+    """Tells glibc to serve tensors up to 32 MiB from the heap and to keep up to 256 MiB of free heap.
 
-    By default it maps and unmaps each larger one: an RMS norm over 512 tokens then takes ten times as long. Applies
-    to the whole process; False where the C library has no such setting.
+    By default glibc maps and unmaps each larger tensor: an RMS norm over 512 tokens then takes ten times as long.
+    Applies to the whole process; returns False where the C library has no such setting.
     """
     if not sys.platform.startswith("linux"):
         return False

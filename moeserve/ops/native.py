@@ -1,4 +1,4 @@
-"""The compiled part of moeserve (csrc/), where there is one."""
+"""The compiled extension of moeserve (csrc/), where it was built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def native() -> ModuleType | None:
-    """The module `moeserve._native`, or None; says so once in the log. Nothing needs it, some parts are faster."""
+    """Returns the module `moeserve._native`, or None after a warning. Everything works without it, slower."""
     try:
         return import_module("moeserve._native")
     except ImportError as error:

@@ -1,6 +1,6 @@
 """Paged attention by the native kernels: the meaning of ops/attention.py, for any context length without copies.
 
-One function for prefill and decode whose bits depend on query and context alone (csrc/kernels/attention.hpp says how).
+One function serves prefill and decode; its bits depend on query and context alone (csrc/kernels/attention.hpp).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class NativeAttentionMetadata:
-    """What every layer of one KV group shares in one step; keeps the tables alive that `pieces` points to."""
+    """The attention metadata of one step; keeps the tables alive that `pieces` points to."""
 
     num_tokens: int
     pieces: Any  # _native.AttentionPlan
@@ -31,7 +31,7 @@ class NativeAttentionMetadata:
 
 
 def serves(head_dim: int) -> bool:
-    """Whether the kernels know heads of this width."""
+    """Returns whether the kernels know heads of this width."""
     return head_dim % 8 == 0 and 8 <= head_dim <= MAX_HEAD_DIM
 
 
@@ -45,7 +45,7 @@ def plan_attention(
     num_kv_heads: int,
     head_dim: int,
 ) -> NativeAttentionMetadata:
-    """As ops.attention.plan_attention. blocks_RN: int64, contiguous, on the CPU."""
+    """Cuts attention into pieces; arguments as in ops/attention.py. blocks_RN: int64, contiguous."""
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
     pieces = _module().AttentionPlan(
@@ -66,7 +66,8 @@ def attention(
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """As ops.attention.attention: [T', H * d] of q's dtype, zero in rows beyond the plan's tokens. All sums in fp32.
+    """Attends to the paged cache: [T', H * d] of q's dtype, zero in rows beyond the metadata's tokens. All sums in
+    fp32.
 
     q_THd: already scaled; heads of a token lie side by side, tokens may be further apart. soft_cap: scores become
     soft_cap * tanh(score / soft_cap); 0 leaves them. sinks_H: fp32, one score per head that takes weight and gives no

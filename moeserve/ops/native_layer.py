@@ -1,7 +1,7 @@
-"""A decoder layer's two halves in one native call each (csrc/bindings/layer.cpp): same bits as call after call.
+"""A decoder layer's two halves in one native call each (csrc/bindings/layer.cpp), with the bits of separate calls.
 
-Between small calls the interpreter takes longer than they do, and its own code has left the caches while weights
-streamed through them. T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
+Small calls take less time than the interpreter between them, whose own code has left the caches while weights streamed
+through. T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class AttentionBlock:
 
 
 class ExpertsBlock:
-    """Router, experts and weighted sum of rows that stay on their rank: x [T, D] -> [T, D]."""
+    """Router, experts and weighted sum of tokens that stay on their rank, in one call: x [T, D] -> [T, D]."""
 
     __slots__ = ("_block", "_keep", "_num_experts")
 

@@ -1,7 +1,7 @@
 """Matrix products in C++ (csrc/kernels/product.hpp), with the interface of ops/linear.py.
 
-An output is one fp32 chain of fused multiply-adds over the inputs in ascending order, so its bits depend on nothing
-but its row and its column's weights: not on other rows, columns, threads, or the processor's vector width.
+An output is one fp32 chain of fused multiply-adds over the inputs in ascending order, so its bits depend only on its
+row and its column's weights: not on other rows, columns, threads, or the processor's vector width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Room = Callable[[int], tuple[Tensor, bool]]
 
 
 def native_type(dtype: torch.dtype) -> Any:
-    """The extension's name for an element type. Raises ConfigError for one that its products do not take."""
+    """Returns the extension's name of an element type. Raises ConfigError if products do not take it."""
     module: Any = native()
     if module is None or not module.serving_isa():
         raise ConfigError("native products need the compiled extension and a CPU with AVX2, FMA and F16C")
@@ -39,7 +39,7 @@ def native_type(dtype: torch.dtype) -> Any:
 
 
 def new_room(num_bytes: int) -> tuple[Tensor, bool]:
-    """A `Room` on large pages, where there are enough bytes for them."""
+    """A `Room` of new memory, on large pages where there are enough bytes for them."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes >= HUGE:
         module: Any = native()
@@ -48,7 +48,7 @@ def new_room(num_bytes: int) -> tuple[Tensor, bool]:
 
 
 def packing_of(weight: Weight, columns: int | None = None) -> Any:
-    """How a weight [..., N, K], or so many rows of it, is packed."""
+    """Returns how a weight [..., N, K], or `columns` rows of it, is packed."""
     module: Any = native()
     rows, depth = columns or weight.shape[-2], weight.shape[-1]
     if isinstance(weight, Quantised):
@@ -66,7 +66,7 @@ def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool)
 
 
 class NativeLinear:
-    """y = x W^T + b for x [M, K] of the weight's dtype; rows of x may be strided. It keeps no reference to `weight`.
+    """y = x W^T + b for x [M, K] of the weight's dtype; rows of x may be strided. The weight is packed, and not kept.
 
     x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
     """
@@ -99,8 +99,3 @@ class NativeLinear:
             x_MK.data_ptr(), x_MK.stride(0), x_MK.shape[0], y_MN.data_ptr(),
         )  # fmt: skip
         return y_MN
-
-
-def native_pack(weight: Weight, bias: Tensor | None, room: Room = new_room) -> NativeLinear:
-    """Linear layers by the native products."""
-    return NativeLinear(weight, bias, room)

@@ -1,7 +1,8 @@
-"""The functions of ops/elementwise.py, in native code: same signatures, same meanings; CPU tensors only.
+"""The functions of ops/elementwise.py in native code, with the same signatures and meanings; CPU tensors only.
 
 They differ from the reference where it rounds more often (silu_mul) or adds in another order (sums of squares, of
-exponentials). Rows must be contiguous in themselves. A small call costs two microseconds, most of them for its tensors.
+exponentials). The elements of a row must lie side by side. A small call costs two microseconds, most of them for its
+tensors.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def _stride(x: Tensor) -> int:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMS norm of each row, in x's dtype; see ops/elementwise.py."""
     rows, width = x_TD.shape
     out_TD = _empty((rows, width), dtype=x_TD.dtype)
     _native.rms_norm(
@@ -47,6 +49,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Overwrites x with rms_norm(x + residual) and residual with the sum, and returns both."""
     rows, width = x_TD.shape
     assert residual_TD.shape == x_TD.shape, (x_TD.shape, residual_TD.shape)
     assert residual_TD.dtype is x_TD.dtype, (x_TD.dtype, residual_TD.dtype)
@@ -69,6 +72,7 @@ def qk_norm_rope_cache(
     slot_mapping_T: Tensor,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
+    """QK-norm, RoPE and KV write in one call; see ops/qk_norm_rope_cache.py."""
     rows, _, dim = qkv_THd.shape
     row_stride, head_stride, step = qkv_THd.stride()
     assert (head_stride, step) == (dim, 1), qkv_THd.stride()
@@ -87,6 +91,7 @@ def qk_norm_rope_cache(
 
 
 def silu_mul(gate_up_MI: Tensor) -> Tensor:
+    """SwiGLU of [M, 2I] to [M, I]; see ops/elementwise.py."""
     rows, both = gate_up_MI.shape
     out_MI = _empty((rows, both // 2), dtype=gate_up_MI.dtype)
     _native.silu_mul(
@@ -96,6 +101,7 @@ def silu_mul(gate_up_MI: Tensor) -> Tensor:
 
 
 def sigmoid_gate(logits_TL: Tensor) -> Tensor:
+    """sigmoid of the first column, fp32 [T, 1]."""
     out_T1 = _empty((logits_TL.shape[0], 1))
     _native.sigmoid_gate(
         _TYPES[logits_TL.dtype], logits_TL.shape[0], logits_TL.data_ptr(), logits_TL.stride(0), out_T1.data_ptr()
@@ -104,11 +110,13 @@ def sigmoid_gate(logits_TL: Tensor) -> Tensor:
 
 
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """The rows `ids_T` (int64) of the embedding table."""
     assert ids_T.dtype is torch.int64, ids_T.dtype
     return _rows(weight_VD, ids_T, 1)
 
 
 def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token and their weights; see ops/elementwise.py."""
     rows, experts = logits_TE.shape
     ids_TK = _empty((rows, top_k), dtype=torch.int32)
     weights_TK = _empty((rows, top_k))
@@ -130,7 +138,7 @@ def group_pairs(ids_TK: Tensor, num_slots: int) -> tuple[Tensor, Tensor, NDArray
 
 
 def rows_of_pairs(x_TD: Tensor, order_P: Tensor, top_k: int) -> Tensor:
-    """[P, D]: the token's row of each pair t * top_k + k."""
+    """[P, D]: the row of the token of each pair t * top_k + k."""
     return _rows(x_TD.contiguous(), order_P, top_k)
 
 

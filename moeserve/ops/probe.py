@@ -1,7 +1,7 @@
 """A few milliseconds at start that check, on this machine, the invariances that the reference kernels rely on.
 
-A row's bits must not depend on how many other rows share the call, where it lies among them, or how far the context
-is padded. torch's libraries choose code by shape, so this holds only where someone looked; here is where we look.
+A row's bits must not depend on how many other rows share the call, on its place among them, or on how far the context
+is padded. torch's libraries choose code by shape, so the invariances hold only where they were checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from moeserve.ops.attention import TILE, attention, plan_attention
 from moeserve.ops.kv_entries import to_entries
 from moeserve.ops.linear import PackLinear
-from moeserve.ops.native_linear import native_pack
+from moeserve.ops.native_linear import NativeLinear
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def _values(*shape: int, seed: int) -> Tensor:
 
 
 def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
-    """Whether rows of `pack`'s products keep their bits among any number of others."""
+    """Returns whether rows of `pack`'s products keep their bits among any number of other rows."""
     for k, n in SHAPES:
         linear = pack(_values(n, k, seed=k).to(dtype), None)
         x = _values(ROWS, k, seed=n).to(dtype)
@@ -48,10 +48,10 @@ def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
 
 
 def probe_native(dtype: torch.dtype) -> str | None:
-    """What the native kernels in use compute wrongly on this machine, or None: each is compared with torch's."""
+    """Compares each native kernel with torch's and returns what is wrong on this machine, or None."""
     from moeserve.ops import elementwise, native_attention, native_rows
 
-    if not probe_linear(native_pack, dtype):
+    if not probe_linear(NativeLinear, dtype):
         return "the bits of products depend on the row count"
     close = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
     weight, x = _values(136, 264, seed=0).to(dtype), _values(9, 264, seed=1).to(dtype)
@@ -60,7 +60,7 @@ def probe_native(dtype: torch.dtype) -> str | None:
     caches = [_values(8, 10, 2, 64, seed=seed) for seed in (4, 5)]
     step: Any = torch.arange(1, 8)[None], 10, None, np.array([0], np.int32), np.array([0, 70], np.int32), 4, 2, 64
     pairs = {
-        "products": (native_pack(weight, None)(x), x.double() @ weight.double().T),
+        "products": (NativeLinear(weight)(x), x.double() @ weight.double().T),
         "norms": (native_rows.rms_norm(x, norm_D, 1e-6), elementwise.rms_norm(x.float(), norm_D, 1e-6)),
     }
     for cache_type in (dtype, torch.int8):
@@ -76,7 +76,7 @@ def probe_native(dtype: torch.dtype) -> str | None:
 
 
 def probe_attention(dtype: torch.dtype) -> None:
-    """Attention of one query alone against the same query inside a chunk. Warns when the bits differ."""
+    """Warns when the attention of one query has other bits alone than inside a chunk."""
     tokens, heads, kv_heads, d, size = 3 * TILE, 4, 2, 64, 16
     q, k, v = (_values(tokens, h, d, seed=h).to(dtype) for h in (heads, kv_heads, kv_heads))
     cache = [x.view(-1, size, kv_heads, d) for x in (k, v)]

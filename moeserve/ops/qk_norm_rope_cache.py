@@ -16,7 +16,7 @@ from moeserve.ops.elementwise import rotary, write_kv
 
 @dataclass(frozen=True, slots=True)
 class HeadRule:
-    """What is done to the heads of one attention block.
+    """The treatment of the heads of one attention block.
 
     scale: of the softmax. norms: fp32 weights [H + G, d] of a norm per head, queries first. clip: the largest magnitude
     that normed heads and values may have; infinity for no limit.

@@ -1,7 +1,7 @@
-"""Weights in 4 or 8 bits with scales: what they mean, and how 16 or 32 bits become them.
+"""Weights in 4 or 8 bits with scales: their meaning, and how weights of 16 or 32 bits are rounded to them.
 
-N outputs, K inputs, G groups of inputs with a scale each. Experts or slots may come first. Rows are rounded one by one,
-so a row's bits depend on nothing but the row: not on ranks' shares, threads, or what else is loaded.
+N outputs, K inputs, G groups of inputs with a scale each. Dimensions of experts may come first. Rows are rounded one by
+one, so a row's bits depend on nothing but the row: not on ranks' shares, threads, or what else is loaded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Quantised:
     """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group].
 
     values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8). scales, zeros: fp32 [..., N, G]. zeros None: 8 for
-    int4, otherwise 0. group 0: one scale per output. dtype: of the rows that it is multiplied with. rows: outputs of a
-    checkpoint's block, whose scales are equal; 0: all of a tensor's.
+    int4, otherwise 0. group 0: one scale per output. dtype: of the activations that the weight is multiplied with.
+    rows: outputs of a checkpoint's block, which have equal scales; 0: all outputs of a tensor.
 
     int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]]
     """
@@ -47,6 +47,7 @@ class Quantised:
     def empty(
         kind: Kind, group: int, zeros: bool, dtype: torch.dtype, shape: tuple[int, ...], device: Device = None
     ) -> Quantised:
+        """Uninitialised memory for a weight of `shape` [..., N, K]."""
         groups = -(-shape[-1] // group) if group else 1
         values = torch.empty(shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device)
         scales = torch.empty(*shape[:-1], groups, device=device)
@@ -54,18 +55,21 @@ class Quantised:
 
     @property
     def shape(self) -> torch.Size:
+        """[..., N, K], whatever the values are packed as."""
         return self.values.shape
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that make up the weight, the values first."""
         return (self.values, self.scales) if self.zeros is None else (self.values, self.scales, self.zeros)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Quantised:
-        """With the same change of leading dimensions for every part."""
+        """Returns the weight with `change`, a change of leading dimensions, applied to every part."""
         zeros = None if self.zeros is None else change(self.zeros)
         return replace(self, values=change(self.values), scales=change(self.scales), zeros=zeros)
 
@@ -73,11 +77,12 @@ class Quantised:
         return self.each(lambda part: part[index])
 
     def chunk(self, count: int) -> tuple[Quantised, ...]:
-        """Of rows, as Tensor.chunk."""
+        """Splits the first dimension into `count` parts, as Tensor.chunk does."""
         step = -(-self.shape[0] // count)
         return tuple(self[i : i + step] for i in range(0, self.shape[0], step))
 
     def contiguous(self) -> Quantised:
+        """Returns the weight with contiguous parts."""
         return self.each(Tensor.contiguous)
 
 
@@ -85,12 +90,12 @@ Weight = Tensor | Quantised
 
 
 def group_of(num_inputs: int) -> int:
-    """Inputs of a group of int4 weights; 0 where none divides K."""
+    """The number of inputs in a group of int4 weights; 0 where no group size divides num_inputs."""
     return next((group for group in INT4_GROUPS if num_inputs % group == 0), 0)
 
 
 def quantisation_of(weight: Tensor, kind: Asked, name: str) -> tuple[Quantised, list[Callable[[], None]]]:
-    """Room for a weight's quantised form, and what fills it: calls of `quantise`, in any order on any thread."""
+    """Returns memory for a quantised weight, and the calls of `quantise` that fill it, in any order."""
     group = group_of(weight.shape[-1]) if kind == "int4" else 0
     into = Quantised.empty(kind, group, False, weight.dtype, tuple(weight.shape), weight.device)
     rows_NK, into_NK = weight.flatten(0, -2), into.each(lambda part: part.flatten(0, -2))

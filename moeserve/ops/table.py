@@ -1,4 +1,4 @@
-"""The one table of kernels: chosen once at start, by device, dtype and what the self-probe found; said aloud."""
+"""The table of kernels: chosen once at start, by device, dtype and what the probe found, and logged."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moeserve.ops import (
     native_rows,
     qk_norm_rope_cache,
 )
+from moeserve.ops.inputs import PlanAttention, from_host
 from moeserve.ops.linear import PackLinear, padded_rows, plain_packer
 from moeserve.ops.memory import keep_freed_memory
 from moeserve.ops.native import native
 from moeserve.ops.probe import probe_attention, probe_linear, probe_native
-from moeserve.ops.step import PlanAttention, from_host
 
 log = logging.getLogger(__name__)
 PLAN_BY_TORCH = from_host(attention.plan_attention)
@@ -41,14 +41,14 @@ def _as_it_is(function: Any) -> Any:
 class Ops:
     """Every kernel that model code calls. Meanings, shapes and examples are at the functions of the same names.
 
-    pad_rows(n): how many rows a step or an expert with n rows is computed with; what the rest holds is irrelevant.
-    pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native: whether these
-    are the kernels of csrc/, which have a kernel for experts, too; room: where these pack. triton: whether they are
-    those of kernels/, likewise. exact: whether a row's bits depend on nothing but the row. attention_block: what joins
-    the steps of attention to one call, where there is such a call. trace(function): the same function, compiled where
-    these kernels can be joined (ops/traced.py). opaque(function): the same, into which no trace looks.
-    weight_obstacle(kind, group, inputs): why weights of 4 or 8 bits with so many inputs, and with so many to a scale
-    (0: all), cannot be computed with; empty if they can. None: none of them can.
+    pad_rows(n): the number of rows that n rows of a step or of an expert are padded to; the padding may hold anything.
+    pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native, triton: whether
+    these are the kernels of csrc/ or of kernels/, which have kernels for experts, too. room: where native kernels pack.
+    exact: whether a row's bits depend on nothing but the row. attention_block: joins the steps of attention in one
+    call, where such a call exists. trace(function): the function, compiled where these kernels can be joined
+    (ops/traced.py). opaque(function): the function, hidden from any trace. weight_obstacle(kind, group, inputs): why
+    quantised weights with so many inputs in all and per scale (0: all) cannot be computed with; empty if they can.
+    None: no quantised weights can.
     """
 
     device: torch.device
@@ -75,11 +75,12 @@ class Ops:
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
     def packing_into(self, room: native_linear.Room) -> Ops:
-        """The native kernels, with packed weights in memory from `room`."""
+        """Returns the native kernels with packed weights in memory from `room`."""
         assert self.native
-        return replace(self, room=room, pack_linear=partial(native_linear.native_pack, room=room))
+        return replace(self, room=room, pack_linear=partial(native_linear.NativeLinear, room=room))
 
     def describe(self) -> str:
+        """Each kernel with the implementation that serves it, on one line."""
         return ", ".join(f"{kernel}: {how}" for kernel, how in self.chosen)
 
 
@@ -141,7 +142,7 @@ def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, head_d
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
-    """Why the Triton kernels cannot serve here, or None."""
+    """Returns why the Triton kernels cannot serve here, or None."""
     if head_dim is not None and not native_attention.serves(head_dim):
         return f"Triton attention does not know heads of width {head_dim}"
     if importlib.util.find_spec("triton") is None:
@@ -181,7 +182,7 @@ def _triton(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
 
 
 def _native_obstacle(dtype: torch.dtype, head_dim: int | None) -> str | None:
-    """Why the native kernels cannot serve here, or None; then the best of them that computes rightly is in use."""
+    """Returns why the native kernels cannot serve, or None with the best instruction set in use."""
     module: Any = native()
     if module is None or not module.supported_isas():
         return "there are no native kernels for this machine"
@@ -207,7 +208,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         chosen=(("all", f"native, {module.serving_isa()}"),),
         native=True,
         pad_rows=lambda rows: max(1, rows),
-        pack_linear=native_linear.native_pack,
+        pack_linear=native_linear.NativeLinear,
         silu_mul=native_rows.silu_mul,
         sigmoid_gate=native_rows.sigmoid_gate,
         rms_norm=native_rows.rms_norm,

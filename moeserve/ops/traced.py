@@ -1,7 +1,7 @@
 """torch.compile for what lies between attention and experts: one trace for all layers that are alike, kept on disk.
 
-Products stay the vendor's; norms, activations and scalings are generated and joined. Attention, experts and what writes
-the cache stay as they are: their kernels are better than what could be generated, and they break the graph.
+Products stay the vendor's; norms, activations and scalings are generated and joined. Attention, experts and the KV
+write stay as they are: they are better than what could be generated, and they break the graph.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it from the environment alone
 
 
 def silu_mul(gate_up_MI: Tensor) -> Tensor:
-    """As elementwise.silu_mul; generated code treats all columns alike."""
+    """SwiGLU as in ops/elementwise.py, without its padding: generated code treats all columns alike."""
     gate, up = gate_up_MI.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def trace(function: F_) -> F_:
-    """Compiled when first called; sizes of steps are variables of the trace."""
+    """Compiles a function at its first call; sizes of steps are variables of the trace."""
     return torch.compile(function, dynamic=True)  # type: ignore[return-value]
 
 
 def traced(ops: Ops) -> Ops:
-    """The same kernels, and `trace` for what model code says is worth it. Not for tables whose bits must not depend on
-    the batch: generated code promises nothing of the kind."""
+    """Returns the table with `trace` for functions that model code marks, and plain torch in place of small kernels.
+
+    Not for tables whose bits must not depend on the batch: generated code promises nothing of the kind.
+    """
     assert not ops.native, "native kernels are joined already"
     folder = os.environ.setdefault(FOLDER, str(cache_folder("compiled")))
     logger.info("compiling layers with torch %s; what was compiled is kept in %s", torch.__version__, folder)

@@ -26,8 +26,8 @@ from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.triton_weights import WEIGHT_ONLY
 
 if TYPE_CHECKING:
+    from moeserve.ops.inputs import GroupInputs, PlanAttention, StepInputs
     from moeserve.ops.qk_norm_rope_cache import HeadRule
-    from moeserve.ops.step import PagedGroup, PlanAttention, StepRows
 
 __all__ = ["add_rms_norm", "attention", "embedding", "qk_norm_rope_cache", "rms_norm", "route", "silu_mul"]
 
@@ -51,7 +51,7 @@ class TritonLinear:
 
 
 class QuantisedLinear:
-    """The same with a weight of 4 or 8 bits, which becomes x's type in registers: a grouped product of one slot.
+    """y = x W^T + b with a weight of 4 or 8 bits, widened in registers: a grouped product with one expert.
 
     x [M, 64] of ones, weight [1, 64] of int8 1 with scale 1/4, bias [5] -> [M, 1] of 21
     """
@@ -73,14 +73,14 @@ class QuantisedLinear:
 
 
 def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
-    """Linear layers by Triton; a tensor stays as it is, a copy if it is a part of a larger one."""
+    """Linear layers by Triton, batch-invariant. A tensor that is a part of a larger one is copied."""
     if isinstance(weight, Quantised):
         return QuantisedLinear(weight, bias)
     return TritonLinear(weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight, bias)
 
 
 def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
-    """Linear layers by torch, of quantised weights by Triton."""
+    """Linear layers by torch, and by Triton where weights are quantised."""
     return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else _pack_plain(weight, bias)
 
 
@@ -102,10 +102,10 @@ def qk_norm_rope_cache(
 
 
 def planner(dtype: torch.dtype, exact: bool) -> PlanAttention:
-    """`plan_attention` of the table, for queries of `dtype`; exact: bits depend on nothing but query and context."""
+    """Returns `plan_attention` for queries of `dtype`. exact: bits depend on nothing but query and context."""
 
     def plan_attention(
-        group: PagedGroup, step: StepRows, num_heads: int, num_kv_heads: int, head_dim: int
+        group: GroupInputs, step: StepInputs, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> AttentionMetadata:
         starts_R, offsets_R1 = step.rows_on_device
         counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
@@ -124,5 +124,5 @@ def planner(dtype: torch.dtype, exact: bool) -> PlanAttention:
 def attention(
     q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionMetadata, out: Tensor | None = None
 ) -> Tensor:
-    """As ops.attention.attention."""
+    """Attends to the paged cache; see kernels/paged_attention.py."""
     return paged_attention.attention(q_THd, k_cache, v_cache, plan, out=out)

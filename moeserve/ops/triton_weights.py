@@ -1,7 +1,7 @@
-"""Weights as the grouped Triton kernels take them: which kernels serve a format, and how its tensors are laid out.
+"""Weights in the layouts of the grouped Triton kernels, and which kernels serve a format.
 
-e slots, N outputs, K inputs, I expert width, D model width. Every tensor of a layout has the slot first, scales
-included, so a slot is copied tensor by tensor, whatever the format.
+e local experts, N outputs, K inputs, I expert width, D model width. Every tensor of a layout, scales included, has the
+expert first, so an expert is copied tensor by tensor, whatever the format.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ E4M3_GPUS = (8, 9)  # compute capability of the first whose compiler knows e4m3
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What serves one kind of weights.
+    """The kernels that serve one kind of weights.
 
-    lay: weights [e, N, K] to the kernels' layout. rows: x to what gate_up takes. launch(num_rows, w2, x): how products
-    of so many rows like x with weights like w2 run. gate_up, down: as those of kernels/grouped_gemm.py.
+    lay: weights [e, N, K] to the kernels' layout. rows: x to what gate_up takes. launch(num_rows, w2, x): launch
+    parameters for so many rows like x and weights like w2. gate_up, down: as those of kernels/grouped_gemm.py.
     """
 
     lay: Callable[[Any], Any]
@@ -49,7 +49,7 @@ class Kernels:
 
 
 def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
-    """Those for experts with such weights. Raises ConfigError where one is quantised and the other is not."""
+    """Returns the kernels for such experts. Raises ConfigError where only one of the weights is quantised."""
     if isinstance(w13_eFD, Quantised) != isinstance(w2_eDI, Quantised):
         up, down = (getattr(weight, "kind", weight.dtype) for weight in (w13_eFD, w2_eDI))
         raise ConfigError(
@@ -63,7 +63,7 @@ def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
 
 
 def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
-    """Whether experts' rows become e4m3, too: their kernel has one scale for 128 x 128 weights, and whole blocks only.
+    """Returns whether activations become e4m3, too: that kernel takes whole blocks of 128 x 128 weights with one scale.
 
     DeepSeek's and Qwen's blocks, I 768, D 2048 -> True; a scale per output -> False; I 96 -> False
     """
@@ -71,7 +71,7 @@ def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
 
 
 def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
-    """Why no kernel takes weights with so many inputs, and in a group (0: all); empty if one does."""
+    """Returns why no kernel takes weights with `inputs` inputs in groups of `group` (0: all); empty if one does."""
     if kind == "int4":
         return "" if _int4_group(group or inputs, inputs) else "int4 products take groups of 32s and inputs of 64s"
     if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_GPUS:
@@ -85,7 +85,7 @@ def parts_of(weights: Any) -> list[Tensor]:
 
 
 def with_parts(weights: Any, parts: Sequence[Tensor]) -> Any:
-    """The same layout of other tensors, in the order of `parts_of`."""
+    """Returns the layout with other tensors, in the order of `parts_of`."""
     return (
         parts[0] if isinstance(weights, Tensor) else replace(weights, **dict(zip(_names(weights), parts, strict=True)))
     )

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.blocks.inputs import StepInputs
 from moeserve.comm.members import Members
 from moeserve.comm.world import World
 from moeserve.config import Config, Limits
@@ -35,6 +34,7 @@ from moeserve.moe.all2all.registry import make_backends
 from moeserve.moe.all2all.rounds import most_rows
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.inputs import StepInputs
 from moeserve.ops.quantised import Asked
 from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan

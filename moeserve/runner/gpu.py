@@ -13,11 +13,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from moeserve.blocks.inputs import StepInputs
 from moeserve.config import Limits
 from moeserve.engine.plan import StepPlan
 from moeserve.kernels.configs import add_folder, user_folder
 from moeserve.moe.streams import comm_stream
+from moeserve.ops.inputs import StepInputs
 from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.dummy import dummy_plan, every_way, largest_step

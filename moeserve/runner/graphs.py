@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moeserve.blocks.inputs import Attend, PlanRows, StepInputs
 from moeserve.config import Limits
 from moeserve.engine.plan import Agreed, StepPlan
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import Attend, PlanRows, StepInputs
 from moeserve.runner.recorder import Pause, Recorder, Recording
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.blocks.inputs import GroupInputs, StepInputs
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import I32, StepPlan
+from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.runner.tables import I64, Tables
 from moeserve.runner.upload import Upload
 

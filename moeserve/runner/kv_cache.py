@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.blocks.inputs import LayerKV
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import BlockMove
 from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.spec import ModelSpec
+from moeserve.ops.inputs import LayerKV
 from moeserve.ops.kv_entries import entry_width
 from moeserve.runner.upload import HostUpload, Upload
 from moeserve.runner.zeros import lazy_zeros, page_locked

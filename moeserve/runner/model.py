@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import LayerKV, StepInputs
 
 
 class Model(Protocol):

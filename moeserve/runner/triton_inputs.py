@@ -11,11 +11,11 @@ from dataclasses import fields, replace
 import numpy as np
 from torch import Tensor
 
-from moeserve.blocks.inputs import GroupInputs, StepInputs
 from moeserve.engine.groups import KVGroup
 from moeserve.engine.plan import I32, StepPlan
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
 from moeserve.kernels.staged import pack, write
+from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.runner.tables import I64, Tables
 from moeserve.runner.upload import Upload
 

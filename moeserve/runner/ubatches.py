@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.engine.plan import I32, Agreed
 from moeserve.messages import TraceEvent
 from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.streams import CommStream, InFlightTransfer, here
 from moeserve.moe.ubatch import Load, UBatch
+from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.runner.model import Model
 
 T = TypeVar("T")

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.fingerprint import fingerprint
+from moeserve.loader.checkpoint import fingerprint, open_checkpoint
 from tests.runner.expert_checkpoint import write_experts
 
 

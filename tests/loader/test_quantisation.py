@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from moeserve.config import config_of
 from moeserve.errors import CheckpointError, ConfigError
-from moeserve.loader import unpack
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.load_plan import Piece
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.spec import StoredFormat
 from moeserve.loader.stored import Stored
+from moeserve.loader.weights import empty_stored, unpack
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.runner.limits import check
@@ -248,12 +248,12 @@ def test_zero_points_of_few_outputs(rows: int) -> None:
     }
     stored = Stored(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"], ())
     assert stored.mismatch(shape) == ""
-    into = unpack.empty(stored, torch.float32, shape, torch.device("cpu"))
+    into = empty_stored(stored, torch.float32, shape, torch.device("cpu"))
 
     def read(info: TensorInfo, take: Any) -> torch.Tensor:
         found = tensors[info.name][take]
         return found if found.is_floating_point() else found.view(torch.int32)
 
-    unpack.unpack(stored, Piece("w", shape, "w"), into, read)
+    unpack(stored, Piece("w", shape, "w"), into, read)
     assert into.zeros is not None
     assert torch.equal(into.zeros, zeros_NC.float())

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moeserve.blocks.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
@@ -25,6 +24,7 @@ from moeserve.models.load_plan import load_plan
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, Ops, pick_ops

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.blocks.inputs import GroupInputs, StepInputs
 from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.models.build import build_decoder
@@ -16,6 +15,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.models.registry import FAMILIES
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.table import Choice
 from tests.loader.eager import load
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from moeserve.blocks.inputs import Cut, GroupInputs, StepInputs
 from moeserve.engine.groups import groups_of
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import Cut, GroupInputs, StepInputs
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import FOLDER, traced
 from moeserve.runner.kv_cache import KVCache

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.config import Config, config_of
 from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan, StepResult
 from moeserve.loader.spec import ModelSpec
+from moeserve.ops.inputs import LayerKV, StepInputs
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.load import Progress

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords, step_reference
 from moeserve.kernels.staged import write_reference
@@ -23,6 +22,7 @@ from moeserve.loader.spec import ModelSpec
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import LayerKV, StepInputs
 from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
 from moeserve.runner import base, gpu, recorder, triton_inputs

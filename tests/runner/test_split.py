@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeserve.blocks.inputs import GroupInputs, StepInputs
 from moeserve.engine.ubatch_split import best_split
+from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.runner.ubatches import split
 
 

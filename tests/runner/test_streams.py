@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.engine.plan import Agreed
 from moeserve.errors import PeerLost
@@ -32,6 +31,7 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.streams import InFlightTransfer, Launched, comm_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import native_rows
+from moeserve.ops.inputs import LayerKV, StepInputs
 from moeserve.runner import ubatches
 from moeserve.runner.ubatches import Meter, UBatchRunner
 from tests.comm.ranks import members_of

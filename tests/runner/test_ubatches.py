@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.blocks.inputs import LayerKV, StepInputs
 from moeserve.engine.plan import Agreed
 from moeserve.errors import PeerLost
 from moeserve.messages import TraceEvent
@@ -24,6 +23,7 @@ from moeserve.moe.all2all.base import Completed, Pending, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import LayerKV, StepInputs
 from moeserve.runner.ubatches import UBatchRunner
 from tests.models.conftest import FAMILIES, Driver
 from tests.runner.test_split import random_step
