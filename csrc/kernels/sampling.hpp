@@ -1,5 +1,5 @@
-// Choosing tokens from rows of logits: the largest, and the winner of the Gumbel race that moeserve/runner/noise.py
-// defines.
+// Chooses tokens from rows of logits: the largest, and the winner of the Gumbel race, whose noise
+// moeserve/runner/sampling/noise.py defines.
 #pragma once
 
 #include "kernels/math.hpp"

@@ -31,8 +31,8 @@ class ReferenceSampler(Sampler):
         self._gumbel = noise.Gumbel(vocab_size, self._device)
 
     def _choose(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> tuple[Tensor, Tensor, Failures]:
-        peak_S, tokens_S = self._argmax(logits_SV)  # a NaN in a row is its maximum
-        status_S = torch.isfinite(peak_S).logical_not_().to(torch.uint8).mul_(Status.NOT_FINITE)
+        peak_S, tokens_S = self._argmax(logits_SV)  # a NaN in a row is its maximum, and infinity less itself is NaN
+        status_S = ((peak_S - peak_S) != 0).to(torch.uint8).mul_(Status.NOT_FINITE)
         failures: Failures = {}
         for chunk in self._chunks(slots_S):
             (index,) = self._upload(chunk)
