@@ -90,7 +90,7 @@ def test_an_early_receive_that_fails_ends_both() -> None:
 
 def test_an_early_receive_that_waits_is_exposed() -> None:
     """It may wait for the rows, in the sibling's time; the wait that follows is short then."""
-    ping_pong, ubatches, log = PingPong(2), (UBatch(0), UBatch(1)), []  # type: tuple[PingPong, tuple[Micro-batch, Micro-batch], list[str]]
+    ping_pong, ubatches, log = PingPong(2), (UBatch(0), UBatch(1)), []  # type: tuple[PingPong, tuple[UBatch, UBatch], list[str]]
     for ubatch in ubatches:
         ubatch.couple(ping_pong, ubatches[1 - ubatch.index])
 
@@ -112,7 +112,7 @@ def test_an_early_receive_that_waits_is_exposed() -> None:
 
 
 def test_exposed_is_what_meanwhile_does_not_hide() -> None:
-    ubatch, log = UBatch(), []  # type: tuple[Micro-batch, list[str]]
+    ubatch, log = UBatch(), []  # type: tuple[UBatch, list[str]]
     ubatch.meter.reset(trace=True)
     ubatch.note_load(np.array([1]))
     ubatch.meter.resume()
@@ -134,7 +134,7 @@ def test_exposed_is_what_meanwhile_does_not_hide() -> None:
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_transfer_that_was_over_is_not_exposed(tells: bool) -> None:
-    ubatch, log = UBatch(), []  # type: tuple[Micro-batch, list[str]]
+    ubatch, log = UBatch(), []  # type: tuple[UBatch, list[str]]
     ubatch.overlap(lambda: Transfer("rows", log, 5, tells), lambda: time.sleep(0.1))
     assert ubatch.meter.exposed_ns == 0 if tells else ubatch.meter.exposed_ns < 50 * MS
     assert ubatch.meter.comm_ns < 50 * MS if tells else ubatch.meter.comm_ns >= 100 * MS
@@ -148,7 +148,7 @@ def test_what_does_not_travel_costs_nothing() -> None:
 
 
 def test_meter_starts_anew() -> None:
-    ubatch, log = UBatch(), []  # type: tuple[Micro-batch, list[str]]
+    ubatch, log = UBatch(), []  # type: tuple[UBatch, list[str]]
     ubatch.overlap(lambda: Transfer("rows", log, 1))
     ubatch.meter.reset(trace=False)
     assert (ubatch.meter.comm_ns, ubatch.meter.exposed_ns) == (0, 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -84,35 +84,20 @@ class Experts(Protocol):
         ...
 
 
-class Stacked(Protocol):
-    """Packed weights that are tensors with the local expert as their first dimension."""
-
-    @property
-    def parts(self) -> Sequence[Tensor]:
-        """All tensors, [e, ...] each."""
-        ...
-
-    def of_parts(self: S, parts: Sequence[Tensor]) -> S:
-        """Returns the same with other tensors."""
-        ...
-
-
-S = TypeVar("S", bound=Stacked)
-
-
 class StackedExperts:
-    """A base of kernels whose packed weights are `Stacked`: moves single experts."""
+    """A base of kernels whose packed weights are tensors with the local expert as their first dimension: `parts` has
+    all of them, and `of_parts` returns the same weights with other tensors."""
 
-    def put(self, packed: Stacked, index: int, expert: Stacked) -> None:
+    def put(self, packed: Any, index: int, expert: Any) -> None:
         """See `Experts`."""
         for into, part in zip(packed.parts, expert.parts, strict=True):
             into[index].copy_(part[0])
 
-    def take(self, packed: S, index: int) -> S:
+    def take(self, packed: Any, index: int) -> Any:
         """See `Experts`."""
         return packed.of_parts([part[index : index + 1].clone() for part in packed.parts])
 
-    def stack(self, experts: Sequence[S]) -> S:
+    def stack(self, experts: Sequence[Any]) -> Any:
         """See `Experts`."""
         columns = zip(*(expert.parts for expert in experts), strict=True)
         return experts[0].of_parts([torch.cat(column) for column in columns])

@@ -24,7 +24,7 @@ class PackedGroupedMM:
     parts: tuple[Tensor, ...]
 
     def of_parts(self, parts: Sequence[Tensor]) -> PackedGroupedMM:
-        """See `Stacked`."""
+        """See `StackedExperts`."""
         return PackedGroupedMM(tuple(parts))
 
 

@@ -46,11 +46,11 @@ class PackedNative:
 
     @property
     def parts(self) -> tuple[Tensor]:
-        """See `Stacked`."""
+        """See `StackedExperts`."""
         return (self.bytes_eB,)
 
     def of_parts(self, parts: Sequence[Tensor]) -> PackedNative:
-        """See `Stacked`."""
+        """See `StackedExperts`."""
         return replace(self, bytes_eB=parts[0])
 
     def fill(self, index: int, w13_FD: Weight, w2_DI: Weight, all_threads: bool) -> None:
@@ -88,7 +88,7 @@ class NativeExperts(StackedExperts):
         expert.fill(0, w13_FD, w2_DI, all_threads=False)  # the pool is for the threads that compute
         return expert
 
-    def stack(self, experts: Sequence[PackedNative]) -> PackedNative:  # type: ignore[override]
+    def stack(self, experts: Sequence[PackedNative]) -> PackedNative:
         """See `Experts`."""
         bytes_eB = new_room(sum(expert.bytes_eB.nbytes for expert in experts))[0].view(len(experts), -1)
         return experts[0].of_parts([torch.cat([expert.bytes_eB for expert in experts], out=bytes_eB)])

@@ -34,11 +34,11 @@ class PackedTriton:
 
     @property
     def parts(self) -> list[Tensor]:
-        """See `Stacked`."""
+        """See `StackedExperts`."""
         return [*parts_of(self.w13), *parts_of(self.w2)]
 
     def of_parts(self, parts: Sequence[Tensor]) -> PackedTriton:
-        """See `Stacked`."""
+        """See `StackedExperts`."""
         split = len(parts_of(self.w13))
         return PackedTriton(self.kernels, with_parts(self.w13, parts[:split]), with_parts(self.w2, parts[split:]))
 

@@ -40,7 +40,7 @@ ONE_HOST = Hosts()
 
 def rank_loads(load_LE: F64, placement: Placement) -> F64:
     """Returns what each rank would compute, [L, R], in the unit of load_LE (tokens, say)."""
-    loads_LRe = _slot_loads(load_LE, placement).reshape(placement.num_layers, placement.num_ranks, -1)
+    loads_LRe = _physical_loads(load_LE, placement).reshape(placement.num_layers, placement.num_ranks, -1)
     load_LR: F64 = loads_LRe.sum(2)
     return load_LR
 
@@ -98,7 +98,7 @@ def rescaled(
     return Placement(version, num_ranks, placement.num_experts, keep_places(old_LRe, rows_LS, num_ranks))
 
 
-def _slot_loads(load_LE: F64, placement: Placement) -> F64:
+def _physical_loads(load_LE: F64, placement: Placement) -> F64:
     share_LE = load_LE / placement.counts()
     return np.take_along_axis(share_LE, placement.experts_LS, axis=1)
 

@@ -30,7 +30,7 @@ MAX_TOKENS = 4096  # of one dispatch; the buffer has room for that many of each 
 
 
 class DeepEPElastic(DeepEP):
-    """Deterministic: rows of an expert come in the order of (rank, token)."""
+    """The adapter of `ElasticBuffer`; deterministic: an expert's rows come in the order of (rank, token)."""
 
     name = "deepep_v2"
     needs = "ElasticBuffer"
@@ -38,7 +38,7 @@ class DeepEPElastic(DeepEP):
     whole_nodes = False
     takes_sms = True
     nccl = True
-    _sms = 0  # as many as the buffer thinks that it needs, but not more than it may; `combine` takes as many
+    _sms = 0  # what the buffer asks for, within the limit; `combine` takes as many
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
         """See `DeepEP`."""
