@@ -1,6 +1,6 @@
-"""Where the machines of a cluster meet: machine 0 listens, others present themselves and are let in, or told why not.
+"""Where the machines of a cluster meet: machine 0 listens, and admits the others or tells them why not.
 
-CURVE keys keep strangers out. What is compared is all that must be the same everywhere, so that a wrong flag or an
+CURVE keys keep strangers out. Everything that must be the same on all machines is compared, so that a wrong flag or an
 outdated copy of the model is found within seconds and named.
 """
 
@@ -39,7 +39,7 @@ _OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
 
 
 class Attendance(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """How a node presents itself. model: fingerprint. folder: private to it, for sockets on its machine."""
+    """A node's request to join. model: fingerprint. folder: private to the node, for sockets on its machine."""
 
     node_rank: int
     version: str
@@ -49,18 +49,20 @@ class Attendance(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """The node may connect there."""
+    """The node may connect to this address with this token."""
 
     address: str
     token: str
 
 
 class TurnedAway(msgspec.Struct, frozen=True, tag=True):
+    """The node cannot join, for this cause."""
+
     cause: str
 
 
 def attendance(config: Config, folder: str = "") -> Attendance:
-    """Reads the model's headers and samples: slow on a slow disk. Raises ConfigError."""
+    """Returns our own request. Reads the model's headers and samples: slow on a slow disk. Raises ConfigError."""
     settings = {f.name: getattr(getattr(config, s), f.name) for s in _SHARED for f in fields(getattr(config, s))}
     return Attendance(
         node_rank=config.parallel.node_rank,
@@ -73,7 +75,7 @@ def attendance(config: Config, folder: str = "") -> Attendance:
 
 
 def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
-    """Why a node cannot be let in, or "". taken: machines that are here already."""
+    """Returns why a node cannot join, or "". taken: machines that have joined already."""
     rank, num_nodes = theirs.node_rank, ours.settings["nnodes"]
     if theirs.version != ours.version:
         return f"machine {rank} runs moeserve {theirs.version}, machine 0 {ours.version}; install the same everywhere"
@@ -96,7 +98,7 @@ def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
 
 
 class Rendezvous:
-    """All machines of a fleet, as its hosts; one machine needs no meeting. Open until `close`: nodes may come back."""
+    """All machines of a fleet, as its hosts. Nodes may come back until `close`. One machine needs no rendezvous."""
 
     def __init__(self, own: Attendance | None, folder: str) -> None:
         here = LocalHost(folder)
@@ -111,7 +113,7 @@ class Rendezvous:
 
     @classmethod
     async def open(cls, config: Config, folder: str) -> Rendezvous:
-        """folder: ours alone, for sockets. Raises ConfigError for a key or an address that cannot be used."""
+        """Listens for the other machines. folder: private, for sockets. Raises ConfigError for a bad key or address."""
         if config.parallel.nnodes == 1:
             return cls(None, folder)
         self = cls(await asyncio.to_thread(attendance, config), folder)
@@ -143,7 +145,7 @@ class Rendezvous:
             raise kind(f"--rendezvous: machine 0 cannot listen at {address}: {error}") from None
 
     async def close(self, cause: str = "") -> None:
-        """Lets all nodes go. cause: why we fail, empty if we were told to stop."""
+        """Lets all nodes go. cause: why this machine fails, empty after an ordered stop."""
         await self.forks.close()
         if self._socket is None or self._listening is None:
             return
@@ -190,12 +192,12 @@ class Rendezvous:
 
 
 def resolve(host: str, *, here: bool = False) -> str:
-    """The IP address of a name, IPv4 if it has one. here: it is a name of this machine. Raises ConfigError."""
+    """Returns the IP address of a name, IPv4 if there is one. here: the name is this machine's. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--rendezvous: there is no address for {host!r}: {error}") from None
-    address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+    address = str(min(found, key=lambda info: info[0] != socket.AF_INET)[4][0])
     if here and address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         raise ConfigError(
             f"--rendezvous: {host!r} means {address} on this machine, which others cannot reach; "
@@ -205,5 +207,5 @@ def resolve(host: str, *, here: bool = False) -> str:
 
 
 def bracketed(address: str) -> str:
-    """As in a URL."""
+    """Returns an address as in a URL: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address

@@ -20,8 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from moeserve.actor.forked import Forked
-from moeserve.actor.process import Child, Death
+from moeserve.actor.process import Child, Death, Forked
 from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import Traced
 from moeserve.runner.orders import Failed, Far, Hello, Order, OrderDone, Progress, Report, WorkerChannel
