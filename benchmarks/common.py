@@ -147,7 +147,7 @@ class Server:
         """The processes of this server by role: front_end, engine, and others by number."""
         roles = {"front_end": psutil.Process(self.process.pid)}
         for child in roles["front_end"].children(recursive=True):
-            is_engine = child.name() == "moeserve-engine" or any("engine_process" in word for word in child.cmdline())
+            is_engine = child.name() == "moeserve-engine" or any("engine_main" in word for word in child.cmdline())
             roles["engine" if is_engine and "engine" not in roles else f"other_{len(roles)}"] = child
         return roles
 

@@ -112,8 +112,8 @@ async def kill(
     await asyncio.sleep(rng.uniform(0, 0.1))
     victim = rng.choice(front.fleet.engines)
     warm = front.fleet.fork_server_pid is not None
-    assert victim.process.pid is not None
-    leader = psutil.Process(victim.process.pid)
+    assert victim.pid is not None
+    leader = psutil.Process(victim.pid)
     ranks = [leader, *leader.children()]
     at_s = await Timeline(front, victim, streams, rng.choice(ranks)).run()
     ends = await streams.end()
@@ -141,7 +141,7 @@ class Timeline:
         self._at_s: dict[str, float] = {}
 
     async def run(self) -> dict[str, float]:
-        stats, process = self._front.stats, self._victim.process
+        stats, process = self._front.stats, self._victim
         deaths, pid, phase = stats.engine_restarts, process.pid, process.phase
         killed_s = time.monotonic()
         self._rank.kill()

@@ -1,84 +1,203 @@
-"""The process that forks for others; forked.py is the side that asks.
+"""Children that are forks of a process which has done the slow imports. Linux only.
 
-It must be on one thread, and stay so: of its threads a fork has only the one that forked, and whatever the others held.
+`ForkServer` is the side that asks, `serve` the process that forks. A fork ends up as a child of the asking process, not
+of the server, so its exit code, its death signal and its lifeline are those of every child, and it outlives the server.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import gc
 import os
 import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from moeserve.actor.forked import PID, Forked
+from moeserve.actor.process import Child, Forked, end_now
 
-_STDIN, _STDOUT, _STDERR = range(3)
+POSSIBLE = sys.platform == "linux"
+WARM_S = 120.0  # for the server's imports
+FORK_S = 5.0  # for one fork, which takes some 20 ms
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+class ForkServer:
+    """A running fork server. Belongs to the loop that started it, like any `Child`.
+
+    command: a program that ends up in `serve` with the descriptor in its last argument. Raises ConfigError, OSError.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.setblocking(False)
+        try:
+            fd = theirs.fileno()
+            self.child = Child.start("fork server", [*command, str(fd)], None, pass_fds=[fd])
+        except BaseException:
+            self._sock.close()
+            raise
+        finally:
+            theirs.close()
+        self._warm = asyncio.get_running_loop().create_task(self._receive(), name="fork server imports")
+        self._exchange = asyncio.Lock()
+
+    @property
+    def warm(self) -> bool:
+        """Whether the server has imported everything."""
+        return self._warm.done() and not self._warm.cancelled() and self._warm.exception() is None
+
+    async def until_warm(self) -> None:
+        """Returns when the server has imported everything. Raises OSError if it is gone."""
+        await asyncio.shield(self._warm)
+
+    async def fork(self, argument: int) -> Forked:
+        """Returns a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if there is none."""
+        async with asyncio.timeout(WARM_S):
+            await self.until_warm()
+        forking = asyncio.get_running_loop().create_task(self._fork(argument), name="fork")
+        try:
+            return await asyncio.shield(forking)
+        except asyncio.CancelledError:
+            forking.add_done_callback(_end_unwanted)  # the server cannot take a fork back
+            raise
+
+    async def close(self) -> None:
+        """Ends the server, not the forks."""
+        self.child.kill("is not needed any more")
+        await self.child.death()
+        self._warm.cancel()
+        async with self._exchange:
+            self._sock.close()
+
+    async def _fork(self, argument: int) -> Forked:
+        async with self._exchange:
+            with _pipes() as (stdin, stdout), _adopting():
+                socket.send_fds(self._sock, [bytes([argument])], [stdin[0], stdout[1]])
+                try:
+                    async with asyncio.timeout(FORK_S):
+                        pid = await self._receive()
+                except TimeoutError:
+                    self.child.kill("did not fork in time")
+                    raise
+                if not pid:
+                    raise OSError("there are too many processes, or too little memory")
+                _check_ours(pid)
+                return Forked(pid, os.dup(stdin[1]), os.dup(stdout[0]))
+
+    async def _receive(self) -> int:
+        message = await asyncio.get_running_loop().sock_recv(self._sock, 32)
+        if not message:
+            raise ConnectionResetError("the fork server is gone")
+        return int(message)
+
+
+def _check_ours(pid: int) -> None:
+    """Raises OSError if that is no child of this process. Does not wait."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _end_unwanted(forking: asyncio.Task[Forked]) -> None:
+    if not forking.cancelled() and forking.exception() is None:
+        end_now(forking.result())
+
+
+@contextmanager
+def _pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    pipes = os.pipe(), os.pipe()
+    try:
+        yield pipes
+    finally:
+        for fd in (*pipes[0], *pipes[1]):
+            os.close(fd)
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Makes orphaned descendants children of this process, only inside the block. Raises OSError."""
+    before = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
+
+
+def _prctl(option: int, value: object) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+# ---- in the process that forks: it has one thread, because a fork has only the thread that forked -----------------
 
 
 def serve(fd: int) -> int:
-    """Forks as often as it is asked over this socket. Returns in each fork, with what the asker gave along; its stdin
-    and stdout (and stderr) are the asker's pipes then. In the server itself it ends the process with the asker."""
+    """Forks at each request on this socket; ends the process with the process that asks.
+
+    Returns in each fork, with the request's argument; stdin, stdout and stderr are the asking process's pipes then.
+    """
     sock = socket.socket(fileno=fd)
     gc.collect()
-    gc.freeze()  # no collection looks at what is here again, which would copy the pages that all forks share
-    sock.sendall(PID.pack(0))
+    gc.freeze()  # a collection that looked at these objects would copy the pages that all forks share
+    sock.send(b"0")
     while True:
-        what, fds, _, _ = socket.recv_fds(sock, 1, 2)
-        if not what:
+        argument, fds, _, _ = socket.recv_fds(sock, 1, 2)
+        if not argument:
             os._exit(0)
         pid = _fork_orphan()
         if pid is None:
             sock.close()
-            _take(fds[0], fds[1])
-            return what[0]
+            _redirect(*fds)
+            return argument[0]
         for given in fds:
             os.close(given)
-        sock.sendall(PID.pack(pid))
+        sock.send(b"%d" % pid)
 
 
 def _fork_orphan() -> int | None:
-    """None in the fork. In the server its pid, when it has lost its parent; 0 if it could not be forked."""
+    """Forks twice. Returns None in the fork; in the server its pid once it has lost its parent, 0 if there is none."""
     told, tell = os.pipe()
     try:
-        middle = os.fork()
-    except OSError:
-        os.close(told)
-        os.close(tell)
-        return 0
-    if middle == 0:
+        if middle := os.fork():
+            os.waitpid(middle, 0)
+            os.set_blocking(told, False)
+            return int(os.read(told, 32))
         try:
             pid = os.fork()
         except OSError:
             os._exit(1)
-        if pid == 0:
-            os.close(told)
-            os.close(tell)
-            return None
-        os.write(tell, PID.pack(pid))
-        os._exit(0)
-    os.close(tell)
-    with os.fdopen(told, "rb") as answer:
-        data = answer.read(PID.size)
-    os.waitpid(middle, 0)
-    return PID.unpack(data)[0] if data else 0
+        if pid:
+            os.write(tell, b"%d" % pid)
+            os._exit(0)
+        return None
+    except OSError:  # no fork, or nothing to read
+        return 0
+    finally:
+        os.close(told)
+        os.close(tell)
 
 
 def fork_child() -> Forked | None:
-    """Forks this process, which must be on one thread. None in the child. Raises OSError."""
+    """Forks this process, which must have one thread. Returns None in the child. Raises OSError."""
     stdin, stdout = os.pipe(), os.pipe()
     pid = os.fork()
-    if pid == 0:
-        os.close(stdin[1])
-        os.close(stdout[0])
-        _take(stdin[0], stdout[1])
-        return None
-    os.close(stdin[0])
-    os.close(stdout[1])
-    return Forked(pid, stdin[1], stdout[0])
+    ours, theirs = (stdin[1], stdout[0]), (stdin[0], stdout[1])
+    for fd in theirs if pid else ours:
+        os.close(fd)
+    if pid:
+        return Forked(pid, *ours)
+    _redirect(*theirs)
+    return None
 
 
-def _take(stdin: int, stdout: int) -> None:
-    os.dup2(stdin, _STDIN)
-    os.dup2(stdout, _STDOUT)
-    os.dup2(stdout, _STDERR)
+def _redirect(stdin: int, stdout: int) -> None:
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
+    os.dup2(stdout, 2)
     os.close(stdin)
     os.close(stdout)

@@ -1,9 +1,9 @@
-"""The child's side of supervision: read what to do, and never outlive the parent.
+"""The child's side of supervision: reads the start document, and ends the process with its parent.
 
-Two ties, because each has a gap. The kernel's parent-death signal (Linux) kills at once, even inside a long
-native call, but counts the death of the thread that started us, and is lost if the parent died before we asked
-for it. The lifeline is our stdin: the parent holds its other end for life and never writes after the document,
-so its end means the parent's end, whatever killed it; a thread sleeps on it.
+There are two ties, because each has a gap. The kernel's parent-death signal (Linux) kills at once, even inside a long
+native call, but also when the thread that started us ends, and it is lost if the parent died before we asked for it.
+The lifeline is our stdin: the parent holds its other end and never writes after the document, so end-of-file means the
+parent's end, whatever killed it; a thread waits for that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Birth(msgspec.Struct, frozen=True):
-    """The one line of JSON that a parent writes into its child's stdin."""
+    """The start document's envelope: the one line of JSON that a parent writes into its child's stdin."""
 
     parent_pid: int
     document: msgspec.Raw
@@ -35,18 +35,18 @@ def adopt() -> bytes:
     The first thing a child does. Exits with code 77 if the parent is gone already.
     """
     line = _read_line()
-    die_with_parent()  # not before: a fork (forked.py) changes its parent once, and the kernel would call that a death
+    die_with_parent()
     if not line.endswith(b"\n"):
         _end("the parent ended before it said what to do")
     birth = msgspec.json.decode(line, type=Birth)
-    if os.getppid() != birth.parent_pid:  # it died before the kernel knew that we care
+    if os.getppid() != birth.parent_pid:  # it died before we asked for the signal
         _end("the parent ended during start-up")
     threading.Thread(target=_hold_lifeline, name="lifeline", daemon=True).start()
     return bytes(birth.document)
 
 
 def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent dies (Linux)."""
+    """Makes the kernel kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""One child process, watched from birth: its document, its log lines, its end. Works on asyncio and on uvloop."""
+"""Process handles: what every supervised process offers, and child processes. Works on asyncio and on uvloop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO
 
 import msgspec
 
@@ -33,7 +34,7 @@ _CONTROL |= {code: f"\\u{code:04x}" for code in [*range(0x2028, 0x202F), *range(
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a child ended. exit_code as in subprocess: negative is minus the signal. log_tail: its last lines."""
+    """How a process ended. exit_code as in `subprocess`: negative is minus the signal. log_tail: its last lines."""
 
     name: str
     pid: int
@@ -41,17 +42,17 @@ class Death:
     lived_s: float
     log_tail: tuple[str, ...]
     verdict: str = ""  # why we ended it, if we did
-    stranded: bool = False  # it went with its machine, which is no fault of its own
+    stranded: bool = False  # its machine was lost, which is no fault of the process
 
     @property
     def summary(self) -> str:
-        """One line: who, how, when and, if it was us, why."""
-        story = f"{self.name} (pid {self.pid}) {describe_exit(self.exit_code)} after {self.lived_s:.1f} s"
+        """One line: which process ended, how, when and, if we killed it, why."""
+        summary = f"{self.name} (pid {self.pid}) {describe_exit(self.exit_code)} after {self.lived_s:.1f} s"
         if self.verdict:
-            return f"{story}: it {self.verdict}"
+            return f"{summary}: it {self.verdict}"
         if self.exit_code == -signal.SIGKILL:
-            return f"{story}; not by us: the kernel does that when memory runs out"
-        return story
+            return f"{summary}; not by us: the kernel does that when memory runs out"
+        return summary
 
     def __str__(self) -> str:
         if not self.log_tail:
@@ -59,67 +60,89 @@ class Death:
         return "\n    ".join([f"{self.summary}; its last log lines:", *self.log_tail])
 
 
-class Running(Protocol):
-    """A child of this process: a `subprocess.Popen`, or a fork (forked.py). `kill` after its end does nothing."""
+class Forked:
+    """A forked child of this process and our ends of its pipes: the part of `subprocess.Popen` that `Child` uses."""
 
-    @property
-    def pid(self) -> int: ...
+    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
+        self.pid = pid
+        self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb", buffering=0)
+        self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb", buffering=0)
+        self._lock = threading.Lock()
+        self._reaped = False  # from then on the pid may belong to another process
 
-    @property
-    def stdin(self) -> IO[bytes] | None: ...
-
-    @property
-    def stdout(self) -> IO[bytes] | None: ...
-
-    def kill(self) -> None: ...
-
-    def terminate(self) -> None: ...
+    def send_signal(self, number: int) -> None:
+        """Does nothing once the process was reaped."""
+        with self._lock:
+            if not self._reaped:
+                os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Blocks; returns the exit code as in subprocess."""
-        ...
+        """Blocks until the process ends; returns its exit code as `subprocess` does."""
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            self._reaped = True
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-class Process(Protocol):
-    """A process that somebody supervises, wherever it runs. pid: 0 until it has one."""
+def end_now(process: subprocess.Popen[bytes] | Forked) -> None:
+    """Kills and reaps a process that nobody watches yet, and closes its pipes."""
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
 
-    name: str
+
+class Process(ABC):
+    """A process under supervision, on this machine (`Child`) or on another one. pid: 0 while it is not known."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name = name
+        self.pid = pid
+        self._death: asyncio.Future[Death]
 
     @property
-    def pid(self) -> int: ...
-
-    @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """Whether the process has not ended yet, as far as is known."""
+        return not self._death.done()
 
     async def death(self) -> Death:
         """Returns when the process has ended and its last log lines were read. May be awaited by several."""
-        ...
+        return await asyncio.shield(self._death)
 
+    @abstractmethod
     def kill(self, verdict: str) -> None:
-        """Ends it at once, whatever it does. `verdict` says why, for the log and the error."""
-        ...
+        """Sends SIGKILL. verdict: the reason, for log and error: the rest of a sentence that begins with "it"."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
 
     async def stop(self, term_s: float, verdict: str = "") -> Death:
-        """SIGTERM, then SIGKILL if it still runs `term_s` later. Takes `term_s` plus a moment at most."""
-        ...
+        """Sends SIGTERM, and SIGKILL if the process still runs `term_s` later."""
+        self.terminate()
+        try:
+            async with asyncio.timeout(term_s):
+                return await self.death()
+        except TimeoutError:
+            self.kill(verdict or f"did not end within {term_s:g} s of SIGTERM")
+            return await self.death()
 
 
-class Child:
-    """`Process` of our own, running. Belongs to the loop that started it, and so does the child: see guard.py.
+class Child(Process):
+    """A child process. It ends with the loop and with the thread that started it: see guard.py."""
 
-    start() it on a thread that lives as long as the child should, which means the loop's own.
-    """
-
-    def __init__(self, name: str, process: Running, forward: Callable[[str], None] | None) -> None:
-        self.name = name
-        self.pid = process.pid
-        self.verdict = ""  # the rest of a sentence that begins with "it"
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None] | None
+    ) -> None:
+        super().__init__(name, process.pid)
+        self.verdict = ""  # why we killed it
         self._process = process
         self._born_s = time.monotonic()
         self._log = _LogLines(forward)
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
-        self._death: asyncio.Task[Death] = self._loop.create_task(self._watch(), name=f"watch {name}")
+        self._death = self._loop.create_task(self._watch(), name=f"watch {name}")
         threading.Thread(target=self._reap, name=f"reap {name}", daemon=True).start()
 
     @classmethod
@@ -133,10 +156,10 @@ class Child:
         forward: Callable[[str], None] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Starts `command` and hands it `document` (JSON) over stdin, which nobody else can read; None: it needs none.
+        """Starts `command` and hands it `document` (JSON; None for none) over stdin, which nobody else can read.
 
         The child must call `guard.adopt()` first. Its stdout and stderr are kept as log tail and passed on, line
-        by line and with control characters escaped, to `forward` (default: our stderr). pass_fds: what else of ours
+        by line and with control characters escaped, to `forward` (default: our stderr). pass_fds: descriptors that
         it inherits. Raises ConfigError.
         """
         try:
@@ -155,51 +178,43 @@ class Child:
 
     @classmethod
     def take(
-        cls, name: str, process: Running, document: bytes, *, forward: Callable[[str], None] | None = None
+        cls,
+        name: str,
+        process: subprocess.Popen[bytes] | Forked,
+        document: bytes,
+        *,
+        forward: Callable[[str], None] | None = None,
     ) -> Child:
-        """As `start`, with a process that runs already and waits for its document. Raises ConfigError, and ends it."""
+        """Watches a process that runs already and waits for its document. Raises ConfigError, and ends the process."""
         try:
             _hand_over(process, document, name)
         except ConfigError:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            end_now(process)
             raise
         return cls(name, process, forward)
 
     def log_tail(self, lines: int = 20) -> tuple[str, ...]:
+        """Returns the last lines of its output so far."""
         return tuple(self._log.tail)[-lines:]
 
     @property
     def alive(self) -> bool:
+        """Whether the process has not been reaped yet."""
         return not self._exit.done()
 
     @property
     def age_s(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self._born_s
 
-    async def started(self) -> int:
-        """Its pid; others than `Child` may have none yet."""
-        return self.pid
-
-    async def death(self) -> Death:
-        return await asyncio.shield(self._death)
-
     def kill(self, verdict: str) -> None:
+        """Sends SIGKILL; the first verdict counts."""
         self.verdict = self.verdict or verdict
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
 
-    async def stop(self, term_s: float, verdict: str = "") -> Death:
-        self._process.terminate()
-        try:
-            async with asyncio.timeout(term_s):
-                return await self.death()
-        except TimeoutError:
-            self.kill(verdict or f"did not end within {term_s:g} s of SIGTERM")
-            return await self.death()
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self._process.send_signal(signal.SIGTERM)
 
     def _reap(self) -> None:
         # A thread and not a child watcher: those differ between asyncio, its versions and uvloop.
@@ -224,7 +239,7 @@ class Child:
         return Death(self.name, self.pid, code, lived_s, self.log_tail(), self.verdict)
 
 
-def _hand_over(process: Running, document: bytes, name: str) -> None:
+def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name: str) -> None:
     line = msgspec.json.encode(Birth(os.getpid(), msgspec.Raw(document))) + b"\n"
     assert process.stdin is not None
     _make_room(process.stdin.fileno(), len(line), name)
@@ -272,19 +287,19 @@ class _LogLines(asyncio.Protocol):
 
 
 def one_line(text: str) -> str:
-    """Text that cannot forge a log line or move a terminal's cursor: control characters become \\xNN."""
+    """Returns text that cannot forge a log line or move a terminal's cursor: control characters become \\xNN."""
     return text.rstrip("\r\n").translate(_CONTROL)
 
 
 def to_stderr(line: str) -> None:
-    """A log line of a child on its way."""
+    """Writes a child's log line to our stderr."""
     with suppress(OSError, ValueError):  # a closed terminal must not hurt the engine
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
 def describe_exit(code: int) -> str:
-    """1 -> "exited with code 1"; -11 -> "was killed by SIGSEGV"."""
+    """Returns an exit code in words: 1 -> "exited with code 1"; -11 -> "was killed by SIGSEGV"."""
     if code >= 0:
         return f"exited with code {code}"
     try:

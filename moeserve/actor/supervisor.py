@@ -1,14 +1,13 @@
-"""Keeps one child process running: ready or dead, restart with growing pauses, give up loudly."""
+"""Keeps one process running: waits until it is ready or dead, restarts it with growing pauses, gives up loudly."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -20,11 +19,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Pauses of first_pause_s * 2^k, at most max_pause_s; k counts the deaths within window_s.
+    """Restarts after pauses of first_pause_s * 2^k, at most max_pause_s; k counts the deaths within window_s.
 
-    More than max_deaths within window_s means giving up. proven_s: a child that was ready for so long is started
-    again at once, and its earlier deaths no longer count. silence_s: how long a starting child may show no progress
-    before it counts as hung.
+    More than max_deaths within window_s end the restarts. proven_s: a process that was ready for so long is started
+    again at once, and its earlier deaths no longer count. silence_s: a starting process that shows no progress for so
+    long is killed.
     """
 
     first_pause_s: float = 0.25
@@ -35,32 +34,26 @@ class RestartPolicy:
     proven_s: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
-    """One child. `serving` is called once and returns when the child is ready; cancelled if it dies first."""
-
-    child: Process
-    serving: Callable[[], Awaitable[object]]
-
-
 class Owner(Protocol):
-    """What a supervisor works for."""
+    """What a supervisor works for. It calls `Supervisor.serving` once its process is ready."""
 
-    def life(self, generation: int) -> AbstractAsyncContextManager[Life]:
-        """Enters by starting a child (generation 0 is the first), leaves after its death. Raises ConfigError."""
+    name: str
+
+    async def begin(self, incarnation: int) -> Process:
+        """Starts a process, incarnation 0 first; may be cancelled. Raises ConfigError."""
         ...
 
-    def curable(self, death: Death) -> bool:
-        """Whether another start may end differently."""
+    async def curable(self, death: Death) -> bool:
+        """Returns whether another start may end differently."""
         ...
 
-    def buried(self, death: Death, again_in_s: float | None) -> None:
-        """The child is dead and nothing of it is left. None: there will be no other."""
+    async def buried(self, death: Death, again_in_s: float | None) -> None:
+        """The process is dead. again_in_s: seconds to the next start, None if there will be none."""
         ...
 
 
 class Supervisor:
-    """Looks after one child at a time. `run` is its whole life and belongs into a TaskGroup."""
+    """Keeps one process at a time running for its owner. `run` is its whole life."""
 
     def __init__(self, owner: Owner, policy: RestartPolicy | None = None) -> None:
         self.policy = policy or RestartPolicy()
@@ -68,50 +61,72 @@ class Supervisor:
         self._owner = owner
         self._deaths: deque[float] = deque()
         self._retired = asyncio.Event()
+        self._served = asyncio.Event()
         self._progress_s = 0.0
         self._ready_s: float | None = None  # since when the child is ready
 
     async def run(self) -> Death:
-        """Starts the child again and again; returns its last death after `stop` or after giving up.
+        """Starts the process again and again; returns its last death after `stop` or after giving up.
 
-        Cancelling it kills the child.
+        Cancelling it kills the process.
         """
-        for generation in count():
+        for incarnation in count():
             self.progress()
-            self._ready_s = None
-            async with self._owner.life(generation) as life:
-                self.child = life.child
-                try:
-                    await self._until_ready(life)
-                    death = await life.child.death()
-                finally:
-                    if life.child.alive:
-                        life.child.kill("its supervisor was cancelled")
-                        await life.child.death()
-            pause_s = self._pause_after(death)
-            self._owner.buried(death, pause_s)
+            self._ready_s = self.child = None
+            self._served.clear()
+            death = await self._one_life(incarnation)
+            pause_s = self._pause_after(death, await self._owner.curable(death))
+            await self._owner.buried(death, pause_s)
             if pause_s is None or await self._retired_within(pause_s):
                 break
         return death
 
+    async def _one_life(self, incarnation: int) -> Death:
+        never = Death(self._owner.name, 0, -signal.SIGKILL, 0.0, (), "was stopped before it began")
+        if self._retired.is_set():
+            return never
+        starting = asyncio.ensure_future(self._owner.begin(incarnation))
+        retired = asyncio.ensure_future(self._retired.wait())
+        try:
+            await asyncio.wait({starting, retired}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return never
+        finally:
+            retired.cancel()
+            starting.cancel()
+        child = self.child = starting.result()
+        if self._retired.is_set():  # `stop` has found no child
+            child.kill("was stopped at its start")
+        try:
+            await self._until_ready(child)
+            return await child.death()
+        finally:
+            if child.alive:
+                child.kill("its supervisor was cancelled")
+                await child.death()
+
     async def stop(self, term_s: float) -> None:
-        """Ends the child (SIGTERM, SIGKILL after `term_s`) and makes `run` return. There is no restart."""
+        """Ends the process (SIGTERM, SIGKILL after `term_s`) and makes `run` return. There is no restart."""
         self.retire()
         if self.child is not None:
             await self.child.stop(term_s)
 
     def retire(self) -> None:
-        """From now on a death is final. For an owner that asks the child itself to end."""
+        """Makes the next death final, and ends a start that has no process yet."""
         self._retired.set()
 
     def progress(self) -> None:
-        """The starting child gave a sign of life."""
+        """The starting process gave a sign of life."""
         self._progress_s = time.monotonic()
 
-    async def _until_ready(self, life: Life) -> None:
-        """Waits for ready or dead, whichever comes first; a child that does neither is killed."""
-        child = life.child
-        ready = asyncio.ensure_future(life.serving())
+    def serving(self) -> None:
+        """The process is ready."""
+        self._ready_s = time.monotonic()
+        self._served.set()
+
+    async def _until_ready(self, child: Process) -> None:
+        """Waits for ready or dead, whichever comes first; a process that does neither is killed."""
+        ready = asyncio.ensure_future(self._served.wait())
         died = asyncio.ensure_future(child.death())
         try:
             while not ready.done() and not died.done():
@@ -121,19 +136,16 @@ class Supervisor:
                     await died
                     break
                 await asyncio.wait({ready, died}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                ready.result()  # an error of the owner's own
-                self._ready_s = time.monotonic()
         finally:
             ready.cancel()
             died.cancel()
 
-    def _pause_after(self, death: Death) -> float | None:
-        """Seconds until the next start, or None for never."""
+    def _pause_after(self, death: Death, curable: bool) -> float | None:
+        """Returns the seconds until the next start, None if there will be none."""
         if self._retired.is_set():
             return None
         policy, now = self.policy, time.monotonic()
-        if not self._owner.curable(death):
+        if not curable:
             log.log(logging.ERROR if death.exit_code else logging.INFO, "%s; not started again", death.summary)
             return None
         if self._ready_s is not None and now - self._ready_s >= policy.proven_s:

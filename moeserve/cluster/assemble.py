@@ -1,4 +1,4 @@
-"""Puts an engine together on the running loop: the runner is built in a thread, the core around it here."""
+"""Builds an engine on the running loop: the runner in a thread, the core around it here."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What a builder is called with: the settings, the role, and progress(name of the phase, percent of the whole).
-# What it returns: runner, resolved limits, facts for the front end, KV groups, end-of-text ids.
+# A builder gets the settings, the role, and progress(name of the phase, percent of the whole). It returns runner,
+# resolved limits, facts for the front end, KV groups, end-of-text ids.
 Built = tuple["Runner", Limits, Ready, "tuple[KVGroup, ...]", "tuple[int, ...]"]
 Progress = Callable[[str, int], None]
 
 
 @runtime_checkable
 class SeveralRanks(Protocol):
-    """What a runner may have whose engine is more than this process. on_traced: hears what other ranks did in a step
-    that was traced, from any thread."""
+    """A runner whose engine has other processes, too.
+
+    on_traced: gets the traces of other ranks, from any thread.
+    """
 
     on_traced: Callable[[Traced], object] | None
 
@@ -88,7 +90,7 @@ async def assemble(
 
 
 def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Calls a function in a daemon thread of its own: unlike the loop's executor, nothing ever waits for its end.
+    """Calls a function in a daemon thread of its own, whose end nothing waits for, unlike the loop's executor.
 
     Raises RuntimeError at once when the interpreter ends and starts no threads any more.
     """

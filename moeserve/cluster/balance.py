@@ -1,4 +1,4 @@
-"""Which engine gets a request: predicted work, room for its K/V, and the prefixes that an engine has seen.
+"""Data-parallel load balancing: by predicted work, room for K/V, and the prefixes that an engine has seen.
 
 Pure: messages in, a rank out. Work is counted in prompt tokens to compute; a token to generate costs as much as
 DECODE_COST of them, because it takes a row of a step of its own.
@@ -32,7 +32,7 @@ class _Request:
 
 @dataclass(slots=True)
 class Load:
-    """What is predicted to be left to do on one engine, in tokens; free_blocks as its last step left them."""
+    """The predicted load of one engine, in tokens. free_blocks: KV blocks, as its last step left them."""
 
     block_size: int
     free_blocks: int
@@ -45,26 +45,28 @@ class Load:
 
     @property
     def work(self) -> float:
+        """All that is left to do, in prompt tokens."""
         return self.prefill + DECODE_COST * self.decode
 
     def promise(self, rid: int, blocks: int) -> None:
+        """Sets blocks aside for a request until its first step."""
         self.unstarted[rid] = blocks
         self.promised += blocks
 
     def started(self, rid: int) -> bool:
-        """Forgets what was promised to a request; False if nothing is any more."""
+        """Takes a request's promise back; returns False if there was none."""
         blocks = self.unstarted.pop(rid, 0)
         self.promised -= blocks
         return blocks > 0
 
     @property
     def room(self) -> int:
-        """Blocks that nobody has been promised."""
+        """Number of free blocks that are not set aside."""
         return self.free_blocks - self.promised
 
 
 class Balancer:
-    """Engines are known by rank: `open` and `close` them, `assign` requests, tell what they put out and what ended."""
+    """Chooses an engine for each request from predictions, which step outputs correct. Engines are known by rank."""
 
     def __init__(self) -> None:
         self.loads: dict[int, Load] = {}
@@ -73,12 +75,12 @@ class Balancer:
         self._mean = FIRST_MEAN
 
     def open(self, rank: int, ready: Ready) -> None:
-        """A new, empty engine; one that is known stays as it is."""
+        """Adds an empty engine; a known one stays as it is."""
         if rank not in self.loads:
             self.loads[rank] = Load(ready.block_size, ready.num_blocks - 1)
 
     def close(self, rank: int) -> None:
-        """The engine, its requests and its cache are gone."""
+        """Removes an engine with its requests and cached prefixes."""
         load = self.loads.pop(rank, None)
         for rid in load.live if load else ():
             del self._requests[rid]
@@ -86,9 +88,9 @@ class Balancer:
         self._prefixes = OrderedDict((key, rest) for key, mask in self._prefixes.items() if (rest := mask & keep))
 
     def choose(self, request: Submit, among: Collection[int]) -> int:
-        """The engine on which this request adds to the least work, among those with room for it if there are any.
+        """Returns the engine on which this request adds to the least work, if possible one with room for its K/V.
 
-        Equal ones: fewest requests, then lowest rank. `among` holds one open engine at least.
+        Ties go to the fewest requests, then to the lowest rank. `among` holds at least one open engine.
         """
         num_tokens = len(request.tokens) // _TOKEN_BYTES
         roomy = [rank for rank in among if self._has_room(self.loads[rank], num_tokens)]
@@ -101,7 +103,7 @@ class Balancer:
         return min(roomy or among, key=cost)
 
     def assign(self, request: Submit, rank: int) -> None:
-        """The request goes to this engine."""
+        """Counts a request as sent to this engine."""
         load = self.loads[rank]
         num_tokens = len(request.tokens) // _TOKEN_BYTES
         emitted = num_tokens - request.num_prompt
@@ -116,7 +118,7 @@ class Balancer:
         self._remember(request, rank)
 
     def note(self, rank: int, out: StepOutput) -> None:
-        """What a step of this engine did: predictions give way to facts."""
+        """Corrects the predictions for an engine by the output of one of its steps."""
         load = self.loads.get(rank)
         if load is None:
             return
@@ -132,7 +134,7 @@ class Balancer:
         load.prefill = max(0.0, load.prefill) if load.unstarted else 0.0
 
     def end(self, rid: int) -> None:
-        """The request finished, was refused or was aborted."""
+        """Removes a request that finished, was refused or was aborted."""
         request = self._requests.pop(rid, None)
         if request is None:
             return
@@ -149,14 +151,14 @@ class Balancer:
 
     @property
     def _least(self) -> float:
-        """Tokens that a request is still good for, however many it has generated."""
+        """The least number of tokens still expected of a request, however many it has generated."""
         return max(1.0, self._mean / 4)
 
     def _has_room(self, load: Load, num_tokens: int) -> bool:
         return load.room >= -(-num_tokens // load.block_size)
 
     def _hits(self, request: Submit, among: Collection[int]) -> dict[int, int]:
-        """Tokens at the beginning of the request that each engine has seen before."""
+        """Returns how many tokens at the beginning of the request each engine has seen before."""
         hits: dict[int, int] = {}
         wanted = sum(1 << rank for rank in among)
         for number, key in enumerate(_prefix_keys(request), 1):
@@ -177,8 +179,10 @@ class Balancer:
 
 
 def _prefix_keys(request: Submit) -> Iterator[int]:
-    """One key per CHUNK of tokens, each for everything up to its end. Python salts the hash of bytes per process, so
-    nobody outside can aim at another's prefix."""
+    """Yields a key for each CHUNK of tokens, which stands for all tokens up to its end.
+
+    Python salts the hash of bytes per process, so that no client can aim at another one's prefix.
+    """
     key = hash(request.salt)
     step = CHUNK * _TOKEN_BYTES
     for start in range(0, len(request.tokens) - step, step):  # the last token is computed in any case

@@ -1,4 +1,4 @@
-"""Builds what an engine runs: from settings to a runner with its weights in memory, and the facts about it."""
+"""Builds the runner of an engine, with its weights in memory, and the facts about it, from the settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NULL_RUNNER_BYTES = 1 << 40  # no KV is ever allocated: only max_num_seqs and ma
 
 
 def build_runner(config: Config, role: Role, progress: Progress) -> Built:
-    """Runner, limits, facts for the front end, KV groups and end-of-text ids.
+    """Returns runner, limits, facts for the front end, KV groups and end-of-text ids.
 
     Slow (imports torch, reads weights, starts the engine's other ranks): call it in a thread. Raises ConfigError with
     what to change.
@@ -94,14 +94,11 @@ def _grouped(config: Config, spec: ModelSpec, model_dir: Path, role: Role, progr
 
 @contextmanager
 def _team(config: Config, size: int) -> Iterator[Team | None]:
-    """The engine's other tensor-parallel ranks, which import and load while this one does; None if it has none.
-
-    Ends them when what follows fails.
-    """
+    """Starts the engine's other tensor-parallel ranks, if it has some; ends them if the block fails."""
     if size == 1:
         yield None
         return
-    from moeserve.cluster.workers import WORKER, take_forked
+    from moeserve.cluster.tp_worker import WORKER, take_forked
     from moeserve.runner.remote import Team
 
     run_dir = RunDir()

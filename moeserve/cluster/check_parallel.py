@@ -1,4 +1,4 @@
-"""What can be said about --dp, --tp and their kin from the model's config alone. No torch here."""
+"""Checks --dp, --tp and their kin against the model's config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_machines(parallel: ParallelConfig) -> None:
 
 
 def rendezvous_of(parallel: ParallelConfig) -> tuple[str, int]:
-    """Host and port, the host in brackets if it is an IPv6 address."""
+    """Returns host and port; an IPv6 host is in brackets. Raises ConfigError."""
     host, _, port = str(parallel.rendezvous).rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
@@ -54,7 +54,7 @@ def rendezvous_of(parallel: ParallelConfig) -> tuple[str, int]:
 
 
 def check_scale(config: Config, spec: ModelSpec, dp: int) -> None:
-    """`check_parallel` for another number of engines."""
+    """Raises ConfigError if another number of engines cannot work; see `check_parallel`."""
     if config.parallel.nnodes > 1:
         raise ConfigError(
             f"engines on {config.parallel.nnodes} machines stay as many as they are; start all machines with --dp {dp}"

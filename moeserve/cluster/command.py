@@ -1,4 +1,4 @@
-"""How a process of ours is started."""
+"""Command lines of moeserve's own processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import moeserve
 
 
 def command_of(module: str) -> list[str]:
-    """Runs `module` with this interpreter."""
+    """Returns the command that runs `module` with this interpreter."""
     # -P: a file torch.py in the user's folder must not become the engine's torch. From a bare checkout, though,
     # the folder is where moeserve itself is.
     root = os.path.dirname(os.path.dirname(os.path.abspath(moeserve.__file__)))

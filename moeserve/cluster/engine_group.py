@@ -1,4 +1,4 @@
-"""Bringing the engines of a group together: one Join to each per epoch, again after every loss."""
+"""Brings the engines of a group together: one Join to each per epoch, again after every loss."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ MAX_FAILURES = 6  # meetings in a row that fail although nobody died
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where groups meet. folder: ours alone (mode 0700). epochs: numbers that only rise, shared by all groups.
-    address: of this machine, as the others know it."""
+    """Where groups meet.
+
+    folder: for sockets, private (mode 0700). epochs: rising numbers, shared by all groups. address: of this machine,
+    as the other machines know it.
+    """
 
     folder: str
     epochs: Iterator[int]
@@ -37,10 +40,26 @@ class MeetingPlace:
     address: str = "127.0.0.1"
 
 
-class EngineGroup:
-    """A group of engines. `run` keeps them together; `regroup` changes who belongs to it.
+@dataclass(frozen=True, slots=True)
+class GroupMet:
+    """All engines of the group serve, together."""
 
-    alone: engines without others to meet serve as soon as they are up (one process each).
+    group: EngineGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFailed:
+    """The engines of a group will never serve together."""
+
+    cause: str
+    exit_code: int
+
+
+class EngineGroup:
+    """A group of engines. `run` keeps them together; `regroup` changes its members.
+
+    alone: the engines have one process each and no others to meet, so they serve as soon as they are up. tell: gets
+    GroupMet and GroupFailed.
     """
 
     def __init__(
@@ -50,16 +69,14 @@ class EngineGroup:
         *,
         placement: PlacementTable | None,
         alone: bool,
-        met: Callable[[EngineGroup], None],
-        hopeless: Callable[[str, int], None],
+        tell: Callable[[GroupMet | GroupFailed], None],
     ) -> None:
         self.engines = engines
         self.placement = placement
         self.epoch = 0
         self._place = place
         self._alone = alone
-        self._met = met
-        self._hopeless = hopeless
+        self._tell = tell
         self._stale = True  # who belongs to it has changed since the last meeting
         self._changed = asyncio.Event()
         self._outcomes: list[asyncio.Future[str]] = []
@@ -67,7 +84,7 @@ class EngineGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether all serve, together."""
+        """Whether all engines serve, together."""
         return not self._stale and all(engine.epoch == self.epoch for engine in self.engines)
 
     def poke(self) -> None:
@@ -75,7 +92,7 @@ class EngineGroup:
         self._changed.set()
 
     def regroup(self, engines: list[EngineHandle], placement: PlacementTable | None) -> asyncio.Future[str]:
-        """From the next meeting on these are the group. The future tells how that meeting went: "" if it went well."""
+        """Makes these engines the group, from the next meeting on; the future holds why that meeting failed, or ""."""
         self.engines, self.placement, self._stale = engines, placement, True
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._outcomes.append(outcome)
@@ -83,36 +100,38 @@ class EngineGroup:
         return outcome
 
     def close(self) -> None:
-        """Nobody meets here any more; engines that are connected stay so."""
+        """Removes the sockets of the epoch in force; engines that are connected stay connected."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def run(self) -> None:
+        """Lets the engines meet whenever one was lost or replaced; returns after GroupFailed."""
         failures = 0
         while True:
             await self._until(lambda: not self.complete)
             for engine in self.engines:
-                engine.process.held = not self._alone
+                engine.held = not self._alone
             if any(engine.parted for engine in self.engines):
                 await asyncio.sleep(SETTLE_S)
             await self._until(lambda: all(engine.up for engine in self.engines))
             engines = self.engines
             try:
-                combined([engine.process.ready for engine in engines if engine.process.ready is not None])
+                combined([engine.ready for engine in engines if engine.ready is not None])
             except ConfigError as error:  # together they would compute nonsense
-                self._hopeless(str(error), error.exit_code)
+                self._tell(GroupFailed(str(error), error.exit_code))
                 return
             began_s = time.monotonic()
             cause = await self._meet(engines, self.placement)
-            self._tell(cause)
             if not cause:
                 failures = 0
                 log.info("%d engines serve in epoch %d (%.2f s)", len(engines), self.epoch, time.monotonic() - began_s)
-                self._met(self)
+                self._tell(GroupMet(self))
+            self._resolve(cause)
+            if not cause:
                 continue
             log.warning("epoch %d did not come about: %s", self.epoch, cause)
             failures += all(engine.up for engine in engines)
             if failures >= MAX_FAILURES:
-                self._hopeless(f"the engines could not meet, {failures} times in a row: {cause}", 1)
+                self._tell(GroupFailed(f"the engines could not meet, {failures} times in a row: {cause}", 1))
                 return
             await asyncio.sleep(min(0.05 * 2.0**failures, 5.0))
 
@@ -121,7 +140,7 @@ class EngineGroup:
             self._changed.clear()
             await self._changed.wait()
 
-    def _tell(self, cause: str) -> None:
+    def _resolve(self, cause: str) -> None:
         if self._stale:
             return  # regrouped meanwhile: the meeting that was asked for is yet to come
         outcomes, self._outcomes = self._outcomes, []
@@ -130,7 +149,7 @@ class EngineGroup:
                 outcome.set_result(cause)
 
     async def _meet(self, engines: list[EngineHandle], placement: PlacementTable | None) -> str:
-        """Sends each its Join and waits for all; returns why it failed, or ""."""
+        """Sends each engine its Join and waits for all; returns why the meeting failed, or ""."""
         epoch = self.epoch = next(self._place.epochs)
         self._stale = False
         for engine in engines:
@@ -154,23 +173,23 @@ class EngineGroup:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = folder
         for engine in engines:
-            engine.process.held = False
+            engine.held = False
         return ""
 
     def _send_joins(self, engines: list[EngineHandle], epoch: int, placement: PlacementTable | None) -> str:
-        hosts = tuple(engine.process.host.name for engine in engines)
+        hosts = tuple(engine.host.name for engine in engines)
         # For a group within another machine the port is a guess; if it is taken, they meet again with another one.
         store, vote = _free_addresses(self._place.address if len(set(hosts)) > 1 else "127.0.0.1", 2)
         token = secrets.token_hex(16)
         for number, engine in enumerate(engines):
             try:
-                engine.process.send(
+                engine.send(
                     Join(
                         epoch=epoch,
                         dp_rank=number,
                         tp_size=self._place.tp_size,
                         hosts=hosts,
-                        directory=os.path.join(engine.process.host.folder, f"epoch-{epoch}"),
+                        directory=os.path.join(engine.host.folder, f"epoch-{epoch}"),
                         store=store,
                         vote=vote,
                         token=token,
@@ -178,7 +197,7 @@ class EngineGroup:
                     )
                 )
             except Overloaded as error:
-                return f"{engine.process.name} does not read its messages: {error}"
+                return f"{engine.name} does not read its messages: {error}"
         return ""
 
     def _all_joined(self, engines: list[EngineHandle]) -> bool:
@@ -187,21 +206,21 @@ class EngineGroup:
     def _broken(self, engines: list[EngineHandle]) -> str:
         for engine in engines:
             if not engine.up:
-                return f"{engine.process.name} ended"
+                return f"{engine.name} ended"
         for engine in engines:
             if engine.parted is not None and engine.parted.epoch == self.epoch:
-                return f"{engine.process.name} said: {engine.parted.cause}"
+                return f"{engine.name} said: {engine.parted.cause}"
         return ""
 
     def _give_up_on_late(self, engines: list[EngineHandle], epoch: int) -> str:
         late = [engine for engine in engines if engine.epoch != epoch]
         for engine in late:
-            engine.process.kill(f"did not join epoch {epoch} within {JOIN_S:g} s")
-        return f"{', '.join(engine.process.name for engine in late)} did not join within {JOIN_S:g} s"
+            engine.kill(f"did not join epoch {epoch} within {JOIN_S:g} s")
+        return f"{', '.join(engine.name for engine in late)} did not join within {JOIN_S:g} s"
 
 
 def _free_addresses(address: str, count: int) -> list[str]:
-    """host:port, as in a URL."""
+    """Returns addresses host:port, as in a URL, whose ports are free now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket(family)) for _ in range(count)]

@@ -1,7 +1,7 @@
 """The engine process: `python -m moeserve.cluster.engine_main`, or a fork (fork_server.py); started by nobody else.
 
-First the ties to the parent, then the wire and a first word, and only then whatever takes long. Exit codes: 0
-after an ordered stop, 2 to 5 for a ConfigError (its own), 1 for a crash, 77 when the parent is gone.
+It ties itself to its parent, connects, and only then does the slow part of its start. Exit codes: 0 after an ordered
+stop, 2 to 5 for a ConfigError (its own code), 1 for a crash, 77 when the parent is gone.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ LINGER_S = 2.0  # for the last words to leave
 
 
 def main() -> None:
+    """Runs an engine until it is told to stop, or fails, and ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     order = msgspec.json.decode(guard.adopt(), type=EngineOrder)
     set_up_logging(order.config.server.log_level, order.config.server.log_format)
@@ -86,7 +87,7 @@ async def _serve(order: EngineOrder) -> int:
 
 
 def _keys(order: EngineOrder) -> Keys | None:
-    """Those of the cluster, if the front end is on another machine."""
+    """Returns the cluster's keys if the front end is on another machine."""
     key_file = order.config.parallel.cluster_key_file
     return keys_of(read_secret(key_file)) if key_file and order.address.startswith("tcp://") else None
 
@@ -132,7 +133,7 @@ async def _live(order: EngineOrder, inbox: Inbox[EngineIn], wire: ZmqWire[Engine
         return 1
     dying.cancel()
     if (error := running.exception()) is not None:
-        # Of a rank that is gone, where it was missed says nothing.
+        # Where the loss of another rank was noticed says nothing about its cause.
         log.error("the engine failed: %s", error, exc_info=None if isinstance(error, EngineDied) else error)
         return 1
     core.runner.close()

@@ -1,4 +1,4 @@
-"""The facts of several engines as those of one."""
+"""Combines the facts and messages of several engines into those of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _EQUAL = (
 
 
 def combined(facts: Sequence[Ready]) -> Ready:
-    """Capacities add up; a request must fit wherever it goes. Raises ConfigError if the models are not the same."""
+    """Returns the facts of all engines together: capacities add up, limits are the smallest.
+
+    Raises ConfigError if the models are not the same.
+    """
     first = facts[0]
     for other in facts[1:]:
         for name in _EQUAL:
@@ -31,17 +34,17 @@ def combined(facts: Sequence[Ready]) -> Ready:
                 )
     return msgspec.structs.replace(
         first,
-        max_model_len=min(one.max_model_len for one in facts),
-        max_num_seqs=sum(one.max_num_seqs for one in facts),
-        num_blocks=1 + sum(one.num_blocks - 1 for one in facts),  # each has a null block
-        startup_s=max(one.startup_s for one in facts),
-        step_s=max(one.step_s for one in facts),
-        notes=tuple(dict.fromkeys(note for one in facts for note in one.notes)),
+        max_model_len=min(engine.max_model_len for engine in facts),
+        max_num_seqs=sum(engine.max_num_seqs for engine in facts),
+        num_blocks=1 + sum(engine.num_blocks - 1 for engine in facts),  # each has a null block
+        startup_s=max(engine.startup_s for engine in facts),
+        step_s=max(engine.step_s for engine in facts),
+        notes=tuple(dict.fromkeys(note for engine in facts for note in engine.notes)),
     )
 
 
 def labelled(msg: FromOne, rank: int) -> FromOne:
-    """What an engine says of itself, under its rank in the fleet: with ep off, each is rank 0 of a group of its own."""
+    """Returns a message under the engine's rank in the fleet: with ep off, each is rank 0 of a group of its own."""
     if isinstance(msg, Traced):
         return msgspec.structs.replace(msg, dp_rank=rank)
     if msg.record is None or msg.record.dp_rank == rank:
@@ -50,5 +53,5 @@ def labelled(msg: FromOne, rank: int) -> FromOne:
 
 
 def slowest(phases: Sequence[Phase]) -> Phase:
-    """How far a start is: as far as the engine that is least far."""
+    """Returns the phase of the engine that is least far."""
     return min(phases, key=lambda phase: phase.percent)

@@ -1,8 +1,8 @@
-"""Several engine processes behind one link: requests shared out among them, the group kept together over deaths.
+"""The engine processes behind one link: balances requests over them and keeps their group together over deaths.
 
-An engine that dies takes nobody with it: its requests are handed back (RequestsLost), the others keep theirs, and a
-new process joins them in the next epoch. With ep on all engines form one group and wait for each other; with ep off,
-or for a model without experts, each is on its own.
+The requests of an engine that dies are handed back (RequestsLost), the other engines keep theirs, and a new process
+joins them in the next epoch. With ep on all engines form one group and compute in lockstep; with ep off, or for a model
+without experts, each is on its own.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 
+from moeserve.actor.actor import Actor
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.check_parallel import check_parallel
-from moeserve.cluster.engine_group import EngineGroup, MeetingPlace
-from moeserve.cluster.engine_handle import EngineHandle
-from moeserve.cluster.engine_process import INBOX_LIMIT
+from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, MeetingPlace
+from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid, ForFleet
 from moeserve.cluster.facts import combined, labelled, slowest
 from moeserve.cluster.heartbeat import UNHEALTHY_S
-from moeserve.cluster.interface import EngineGone, FromEngine, RequestsLost, Resized
-from moeserve.cluster.order import Role
+from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, RequestsLost, Resized
+from moeserve.cluster.order import role_of
 from moeserve.cluster.rendezvous import Rendezvous
 from moeserve.cluster.rundir import RunDir
 from moeserve.cluster.scaling import Scaling
 from moeserve.cluster.traffic import Polls, Traffic
-from moeserve.cluster.view import EngineView, FleetView
-from moeserve.comm.world import World
+from moeserve.cluster.view import FleetView
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.model_dir import resolve_model_dir
@@ -42,7 +42,6 @@ from moeserve.messages import (
     Call,
     Drain,
     EngineIn,
-    EngineOut,
     ExpertLoad,
     Join,
     Joined,
@@ -55,6 +54,7 @@ from moeserve.messages import (
     Ready,
     Refused,
     StepOutput,
+    Stopped,
     Submit,
     Traced,
     TraceNext,
@@ -69,15 +69,22 @@ log = logging.getLogger(__name__)
 POLICY = RestartPolicy(first_pause_s=0.05, proven_s=10.0)
 
 
-class Fleet:
-    """`EngineLink` to dp engines of tp processes each; see interface.py. options: those of `EngineProcess`.
+class Finish:
+    """The fleet's last message, once all engines have ended."""
 
-    It is ready once all engines serve, and stays so while some of them are replaced. It ends when the group cannot be
-    brought together again: an engine cannot be restarted, or the engines keep failing to meet.
+
+class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed | Finish]):
+    """`EngineLink` to dp engines of tp processes each; see link.py. options: those of `EngineHandle`.
+
+    A fleet is ready once all engines serve, and stays so while some of them are replaced. It ends when the group cannot
+    be brought together again: an engine cannot be restarted, or the engines keep failing to meet. A single engine of
+    one process has no others that could take over: the front end is told of its end instead.
     """
 
     def __init__(self, config: Config, **options: Any) -> None:
-        self.inbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
+        super().__init__("fleet")
+        self.single = config.parallel.num_ranks == 1
+        self.outbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
         self.phase = Phase("starting", 0, 0.0)
         self.ready: Ready | None = None
         self.engines: list[EngineHandle] = []
@@ -86,10 +93,11 @@ class Fleet:
         self.config = config
         self.traffic = Traffic(self._serving)
         self.scaling = Scaling(self)
-        self._options = {"policy": POLICY} | options
-        self._polls = Polls(self._tell)
+        self._options = ({} if self.single else {"policy": POLICY}) | options
+        self._polls = Polls(self._emit)
         self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._run_dir: RunDir | None = None
+        self._life: asyncio.Task[None] | None = None
         self._machines: Rendezvous | None = None
         self._place: MeetingPlace | None = None
         self._tasks: dict[asyncio.Task[None], EngineGroup | None] = {}
@@ -100,33 +108,34 @@ class Fleet:
         self._failure = ""  # its cause, if that was not an ordered stop
 
     async def start(self) -> None:
+        """Starts all engines and returns before they are ready. Raises ConfigError for settings that cannot work."""
         assert self._run_dir is None, "a link is started once"
         parallel = self.config.parallel
         spec = self.spec = read_model_spec(resolve_model_dir(self.config.model.model))
         check_parallel(self.config, spec)
-        if parallel.ep == "on" and spec.num_experts:
-            self.experts = await asyncio.to_thread(self._deal_out, spec)
+        if parallel.ep == "on" and spec.num_experts and not self.single:
+            self.experts = await asyncio.to_thread(self._shard_experts, spec)
         self._run_dir = RunDir()
         machines = self._machines = await Rendezvous.open(self.config, self._run_dir.path)
-        if parallel.fork_server == "on" and not self.config.device.null_runner:
+        if parallel.fork_server == "on" and not self.single and not self.config.device.null_runner:
             for host in machines.hosts:
                 host.keep(parallel.tp)
         self._place = MeetingPlace(self._run_dir.path, count(1), parallel.tp, machines.address)
+        self._life = self._spawn(None, self.run(), "fleet")
         self.engines = self.new_engines(range(parallel.dp), parallel.dp, self._table)
         self.add_groups([self.engines] if self.together else [[engine] for engine in self.engines])
         if self.experts is not None and parallel.rebalance == "auto":
             self._spawn(None, self.scaling.watch(), "rebalancing")
 
-    def _deal_out(self, spec: ModelSpec) -> Rebalancing:
+    def _shard_experts(self, spec: ModelSpec) -> Rebalancing:
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
         parallel = self.config.parallel
         return Rebalancing(sum(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts)
 
     async def until_ready(self) -> Ready:
+        """Returns once all engines serve for the first time. Raises `EngineGone.error()` if they never will."""
         return await asyncio.shield(self._first_ready)
-
-    # ---- facts ----------------------------------------------------------------------------------------------
 
     @property
     def together(self) -> bool:
@@ -135,39 +144,28 @@ class Fleet:
 
     @property
     def dp(self) -> int:
+        """Number of engines."""
         return len(self.engines)
 
     @property
     def stalled_s(self) -> float:
-        return max((engine.process.stalled_s for engine in self._serving()), default=0.0)
+        """The longest `EngineHandle.stalled_s` of the engines that serve."""
+        return max((engine.stalled_s for engine in self._serving()), default=0.0)
 
     @property
     def healthy(self) -> bool:
-        """Some engines serve, and all that do make progress; a group that comes together again may take a moment."""
+        """Whether some engines serve, and all that do make progress; a group may take a moment to meet again."""
         if self.ready is None or self._over:
             return False
         serving = self._serving()
         if not serving:
             return self._apart_s is None or time.monotonic() - self._apart_s <= UNHEALTHY_S
-        return all(engine.process.healthy for engine in serving)
+        return all(engine.healthy for engine in serving)
 
     @property
     def view(self) -> FleetView:
+        """What the fleet looks like now."""
         loads = self.traffic.balancer.loads
-        engines = [
-            EngineView(
-                rank=engine.rank,
-                host=engine.host,
-                pid=engine.process.pid,
-                state=engine.state,
-                epoch=engine.epoch,
-                restarts=engine.restarts,
-                num_requests=len(engine.rids),
-                predicted_work=loads[engine.rank].work if engine.rank in loads else 0.0,
-                last=engine.last,
-            )
-            for engine in self.engines
-        ]
         return FleetView(
             dp=self.dp,
             tp=self.config.parallel.tp,
@@ -175,13 +173,13 @@ class Fleet:
             epoch=max((group.epoch for group in self.groups), default=0),
             complete=all(group.complete for group in self.groups),
             waiting=self.traffic.num_waiting,
-            engines=tuple(engines),
+            engines=tuple(engine.view(loads.get(engine.rank)) for engine in self.engines),
             experts=self.experts.view() if self.experts is not None else None,
         )
 
     @property
     def fork_server_pid(self) -> int | None:
-        """Of the process on this machine that engines are forked from, if it is warm."""
+        """Process id of this machine's fork server, if it is warm."""
         server = self._machines.forks.server if self._machines is not None else None
         return server.child.pid if server is not None else None
 
@@ -190,14 +188,13 @@ class Fleet:
         return self.experts.table if self.experts is not None else None
 
     def _serving(self) -> list[EngineHandle]:
-        """Those that may get requests."""
+        """Returns the engines that may get requests."""
         known = self.traffic.balancer.loads  # an engine that has joined is opened there a moment later
         together = [engine for group in self.groups if group.complete for engine in group.engines]
         return [engine for engine in together if engine.up and not engine.draining and engine.rank in known]
 
-    # ---- from the front end ---------------------------------------------------------------------------------
-
     def send(self, msg: EngineIn) -> None:
+        """Sends a message to the engine or the engines that it concerns. Raises Overloaded if one does not keep up."""
         match msg:
             case Submit():
                 self.traffic.submit(msg)
@@ -205,26 +202,32 @@ class Fleet:
                 self.traffic.abort(rids)
             case Call():
                 self._polls.ask(msg, [engine for engine in self.engines if engine.up])
+            case Drain(deadline_s=deadline_s) if self.single:
+                self.engines[0].drain(deadline_s)
             case Drain(deadline_s=deadline_s):
                 # The engines learn of it at the deadline: one that dies before needs the others, also the idle ones.
                 self._draining = asyncio.get_running_loop().call_later(deadline_s, self._drain)
             case TraceNext():
                 for group in self.groups:
                     if group.complete:
-                        group.engines[0].process.send(msg)  # one vote is enough for all
+                        group.engines[0].send(msg)  # one vote is enough for all
             case Ping() | Join() | Place():
                 raise ValueError(f"a fleet sends {type(msg).__name__} itself")
             case _:
                 assert_never(msg)
 
-    async def stop(self, deadline_s: float) -> None:
+    async def close(self, deadline_s: float) -> None:
+        """Lets running requests finish for up to `deadline_s`, then ends all engines. May be called again."""
         failure = self._failure
         if self._run_dir is None:
             return
         if self._draining is not None:
             self._draining.cancel()
         await self.scaling.stop()
-        await asyncio.gather(*(engine.stop(deadline_s) for engine in self.engines))
+        await asyncio.gather(*(engine.close(deadline_s) for engine in self.engines))
+        if self._life is not None and not self._life.done():
+            self.inbox.put(Finish(), force=True)
+            await asyncio.wait([self._life])
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -234,33 +237,34 @@ class Fleet:
         self._run_dir.close()
 
     def _drain(self) -> None:
-        """Ends what still runs. Engines that do not serve yet are told once they do: requests may wait for them."""
+        """Ends the running requests. Engines that do not serve yet are told later: requests may wait for them."""
         self._late = True
         for engine in self._serving():
             engine.drain(0.0)
 
-    # ---- engines come and go --------------------------------------------------------------------------------
-
     def new_engines(self, ranks: Iterable[int], dp: int, table: PlacementTable | None) -> list[EngineHandle]:
-        """Starts engines that belong to no group yet."""
+        """Starts engines, which belong to no group yet."""
         assert self._machines is not None
-        hosts = self._machines.hosts
-        engines = [EngineHandle(self, rank, self._role(rank, dp, table), self.config, self._options) for rank in ranks]
-        for engine in engines:
-            engine.start(hosts[engine.rank * len(hosts) // dp])
+        hosts, engines = self._machines.hosts, []
+        for rank in ranks:
+            role = role_of(self.config.parallel, self.together, rank, dp, table)
+            engines.append(EngineHandle(self, rank, role, self.config, **self._options))
+            engines[-1].start(hosts[rank * len(hosts) // dp])
         return engines
 
     def add_groups(self, groups: Iterable[list[EngineHandle]]) -> None:
+        """Lets each of these lists of engines meet as a group."""
         assert self._place is not None
         alone = not self.together and self.config.parallel.tp == 1
         for engines in groups:
             group = EngineGroup(
-                engines, self._place, placement=self._table, alone=alone, met=self._on_met, hopeless=self._on_hopeless
+                engines, self._place, placement=self._table, alone=alone, tell=partial(self.inbox.put, force=True)
             )
             self.groups.append(group)
-            self._spawn(group, group.run(), f"engine group of {engines[0].process.name}")
+            self._spawn(group, group.run(), f"engine group of {engines[0].name}")
 
     def drop_group(self, group: EngineGroup) -> None:
+        """Ends a group, not its engines."""
         self.groups.remove(group)
         group.close()
         for task, owner in self._tasks.items():
@@ -268,30 +272,21 @@ class Fleet:
                 task.cancel()
 
     def settle(self, placement: PlacementTable | None) -> None:
-        """Engines that are started from now on are told of this membership and placement."""
+        """Tells this membership and placement to engines that are started from now on."""
         for engine in self.engines:
-            engine.role = self._role(engine.rank, self.dp, placement)
+            engine.role = role_of(self.config.parallel, self.together, engine.rank, self.dp, placement)
         for group in self.groups:
             group.placement = placement
 
     def hand_back(self, engine: EngineHandle, *, died: bool, cause: str) -> None:
-        """Its requests are the front end's again."""
+        """Returns an engine's requests to the front end."""
         rids = self.traffic.lost(engine)
-        if rids or died:
-            self._tell(RequestsLost(rids=rids, engine=engine.rank, died=died, cause=cause))
-
-    def _role(self, rank: int, dp: int, table: PlacementTable | None) -> Role:
-        tp = self.config.parallel.tp
-        here = dp * tp // self.config.parallel.nnodes
-        if self.together:
-            world = World(rank=rank * tp, size=dp * tp, tp_size=tp, ranks_on_host=here)
-        else:
-            world = World(size=tp, tp_size=tp, ep=False, ranks_on_host=here)
-        return Role(world=world, grouped=self.together or tp > 1, placement=table)
+        if (rids or died) and not self.single:
+            self._emit(RequestsLost(rids=rids, engine=engine.rank, died=died, cause=cause))
 
     def announce(self) -> None:
-        """Tells the front end what there is, if that is news."""
-        present = [engine.process.ready for engine in self.engines if engine.process.ready is not None]
+        """Tells the front end the facts of all engines together, if they have changed."""
+        present = [engine.ready for engine in self.engines if engine.ready is not None]
         if not present:
             return  # all are being replaced; the next meeting has the news
         try:
@@ -301,58 +296,67 @@ class Fleet:
             return
         known, self.ready = self.ready, facts
         if known is None:
-            self._tell(facts)
-            self._first_ready.set_result(facts)
+            self._emit(facts)
+            if not self._first_ready.done():
+                self._first_ready.set_result(facts)
         elif known != facts:
-            self._tell(Resized(facts))
+            self._emit(Resized(facts))
 
     def _on_met(self, group: EngineGroup) -> None:
         if not group.complete:
             return  # lost again, or regrouped
         self._apart_s = None
         if self.experts is not None:
-            facts = group.engines[0].process.ready
+            facts = group.engines[0].ready
             self.experts.joined(group.placement, facts.expert_bytes if facts is not None else 0)
         for engine in group.engines:
-            assert engine.process.ready is not None
-            self.traffic.balancer.open(engine.rank, engine.process.ready)
-        complete = all(other.complete for other in self.groups)
-        if self.ready is not None or complete:
+            assert engine.ready is not None
+            self.traffic.balancer.open(engine.rank, engine.ready)
+        if self.ready is not None or all(other.complete for other in self.groups):
             self.announce()
         self.traffic.flush()
         if self._late:
             self._drain()
 
-    def _on_hopeless(self, cause: str, exit_code: int) -> None:
-        self._end(EngineGone(exit_code=exit_code, cause=cause))
+    def handle(self, msg: EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed | Finish) -> None:
+        """Acts on news of an engine or a group."""
+        match msg:
+            case EngineSaid(engine, said):
+                if not engine.retired:  # its requests have gone elsewhere
+                    self._on_said(engine, said)
+            case EngineLost(engine):
+                self._on_lost(engine)
+            case EngineEnded(engine, end):
+                self._on_ended(engine, end)
+            case GroupMet(group):
+                self._on_met(group)
+            case GroupFailed(cause, exit_code):
+                self._end(EngineGone(exit_code=exit_code, cause=cause))
+            case Finish():
+                self.stop()
+            case _:
+                assert_never(msg)
 
-    # ---- from the engines -----------------------------------------------------------------------------------
-
-    async def hear(self, engine: EngineHandle, msg: EngineOut) -> None:
-        await self.inbox.room()
-        if engine.retired:
-            return  # its requests have gone elsewhere, maybe while this one waited for room
+    def _on_said(self, engine: EngineHandle, msg: ForFleet) -> None:
         match msg:
             case StepOutput():
                 self.traffic.note(engine, msg)
-                msg = labelled(msg, engine.rank)
+                self._emit(labelled(msg, engine.rank))
             case Refused():
-                self.traffic.end(msg.rid)
-                if msg.code == "server_draining" and not self._late:  # somebody sent it a SIGTERM
-                    engine.draining = True
-                    self._tell(RequestsLost(rids=(msg.rid,), engine=engine.rank, died=False, cause=msg.message))
-                    return
+                self._on_refused(engine, msg)
             case Traced():
-                msg = labelled(msg, engine.rank)
+                self._emit(labelled(msg, engine.rank))
             case ExpertLoad() if self.experts is None:
-                pass  # nothing to place: the front end only adds it up
+                self._emit(msg)  # nothing to place: the front end only adds it up
+            case Stopped():
+                if self.single:
+                    self._emit(msg)
             case _:
                 self._on_news(engine, msg)
-                return
-        self.inbox.put(msg)
 
-    def _on_news(self, engine: EngineHandle, msg: EngineOut) -> None:
-        """What the front end need not know."""
+    def _on_news(
+        self, engine: EngineHandle, msg: Phase | Answer | Ready | Joined | Parted | ExpertLoad | Placed
+    ) -> None:
         match msg:
             case Phase():
                 self._on_phase()
@@ -360,16 +364,28 @@ class Fleet:
                 self._polls.answered(engine, msg)
             case Ready() | Joined() | Parted():
                 self._on_standing(engine)
-            case ExpertLoad() if self.experts is not None:
-                self.experts.note(msg)
-            case Placed() if self.experts is not None:
-                self.experts.placed(msg)
+            case ExpertLoad():
+                if self.experts is not None:
+                    self.experts.note(msg)
+            case Placed():
+                if self.experts is not None:
+                    self.experts.placed(msg)
+            case _:
+                assert_never(msg)
+
+    def _on_refused(self, engine: EngineHandle, msg: Refused) -> None:
+        self.traffic.end(msg.rid)
+        if msg.code == "server_draining" and not self._late and not self.single:  # somebody sent it a SIGTERM
+            engine.draining = True
+            self._emit(RequestsLost(rids=(msg.rid,), engine=engine.rank, died=False, cause=msg.message))
+        else:
+            self._emit(msg)
 
     def _on_phase(self) -> None:
-        phase = slowest([engine.process.phase for engine in self.engines])
+        phase = slowest([engine.phase for engine in self.engines])
         if phase != self.phase and (self.ready is None or not self._serving()):
             self.phase = phase
-            self._tell(phase)
+            self._emit(phase)
 
     def _on_standing(self, engine: EngineHandle) -> None:
         if self._apart_s is None and not self._serving():
@@ -377,17 +393,21 @@ class Fleet:
         for group in self.groups:
             group.poke()
 
-    def lost(self, engine: EngineHandle) -> None:
+    def _on_lost(self, engine: EngineHandle) -> None:
         if not engine.retired:
             self.hand_back(engine, died=not engine.obeyed, cause="it ended")
         self._on_standing(engine)
 
-    def gone(self, engine: EngineHandle, end: EngineGone) -> None:
+    def _on_ended(self, engine: EngineHandle, end: EngineGone) -> None:
         self._polls.lost(engine)
         self._on_standing(engine)
+        if end.restarting and self.single:
+            self.ready = None
+            self.traffic.forget_waiting()
+            self._emit(end)
         if end.restarting or engine.retired or engine not in self.engines:
             return
-        name = engine.process.name
+        name = engine.name
         if all(other.end is not None for other in self.engines):
             self._end(end)
         elif end.exit_code == 0 and engine.obeyed:
@@ -399,33 +419,29 @@ class Fleet:
             log.error("%s is not started again; %d engines go on", name, len(self._serving()))
 
     def _dissolve(self, engine: EngineHandle) -> None:
-        """It ended as told, so its group has nothing left to do: nobody waits for it to meet again."""
-        for group in self.groups:
-            if engine in group.engines:
-                for other in group.engines:
-                    if not other.up and other.end is None:
-                        self._spawn(None, other.stop(0.0), f"end of {other.process.name}")
+        """Ends the group of an engine that ended as it was told: the others would wait for it in vain."""
+        for other in next((group.engines for group in self.groups if engine in group.engines), []):
+            if not other.up and other.end is None:
+                self._spawn(None, other.close(0.0), f"end of {other.name}")
 
-    # ---- endings --------------------------------------------------------------------------------------------
-
-    def _tell(self, msg: FromEngine) -> None:
-        self.inbox.put(msg, force=True)
+    def _emit(self, msg: FromEngine) -> None:
+        self.outbox.put(msg, force=True)
 
     def _end(self, gone: EngineGone) -> None:
-        """The last notice."""
         if self._over:
             return
         self._over, self.ready = True, None
         self._failure = gone.cause if gone.exit_code else ""
-        self._tell(gone)
+        self._emit(gone)
         if not self._first_ready.done():
             self._first_ready.set_exception(gone.error())
             self._first_ready.exception()  # nobody has to await it
 
-    def _spawn(self, owner: EngineGroup | None, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, owner: EngineGroup | None, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks[task] = owner
         task.add_done_callback(self._on_task_done)
+        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

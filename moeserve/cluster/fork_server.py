@@ -1,6 +1,6 @@
 """The fork server: `python -m moeserve.cluster.fork_server FD`, started by `Forks` and by nobody else.
 
-Each of its forks becomes an engine, which first forks its workers: the same that other engines start with commands.
+Each of its forks first forks its tensor-parallel workers and then becomes an engine.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from pathlib import Path
 
 from moeserve.actor import guard
 from moeserve.actor.forking import serve
-from moeserve.cluster import engine_main, workers
+from moeserve.cluster import engine_main, tp_worker
 
 
 def main() -> None:
+    """Runs the server, and in each fork the engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     guard.die_with_parent()
     import_ahead()
     num_ranks = serve(int(sys.argv[1]))
     sys.argv[:] = [engine_main.__file__]
     Path("/proc/self/comm").write_text("moeserve-engine", "ascii")
-    workers.fork(num_ranks - 1)
+    tp_worker.fork_workers(num_ranks - 1)
     engine_main.main()
 
 
 def import_ahead() -> None:
-    """What every rank needs. None of it may leave a thread behind, or use a device."""
+    """Imports what every rank needs. No import may leave a thread behind, or use a device."""
     with suppress(ImportError):
         import uvloop  # noqa: F401
     import moeserve.cluster.build

@@ -1,4 +1,4 @@
-"""How an engine meets the others for a Join: the DP coordinator that votes, and at the same time the runner's ranks."""
+"""Executes an engine's Join: connects the DP coordinator that votes and, at the same time, the runner's ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def forming(runner: GroupRunner) -> Form:
-    """What a `GroupCore` around this runner forms its groups with."""
+    """Returns the function with which a `GroupCore` around this runner joins its groups."""
 
     async def form(join: Join) -> DPCoordinator:
         return await _form(runner, join)
@@ -25,7 +25,7 @@ def forming(runner: GroupRunner) -> Form:
 
 
 async def _form(runner: GroupRunner, join: Join) -> DPCoordinator:
-    """Raises PeerLost as soon as either fails, or when another engine gives up before the runner is connected."""
+    """Raises PeerLost as soon as coordinator or runner fails, or another engine gives up before both are connected."""
     from moeserve.comm.dp_coordinator import open_coordinator
     from moeserve.comm.members import Members
     from moeserve.engine.group_core import drop_coordinator

@@ -1,4 +1,4 @@
-"""Forward progress, seen from outside: pings, pongs and a step counter tell work from a hang."""
+"""Detects hangs from outside: pings, pongs and a step counter tell work from a hang."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ STALL_S = 60.0  # without progress for this long (or ten long steps) it is given
 
 
 class Heartbeat:
-    """The time of the last progress. Times are monotonic seconds, given by the caller.
+    """Time since the last progress of an engine. Times are monotonic seconds, given by the caller.
 
-    An engine makes progress when it answers and either has nothing to do or has counted another step. So one
-    number covers a blocked loop, a stopped process and a step that never ends. It answers between steps only:
-    step_s, the longest step to expect, says how much silence is normal.
+    An engine makes progress when it answers and either has nothing to do or has counted another step, so a blocked
+    loop, a stopped process and a step that never ends all show. Engines answer between steps only. step_s: the longest
+    step to expect, which tells how much silence is normal.
     """
 
     def __init__(self, now_s: float, step_s: float = 0.0) -> None:
@@ -24,7 +24,7 @@ class Heartbeat:
         self._steps = -1
 
     def ping(self, now_s: float) -> Ping:
-        """The next ping to send; call it once per INTERVAL_S."""
+        """Returns the next ping to send; call it once per INTERVAL_S."""
         late_s = now_s - self._ping_s - INTERVAL_S
         if late_s > INTERVAL_S:  # it was us who stood still (stopped, or a blocked loop), so we know nothing
             self._progress_s += late_s
@@ -34,13 +34,14 @@ class Heartbeat:
         return Ping(self._seq)
 
     def pong(self, msg: Pong, now_s: float) -> None:
+        """Takes note of an answer."""
         if not msg.busy or msg.steps != self._steps:
             self._progress_s = now_s
         self._steps = msg.steps
         self._answer_s = now_s
 
     def rest(self, now_s: float) -> None:
-        """Nothing but answers is expected of it at the moment."""
+        """Counts as progress: only answers are expected at the moment."""
         self._progress_s = now_s
 
     def silent_s(self, now_s: float) -> float:
@@ -48,8 +49,7 @@ class Heartbeat:
         return max(0.0, now_s - self._answer_s)
 
     def is_mute(self, now_s: float, stall_s: float = STALL_S) -> bool:
-        """Whether an engine of which only answers are expected will give none any more. One that leaves its group
-        lets the steps that run come to an end first."""
+        """Returns whether an engine has stopped answering. An engine that leaves its group first ends its steps."""
         return self.silent_s(now_s) > max(stall_s, 3 * self._step_s)
 
     def stalled_s(self, now_s: float) -> float:
@@ -57,13 +57,14 @@ class Heartbeat:
         return max(0.0, now_s - self._progress_s)
 
     def healthy(self, now_s: float) -> bool:
+        """Returns whether the last progress is recent enough for new requests."""
         return self.stalled_s(now_s) <= max(UNHEALTHY_S, 2 * self._step_s)
 
     def hangs(self, now_s: float, stall_s: float = STALL_S, *, grouped: bool = False) -> bool:
-        """Whether waiting any longer makes no sense.
+        """Returns whether the engine has made no progress for too long.
 
-        A group stands still with any one of its engines: those that answer get twice the time, because it is more
-        likely the silent one's fault.
+        A group stands still with any one of its engines. Engines that answer get twice the time, because the silent
+        one is more likely at fault.
         """
         patience_s = max(stall_s, 10 * self._step_s)
         if grouped and now_s - self._answer_s <= patience_s:

@@ -1,7 +1,6 @@
 """Where engine processes run: on this machine, or on another one whose agent (node.py) starts them for us.
 
-Both kinds of host hand out processes that a supervisor cannot tell apart. Each engine talks to the front end over a
-wire of its own in any case; over the agent's wire come births, deaths and log lines only.
+Each engine talks to the front end over a wire of its own; the agent's wire carries starts, deaths and log lines only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import msgspec
 
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.keys import Keys
-from moeserve.actor.process import TAIL_LINES, Death, Process, to_stderr
+from moeserve.actor.process import Death, Process, to_stderr
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
 from moeserve.cluster.forks import Forks
 from moeserve.errors import ActorStopped, Overloaded
@@ -37,7 +36,7 @@ Forward = Callable[[str], None]
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Start an engine with this order (JSON of an EngineOrder). id: names the process from now on."""
+    """Orders the start of an engine (order: JSON of an EngineOrder). id: names the process from now on."""
 
     id: int
     name: str
@@ -45,37 +44,41 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """End that process: by SIGTERM, or at once if there is a verdict (see `Process.kill`)."""
+    """Orders the end of a process: by SIGTERM, or at once if there is a verdict (see `Process.kill`)."""
 
     id: int
     verdict: str = ""
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """Keep a fork server for engines of so many processes; see forks.py."""
+    """Orders a fork server for engines of tp_size processes; see forks.py."""
 
     tp_size: int
 
 
 class Farewell(msgspec.Struct, frozen=True, tag=True):
-    """Machine 0 ends, and so shall the node. cause: empty after an ordered stop."""
+    """Machine 0 ends, and so shall the node. cause: why machine 0 failed, empty after an ordered stop."""
 
     cause: str
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
+    """The process runs."""
+
     id: int
     pid: int
 
 
 class LogLine(msgspec.Struct, frozen=True, tag=True):
-    """What an engine wrote to its log."""
+    """A line that an engine wrote to its log."""
 
     id: int
     text: str
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The process is dead."""
+
     id: int
     death: Death
 
@@ -85,84 +88,88 @@ FromNode = Started | LogLine | Ended
 
 
 class Host(Protocol):
-    """A machine for engines. name: equal ones share memory. folder: private there, for sockets, once it is present.
-    absent: what we wait for, in a human's words; empty if the machine is there."""
+    """A machine for engines. name: hosts of equal names share memory. folder: private there, for sockets.
+
+    absent: what the start of an engine waits for, for people; empty if the machine is there.
+    """
 
     name: str
     folder: str
+    absent: str
 
-    @property
-    def absent(self) -> str: ...
-
-    def door(self, name: str) -> tuple[str, Keys | None]:
-        """Where to listen for an engine there."""
+    def listen_address(self, name: str) -> tuple[str, Keys | None]:
+        """Returns where to listen for an engine of that host, and the wire's keys."""
         ...
 
-    def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
-        """An engine process, which may have to wait for its machine. Raises ConfigError if it cannot be started."""
+    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
+        """Starts an engine process, once the machine is there. Raises ConfigError if it cannot be started."""
         ...
 
     def keep(self, tp_size: int) -> None:
-        """From now on its engines, of so many processes each, are forked; see forks.py."""
+        """Keeps a fork server for engines of tp_size processes each; see forks.py."""
         ...
 
 
 class LocalHost:
     """This machine."""
 
-    name = "node-0"
-    absent = ""
-
     def __init__(self, folder: str) -> None:
-        self.folder = folder
+        self.name, self.folder, self.absent = "node-0", folder, ""
         self.forks = Forks()
 
-    def door(self, name: str) -> tuple[str, Keys | None]:
+    def listen_address(self, name: str) -> tuple[str, Keys | None]:
+        """Returns the path of a socket in the private folder; it needs no keys."""
         return f"ipc://{os.path.join(self.folder, name.replace(' ', '-'))}.sock", None
 
-    def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
-        return self.forks.start(name, order, forward)
+    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
+        """Starts a child process."""
+        return await self.forks.start(name, order, forward)
 
     def keep(self, tp_size: int) -> None:
+        """Keeps a fork server here."""
         self.forks.keep(tp_size)
 
 
 class RemoteHost:
-    """Machine `number` of `num_machines`, by the agent there. It may come late, vanish, and come back.
+    """Machine `number` of `num_machines`, through the agent there. It may come late, vanish, and come back.
 
-    address: ours, on which we listen for it and for its engines (as in a URL).
+    address: our own, on which we listen for the agent and for its engines (as in a URL).
     """
 
     def __init__(self, number: int, num_machines: int, address: str, keys: Keys) -> None:
         self.name = f"node-{number}"
         self.folder = ""
         self.absent = self._missing = f"waiting for machine {number} of {num_machines}"
-        self.taken = False  # somebody is, or is about to be, this machine
+        self.taken = False  # an agent was admitted as this machine
         self._let_go = False
         self._keep: Keep | None = None
         self._keys = keys
         self._address = address
         self._wire: ZmqWire[ToNode, FromNode | PeerGone] | None = None
+        self._here = asyncio.Event()  # the wire is there
         self._serving: asyncio.Task[None] | None = None
         self._ids = count(1)
         self._processes: dict[int, RemoteProcess] = {}
 
-    def door(self, name: str) -> tuple[str, Keys | None]:
+    def listen_address(self, name: str) -> tuple[str, Keys | None]:
+        """Returns an address of this machine that the other one can reach, and the cluster's keys."""
         return f"tcp://{self._address}:*", self._keys
 
-    def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
-        id = next(self._ids)
-        process = self._processes[id] = RemoteProcess(self, Start(id, name, order), forward or to_stderr)
-        if not self.absent:
-            process.begin()
+    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
+        """Waits for the machine and tells its agent to start the engine, which ends with the machine."""
+        await self._here.wait()
+        process = RemoteProcess(self, next(self._ids), name, forward or to_stderr)
+        self._processes[process.id] = process
+        self.tell(Start(process.id, name, order))
         return process
 
     def keep(self, tp_size: int) -> None:
+        """Tells the agent to keep a fork server, now and whenever it comes back."""
         self._keep = Keep(tp_size)
         self.tell(self._keep)
 
     def admit(self, folder: str) -> tuple[str, str]:
-        """Address and token of the wire that a node may now connect to. folder: its private one."""
+        """Returns address and token of the wire to which the agent may connect now. folder: its private one."""
         self.taken, self.folder = True, folder
         token = secrets.token_hex(16)
         inbox: Inbox[FromNode | PeerGone] = Inbox(f"{self.name} link")
@@ -171,7 +178,7 @@ class RemoteHost:
         return wire.address, token
 
     async def close(self, cause: str) -> None:
-        """Lets the node go. cause: why machine 0 fails, empty if it was told to stop."""
+        """Lets the agent go. cause: why machine 0 fails, empty if it was told to stop."""
         if self._serving is None:
             return
         if self._wire is not None:
@@ -183,16 +190,17 @@ class RemoteHost:
         await asyncio.wait([self._serving])
 
     def tell(self, msg: ToNode) -> None:
-        """Dropped where the node is gone: its processes are then, too."""
+        """Sends the agent a message; drops it if the agent is gone, because its processes are gone too."""
         with suppress(ActorStopped, Overloaded):
             if self._wire is not None:
                 self._wire.send(msg)
 
     def forget(self, id: int) -> None:
+        """Drops a process that has ended."""
         self._processes.pop(id, None)
 
     async def _serve(self, wire: ZmqWire[ToNode, FromNode | PeerGone], inbox: Inbox[FromNode | PeerGone]) -> None:
-        """One life of the node."""
+        """Serves one life of the agent."""
         cause = LET_GO
         try:
             await wire.connected(CONNECT_S)
@@ -200,8 +208,7 @@ class RemoteHost:
             self._wire, self.absent = wire, ""
             if self._keep is not None:
                 self.tell(self._keep)
-            for process in list(self._processes.values()):
-                process.begin()
+            self._here.set()
             async for msg in inbox:
                 if isinstance(msg, PeerGone):
                     cause = LET_GO if self._let_go else msg.cause
@@ -212,32 +219,27 @@ class RemoteHost:
             cause = str(error)
         finally:
             self._wire, self.absent, self.taken = None, self._missing, False
+            self._here.clear()
             wire.close()
             log.log(logging.INFO if cause == LET_GO else logging.WARNING, "%s is gone: %s", self.name, cause)
             for process in list(self._processes.values()):
                 process.strand(f"was lost with {self.name}: {cause}")
 
 
-class RemoteProcess:
-    """`Process` on another machine. It waits for that machine; one that has begun ends with it."""
+class RemoteProcess(Process):
+    """A process on another machine; it ends with that machine."""
 
-    def __init__(self, host: RemoteHost, order: Start, forward: Forward) -> None:
-        self.name = order.name
-        self.pid = 0
+    def __init__(self, host: RemoteHost, id: int, name: str, forward: Forward) -> None:
+        super().__init__(name, pid=0)
+        self.id = id
         self._host = host
-        self._id = order.id
-        self._order: Start | None = order  # until it has begun
         self._forward = forward
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._tail: deque[str] = deque(maxlen=20)
         self._begun_s = time.monotonic()
-        self._death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
-
-    def begin(self) -> None:
-        assert self._order is not None
-        self._host.tell(self._order)
-        self._order, self._begun_s = None, time.monotonic()
+        self._death = asyncio.get_running_loop().create_future()
 
     def hear(self, msg: FromNode) -> None:
+        """Takes note of what the agent reports of this process."""
         match msg:
             case Started(pid=pid):
                 self.pid = pid
@@ -245,43 +247,22 @@ class RemoteProcess:
                 self._tail.append(text)
                 self._forward(text)
             case Ended(death=death):
-                self._settle(death)
+                self._end(death)
 
     def strand(self, verdict: str) -> None:
-        """The machine is gone."""
-        if self._order is None:
-            self._die(verdict, stranded=True)
-
-    @property
-    def alive(self) -> bool:
-        return not self._death.done()
-
-    async def death(self) -> Death:
-        return await asyncio.shield(self._death)
+        """The machine is gone, and the process with it."""
+        lived_s = time.monotonic() - self._begun_s
+        self._end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, tuple(self._tail), verdict, stranded=True))
 
     def kill(self, verdict: str) -> None:
-        if self._order is not None:
-            self._die(verdict)
-        else:
-            self._host.tell(Signal(self._id, verdict or "was killed"))
+        """Tells the agent to send SIGKILL."""
+        self._host.tell(Signal(self.id, verdict or "was killed"))
 
-    async def stop(self, term_s: float, verdict: str = "") -> Death:
-        if self._order is not None:
-            self._die(verdict or "was stopped before it began")
-        self._host.tell(Signal(self._id))
-        try:
-            async with asyncio.timeout(term_s):
-                return await self.death()
-        except TimeoutError:
-            self.kill(verdict or f"did not end within {term_s:g} s of SIGTERM")
-            return await self.death()
+    def terminate(self) -> None:
+        """Tells the agent to send SIGTERM."""
+        self._host.tell(Signal(self.id))
 
-    def _die(self, verdict: str, stranded: bool = False) -> None:
-        lived_s = time.monotonic() - self._begun_s
-        code = -signal.SIGKILL
-        self._settle(Death(self.name, self.pid, code, lived_s, tuple(self._tail)[-20:], verdict, stranded))
-
-    def _settle(self, death: Death) -> None:
-        self._host.forget(self._id)
+    def _end(self, death: Death) -> None:
+        self._host.forget(self.id)
         if not self._death.done():
             self._death.set_result(death)

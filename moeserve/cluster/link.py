@@ -1,8 +1,124 @@
-"""Where a front end gets its engine from: one interface, three ways in which engines may run."""
+"""The front end's view of its engines, wherever they run: messages in, messages out, and notice of their end.
 
-from moeserve.cluster.child_engine import ChildEngine
-from moeserve.cluster.fleet import Fleet
-from moeserve.cluster.interface import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
-from moeserve.cluster.local_engine import LocalEngine
+    link.send(EngineIn)  -->  engine  -->  link.outbox: Phase ... Ready, then StepOutput and the rest of EngineOut,
+                                           and EngineGone; after a restart Phase ... Ready once more
 
-__all__ = ["ChildEngine", "EngineGone", "EngineLink", "Fleet", "FromEngine", "LocalEngine", "RequestsLost", "Resized"]
+`Fleet` (fleet.py) supervises engine processes: when one of several dies, RequestsLost comes in place of EngineGone.
+`LocalEngine` (local_engine.py) runs in this process.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from moeserve.actor.inbox import Inbox
+from moeserve.errors import AddressInUse, CheckpointError, ConfigError, DoesNotFit, EngineDied, MoeserveError
+from moeserve.messages import EngineIn, EngineOut, Phase, Ready
+
+INBOX_LIMIT = 20_000  # messages that may wait on their way from an engine to the front end
+
+_ERRORS_BY_EXIT_CODE: dict[int, type[ConfigError]] = {
+    error.exit_code: error for error in (ConfigError, CheckpointError, AddressInUse, DoesNotFit)
+}
+
+
+class EngineGone(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine ended and sends nothing more. Its requests are lost and may be submitted again.
+
+    exit_code: 0 after an ordered stop, negative: minus the signal. restart_in_s: seconds to the next start, None if
+    there will be none.
+    """
+
+    exit_code: int
+    cause: str
+    log_tail: tuple[str, ...] = ()
+    restart_in_s: float | None = None
+
+    @property
+    def restarting(self) -> bool:
+        """Whether another engine follows on this link."""
+        return self.restart_in_s is not None
+
+    def error(self) -> MoeserveError:
+        """Returns the exception for a final end: ConfigError and its kin by exit code, otherwise EngineDied."""
+        kind = _ERRORS_BY_EXIT_CODE.get(self.exit_code)
+        return kind(self.cause) if kind else EngineDied("\n    ".join([self.cause, *self.log_tail]))
+
+
+class RequestsLost(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine among several ended: these requests must be submitted again.
+
+    engine: its data-parallel rank. died: False if it was retired because fewer engines are wanted.
+    """
+
+    rids: tuple[int, ...]
+    engine: int
+    died: bool
+    cause: str
+
+
+class Resized(msgspec.Struct, frozen=True):
+    """Engines came, went or were replaced. ready: the facts from now on. Requests go on."""
+
+    ready: Ready
+
+
+FromEngine = EngineOut | EngineGone | RequestsLost | Resized
+
+
+def is_config_error(exit_code: int) -> bool:
+    """Returns whether an engine ended for a reason that another start would meet again."""
+    return exit_code in _ERRORS_BY_EXIT_CODE
+
+
+class EngineLink(Protocol):
+    """One engine, or several that look like one. Belongs to the loop on which it was started.
+
+    outbox: messages for the front end.
+    """
+
+    outbox: Inbox[FromEngine]
+
+    @property
+    def phase(self) -> Phase:
+        """The last progress of a start-up."""
+        ...
+
+    @property
+    def ready(self) -> Ready | None:
+        """The engine's facts while it serves, None while there is none or it loads."""
+        ...
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which the engine has had work and made no progress, or has not answered."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine serves and makes progress, as a readiness probe asks."""
+        ...
+
+    async def start(self) -> None:
+        """Starts the engine and returns before it is ready. Raises ConfigError if it cannot be started."""
+        ...
+
+    async def until_ready(self) -> Ready:
+        """Returns once the engine serves. Raises `EngineGone.error()` if there will be none."""
+        ...
+
+    def send(self, msg: EngineIn) -> None:
+        """Sends the engine a message. Raises Overloaded if it does not keep up.
+
+        Drops the message if there is no engine: EngineGone has come, or is the next message.
+        """
+        ...
+
+    async def close(self, deadline_s: float) -> None:
+        """Lets running requests finish for up to `deadline_s`, then ends the engine. The last message is EngineGone.
+
+        May be called again with a shorter deadline.
+        """
+        ...

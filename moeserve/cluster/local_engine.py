@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moeserve.actor.inbox import Inbox
 from moeserve.cluster.assemble import assemble, in_thread
 from moeserve.cluster.heartbeat import INTERVAL_S, Heartbeat
-from moeserve.cluster.interface import EngineGone, FromEngine
+from moeserve.cluster.link import EngineGone, FromEngine
 from moeserve.cluster.order import BUILDER, Role
 from moeserve.config import Config
 from moeserve.errors import ConfigError, Overloaded
@@ -27,10 +27,10 @@ ABORT_S = 1.0  # for an engine that was told to stop at once
 
 
 class LocalEngine:
-    """`EngineLink` to an engine on this loop; see interface.py. Nothing restarts it: its crash is ours as well."""
+    """`EngineLink` to an engine on this loop; see link.py. Nothing restarts the engine."""
 
     def __init__(self, config: Config, *, builder: str = BUILDER) -> None:
-        self.inbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
+        self.outbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
         self.phase = Phase("starting", 0, 0.0)
         self.ready: Ready | None = None
         self._config = config
@@ -41,25 +41,31 @@ class LocalEngine:
         self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
+        """Starts the engine as a task of this loop."""
         assert self._task is None, "a link is started once"
         self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
 
     async def until_ready(self) -> Ready:
+        """Returns once the engine serves. Raises `EngineGone.error()` if it fails to start."""
         return await asyncio.shield(self._first_ready)
 
     @property
     def stalled_s(self) -> float:
+        """Seconds since the last progress of an engine that has work."""
         return self._heart.stalled_s(time.monotonic()) if self.ready else 0.0
 
     @property
     def healthy(self) -> bool:
+        """Whether the engine serves and makes progress."""
         return self.ready is not None and self._heart.healthy(time.monotonic())
 
     def send(self, msg: EngineIn) -> None:
+        """Sends the engine a message; drops it once the engine has ended. Raises Overloaded."""
         if not self._engine_inbox.closed:
             self._engine_inbox.put(msg)
 
-    async def stop(self, deadline_s: float) -> None:
+    async def close(self, deadline_s: float) -> None:
+        """Lets running requests finish for up to `deadline_s`, then ends the engine."""
         if self._task is None:
             return
         if self.ready is None:
@@ -98,13 +104,13 @@ class LocalEngine:
     def _begin(self, ready: Ready) -> None:
         self._heart = Heartbeat(time.monotonic(), ready.step_s)
         self.ready = ready
-        self.inbox.put(ready)
+        self.outbox.put(ready)
         self._first_ready.set_result(ready)
 
     def _end(self, gone: EngineGone) -> None:
         self.ready = None
         self._engine_inbox.close()  # the front end answers for what was in there: see EngineGone
-        self.inbox.put(gone, force=True)
+        self.outbox.put(gone, force=True)
         if not self._first_ready.done():
             self._first_ready.set_exception(gone.error())
             self._first_ready.exception()  # nobody has to await it
@@ -116,7 +122,7 @@ class LocalEngine:
                 return
             case Phase():
                 self.phase = msg
-        self.inbox.put(msg)
+        self.outbox.put(msg)
 
     async def _beat(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Log lines of every moeserve process: one line per record, for people or for machines, on stderr."""
+"""Logging of every moeserve process: one line per record on stderr, as text or JSON."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`moeserve serve --node-rank i`: the agent of a machine that is not machine 0. It answers no HTTP.
 
-It presents itself at the rendezvous, starts the engines that machine 0 orders, and tells of their ends. Its engines end
-with it, and it ends with machine 0. Exit codes: 0 when machine 0 was told to stop or we were, 1 when machine 0 is lost,
-2 when we cannot join.
+The agent joins at the rendezvous, starts the engines that machine 0 orders, and reports their ends. Its engines end
+with it, and it ends with machine 0. Exit codes: 0 after a stop of machine 0 or of the agent, 1 when machine 0 is lost,
+2 when the machine cannot join.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 import msgspec
 
+from moeserve.actor.actor import Actor
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.keys import Keys, keys_of, read_secret, token_of
 from moeserve.actor.process import Child, Death, to_stderr
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
-from moeserve.cluster.forks import ForkedEngine, Forks
+from moeserve.cluster.forks import Forks
 from moeserve.cluster.host import Ended, Farewell, FromNode, Keep, LogLine, Signal, Start, Started, ToNode
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
@@ -44,7 +45,7 @@ TERM_S = 3600.0  # SIGTERM lets an engine finish; machine 0 knows how long
 
 
 def serve_node(config: Config) -> int:
-    """Runs until machine 0 lets us go or a signal comes. Raises ConfigError, or EngineDied if machine 0 is lost."""
+    """Runs an agent until machine 0 stops or a signal comes. Raises ConfigError, or EngineDied if machine 0 is lost."""
     set_up_logging(config.server.log_level, config.server.log_format)
     check_machines(config.parallel)
     return asyncio.run(_until_signal(config))
@@ -69,13 +70,13 @@ async def _live(config: Config) -> None:
     try:
         facts = await in_thread("model", lambda: attendance(config, run_dir.path))
         admitted = await join(config, secret, facts, deadline_s)
-        await _Agent(config).serve(admitted, keys_of(secret))
+        await NodeAgent(config, admitted, keys_of(secret)).run()
     finally:
         run_dir.close()
 
 
 async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: float) -> Admitted:
-    """Tries until the deadline (monotonic). Raises ConfigError with machine 0's reason, or why nothing was heard."""
+    """Tries to join until the deadline (monotonic). Raises ConfigError with machine 0's reason, or the cause."""
     host, port = rendezvous_of(config.parallel)
     cause = f"the name {host!r} was not resolved in time"
     with suppress(TimeoutError):
@@ -96,7 +97,7 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
 
 
 def _age_s() -> float:
-    """Of this process, Python's own start included; 0 where there is no /proc."""
+    """Returns the age of this process, Python's own start included; 0 where there is no /proc."""
     try:
         begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since the boot
     except OSError:
@@ -109,7 +110,7 @@ def _on_loop(monotonic_s: float) -> float:
 
 
 async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | TurnedAway | PeerGone:
-    """One attempt. PeerGone: nobody answered, for this reason."""
+    """Asks once. PeerGone: nobody answered, with the cause."""
     inbox: Inbox[Admitted | TurnedAway | PeerGone] = Inbox("rendezvous")
     token, keys = token_of(secret, TOKEN), keys_of(secret)
     wire = connect(address, token=token, receives=Admitted | TurnedAway, inbox=inbox, keys=keys)
@@ -120,53 +121,73 @@ async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | Tur
         wire.close()
 
 
-class _Agent:
-    """Starts, ends and watches engines by machine 0's orders."""
+class NodeAgent(Actor[ToNode | PeerGone]):
+    """Starts, ends and watches engines by machine 0's orders.
 
-    def __init__(self, config: Config) -> None:
+    `run` returns when machine 0 stops and raises EngineDied when machine 0 fails or is lost.
+    """
+
+    def __init__(self, config: Config, admitted: Admitted, keys: Keys) -> None:
+        super().__init__("machine 0")
         self._config = config
-        self._children: dict[int, Child | ForkedEngine] = {}
+        self._children: dict[int, Child] = {}
+        self._lives: dict[int, asyncio.Task[None]] = {}  # one for each child, from the order to its end
+        self._stops: set[asyncio.Task[Death]] = set()
         self._forks = Forks()
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._wire: ZmqWire[FromNode, ToNode | PeerGone]
+        self._wire: ZmqWire[FromNode, ToNode | PeerGone] = connect(
+            admitted.address, token=admitted.token, receives=ToNode, inbox=self.inbox, keys=keys
+        )
 
-    async def serve(self, admitted: Admitted, keys: Keys) -> None:
-        """Returns when machine 0 says farewell. Raises EngineDied if it fails or is lost."""
-        inbox: Inbox[ToNode | PeerGone] = Inbox("machine 0")
-        self._wire = connect(admitted.address, token=admitted.token, receives=ToNode, inbox=inbox, keys=keys)
+    async def on_start(self) -> None:
+        """Waits for the connection. Raises EngineDied."""
         try:
             await self._wire.connected(JOIN_S)
-            log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
-            async for msg in inbox:
-                match msg:
-                    case Start():
-                        self._start(msg)
-                    case Signal():
-                        self._signal(msg)
-                    case Keep(tp_size=tp_size):
-                        self._forks.keep(tp_size)
-                    case Farewell(cause=""):
-                        log.info("machine 0 stops, and so do we")
-                        return
-                    case Farewell(cause=cause):
-                        raise EngineDied(f"machine 0 failed: {cause}")
-                    case PeerGone(cause=cause):
-                        raise EngineDied(f"machine 0 is lost: {cause}; the engines here are ended")
-                    case _:
-                        assert_never(msg)
         except (ActorStopped, TimeoutError) as error:
+            self._wire.close()
             raise EngineDied(f"machine 0 is lost: {error}") from None
-        finally:
-            await self._end()
+        log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
 
-    def _start(self, msg: Start) -> None:
+    def handle(self, msg: ToNode | PeerGone) -> None:
+        """Obeys one order."""
+        match msg:
+            case Start():
+                self._lives[msg.id] = asyncio.get_running_loop().create_task(self._live(msg), name=msg.name)
+            case Signal():
+                self._signal(msg)
+            case Keep(tp_size=tp_size):
+                self._forks.keep(tp_size)
+            case Farewell(cause=""):
+                log.info("machine 0 stops, and so do we")
+                self.stop()
+            case Farewell(cause=cause):
+                raise EngineDied(f"machine 0 failed: {cause}")
+            case PeerGone(cause=cause):
+                raise EngineDied(f"machine 0 is lost: {cause}; the engines here are ended")
+            case _:
+                assert_never(msg)
+
+    async def on_stop(self) -> None:
+        """Ends all engines."""
+        for id in list(self._lives):
+            self._signal(Signal(id, "was ended with its machine's agent"))
+        await self._forks.close()
+        await asyncio.gather(*self._lives.values(), *self._stops, return_exceptions=True)
+        self._wire.close()
+
+    async def _live(self, msg: Start) -> None:
+        """One engine, from its start to the report of its end."""
         try:
-            child = self._forks.start(msg.name, self._made_local(msg.order), self._relay(msg.id))
+            child = await self._forks.start(msg.name, self._made_local(msg.order), self._relay(msg.id))
         except ConfigError as error:
-            self._tell(Ended(msg.id, Death(msg.name, 0, 1, 0.0, (str(error),))))
-            return
-        self._children[msg.id] = child
-        self._spawn(self._watch(msg.id, child))
+            death = Death(msg.name, 0, 1, 0.0, (str(error),))
+        else:
+            self._children[msg.id] = child
+            self._tell(Started(msg.id, child.pid))
+            death = await child.death()
+            del self._children[msg.id]
+        del self._lives[msg.id]
+        while not self._tell(Ended(msg.id, death)):  # noqa: ASYNC110  # once in a life
+            await asyncio.sleep(AGAIN_S)
 
     def _relay(self, id: int) -> Callable[[str], None]:
         def forward(line: str) -> None:
@@ -176,7 +197,7 @@ class _Agent:
         return forward
 
     def _made_local(self, order: bytes) -> bytes:
-        """What differs between machines is taken from our own command line."""
+        """Replaces what differs between machines by the settings of our own command line."""
         own, ordered = self._config, msgspec.json.decode(order, type=EngineOrder)
         config = replace(
             ordered.config,
@@ -187,40 +208,26 @@ class _Agent:
         )
         return msgspec.json.encode(msgspec.structs.replace(ordered, config=config, born_s=time.monotonic()))
 
-    async def _watch(self, id: int, child: Child | ForkedEngine) -> None:
-        if pid := await child.started():
-            self._tell(Started(id, pid))
-        death = await child.death()
-        del self._children[id]
-        while not self._tell(Ended(id, death)):  # noqa: ASYNC110  # once in a life
-            await asyncio.sleep(AGAIN_S)
-
     def _signal(self, msg: Signal) -> None:
-        child = self._children.get(msg.id)
+        child, life = self._children.get(msg.id), self._lives.get(msg.id)
         if child is None:
-            return  # it has ended by itself
-        if msg.verdict:
+            if life is not None:  # its start is under way
+                del self._lives[msg.id]
+                life.cancel()
+                verdict = msg.verdict or "was stopped before it began"
+                self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), verdict)))
+        elif msg.verdict:
             child.kill(msg.verdict)
         else:
-            self._spawn(child.stop(TERM_S))
+            stop = asyncio.get_running_loop().create_task(child.stop(TERM_S))
+            self._stops.add(stop)
+            stop.add_done_callback(self._stops.discard)
 
     def _tell(self, msg: FromNode) -> bool:
-        """False if machine 0 does not keep up; who tells of a log line need not care."""
+        """Returns False if machine 0 does not keep up; a log line may be lost then."""
         with suppress(ActorStopped):  # nothing matters any more then
             try:
                 self._wire.send(msg)
             except Overloaded:
                 return False
         return True
-
-    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _end(self) -> None:
-        for child in self._children.values():
-            child.kill("was ended with its machine's agent")
-        await self._forks.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._wire.close()

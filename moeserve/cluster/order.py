@@ -1,4 +1,4 @@
-"""What an engine process is told at birth, over its stdin: never on the command line, which everyone can read."""
+"""The start document of an engine process, which gets it over stdin: other users can read a command line."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ from dataclasses import replace
 import msgspec
 
 from moeserve.comm.world import World
-from moeserve.config import Config, ServerConfig
+from moeserve.config import Config, ParallelConfig, ServerConfig
 from moeserve.messages import PlacementTable
 
 BUILDER = "moeserve.cluster.build:build_runner"
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's place among others. grouped: it waits for a Join before it serves. placement: what its ranks load."""
+    """An engine's place among others. grouped: it serves after a Join only. placement: of the experts that it loads."""
 
     world: World = World()
     grouped: bool = False
     placement: PlacementTable | None = None
 
 
+def role_of(parallel: ParallelConfig, together: bool, rank: int, dp: int, placement: PlacementTable | None) -> Role:
+    """Returns the role of one of `dp` engines. together: all of them form one group."""
+    tp, here = parallel.tp, dp * parallel.tp // parallel.nnodes
+    if together:
+        world = World(rank=rank * tp, size=dp * tp, tp_size=tp, ranks_on_host=here)
+    else:
+        world = World(size=tp, tp_size=tp, ep=False, ranks_on_host=here)
+    return Role(world=world, grouped=together or tp > 1, placement=placement)
+
+
 class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """address, token: where the front end listens and how the engine proves that it is ours.
+    """The order to start an engine. address: where the front end listens. token: proves the engine's identity.
 
     born_s: monotonic time of the start. builder: `module:function` that makes the runner, see assemble.py.
     """
@@ -36,7 +46,7 @@ class EngineOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def without_secrets(config: Config) -> Config:
-    """The part of the settings that an engine may know: API keys stay in the front end."""
+    """Returns the settings that an engine may know: API keys stay in the front end."""
     server = config.server
     kept = ServerConfig(
         log_level=server.log_level, log_format=server.log_format, shutdown_timeout=server.shutdown_timeout

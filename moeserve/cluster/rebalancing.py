@@ -1,6 +1,6 @@
-"""Where a fleet's experts are, how busy they are, and the placement that is on its way.
+"""The placement of a fleet's experts, their load, and the placement that is being put in force.
 
-The only part of a fleet that needs numpy: import it late.
+No other part of a fleet needs numpy: import this module late.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ class Rebalancing:
 
     @property
     def placement(self) -> Placement:
-        """In force, as far as is known here: where a Join brings all ranks."""
+        """The placement in force, as far as is known here: a Join brings all ranks to it."""
         return self._initial if self._rebalancer is None else self._rebalancer.current
 
     @property
     def table(self) -> PlacementTable:
+        """`placement` as a message."""
         return self.placement.to_table()
 
     @property
     def why(self) -> str:
-        """The last decision, for people."""
+        """The reason of the last decision, for people."""
         return "no engine serves yet" if self._rebalancer is None else self._rebalancer.why
 
     @property
     def moved_bytes(self) -> int:
-        """Fetched by all ranks since the start."""
+        """Bytes of expert weights that all ranks have fetched since the start."""
         return 0 if self._rebalancer is None else self._rebalancer.moved_bytes
 
     def joined(self, table: PlacementTable | None, expert_bytes: int) -> None:
-        """All ranks have met with this placement; whatever was on its way is dropped by every one of them."""
+        """All ranks have met with this placement and dropped the one that was being put in force."""
         if self._rebalancer is None:
             self._rebalancer = Rebalancer(self._initial, expert_bytes)
         if table is not None:
@@ -61,7 +62,7 @@ class Rebalancing:
         self._conclude("the group was formed anew")
 
     def note(self, load: ExpertLoad) -> None:
-        """An engine's report. One that does not fit is dropped: a runner without a model has no experts to count."""
+        """Adds an engine's report; drops one of another shape, as from a runner without a model."""
         counts = np.frombuffer(load.counts, "<i8")
         if counts.size != self._load_LE.size:
             return
@@ -72,9 +73,9 @@ class Rebalancing:
             self._rebalancer.note(load, time.monotonic())
 
     async def propose(self, *, force: bool) -> Placement | None:
-        """A better placement, if there is one that pays (`force`: whatever it costs). The solver runs in a thread.
+        """Returns a better placement if there is one that pays (`force`: whatever it costs); solves in a thread.
 
-        It is on its way then: `outcome` follows from what the engines say.
+        The caller puts it in force and awaits `outcome`.
         """
         rebalancer = self._rebalancer
         if rebalancer is None or self._solving:
@@ -92,7 +93,7 @@ class Rebalancing:
         return placement
 
     def decided(self, decision: RebalanceDecision) -> None:
-        """For the view."""
+        """Records a decision for the view."""
         self._decisions.append(decision)
         if decision.error:
             self.num_given_up += 1
@@ -100,12 +101,12 @@ class Rebalancing:
             self.num_placed += 1
 
     async def outcome(self) -> str:
-        """Waits for the end of what was proposed: "" once it is in force, otherwise why it is not."""
+        """Returns "" once the proposed placement is in force, otherwise why it is not."""
         assert self._outcome is not None
         return await asyncio.shield(self._outcome)
 
     def placed(self, msg: Placed) -> None:
-        """The vote makes all engines' answers alike, so the first one decides."""
+        """Takes an engine's answer; the vote makes all answers alike, so the first one decides."""
         if self._rebalancer is not None and self._rebalancer.settle(msg, time.monotonic()):
             self._conclude(msg.error)
 
@@ -114,11 +115,12 @@ class Rebalancing:
             self._outcome.set_result(error)
 
     def rescaled(self, num_ranks: int) -> Placement:
-        """The placement for another number of ranks, to Join with."""
+        """Returns the placement for another number of ranks, to Join with."""
         assert self._rebalancer is not None
         return self._rebalancer.rescaled(num_ranks, self._redundant)
 
     def view(self) -> ExpertsView:
+        """Returns what there is to see now."""
         recent_LE = self._load_LE if self._rebalancer is None else self._rebalancer.load_LE
         return ExpertsView(
             placement=self.table,

@@ -31,6 +31,7 @@ class RunDir:
         _OPEN.add(self)
 
     def close(self) -> None:
+        """Removes the directory. Safe to repeat."""
         _OPEN.discard(self)
         if self._lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -42,19 +43,19 @@ _OPEN: set[RunDir] = set()
 
 
 def close_all() -> None:
-    """For a process that ends without taking down what it has built."""
+    """Closes all directories of a process that is about to call `os._exit`."""
     for run_dir in list(_OPEN):
         run_dir.close()
 
 
 def _base() -> str:
-    """TMPDIR unless a socket path in it would be too long for the kernel."""
+    """Returns TMPDIR, or /tmp where a socket path in TMPDIR would be too long for the kernel."""
     base = tempfile.gettempdir()
     return base if len(os.fsencode(base)) <= _MAX_BASE_BYTES else "/tmp"
 
 
 def _lock(path: str) -> int:
-    """Held for life: the kernel lets go of it however we end. (A process id may be anyone's again.)"""
+    """Takes a lock that the kernel releases however this process ends. (A process id may be reused.)"""
     unseen = os.path.join(path, _LOCK + ".new")  # a sweep must never see the file without its lock
     fd = os.open(unseen, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)

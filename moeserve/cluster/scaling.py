@@ -30,17 +30,17 @@ T = TypeVar("T")
 
 
 class Scaling:
-    """Each change is done, or undone with its cause in the error, before the next one begins."""
+    """Changes a fleet; each change is done, or undone with its cause in the error, before the next one begins."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._at_work: asyncio.Task[Any] | None = None
 
     async def scale(self, dp: int) -> int:
-        """Makes it `dp` engines while requests go on; returns how many there were before.
+        """Changes the number of engines to `dp` while requests go on; returns how many there were before.
 
-        Raises InvalidRequest for a number that cannot work, Conflict if something else is under way or the change was
-        taken back.
+        Raises InvalidRequest for a number that cannot work, Conflict if another change is under way or this one was
+        undone.
         """
         if not isinstance(dp, int) or not 1 <= dp <= 1024:
             raise InvalidRequest(f"dp must be from 1 to 1024, not {dp}", param="dp")
@@ -51,16 +51,16 @@ class Scaling:
         return await self._alone(self._scale(dp))
 
     async def rebalance(self) -> RebalanceDecision | None:
-        """Moves experts to where the load so far asks for them, whether or not it pays; None: they are there already.
+        """Moves experts to fit the load so far, even if that does not pay; returns None if they fit already.
 
-        Raises Conflict if this fleet has no experts to move or something else is under way.
+        Raises Conflict if this fleet has no experts to move or another change is under way.
         """
         if self._fleet.experts is None:
             raise Conflict("there are no experts to move: the model is dense, or --ep is off")
         return await self._alone(self._rebalance(forced=True))
 
     async def watch(self) -> None:
-        """Rebalances whenever it pays, for ever."""
+        """Rebalances whenever that pays; never returns."""
         while True:
             await asyncio.sleep(CHECK_S)
             if self._at_work is None and self._fleet.ready is not None and self._fleet.groups[0].complete:
@@ -72,12 +72,13 @@ class Scaling:
                     log.exception("rebalancing failed; the experts stay where they are")
 
     async def stop(self) -> None:
+        """Cancels the change that is under way."""
         if self._at_work is not None:
             self._at_work.cancel()
             await asyncio.wait([self._at_work])
 
     async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs on even if the caller leaves: half a change is worse than one that nobody waits for."""
+        """Runs one change at a time, to its end even if the caller is cancelled."""
         if self._at_work is not None or self._fleet.ready is None:
             work.close()
             raise Conflict("another change is under way" if self._at_work else "the engines are not ready")
@@ -116,7 +117,7 @@ class Scaling:
         return experts.rescaled(dp * self._fleet.config.parallel.tp) if experts is not None else None
 
     async def _grow(self, dp: int) -> None:
-        """New engines load while the others serve; then all meet."""
+        """Adds engines, which load while the others serve; then all meet."""
         fleet, old = self._fleet, self._fleet.engines
         placement = await asyncio.to_thread(self._rescaled, dp)
         table = placement.to_table() if placement is not None else None
@@ -132,25 +133,23 @@ class Scaling:
         except BaseException as error:
             for engine in new:
                 engine.retired = True
-            await asyncio.gather(*(engine.stop(0.0) for engine in new))
+            await asyncio.gather(*(engine.close(0.0) for engine in new))
             if isinstance(error, MoeserveError):
                 raise Conflict(f"{len(old)} engines go on, {dp} could not be made to: {error}") from error
             raise
 
     async def _boot(self, new: list[EngineHandle]) -> None:
-        """Raises what keeps one of them from serving."""
+        """Returns once the new engines are up. Raises what keeps one of them from serving."""
         try:
             async with asyncio.timeout(BOOT_S):
-                facts = await asyncio.gather(*(asyncio.shield(engine.process.first_ready) for engine in new))
+                facts = await asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new))
         except TimeoutError:
-            late = [engine.process.name for engine in new if not engine.up]
+            late = [engine.name for engine in new if not engine.up]
             raise ConfigError(f"{', '.join(late)} did not load within {BOOT_S:g} s") from None
-        combined(
-            [*(engine.process.ready for engine in self._fleet.engines if engine.process.ready is not None), *facts]
-        )
+        combined([*(engine.ready for engine in self._fleet.engines if engine.ready is not None), *facts])
 
     async def _meet(self, engines: list[EngineHandle], placement: Placement) -> None:
-        """All of these form the group from now on, or the group stays as it was and Conflict says why."""
+        """Makes these engines the group. Raises Conflict with the cause if the group stays as it was."""
         fleet, (group,) = self._fleet, self._fleet.groups
         assert fleet.experts is not None
         old, old_table = fleet.engines, fleet.experts.table
@@ -163,7 +162,7 @@ class Scaling:
         fleet.settle(placement.to_table())
 
     async def _shrink(self, dp: int) -> None:
-        """The last engines' requests are handed back at once; the others meet without them."""
+        """Removes the last engines: their requests are handed back at once, and the others meet without them."""
         fleet = self._fleet
         stay, leave = fleet.engines[:dp], fleet.engines[dp:]
         placement = await asyncio.to_thread(self._rescaled, dp)
@@ -176,8 +175,8 @@ class Scaling:
         fleet.settle(table)
         for engine in leave:
             fleet.hand_back(engine, died=False, cause=f"only {dp} shall serve")
-        # The vote lets the ones hold and the others end between the same two steps.
-        ending = asyncio.gather(*(engine.stop(0.0) for engine in leave))
+        # By vote, some engines hold and the others end between the same two steps.
+        ending = asyncio.gather(*(engine.close(0.0) for engine in leave))
         try:
             if table is not None:
                 await fleet.groups[0].regroup(stay, table)  # if it fails, the next meeting has the same engines
@@ -209,14 +208,14 @@ class Scaling:
         return decision
 
     async def _move(self, group: EngineGroup, placement: Placement) -> str:
-        """Returns why the placement is not in force, or ""."""
+        """Puts a placement in force; returns why it is not, or ""."""
         fleet, experts, engines = self._fleet, self._fleet.experts, group.engines
         assert experts is not None
         try:
             if not group.complete:
                 raise MoeserveError("the engines were not together")
             for engine in engines:
-                engine.process.send(Place(placement.to_table()))
+                engine.send(Place(placement.to_table()))
             async with asyncio.timeout(MOVE_S):
                 error = await experts.outcome()
         except TimeoutError:

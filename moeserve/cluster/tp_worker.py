@@ -1,7 +1,7 @@
-"""A tensor-parallel rank that is not its engine's leader: started or forked by the leader (workers.py).
+"""A tensor-parallel rank that is not its engine's leader: a fork of the leader, or started by it.
 
 It executes the plans that the leader sends, with the same outcome, and keeps what it samples to itself. A rank that is
-lost ends a step, not the worker; it waits for the next command to join. Exit codes as in engine_process.py.
+lost ends a step, not the worker; it waits for the next command to join. Exit codes as in engine_main.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from moeserve.actor import guard
+from moeserve.actor.forking import fork_child
+from moeserve.actor.process import Forked
 from moeserve.cluster.logs import set_up_logging
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.messages import Join
@@ -44,11 +47,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("moeserve.cluster.tp_worker")
 
+WORKER = "moeserve.cluster.tp_worker"
+
 AGAIN_S = 0.1  # between two attempts to wake a step
 POLL_S = 0.02  # between two looks at a placement that is being prepared
 
 
+_forked: list[Forked] = []  # workers of this process that wait for their document
+
+
+def fork_workers(number: int) -> None:
+    """Forks this process, which must have one thread, into so many workers."""
+    for _ in range(number):
+        worker = fork_child()
+        if worker is None:
+            for sibling in _forked:
+                for pipe in (sibling.stdin, sibling.stdout):
+                    assert pipe is not None
+                    pipe.close()
+            Path("/proc/self/comm").write_text("moeserve-worker", "ascii")
+            main()
+        else:
+            _forked.append(worker)
+
+
+def take_forked() -> list[Forked]:
+    """Returns the workers that `fork_workers` made, for a `Team`; an empty list the next time."""
+    taken, _forked[:] = _forked[:], []
+    return taken
+
+
 def main() -> None:
+    """Runs a worker until its leader closes the connection, and ends the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach whole process groups; the front end decides
         signal.signal(number, signal.SIG_IGN)
     birth = msgspec.json.decode(guard.adopt(), type=WorkerBirth)
@@ -58,7 +88,7 @@ def main() -> None:
 
 
 def end(code: int) -> None:
-    """Taking down a large process in order takes seconds or hangs."""
+    """Ends this process at once: taking down a large process in order takes seconds or hangs."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -66,7 +96,7 @@ def end(code: int) -> None:
 
 
 def _import() -> None:
-    """What takes long, while the leader does the same."""
+    """Does the slow imports, while the leader does the same."""
     import moeserve.runner.factory  # noqa: F401
 
 
@@ -178,7 +208,7 @@ class Worker:
             self._runner.leave()  # a `join` may have got through just before the thread was idle
 
     def _tell_how_far(self) -> None:
-        """Until the placement is in force, or given up: between two steps only this tells the leader."""
+        """Reports progress until the placement is in force or given up; between steps nothing else reports it."""
         last: int | None = None
         peers = self._here.peers
         while peers.moving:

@@ -1,4 +1,4 @@
-"""The requests of a fleet: which engine has which, and which wait for one."""
+"""The requests of a fleet: the engine of each, and those that wait for an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RETRY_S = 0.05  # for requests whose engine did not read its messages
 
 
 class Traffic:
-    """serving: the engines that may get requests now. While there is none, requests wait here."""
+    """Sends requests to engines, and keeps them while none serves. serving: returns those that may get requests."""
 
     def __init__(self, serving: Callable[[], Sequence[EngineHandle]]) -> None:
         self.balancer = Balancer()
@@ -25,23 +25,24 @@ class Traffic:
 
     @property
     def num_waiting(self) -> int:
+        """Number of requests that wait for an engine."""
         return len(self._waiting)
 
     def submit(self, request: Submit) -> None:
-        """Raises Overloaded if the engine that should have it does not keep up."""
+        """Sends a request to the engine that suits it best. Raises Overloaded if that one does not keep up."""
         engines = {engine.rank: engine for engine in self._serving()}
         if not engines:
             self._waiting[request.rid] = request
             return
         rank = self.balancer.choose(request, engines)
         engine = engines[rank]
-        engine.process.send(request)
+        engine.send(request)
         self.balancer.assign(request, rank)
         self._owner[request.rid] = engine
         engine.rids.add(request.rid)
 
     def flush(self) -> None:
-        """Sends what waits, oldest first, as far as there are engines that take it."""
+        """Sends the requests that wait, oldest first, as far as engines take them."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -54,8 +55,12 @@ class Traffic:
         if self._waiting and self._serving():
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.flush)
 
+    def forget_waiting(self) -> None:
+        """Drops the requests that wait for an engine; the front end submits them again."""
+        self._waiting.clear()
+
     def abort(self, rids: Sequence[int]) -> None:
-        """Raises Overloaded if an engine could not be told; it may be tried again with the same requests."""
+        """Aborts requests. Raises Overloaded if an engine does not keep up; call again with the same requests then."""
         by_engine: dict[EngineHandle, list[int]] = {}
         for rid in rids:
             if self._waiting.pop(rid, None) is None and (engine := self._owner.get(rid)) is not None:
@@ -63,13 +68,14 @@ class Traffic:
         failure: Overloaded | None = None
         for engine, theirs in by_engine.items():
             try:
-                engine.process.send(Abort(theirs))
+                engine.send(Abort(theirs))
             except Overloaded as error:
                 failure = error
         if failure is not None:
             raise failure
 
     def note(self, engine: EngineHandle, out: StepOutput) -> None:
+        """Takes note of a step of this engine, and of the requests that it finished."""
         self.balancer.note(engine.rank, out)
         if any(out.finish):
             for rid, finish in zip(memoryview(out.rids).cast("q"), out.finish, strict=True):
@@ -77,12 +83,13 @@ class Traffic:
                     self.end(rid)
 
     def end(self, rid: int) -> None:
+        """Removes a request that has ended."""
         if (engine := self._owner.pop(rid, None)) is not None:
             engine.rids.discard(rid)
             self.balancer.end(rid)
 
     def lost(self, engine: EngineHandle) -> tuple[int, ...]:
-        """The engine is gone; returns the requests that it had, oldest first."""
+        """Removes an engine; returns the requests that it had, oldest first."""
         rids = tuple(sorted(engine.rids))
         for rid in rids:
             del self._owner[rid]
@@ -100,21 +107,23 @@ class Polls:
         self._faults: dict[int, list[str]] = {}
 
     def ask(self, call: Call, engines: Sequence[EngineHandle]) -> None:
-        """Raises Overloaded if an engine does not read its messages."""
+        """Passes a call on to these engines. Raises Overloaded if one does not keep up."""
         if not engines:
             self._answer(Answer(call.id, False, "no engine serves at the moment"))
             return
         for engine in engines:
-            engine.process.send(call)
+            engine.send(call)
         self._awaited[call.id], self._faults[call.id] = set(engines), []
 
     def answered(self, engine: EngineHandle, msg: Answer) -> None:
+        """Takes an engine's answer."""
         if engine in self._awaited.get(msg.id, ()):
-            self._strike(msg.id, engine, "" if msg.ok else f"{engine.process.name}: {msg.detail}")
+            self._strike(msg.id, engine, "" if msg.ok else f"{engine.name}: {msg.detail}")
 
     def lost(self, engine: EngineHandle) -> None:
+        """Counts as answers what this engine still owes."""
         for number in [number for number, awaited in self._awaited.items() if engine in awaited]:
-            self._strike(number, engine, f"{engine.process.name} ended before it answered")
+            self._strike(number, engine, f"{engine.name} ended before it answered")
 
     def _strike(self, number: int, engine: EngineHandle, fault: str) -> None:
         awaited, faults = self._awaited[number], self._faults[number]

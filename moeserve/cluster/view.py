@@ -1,4 +1,4 @@
-"""What a fleet looks like at one moment, as plain structs: for the banner, /v1/experts, metrics and tests."""
+"""Snapshots of a fleet as plain structs: for the banner, /v1/experts, metrics and tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one attempt to move experts. error "": the placement is in force everywhere."""
+    """The outcome of one attempt to move experts. error: why it failed, "" if the placement is in force everywhere."""
 
     at_s: float  # monotonic clock
     forced: bool
@@ -38,10 +38,10 @@ class RebalanceDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 class ExpertsView(msgspec.Struct, frozen=True, kw_only=True):
     """Experts over ranks. counts: int64 [layers, experts], row-major: tokens since the start, as far as reported.
-    recent: float64, the same with what is older counting less (see `Rebalancer`).
 
-    balance: mean over fullest rank for the load of late, averaged over layers; 1 is even. moved_bytes: since the start,
-    over all ranks. why: what was decided last, for people. decisions: the last few; num_placed, num_given_up count all.
+    recent: float64, the same with older tokens counting less (see `Rebalancer`). balance: mean over maximum rank load
+    of late, averaged over layers; 1 is even. moved_bytes: since the start, over all ranks. why: the last decision, for
+    people. decisions: the last few; num_placed and num_given_up count all.
     """
 
     placement: PlacementTable

@@ -18,7 +18,8 @@ from typing import Any, Literal, assert_never
 
 import msgspec
 
-from moeserve.cluster.link import EngineGone, EngineLink, Fleet, FromEngine, RequestsLost, Resized
+from moeserve.cluster.fleet import Fleet
+from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
 from moeserve.errors import (
     EngineDied,
     EngineLost,
@@ -102,7 +103,7 @@ class FrontEnd:
     @property
     def fleet(self) -> Fleet | None:
         """The engines behind it, if there may be several."""
-        return self._link if isinstance(self._link, Fleet) else None
+        return self._link if isinstance(self._link, Fleet) and not self._link.single else None
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class FrontEnd:
         """Handles what the engine says until cancelled, or until it is gone for good (`failure` says why)."""
         try:
             while self.failure is None:
-                for msg in await self._link.inbox.drain(wait=True):
+                for msg in await self._link.outbox.drain(wait=True):
                     self._handle(msg)
         except Exception as error:  # a fault of ours; nobody may wait for ever because of it
             log.exception("the front end failed")

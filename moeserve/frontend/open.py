@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from moeserve.cluster.check_parallel import check_parallel
-from moeserve.cluster.link import ChildEngine, EngineLink, Fleet, LocalEngine
+from moeserve.cluster.fleet import Fleet
+from moeserve.cluster.link import EngineLink
+from moeserve.cluster.local_engine import LocalEngine
 from moeserve.config import Config
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.loader.checkpoint import open_checkpoint
@@ -31,12 +33,8 @@ async def open_front_end(config: Config, *, child: bool, max_queued: int | None 
     Raises ConfigError at once for what can be seen from the model's files alone.
     """
     model_dir = resolve_model_dir(config.model.model)
-    link: EngineLink
-    if config.parallel.num_ranks > 1:
-        link = Fleet(config)
-    else:
-        check_parallel(config, read_model_spec(model_dir))
-        link = ChildEngine(config) if child else LocalEngine(config)
+    check_parallel(config, read_model_spec(model_dir))
+    link: EngineLink = Fleet(config) if child or config.parallel.num_ranks > 1 else LocalEngine(config)
     await link.start()  # first of all: it is the longest
     try:
         front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued)
@@ -47,7 +45,7 @@ async def open_front_end(config: Config, *, child: bool, max_queued: int | None 
             runs.cancel()
             await asyncio.gather(runs, return_exceptions=True)
     finally:
-        await link.stop(5.0)
+        await link.close(5.0)
 
 
 def _read_text_side(config: Config, model_dir: Path, link: EngineLink, max_queued: int | None) -> FrontEnd:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moeserve.cluster.link import EngineLink, Fleet
+from moeserve.cluster.fleet import Fleet
+from moeserve.cluster.link import EngineLink
 from moeserve.cluster.view import EngineView, FleetView
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.tracing import Trace, Tracing
@@ -22,7 +23,7 @@ class Watch:
     """state, ready: the front end's own, at the moment of the call."""
 
     def __init__(self, link: EngineLink, stats: FrontStats) -> None:
-        self._fleet = link if isinstance(link, Fleet) else None
+        self._fleet = link if isinstance(link, Fleet) and not link.single else None
         self._stats = stats
         self._tracing = Tracing(link)
         self._loads: Rebalancing | None = None  # where every engine has all experts

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moeserve.actor.forked import Forked
-from moeserve.actor.process import Child, Death
+from moeserve.actor.process import Child, Death, Forked
 from moeserve.comm.stream import BlockingStream, Peer, StreamListener
 from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import Traced

@@ -9,15 +9,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moeserve.actor.process import Child, Death, describe_exit, one_line
-from moeserve.actor.supervisor import Life, RestartPolicy, Supervisor
+from moeserve.actor.supervisor import RestartPolicy, Supervisor
 from moeserve.errors import ConfigError
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -52,24 +52,36 @@ class Lines(list[str]):
 class Keeper:
     """An owner whose child is ready once it has logged "ready"."""
 
+    name = "worker"
+
     def __init__(self, command: list[str], curable: bool = True) -> None:
         self.command = command
         self.log = Lines()
         self.notices: list[tuple[Death, float | None]] = []
         self.children: list[Child] = []
         self.told = asyncio.Event()
+        self.supervisor: Supervisor
         self._curable = curable
+        self._readiness: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def life(self, generation: int) -> AsyncIterator[Life]:
+    def supervised(self, policy: RestartPolicy) -> Supervisor:
+        self.supervisor = Supervisor(self, policy)
+        return self.supervisor
+
+    async def begin(self, incarnation: int) -> Child:
         child = Child.start("worker", self.command, b"{}", forward=self.log)
         self.children.append(child)
-        yield Life(child, lambda: self.log.seen("ready", generation + 1))
+        self._readiness.add(asyncio.create_task(self._until_ready(incarnation)))
+        return child
 
-    def curable(self, death: Death) -> bool:
+    async def _until_ready(self, incarnation: int) -> None:
+        await self.log.seen("ready", incarnation + 1)
+        self.supervisor.serving()
+
+    async def curable(self, death: Death) -> bool:
         return self._curable
 
-    def buried(self, death: Death, again_in_s: float | None) -> None:
+    async def buried(self, death: Death, again_in_s: float | None) -> None:
         self.notices.append((death, again_in_s))
         self.told.set()
 
@@ -203,7 +215,7 @@ def test_exit_codes_and_lines_in_words() -> None:
 def test_a_killed_child_is_started_again_and_its_owner_told(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(script("print('ready', os.getpid(), flush=True); time.sleep(100)"))
-        supervisor = Supervisor(keeper, FAST)
+        supervisor = keeper.supervised(FAST)
         life = asyncio.ensure_future(supervisor.run())
         for round_ in range(1, 3):
             await keeper.log.seen("ready", round_)
@@ -223,7 +235,7 @@ def test_a_killed_child_is_started_again_and_its_owner_told(run: Run) -> None:
 def test_too_many_deaths_mean_giving_up_loudly(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         keeper = Keeper(script("sys.exit('broken')"))
-        death = await Supervisor(keeper, FAST).run()
+        death = await keeper.supervised(FAST).run()
         assert death.log_tail == ("broken",)
         assert [pause for _, pause in keeper.notices] == [0.01, 0.02, 0.04, None]
 
@@ -235,7 +247,7 @@ def test_too_many_deaths_mean_giving_up_loudly(run: Run, caplog: pytest.LogCaptu
 def test_an_incurable_death_is_final(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(script("sys.exit(3)"), curable=False)
-        assert (await Supervisor(keeper, FAST).run()).exit_code == 3
+        assert (await keeper.supervised(FAST).run()).exit_code == 3
         assert [pause for _, pause in keeper.notices] == [None]
 
     run(main())
@@ -245,7 +257,7 @@ def test_a_child_that_hangs_at_start_is_killed_after_its_silence(run: Run) -> No
     async def main() -> None:
         keeper = Keeper(script("time.sleep(100)"), curable=False)
         policy = RestartPolicy(silence_s=0.3)
-        death = await Supervisor(keeper, policy).run()
+        death = await keeper.supervised(policy).run()
         assert death.exit_code == -signal.SIGKILL
         assert "showed no progress for 0.3 s during start-up" in str(death)
         assert 0.25 <= death.lived_s < 5
@@ -256,7 +268,7 @@ def test_a_child_that_hangs_at_start_is_killed_after_its_silence(run: Run) -> No
 def test_signs_of_life_extend_the_start(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(script("time.sleep(0.8); print('ready', flush=True); time.sleep(100)"))
-        supervisor = Supervisor(keeper, RestartPolicy(silence_s=0.4))
+        supervisor = keeper.supervised(RestartPolicy(silence_s=0.4))
         life = asyncio.ensure_future(supervisor.run())
         while "ready" not in keeper.log:
             supervisor.progress()
@@ -270,7 +282,7 @@ def test_signs_of_life_extend_the_start(run: Run) -> None:
 def test_stopping_between_two_lives_starts_no_other(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(script("sys.exit(1)"))
-        supervisor = Supervisor(keeper, RestartPolicy(first_pause_s=100))
+        supervisor = keeper.supervised(RestartPolicy(first_pause_s=100))
         life = asyncio.ensure_future(supervisor.run())
         await keeper.told.wait()
         await supervisor.stop(term_s=1)
@@ -283,7 +295,7 @@ def test_stopping_between_two_lives_starts_no_other(run: Run) -> None:
 def test_a_cancelled_supervisor_leaves_no_child(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(script("print('ready', flush=True); time.sleep(100)"))
-        life = asyncio.ensure_future(Supervisor(keeper, FAST).run())
+        life = asyncio.ensure_future(keeper.supervised(FAST).run())
         await keeper.log.seen("ready")
         life.cancel()
         await asyncio.wait([life])
@@ -367,10 +379,10 @@ def test_a_child_that_has_served_for_long_is_replaced_at_once_and_may_die_again(
     async def main() -> None:
         keeper = Keeper(script("print('ready', flush=True); time.sleep(100)"))
         policy = RestartPolicy(first_pause_s=5, max_deaths=1, proven_s=0.1)
-        supervisor = Supervisor(keeper, policy)
+        supervisor = keeper.supervised(policy)
         life = asyncio.ensure_future(supervisor.run())
-        for generation in range(3):
-            await keeper.log.seen("ready", generation + 1)
+        for incarnation in range(3):
+            await keeper.log.seen("ready", incarnation + 1)
             await asyncio.sleep(0.2)
             keeper.children[-1].kill("is killed by this test")
             await keeper.told.wait()

@@ -10,7 +10,7 @@ import pytest
 from moeserve.cli import main
 from moeserve.cli.experts import picture
 from moeserve.client.types import ExpertEngine, ExpertLoads, ExpertPlacement, ExpertStatus
-from moeserve.cluster.interface import Resized
+from moeserve.cluster.link import Resized
 from tests.server.conftest import live_server, make_tokenizer
 
 
@@ -31,7 +31,7 @@ async def test_a_server_without_and_with_experts(capsys: pytest.CaptureFixture[s
         command = ["experts", "--url", f"{live.url}/v1"]
         assert await asyncio.to_thread(main.main, command) == main.FAILURE
         assert "dense" in capsys.readouterr().err
-        live.engine.inbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
+        live.engine.outbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
         async with asyncio.timeout(5):
             while not (live.front.ready and live.front.ready.num_experts):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)

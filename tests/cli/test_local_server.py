@@ -51,7 +51,7 @@ def test_no_server_outlives_a_batch_that_was_killed(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "moeserve.cli.main", "run-batch", "-i", str(tmp_path / "in.jsonl")]
     with subprocess.Popen([*argv, "-o", str(tmp_path / "out")], stderr=subprocess.DEVNULL) as batch:
         tree: list[psutil.Process] = []
-        while not any("engine_process" in " ".join(p.cmdline()) for p in tree):
+        while not any("engine_main" in " ".join(p.cmdline()) for p in tree):
             tree = [p for p in psutil.Process(batch.pid).children(recursive=True) if p.is_running()]
         os.kill(batch.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(tree, timeout=10)

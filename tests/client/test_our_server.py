@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from moeserve import AsyncClient, errors
-from moeserve.cluster.interface import Resized
+from moeserve.cluster.link import Resized
 from moeserve.messages import Abort
 from tests.server.conftest import CONTEXT, STORY, Live, live_server, make_tokenizer
 
@@ -150,7 +150,7 @@ async def test_a_loading_server_is_not_ready() -> None:
 async def test_experts_have_every_field_that_the_server_shows(ours: AsyncClient, live: Live) -> None:
     with pytest.raises(errors.NotFound, match="dense"):
         await ours.experts()
-    live.engine.inbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
+    live.engine.outbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
     await until(lambda: live.front.ready is not None and live.front.ready.num_experts == 4)
     told = msgspec.to_builtins(await ours.experts())
     async with live.session.get(f"{live.url}/v1/experts") as answer:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from moeserve.cluster.link import ChildEngine, EngineGone, EngineLink, FromEngine, LocalEngine
+from moeserve.cluster.fleet import Fleet
+from moeserve.cluster.link import EngineGone, EngineLink, FromEngine
+from moeserve.cluster.local_engine import LocalEngine
 from moeserve.config import Config
 from moeserve.messages import FinishReason, StepOutput, Submit
 from moeserve.sampling import TokenSampling
@@ -33,11 +35,11 @@ class Reader:
     async def until(self, condition: Callable[[FromEngine], bool]) -> Any:
         """The next message for which the condition holds."""
         async with asyncio.timeout(20):
-            async for msg in self.link.inbox:
+            async for msg in self.link.outbox:
                 self.seen.append(msg)
                 if condition(msg):
                     return msg
-        raise AssertionError("the link's inbox was closed")
+        raise AssertionError("the link's outbox was closed")
 
     async def gone(self) -> EngineGone:
         gone: EngineGone = await self.until(lambda msg: isinstance(msg, EngineGone))
@@ -67,7 +69,7 @@ async def _opened(link: EngineLink) -> AsyncIterator[tuple[Any, Reader]]:
     try:
         yield link, Reader(link)
     finally:
-        await link.stop(0.0)
+        await link.close(0.0)
 
 
 @pytest.fixture
@@ -79,11 +81,11 @@ def short_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """child("null", policy=...) opens a ChildEngine on that builder, with a Reader."""
+    """child("null", policy=...) opens a fleet of one engine on that builder, with a Reader."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
     def open_link(builder: str, config: Config | None = None, **options: Any) -> Any:
-        return _opened(ChildEngine(config or Config(), builder=f"builders:{builder}", **options))
+        return _opened(Fleet(config or Config(), builder=f"builders:{builder}", **options))
 
     return open_link
 

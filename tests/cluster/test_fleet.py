@@ -50,7 +50,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Open:
                     await front.wait_ready()
                 yield front
         finally:
-            await link.stop(0.0)
+            await link.close(0.0)
             runs.cancel()
             await asyncio.gather(runs, return_exceptions=True)
 
@@ -115,7 +115,7 @@ async def test_a_killed_engine_costs_no_token(fleet: Open, ep: str) -> None:
         victim = front.fleet.engines[1]
         kept = set(front.fleet.engines[0].rids)
         killed_s = time.monotonic()
-        os.kill(victim.process.pid, signal.SIGKILL)
+        os.kill(victim.pid, signal.SIGKILL)
         await until(lambda: not victim.rids or not victim.up)
         assert time.monotonic() - killed_s < 2
         assert front.state == "ready"
@@ -134,7 +134,7 @@ async def test_kills_at_random_moments_cost_no_token(fleet: Open) -> None:
             streams = await some(front, 6, 300)
             for _ in range(2):  # the second often hits a start or a join
                 await asyncio.sleep(rng.uniform(0.0, 0.3))
-                pid = rng.choice(front.fleet.engines).process.pid
+                pid = rng.choice(front.fleet.engines).pid
                 if pid is not None:
                     os.kill(pid, signal.SIGKILL)
             assert await streams == answers(6, 300)
@@ -144,7 +144,7 @@ async def test_both_engines_die_and_the_streams_go_on(fleet: Open) -> None:
     async with fleet(2) as front:
         streams = await some(front, 6, 400)
         for engine in front.fleet.engines:
-            os.kill(engine.process.pid, signal.SIGKILL)
+            os.kill(engine.pid, signal.SIGKILL)
         await until(lambda: front.fleet.view.waiting == 6)
         assert await streams == answers(6, 400)
 
@@ -152,7 +152,7 @@ async def test_both_engines_die_and_the_streams_go_on(fleet: Open) -> None:
 async def test_a_new_request_waits_while_nobody_serves_and_may_be_aborted(fleet: Open) -> None:
     async with fleet(2) as front:
         for engine in front.fleet.engines:
-            os.kill(engine.process.pid, signal.SIGKILL)
+            os.kill(engine.pid, signal.SIGKILL)
         await until(lambda: not any(engine.up for engine in front.fleet.engines))
         patient = asyncio.create_task(stream(front, 4, 20))
         hasty = asyncio.create_task(stream(front, 5, 20))
@@ -170,7 +170,7 @@ async def test_growing_and_shrinking_under_load(fleet: Open) -> None:
         assert front.fleet.view.dp == 3
         late = [asyncio.create_task(stream(front, 30 + i, 50)) for i in range(3)]
         await until(lambda: bool(front.fleet.engines[2].rids))
-        gone = [engine.process.pid for engine in front.fleet.engines[1:]]
+        gone = [engine.pid for engine in front.fleet.engines[1:]]
         assert await front.fleet.scaling.scale(1) == 3
         assert front.ready.max_num_seqs == 8
         assert await streams == answers(8, 500)
@@ -230,7 +230,7 @@ async def test_an_engine_that_finds_another_checkpoint_is_never_let_in(
         with pytest.raises(Conflict, match=r"checkpoint is 'first' in process .* 'second' in"):
             await front.fleet.scaling.scale(3)
         assert await streams == answers(4, 300)
-        os.kill(front.fleet.engines[0].process.pid, signal.SIGKILL)
+        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         await until(lambda: front.failure is not None)
         assert "checkpoint is 'second' in process" in str(front.failure)
         assert "changed since the first of them read them" in str(front.failure)
@@ -248,7 +248,7 @@ async def test_an_engine_that_keeps_dying_ends_the_group_and_every_stream_is_tol
         streams = await some(front, 4, 5000)
         for _ in range(2):
             await until(lambda: front.fleet.view.complete)
-            os.kill(front.fleet.engines[0].process.pid, signal.SIGKILL)
+            os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
             await until(lambda: not front.fleet.view.complete)
         with pytest.raises(Exception, match="the engine stopped while this request ran"):
             await streams
@@ -258,7 +258,7 @@ async def test_an_engine_that_keeps_dying_ends_the_group_and_every_stream_is_tol
 async def test_with_ep_off_the_others_go_on_without_an_engine_that_keeps_dying(fleet: Open) -> None:
     async with fleet(2, ep="off", policy=RestartPolicy(first_pause_s=0.01, max_deaths=0)) as front:
         streams = await some(front, 6, 400)
-        os.kill(front.fleet.engines[0].process.pid, signal.SIGKILL)
+        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         assert await streams == answers(6, 400)
         assert [engine.state for engine in front.fleet.view.engines] == ["gone", "serving"]
         assert front.healthy
@@ -266,7 +266,7 @@ async def test_with_ep_off_the_others_go_on_without_an_engine_that_keeps_dying(f
 
 async def test_it_does_not_shrink_to_engines_that_are_gone(fleet: Open) -> None:
     async with fleet(2, ep="off", policy=RestartPolicy(first_pause_s=0.01, max_deaths=0)) as front:
-        os.kill(front.fleet.engines[0].process.pid, signal.SIGKILL)
+        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         await until(lambda: front.fleet.engines[0].state == "gone")
         with pytest.raises(Conflict, match="would stay are gone for good"):
             await front.fleet.scaling.scale(1)
@@ -275,7 +275,7 @@ async def test_it_does_not_shrink_to_engines_that_are_gone(fleet: Open) -> None:
 
 async def test_it_shrinks_to_an_engine_that_is_being_replaced(fleet: Open) -> None:
     async with fleet(2, ep="off", policy=RestartPolicy(first_pause_s=1.5)) as front:
-        os.kill(front.fleet.engines[0].process.pid, signal.SIGKILL)
+        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         await until(lambda: not front.fleet.engines[0].up)
         assert await front.fleet.scaling.scale(1) == 2
         assert await stream(front, 5, 10) == expected(5, 10)
@@ -287,10 +287,10 @@ async def test_a_drain_finishes_what_runs_also_over_a_death(fleet: Open) -> None
         streams = await some(front, 6, 300)
         draining = asyncio.create_task(front.drain(20.0))
         await asyncio.sleep(0.05)
-        os.kill(front.fleet.engines[0].process.pid, signal.SIGKILL)
+        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         assert await streams == answers(6, 300)
         await draining
-        await front.fleet.stop(5.0)
+        await front.fleet.close(5.0)
         await until(lambda: front.failure is not None)
         assert "exited with code 0" in str(front.failure)
 
@@ -301,7 +301,7 @@ async def test_a_drain_replaces_the_only_busy_engine(fleet: Open) -> None:
         (busy,) = (engine for engine in front.fleet.engines if engine.rids)
         draining = asyncio.create_task(front.drain(20.0))
         await asyncio.sleep(0.05)
-        os.kill(busy.process.pid, signal.SIGKILL)
+        os.kill(busy.pid, signal.SIGKILL)
         assert await streams == answers(1, 300)
         await draining
         assert [engine.state for engine in front.fleet.view.engines] == ["serving", "serving"]
@@ -317,7 +317,7 @@ async def test_requests_that_come_while_engines_meet_again_are_served(fleet: Ope
             on_standing(engine)
 
         monkeypatch.setattr(front.fleet, "_on_standing", also_submit)
-        os.kill(front.fleet.engines[0].process.pid, signal.SIGKILL)
+        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         await until(lambda: front.fleet.view.epoch == 2 and front.fleet.view.complete)
         monkeypatch.undo()
         assert await asyncio.gather(*late) == [expected(5, 10)] * len(late)
@@ -350,9 +350,9 @@ async def test_a_call_is_answered_although_an_engine_dies_before_it_has_joined(f
         front.fleet._polls._answer = said.append
         newcomer = front.fleet.engines[1]
         newcomer._served = False
-        os.kill(newcomer.process.pid, signal.SIGSTOP)
+        os.kill(newcomer.pid, signal.SIGSTOP)
         front.fleet.send(Call(9, "audit"))
-        os.kill(newcomer.process.pid, signal.SIGKILL)
+        os.kill(newcomer.pid, signal.SIGKILL)
         await until(lambda: bool(said))
         assert said == [Answer(9, False, "engine 1 ended before it answered")]
 
@@ -362,7 +362,7 @@ async def test_what_a_leaving_engine_said_last_is_not_computed_twice(fleet: Open
         streams = await some(front, 4, 400)
         read = asyncio.Event()
         with monkeypatch.context() as slow:  # as if the front end did not keep up
-            slow.setattr(front.fleet.inbox, "room", read.wait)
+            slow.setattr(EngineHandle, "_room", lambda engine: read.wait())
             await asyncio.sleep(0.1)
             scaling = asyncio.create_task(front.fleet.scaling.scale(1))
             await until(lambda: front.fleet.dp == 1)
@@ -378,12 +378,12 @@ def epochs_in(folder: str) -> dict[str, int]:
 async def test_nothing_is_left_behind(fleet: Open) -> None:
     async with fleet(2) as front:
         folder = front.fleet._run_dir.path
-        os.kill(front.fleet.engines[0].process.pid, signal.SIGKILL)
+        os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         await until(lambda: not front.fleet.view.complete)
         await until(lambda: front.fleet.view.complete)
         await until(lambda: "epoch-1" not in os.listdir(folder))  # it goes when the engines have left it
         assert epochs_in(folder) == {"epoch-2": 0o700}
-        pids = [engine.process.pid for engine in front.fleet.engines]
+        pids = [engine.pid for engine in front.fleet.engines]
     assert folder not in [entry.path for entry in os.scandir(os.path.dirname(folder))]
     assert not any(map(psutil.pid_exists, pids))
 
@@ -410,4 +410,4 @@ async def test_what_cannot_work_is_said_at_once(parallel: dict[str, Any], why: s
     link = Fleet(Config(parallel=ParallelConfig(**parallel)))
     with pytest.raises(ConfigError, match=why):
         await link.start()
-    await link.stop(0.0)
+    await link.close(0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moeserve.actor import forked
+from moeserve.actor import forking
 from moeserve.cluster import forks as module
-from moeserve.cluster.engine_process import EngineProcess
-from moeserve.cluster.forks import ForkedEngine, Forks
+from moeserve.cluster.engine_handle import EngineHandle
+from moeserve.cluster.forks import Forks
+from moeserve.errors import ConfigError
 from tests.cluster.test_fleet import Open, answers, fleet, some, until
 
 __all__ = ["fleet"]  # a fixture
@@ -72,7 +72,7 @@ def engine_of(pid: int | None) -> psutil.Process:
     return engine
 
 
-async def replaced(process: EngineProcess) -> None:
+async def replaced(process: EngineHandle) -> None:
     before = process.pid
     engine_of(before).kill()
     await until(lambda: process.pid not in (None, 0, before))
@@ -81,20 +81,20 @@ async def replaced(process: EngineProcess) -> None:
 async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: Open) -> None:
     async with fleet(2, fork_server="on") as front:
         engines = front.fleet.engines
-        assert [engine_of(engine.process.pid).name() for engine in engines] == [ENGINE] * 2
+        assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
         server = psutil.Process(front.fleet.fork_server_pid)
         busy = server.cpu_times()
         await asyncio.sleep(0.3)
         assert server.cpu_times() == busy  # it only waits
         for _ in range(2):
             streams = await some(front, 8, 600)
-            before = [engine.process.pid for engine in engines]
+            before = [engine.pid for engine in engines]
             for pid in before:
                 engine_of(pid).kill()
             assert await streams == answers(8, 600)
             await until(lambda: front.fleet.view.complete)
-            assert not {engine.process.pid for engine in engines} & set(before)
-            assert [engine_of(engine.process.pid).name() for engine in engines] == [ENGINE] * 2
+            assert not {engine.pid for engine in engines} & set(before)
+            assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
         assert front.stats.engine_restarts == 4
         assert front.fleet.fork_server_pid == server.pid
         assert server.num_threads() == 1
@@ -111,7 +111,7 @@ async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) 
         await until(lambda: front.fleet.fork_server_pid not in (None, server.pid))
         assert await streams == answers(4, 600)
         assert front.stats.engine_restarts == 0
-        process = front.fleet.engines[0].process
+        process = front.fleet.engines[0]
         await replaced(process)
         await until(lambda: engine_of(process.pid).name() == ENGINE)  # a fork gives itself its name
 
@@ -119,12 +119,12 @@ async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) 
 @pytest.mark.usefixtures("light")
 async def test_without_a_fork_server_engines_start_alone(fleet: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 1000.0)
-    monkeypatch.setattr(forked, "FORK_S", 0.2)
+    monkeypatch.setattr(forking, "FORK_S", 0.2)
     async with fleet(2, fork_server="on") as front:
         (server,) = servers()
         server.suspend()  # it answers nobody: the first engine waits for it, the second one need not
         for rank in range(2):
-            process = front.fleet.engines[rank].process
+            process = front.fleet.engines[rank]
             await replaced(process)
             assert module.ENGINE in engine_of(process.pid).cmdline()
             await until(lambda: front.fleet.view.complete)
@@ -132,30 +132,25 @@ async def test_without_a_fork_server_engines_start_alone(fleet: Open, monkeypatc
 
 
 @pytest.mark.usefixtures("light")
-async def test_an_engine_that_is_ended_before_it_was_forked_never_runs(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_an_engine_whose_start_is_cancelled_never_runs() -> None:
     async with kept() as forks:
-        engine, other = (forks.start(name, b"{}", None) for name in ("engine 0", "engine 1"))
-        assert isinstance(engine, ForkedEngine)
-        assert engine.pid == 0
-        assert engine.alive
-        engine.kill("was not wanted")
-        assert not engine.alive
-        death = await engine.death()
-        assert (death.pid, death.exit_code, death.verdict) == (0, -signal.SIGKILL, "was not wanted")
-        assert await engine.started() == 0
-        assert await other.started() > 0
-        assert (await other.death()).exit_code == 1  # that is no order
-        assert "ValidationError" in "".join((await other.death()).log_tail)
-        assert children() == servers()
+        unwanted, other = (asyncio.create_task(forks.start(name, b"{}", None)) for name in ("engine 0", "engine 1"))
+        await until(lambda: forks.server is not None)
+        unwanted.cancel()  # the fork is under way
+        child = await other
+        assert child.pid > 0
+        death = await child.death()
+        assert death.exit_code == 1  # that is no order
+        assert "ValidationError" in "".join(death.log_tail)
+        await until(lambda: children() == servers())
 
 
 @pytest.mark.usefixtures("light")
-async def test_an_order_that_no_pipe_takes_is_the_death_of_the_engine() -> None:
+async def test_an_order_that_no_pipe_takes_is_a_config_error() -> None:
     async with kept() as forks:
-        engine = forks.start("engine 0", b"[" + b" " * (1 << 28) + b"]", None)
-        death = await engine.death()
-        assert death.exit_code == 2
-        assert "start document of 268" in death.verdict
+        with pytest.raises(ConfigError, match="start document of 268"):
+            await forks.start("engine 0", b"[" + b" " * (1 << 28) + b"]", None)
+        assert children() == servers()
 
 
 def test_all_end_with_their_parent() -> None:
@@ -165,6 +160,7 @@ def test_all_end_with_their_parent() -> None:
         "async def main():\n"
         "    forks = Forks()\n"
         "    forks.keep(2)\n"
+        "    await asyncio.sleep(0)\n"
         "    server = forks._server\n"
         "    forked = [await server.fork(2), await server.fork(2)]\n"
         "    print('warm', flush=True)\n"

@@ -23,7 +23,7 @@ async def test_phases_come_first_then_ready_then_tokens_then_the_end(engine: Ope
         assert link.phase.name == "making tokens up"
         reader.submit(1, max_tokens=5)
         assert len(await reader.finished(1)) == 5
-        await link.stop(1.0)
+        await link.close(1.0)
         assert (await reader.gone()).exit_code == 0
     kinds = [type(msg) for msg in reader.seen]
     assert kinds[:3] == [Phase, Phase, Ready]
@@ -39,7 +39,7 @@ async def test_a_stop_lets_running_requests_finish(engine: Open) -> None:
     async with engine("null") as (link, reader):
         await link.until_ready()
         reader.submit(1, max_tokens=200)
-        stopping = asyncio.ensure_future(link.stop(10.0))
+        stopping = asyncio.ensure_future(link.close(10.0))
         assert len(await reader.finished(1)) == 200
         await stopping
 
@@ -49,7 +49,7 @@ async def test_a_stop_at_once_still_gives_each_request_its_end(engine: Open) -> 
         await link.until_ready()
         reader.submit(1, max_tokens=10_000)
         await reader.until(lambda msg: isinstance(msg, StepOutput))
-        stopping = asyncio.ensure_future(link.stop(0.0))
+        stopping = asyncio.ensure_future(link.close(0.0))
         assert len(await reader.finished(1)) < 10_000
         assert not (await reader.gone()).restarting
         await stopping
@@ -60,10 +60,10 @@ async def test_a_second_stop_may_be_more_impatient(engine: Open) -> None:
         await link.until_ready()
         reader.submit(1, max_tokens=10_000)
         await reader.until(lambda msg: isinstance(msg, StepOutput))
-        patient = asyncio.ensure_future(link.stop(60.0))
+        patient = asyncio.ensure_future(link.close(60.0))
         await asyncio.sleep(0)
         async with asyncio.timeout(10):
-            await link.stop(0.0)
+            await link.close(0.0)
             await patient
 
 
@@ -97,19 +97,19 @@ async def test_stopping_while_it_loads_is_quick(engine: Open) -> None:
     async with engine("slow") as (link, reader):
         await reader.until(lambda msg: isinstance(msg, Phase) and msg.name == "loading")
         async with asyncio.timeout(5):
-            await link.stop(30.0)
+            await link.close(30.0)
         with pytest.raises(EngineDied):
             await link.until_ready()
         assert not (await reader.gone()).restarting
-        assert link.inbox.stats.waiting == 0
+        assert len(link.outbox) == 0
 
 
 async def test_sending_without_an_engine_is_harmless(engine: Open) -> None:
     async with engine("null") as (link, _):
         await link.until_ready()
-        await link.stop(1.0)
+        await link.close(1.0)
         link.send(Abort([1]))
-        await link.stop(0.0)
+        await link.close(0.0)
 
 
 async def test_calls_are_answered_and_refusals_reach_the_front_end(engine: Open) -> None:
@@ -123,7 +123,7 @@ async def test_calls_are_answered_and_refusals_reach_the_front_end(engine: Open)
 
 
 async def test_a_step_that_takes_long_shows_as_stalled(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("process", "local_engine"):
+    for place in ("engine_handle", "local_engine"):
         monkeypatch.setattr(f"moeserve.cluster.{place}.INTERVAL_S", 0.05)
     monkeypatch.setattr("moeserve.cluster.heartbeat.UNHEALTHY_S", 0.5)
     async with engine("waiting") as (link, reader):

@@ -86,7 +86,7 @@ class Cluster:
                 await asyncio.wait_for(front.wait_ready(), BOOT_S)
             yield front
         finally:
-            await link.stop(0.0)
+            await link.close(0.0)
             runs.cancel()
             await asyncio.gather(runs, return_exceptions=True)
 
@@ -163,7 +163,7 @@ async def test_a_killed_engine_on_another_machine_is_replaced(cluster: Callable[
         await until(lambda: front.fleet.view.complete)
         assert front.fleet.engines[1].restarts == 1
         (replacement,) = node.engines(front)
-        assert replacement.pid == front.fleet.engines[1].process.pid != engine.pid
+        assert replacement.pid == front.fleet.engines[1].pid != engine.pid
 
 
 async def test_an_agent_ends_at_once_when_told_and_is_waited_for(cluster: Callable[..., Cluster]) -> None:

@@ -17,7 +17,7 @@ STALL_S = 1.5
 
 def impatient(fleet: Fleet) -> None:
     for engine in fleet.engines:
-        engine.process._stall_s = STALL_S
+        engine._stall_s = STALL_S
 
 
 async def test_an_engine_that_stops_while_the_others_wait_for_it_is_replaced(fleet: Open) -> None:
@@ -27,12 +27,12 @@ async def test_an_engine_that_stops_while_the_others_wait_for_it_is_replaced(fle
         streams = await some(front, 6, 300)
         stopped, killed = front.fleet.engines
         impatient(front.fleet)
-        first = stopped.process.pid
-        os.kill(stopped.process.pid, signal.SIGSTOP)
-        os.kill(killed.process.pid, signal.SIGKILL)
-        await until(lambda: killed.restarts == 1 and killed.up and stopped.process.held)
+        first = stopped.pid
+        os.kill(stopped.pid, signal.SIGSTOP)
+        os.kill(killed.pid, signal.SIGKILL)
+        await until(lambda: killed.restarts == 1 and killed.up and stopped.held)
         await until(lambda: stopped.restarts == 1 and front.fleet.view.complete, 20)
-        assert stopped.process.pid != first
+        assert stopped.pid != first
         assert await streams == answers(6, 300)
 
 
@@ -41,10 +41,10 @@ async def test_an_engine_that_answers_may_wait_as_long_as_it_takes(fleet: Open) 
     async with fleet(2) as front:
         waiting, killed = front.fleet.engines
         impatient(front.fleet)
-        os.kill(killed.process.pid, signal.SIGKILL)
-        await until(lambda: killed.restarts == 1 and killed.process.pid is not None)
-        os.kill(killed.process.pid, signal.SIGSTOP)
+        os.kill(killed.pid, signal.SIGKILL)
+        await until(lambda: killed.restarts == 1 and killed.pid is not None)
+        os.kill(killed.pid, signal.SIGSTOP)
         await asyncio.sleep(2 * STALL_S)
-        os.kill(killed.process.pid, signal.SIGCONT)
+        os.kill(killed.pid, signal.SIGCONT)
         await until(lambda: front.fleet.view.complete, 20)
         assert (waiting.restarts, killed.restarts) == (0, 1)

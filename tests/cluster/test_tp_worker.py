@@ -18,16 +18,15 @@ import torch
 
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.build import build_runner
-from moeserve.cluster.engine_process import EngineProcess
+from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid
 from moeserve.cluster.host import LocalHost
-from moeserve.cluster.interface import EngineGone
+from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import Role
 from moeserve.comm.world import World
 from moeserve.config import Config, config_of
 from moeserve.errors import ConfigError, EngineDied, PeerLost
 from moeserve.messages import (
     Drain,
-    EngineOut,
     Join,
     Joined,
     PlacementTable,
@@ -123,19 +122,22 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
 
 
 class Ear:
-    """Hears an engine process."""
+    """What an engine handle sees of its fleet."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
+        self.inbox = self.outbox = self
 
-    async def hear(self, msg: EngineOut) -> None:
-        self.seen.append(msg)
+    full = False
 
-    def lost(self) -> None:
-        pass
+    async def room(self) -> None: ...
 
-    def gone(self, end: EngineGone) -> None:
-        self.seen.append(end)
+    def put(self, news: EngineSaid | EngineLost | EngineEnded, force: bool) -> None:
+        match news:
+            case EngineSaid(msg=msg):
+                self.seen.append(msg)
+            case EngineEnded(end=end):
+                self.seen.append(end)
 
     async def until(self, condition: Callable[[Any], bool], what: str) -> Any:
         """The first message that fulfils it; what came before is dropped."""
@@ -159,10 +161,9 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
     host = LocalHost(str(short_dir))
     if forked:
         host.keep(2)
-    process = EngineProcess(
-        config(tp=2), ear, role=lambda: PAIR, policy=RestartPolicy(first_pause_s=0.05, max_deaths=1)
-    )
-    life = asyncio.create_task(process.run(host))
+    fleet: Any = ear
+    process = EngineHandle(fleet, 0, PAIR, config(tp=2), policy=RestartPolicy(first_pause_s=0.05, max_deaths=1))
+    process.start(host)
     try:
         ready: Ready = await ear.heard(Ready)
         assert (ready.num_moe_layers, ready.num_experts, ready.expert_bytes) == (4, 8, 3 * 256 * 320 * 2)
@@ -195,8 +196,7 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
         assert not alive
     finally:
         process.send(Drain(0.0))
-        await process.stop(0.0)
-        await life
+        await process.close(0.0)
         await host.forks.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moeserve.actor.inbox import Inbox
-from moeserve.cluster.interface import EngineGone, FromEngine
+from moeserve.cluster.link import EngineGone, FromEngine
 from moeserve.errors import Overloaded
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import EngineIn, Phase, Ready, StepOutput
@@ -24,7 +24,7 @@ class ScriptedEngine:
     """Records what the front end sends; the test says what comes back."""
 
     def __init__(self) -> None:
-        self.inbox: Inbox[FromEngine] = Inbox("front end")
+        self.outbox: Inbox[FromEngine] = Inbox("front end")
         self.sent: list[EngineIn] = []
         self.phase = Phase("", 0, 0.0)
         self.ready: Ready | None = None
@@ -46,7 +46,7 @@ class ScriptedEngine:
     async def tell(self, *messages: FromEngine) -> None:
         """Puts messages and lets the front end work on them."""
         for msg in messages:
-            self.inbox.put(msg)
+            self.outbox.put(msg)
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -63,7 +63,7 @@ class ScriptedEngine:
         await self.tell(EngineGone(exit_code=-9, cause="killed", restart_in_s=0.1 if restarting else None))
 
     async def start(self) -> None: ...
-    async def stop(self, deadline_s: float) -> None: ...
+    async def close(self, deadline_s: float) -> None: ...
     async def until_ready(self) -> Ready:
         raise NotImplementedError
 

@@ -76,7 +76,7 @@ class ScriptedEngine:
     """
 
     tokenizer: Tokenizer
-    inbox: Inbox[Any] = field(default_factory=lambda: Inbox("front end"))
+    outbox: Inbox[Any] = field(default_factory=lambda: Inbox("front end"))
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     refuse: str = ""
     break_after: int | None = None
@@ -93,7 +93,7 @@ class ScriptedEngine:
         self.told.append(msg)
         match msg:
             case Submit() if self.refuse:
-                self.inbox.put(Refused(msg.rid, self.refuse, "refused"))
+                self.outbox.put(Refused(msg.rid, self.refuse, "refused"))
             case Submit():
                 self.rows[msg.rid] = _Row(msg)
                 self.wake.set()
@@ -191,7 +191,7 @@ class ScriptedEngine:
             record=record,
             **extra,
         )
-        self.inbox.put(out, force=True)
+        self.outbox.put(out, force=True)
 
 
 def logprob_row(token: int, num_top: int) -> Logprobs:
@@ -267,8 +267,8 @@ async def live_server(
     sock = bind(config)
     port = sock.getsockname()[1]
     if ready:
-        engine.inbox.put(Phase("loading", 50, 0.1))
-        engine.inbox.put(engine.ready())
+        engine.outbox.put(Phase("loading", 50, 0.1))
+        engine.outbox.put(engine.ready())
     tasks = [asyncio.create_task(job) for job in (front.run(), engine.run(), watch(context.streams, config.sse_ping_s))]
     try:
         async with listening(sock, App(context)), aiohttp.ClientSession(read_bufsize=2**20) as session:

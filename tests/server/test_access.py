@@ -94,7 +94,7 @@ async def test_while_loading_probes_tell_the_phase_and_requests_are_put_off(laun
             status, body = await live.get(path)
             assert (status, body["status"]) == (503, "loading")
         live.context.front = live.front
-        live.engine.inbox.put(Phase("reading weights", 40, 1.0))
+        live.engine.outbox.put(Phase("reading weights", 40, 1.0))
         async with asyncio.timeout(3):
             while live.front.phase.percent != 40:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)

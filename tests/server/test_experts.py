@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moeserve.cluster.interface import Resized
+from moeserve.cluster.link import Resized
 from moeserve.cluster.view import EngineView, ExpertsView, FleetView, RebalanceDecision
 from moeserve.messages import ExpertLoad, StepOutput
 from moeserve.metrics import StepRecord
@@ -24,7 +24,7 @@ LOAD_LE = np.array([[10, 30, 0, 0], [5, 5, 5, 5]])
 @pytest.fixture
 async def sparse(live):
     """The server of a model with 2 MoE layers of 4 experts."""
-    live.engine.inbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
+    live.engine.outbox.put(Resized(msgspec.structs.replace(live.engine.ready(), num_moe_layers=2, num_experts=4)))
     await until(lambda: live.front.ready.num_experts == 4)
     return live
 
@@ -70,11 +70,11 @@ async def test_while_loading(launch):
 
 
 async def test_one_engine_has_all_experts(sparse):
-    sparse.engine.inbox.put(step(0, running=3, device_us=2000))
-    sparse.engine.inbox.put(step(0, running=2, device_us=4000))
+    sparse.engine.outbox.put(step(0, running=3, device_us=2000))
+    sparse.engine.outbox.put(step(0, running=2, device_us=4000))
     for counts in (LOAD_LE, LOAD_LE, np.ones((3, 3))):  # the last one fits nothing
-        sparse.engine.inbox.put(load(counts))
-    await until(lambda: not len(sparse.engine.inbox))
+        sparse.engine.outbox.put(load(counts))
+    await until(lambda: not len(sparse.engine.outbox))
     status, answer = await sparse.get(EXPERTS)
     assert status == 200, answer
     shown = msgspec.convert(answer, ExpertsResponse)
@@ -129,9 +129,9 @@ def fleet_view(counts: np.ndarray, placement: Placement) -> FleetView:
 async def test_several_engines(sparse, monkeypatch):
     placement = Placement(2, 2, 4, np.array([[0, 1, 1, 2, 3, 1], [0, 1, 0, 2, 3, 2]], np.int32))
     monkeypatch.setattr(sparse.front.watch, "view", lambda state, ready: fleet_view(LOAD_LE, placement))
-    sparse.engine.inbox.put(step(0, running=3, device_us=2000, comm_us=1000, exposed_us=250))
-    sparse.engine.inbox.put(step(1, running=4, device_us=6000))
-    await until(lambda: not len(sparse.engine.inbox))
+    sparse.engine.outbox.put(step(0, running=3, device_us=2000, comm_us=1000, exposed_us=250))
+    sparse.engine.outbox.put(step(1, running=4, device_us=6000))
+    await until(lambda: not len(sparse.engine.outbox))
     _, answer = await sparse.get(EXPERTS)
     shown = msgspec.convert(answer, ExpertsResponse)
     # Layer 0: expert 0 and two of the three replicas of expert 1 are on rank 0.
@@ -174,7 +174,7 @@ async def test_a_stream_goes_on_until_the_server_drains(sparse, query, headers):
             if not line.startswith(b"data: {"):
                 continue
             seen.append(msgspec.json.decode(line[6:], type=ExpertsResponse))
-            sparse.engine.inbox.put(load(LOAD_LE))
+            sparse.engine.outbox.put(load(LOAD_LE))
             if len(seen) == 3:
                 break
         draining = asyncio.create_task(sparse.front.drain(0.0))

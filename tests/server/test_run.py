@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from moeserve.cluster.interface import EngineGone
+from moeserve.cluster.link import EngineGone
 from moeserve.config import ServerConfig
 from moeserve.errors import CheckpointError
 from moeserve.frontend.front_end import FrontEnd
@@ -27,7 +27,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class Server:
-    """`run` as a task, with doors: the engine is ready when `engine.inbox` says so."""
+    """`run` as a task, with doors: the engine is ready when `engine.outbox` says so."""
 
     def __init__(self, engine, tokenizer, shutdown_timeout: float) -> None:
         self.engine, self.tokenizer = engine, tokenizer
@@ -92,7 +92,7 @@ async def test_it_answers_while_it_loads_then_serves_then_drains(server, session
     assert await status(session, server, "/readyz") == (503, "loading")
     server.files_read.set()
     assert await status(session, server, "/livez") == (200, "loading")
-    server.engine.inbox.put(server.engine.ready())
+    server.engine.outbox.put(server.engine.ready())
     await until(lambda: server.context.started)
     assert await status(session, server, "/readyz") == (200, "ready")
     assert "[DONE]" in await stream(session, server)
@@ -115,7 +115,7 @@ async def test_what_does_not_finish_in_time_ends_as_aborted(scripted, tokenizer,
     server = Server(scripted, tokenizer, shutdown_timeout=0.1)
     life = server.start()
     server.files_read.set()
-    scripted.inbox.put(scripted.ready())
+    scripted.outbox.put(scripted.ready())
     await until(lambda: server.context.started)
     scripted.gate.clear()
     running = asyncio.create_task(stream(session, server))
@@ -138,7 +138,7 @@ async def test_a_second_signal_stops_now(server, session, monkeypatch):
     monkeypatch.setattr(os, "_exit", codes.append)
     life = server.start()
     server.files_read.set()
-    server.engine.inbox.put(server.engine.ready())
+    server.engine.outbox.put(server.engine.ready())
     await until(lambda: server.context.started)
     server.engine.gate.clear()
     running = asyncio.create_task(stream(session, server))
@@ -156,7 +156,7 @@ async def test_a_second_signal_stops_now(server, session, monkeypatch):
 async def test_the_banner_tells_how_to_talk_to_it(server, session, capsys):
     life = server.start()
     server.files_read.set()
-    server.engine.inbox.put(server.engine.ready())
+    server.engine.outbox.put(server.engine.ready())
     await until(lambda: server.context.started)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await life == 0
@@ -170,6 +170,6 @@ async def test_the_banner_tells_how_to_talk_to_it(server, session, capsys):
 async def test_an_engine_that_is_gone_for_good_ends_the_server_with_its_cause(server):
     life = server.start()
     server.files_read.set()
-    server.engine.inbox.put(EngineGone(exit_code=3, cause="model.safetensors is truncated"))
+    server.engine.outbox.put(EngineGone(exit_code=3, cause="model.safetensors is truncated"))
     with pytest.raises(CheckpointError, match="truncated"):
         await asyncio.wait_for(life, 5)

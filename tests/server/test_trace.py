@@ -132,7 +132,7 @@ async def test_one_engine_is_asked_and_answers(launch, admin_key_file):
         asking = asyncio.create_task(live.post(TRACE, b"", **ADMIN))
         await until(lambda: TraceNext() in live.engine.told)
         assert (await live.post(TRACE, b"", **ADMIN))[1]["error"]["message"] == "another trace is being taken"
-        live.engine.inbox.put(Traced(3, 0, 0, rank_events(77)))
+        live.engine.outbox.put(Traced(3, 0, 0, rank_events(77)))
         status, file, _ = await asking
         assert status == 200, file
         assert {track for _, track in check(file)} >= {

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from moeserve.actor.forked import ForkServer
+from moeserve.actor.forking import ForkServer
 from moeserve.actor.process import Child
 
 SERVER = """

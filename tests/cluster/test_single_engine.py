@@ -17,7 +17,7 @@ import pytest
 
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.actor.zmq_wire import listen
-from moeserve.cluster import engine_process
+from moeserve.cluster import engine_handle
 from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import without_secrets
 from moeserve.config import Config, ServerConfig
@@ -61,7 +61,7 @@ async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end
 async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
     child: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
     async with child("stuck", policy=FAST, stall_s=0.6) as (link, reader):
         first = await link.until_ready()
         await asyncio.sleep(0.7)  # idle is not stalled
@@ -76,7 +76,7 @@ async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
 
 
 async def test_a_stopped_engine_counts_as_stalled(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
     async with child("null", policy=FAST, stall_s=0.6) as (link, reader):
         ready = await link.until_ready()
         os.kill(ready.pid, signal.SIGSTOP)
@@ -102,7 +102,7 @@ async def test_a_start_that_hangs_is_cut_short(child: Open) -> None:
 
 
 async def test_an_engine_of_another_version_is_refused_for_good(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "listen", partial(listen, version=99))
+    monkeypatch.setattr(engine_handle, "listen", partial(listen, version=99))
     async with child("null", policy=FAST) as (_, reader):
         end = await reader.gone()
         assert "speaks message protocol 1, the listening one 99" in end.cause
@@ -143,7 +143,7 @@ async def test_an_engine_that_dies_on_its_way_to_a_stop_is_replaced(child: Open)
 
 
 async def test_an_engine_whose_steps_take_long_is_given_the_time(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
     async with child("slow_steps", policy=FAST, stall_s=0.1) as (link, reader):
         await link.until_ready()
         reader.submit(1, max_tokens=2)
@@ -158,12 +158,12 @@ async def test_the_engine_process_collects_no_garbage_of_its_start(child: Open) 
 
 
 async def test_the_front_end_never_sees_heartbeats(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.02)
     async with child("null") as (link, reader):
         await link.until_ready()
         await asyncio.sleep(0.2)
         assert link.stalled_s < 0.15
-        await link.stop(1.0)
+        await link.close(1.0)
         await reader.gone()
         assert not any(isinstance(msg, Pong) for msg in reader.seen)
 
@@ -179,18 +179,18 @@ async def test_keys_do_not_reach_the_engine(child: Open) -> None:
 FRONT_END = """
 import asyncio, sys
 from moeserve.config import Config
-from moeserve.cluster.link import ChildEngine
+from moeserve.cluster.fleet import Fleet
 from moeserve.messages import Submit
 from moeserve.sampling import TokenSampling
 async def main():
-    link = ChildEngine(Config(), builder="builders:" + sys.argv[1])
+    link = Fleet(Config(), builder="builders:" + sys.argv[1])
     await link.start()
     if sys.argv[1] == "stuck":
         ready = await link.until_ready()
         link.send(Submit(rid=1, tokens=bytes(4), num_prompt=1, sampling=TokenSampling(seed=1, max_tokens=9)))
-    while link.pid is None:
+    while link.engines[0].pid is None:
         await asyncio.sleep(0)
-    print(link.pid, link._run_dir.path, flush=True)
+    print(link.engines[0].pid, link._run_dir.path, flush=True)
     await asyncio.sleep(100)
 asyncio.run(main())
 """
@@ -218,7 +218,7 @@ def test_no_engine_outlives_a_killed_front_end(builder: str, monkeypatch: pytest
         parent.wait()
 
 
-@pytest.mark.parametrize("module", ["moeserve.cluster.link", "moeserve.cluster.engine_main", "moeserve.actor.actor"])
+@pytest.mark.parametrize("module", ["moeserve.cluster.fleet", "moeserve.cluster.engine_main", "moeserve.actor.actor"])
 def test_nothing_heavy_is_imported_before_the_engine_is_connected(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
