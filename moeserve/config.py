@@ -1,6 +1,6 @@
-"""One frozen tree of settings. Each field knows its flag, its help and its range.
+"""The settings: a frozen tree of dataclasses whose fields carry flag, help and range.
 
-Where a number is None, `runner/limits.py` finds it. Precedence: flag, then MOESERVE_* environment variable (--help
+`runner/limits.py` computes numbers that are None. Precedence: flag, then MOESERVE_* environment variable (--help
 names it), then --config YAML, then the default here.
 """
 
@@ -18,18 +18,20 @@ from moeserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO = "demo"
-COMM_SMS = 24  # what DeepEP's published bandwidths take; of an H100's or H200's 132, computation keeps four fifths
-INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the first that divides those of a layer
+COMM_SMS = 24  # as in DeepEP's published bandwidths; leaves computation four fifths of an H100's or H200's 132 SMs
+INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the first number that divides a layer's inputs
 
 
 def _opt(default: Any, help: str, *, flag: str | None = "", low: float = 0, high: float = math.inf) -> Any:
-    """A field with its help text. flag: "" derives --the-name, None keeps it out of the command line (YAML only).
-    low, high: what a number may be, both ends included."""
+    """Returns a dataclass field with its help text. flag: "" derives --the-name, None makes the field YAML-only.
+    low, high: the range of a number, both ends included."""
     return field(default=default, metadata={"help": help, "flag": flag, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
+    """The model, its number formats, and its text files."""
+
     model: str = _opt(DEMO, "Hugging Face model directory, or 'demo' for the built-in one", flag=None)
     served_model_name: str | None = _opt(None, "name in the API (default: the directory's name)")
     load_format: Literal["auto", "dummy"] = _opt(
@@ -50,6 +52,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
+    """The KV cache and the prefix cache."""
+
     block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64", low=1)
     kv_cache_dtype: Literal["auto", "int8"] = _opt(
         "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded", flag=None
@@ -64,6 +68,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
+    """How many requests and tokens a step may have."""
+
     max_num_seqs: int = _opt(256, "requests that run at once", low=1)
     max_num_batched_tokens: int | None = _opt(
         None, "tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)", low=1
@@ -77,6 +83,8 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
+    """Where and how the model runs."""
+
     device: Literal["auto", "cpu", "cuda"] = _opt("auto", "where the model runs")
     threads: int | None = _opt(
         None, "CPU threads of the model runner (default: the cores that the model can use)", low=1
@@ -103,12 +111,14 @@ class DeviceConfig:
 
     @property
     def exact(self) -> bool:
-        """Whether bits may depend on nothing but the request, also where that costs speed."""
+        """Whether results depend on the request alone, bit by bit, even where that costs speed."""
         return self.determinism in ("batch", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
+    """Processes, machines, expert parallelism and communication."""
+
     dp: int = _opt(1, "engines that share the requests (data parallel)", low=1, high=1024)
     tp: int = _opt(1, "processes per engine that share attention (tensor parallel)", low=1, high=64)
     ep: Literal["on", "off"] = _opt("on", "on: experts are sharded over all dp x tp ranks; off: every rank has all")
@@ -138,11 +148,14 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
+        """Number of processes that run the model."""
         return self.dp * self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
+    """The HTTP server: address, keys, limits and logs."""
+
     host: str = _opt("127.0.0.1", "address to listen on")
     port: int = _opt(8000, "port to listen on; 0: any free one", high=65535)
     api_key: tuple[str, ...] = _opt((), "require one of these keys (better: --api-key-file)")
@@ -164,7 +177,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything that was asked for. Numbers that are still None are found by `resolve`."""
+    """All settings as the user gave them."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -185,7 +198,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Config:
-    """A Config from flat keyword arguments, each under its field's own name, as `LLM` and `AsyncEngine` take them.
+    """Returns a Config from the keyword arguments of `LLM` and `AsyncEngine`, each named like its field.
 
     Raises ConfigError for an unknown name, with the nearest known one.
     """
@@ -207,7 +220,7 @@ def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Conf
 
 
 def _checked(config: Config) -> Config:
-    """Types and choices; ranges follow."""
+    """Raises ConfigError for a wrong type or choice; `check_range` follows."""
     try:
         return msgspec.convert(msgspec.to_builtins(config), Config)
     except (msgspec.ValidationError, TypeError) as error:
@@ -215,7 +228,7 @@ def _checked(config: Config) -> Config:
 
 
 def check_range(setting: Field[Any], value: Any, origin: str) -> None:
-    """Raises ConfigError when a number is outside of what its field allows."""
+    """Raises ConfigError if a number is outside of its field's range."""
     low, high = setting.metadata["low"], setting.metadata["high"]
     if isinstance(value, int | float) and not low <= value <= high:
         bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
@@ -224,7 +237,7 @@ def check_range(setting: Field[Any], value: Any, origin: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the scheduler obeys: every number resolved. Counts in tokens, blocks and requests."""
+    """The scheduler's limits, every number resolved. Counts of tokens, blocks and requests."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -69,10 +69,12 @@ class ChildEngine:
 
     async def hear(self, msg: EngineOut) -> None:
         await self.inbox.room()
-        self.inbox.put(msg)
+        if not self.inbox.closed:
+            self.inbox.put(msg)
 
     def lost(self) -> None:
         """`gone` follows within a moment, and there is no other engine to turn to meanwhile."""
 
     def gone(self, end: EngineGone) -> None:
-        self.inbox.put(end, force=True)
+        if not self.inbox.closed:
+            self.inbox.put(end, force=True)

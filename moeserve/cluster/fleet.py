@@ -39,8 +39,8 @@ from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import (
     Abort,
-    Answer,
-    Call,
+    AdminCall,
+    AdminResult,
     Drain,
     EngineIn,
     EngineOut,
@@ -203,7 +203,7 @@ class Fleet:
                 self.traffic.submit(msg)
             case Abort(rids=rids):
                 self.traffic.abort(rids)
-            case Call():
+            case AdminCall():
                 self._polls.ask(msg, [engine for engine in self.engines if engine.up])
             case Drain(deadline_s=deadline_s):
                 # The engines learn of it at the deadline: one that dies before needs the others, also the idle ones.
@@ -349,14 +349,15 @@ class Fleet:
             case _:
                 self._on_news(engine, msg)
                 return
-        self.inbox.put(msg)
+        if not self.inbox.closed:
+            self.inbox.put(msg)
 
     def _on_news(self, engine: EngineHandle, msg: EngineOut) -> None:
         """What the front end need not know."""
         match msg:
             case Phase():
                 self._on_phase()
-            case Answer():
+            case AdminResult():
                 self._polls.answered(engine, msg)
             case Ready() | Joined() | Parted():
                 self._on_standing(engine)
@@ -409,7 +410,8 @@ class Fleet:
     # ---- endings --------------------------------------------------------------------------------------------
 
     def _tell(self, msg: FromEngine) -> None:
-        self.inbox.put(msg, force=True)
+        if not self.inbox.closed:
+            self.inbox.put(msg, force=True)
 
     def _end(self, gone: EngineGone) -> None:
         """The last notice."""

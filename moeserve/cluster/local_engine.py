@@ -55,9 +55,9 @@ class LocalEngine:
     def healthy(self) -> bool:
         return self.ready is not None and self._heart.healthy(time.monotonic())
 
-    def send(self, msg: EngineIn) -> None:
+    def send(self, msg: EngineIn, *, force: bool = False) -> None:
         if not self._engine_inbox.closed:
-            self._engine_inbox.put(msg)
+            self._engine_inbox.put(msg, force=force)
 
     async def stop(self, deadline_s: float) -> None:
         if self._task is None:
@@ -65,7 +65,7 @@ class LocalEngine:
         if self.ready is None:
             self._task.cancel()
         else:
-            self._engine_inbox.put(Drain(deadline_s), force=True)
+            self.send(Drain(deadline_s), force=True)
         await asyncio.wait([self._task], timeout=deadline_s + ABORT_S)
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -98,13 +98,14 @@ class LocalEngine:
     def _begin(self, ready: Ready) -> None:
         self._heart = Heartbeat(time.monotonic(), ready.step_s)
         self.ready = ready
-        self.inbox.put(ready)
+        self._hear(ready)
         self._first_ready.set_result(ready)
 
     def _end(self, gone: EngineGone) -> None:
         self.ready = None
         self._engine_inbox.close()  # the front end answers for what was in there: see EngineGone
-        self.inbox.put(gone, force=True)
+        if not self.inbox.closed:
+            self.inbox.put(gone, force=True)
         if not self._first_ready.done():
             self._first_ready.set_exception(gone.error())
             self._first_ready.exception()  # nobody has to await it
@@ -116,7 +117,8 @@ class LocalEngine:
                 return
             case Phase():
                 self.phase = msg
-        self.inbox.put(msg)
+        if not self.inbox.closed:
+            self.inbox.put(msg)
 
     async def _beat(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Taking a trace: every rank is asked what it did in one step, and the answers are collected."""
+"""Takes a trace: asks every rank for its spans of one step, and collects the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rank = tuple[int, int]  # data-parallel, tensor-parallel
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What ranks did, in their order. missing: the ranks that did not answer in time."""
+    """The spans of one step by rank, in rank order. missing: the ranks that did not answer in time."""
 
     ranks: Sequence[Traced]
     missing: Sequence[Rank]
@@ -33,7 +33,7 @@ class Tracing:
         self._answers: _Answers | None = None
 
     async def take(self, view: FleetView, timeout_s: float) -> Trace:
-        """Of the next step. Engines that form a group are traced in the same one, others each in its own.
+        """Traces the next step. Engines that form a group are traced in the same step, others each in its own.
 
         Raises Conflict if no step runs within timeout_s seconds, or another trace is being taken.
         """
@@ -57,13 +57,13 @@ class Tracing:
         return Trace([ranks[rank] for rank in sorted(ranks)], sorted(wanted - ranks.keys()))
 
     def hear(self, msg: Traced) -> None:
-        """An answer; one that comes too late is dropped."""
+        """Adds one rank's answer; one that comes too late is dropped."""
         if self._answers is not None:
             self._answers.add(msg)
 
 
 class _Answers:
-    """By step: one that was asked for earlier, when nothing ran, may still come."""
+    """Answers by step: a step that was asked for earlier, when nothing ran, may still come."""
 
     def __init__(self, wanted: set[Rank], together: bool) -> None:
         self.some, self.all = asyncio.Event(), asyncio.Event()
@@ -82,5 +82,5 @@ class _Answers:
 
     @property
     def fullest(self) -> dict[Rank, Traced]:
-        """Of the step that most ranks have told about."""
+        """The answers of the step that most ranks answered for."""
         return max(self._steps.values(), key=len, default={})

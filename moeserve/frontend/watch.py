@@ -1,4 +1,4 @@
-"""What there is to see of the engines behind a front end: one engine looks like a fleet of one."""
+"""The state of the engines behind a front end. One engine looks like a fleet of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATES = {"ready": "serving"}  # of a front end -> of its only engine, where the
 
 
 class Watch:
-    """state, ready: the front end's own, at the moment of the call."""
+    """Makes views and traces of the engines. state, ready: the front end's, at the moment of the call."""
 
     def __init__(self, link: EngineLink, stats: FrontStats) -> None:
         self._fleet = link if isinstance(link, Fleet) else None
@@ -28,12 +28,14 @@ class Watch:
         self._loads: Rebalancing | None = None  # where every engine has all experts
 
     def hear(self, msg: ExpertLoad | Traced, ready: Ready | None) -> None:
+        """Takes an engine's expert load or its part of a trace."""
         if isinstance(msg, Traced):
             self._tracing.hear(msg)
         elif (loads := self._all_experts(ready)) is not None:
             loads.note(msg)
 
     def view(self, state: str, ready: Ready | None) -> FleetView:
+        """Returns the state of all engines."""
         if self._fleet is not None:
             view = self._fleet.view
         else:
@@ -53,7 +55,7 @@ class Watch:
         return view
 
     async def trace(self, view: FleetView, timeout_s: float) -> Trace:
-        """See `Tracing.take`."""
+        """Traces the next step; see `Tracing.take`."""
         return await self._tracing.take(view, timeout_s)
 
     def _only_engine(self, state: str, ready: Ready | None) -> EngineView:
@@ -71,7 +73,7 @@ class Watch:
         )
 
     def _all_experts(self, ready: Ready | None) -> Rebalancing | None:
-        """None for a dense model, and where experts are sharded: the fleet counts them then."""
+        """Returns the load statistics where every engine has all experts; None for dense models and sharded experts."""
         ep_sharded = self._fleet is not None and self._fleet.experts is not None
         if self._loads is None and ready is not None and ready.num_experts and not ep_sharded:
             from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy

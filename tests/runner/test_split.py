@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from moeserve.blocks.inputs import GroupInputs, StepInputs
-from moeserve.engine.ubatch_split import best_split
+from moeserve.engine.plan import best_split
 from moeserve.runner.ubatches import split
 
 
