@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from moeserve.errors import RequestError
 from moeserve.frontend.delta import Delta
@@ -13,32 +14,22 @@ from moeserve.text.detokenizer import Detokenizer
 from moeserve.text.stop import StopMatcher
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One of a request's n sequences: its sampling parameters, its tokens so far, and its text state.
 
     The generated tokens stay here, so that a new engine can continue where a dead one stopped.
     """
 
-    __slots__ = ("detok", "first_at", "index", "last_at", "owner", "rid", "sampling", "stops", "tokens")
-
-    def __init__(
-        self,
-        rid: int,
-        index: int,
-        owner: Generation,
-        sampling: TokenSampling,
-        detok: Detokenizer | None,
-        stops: StopMatcher | None,
-    ) -> None:
-        self.rid = rid
-        self.index = index
-        self.owner = owner
-        self.sampling = sampling
-        self.detok = detok
-        self.stops = stops
-        self.tokens: list[int] = []
-        self.first_at: float | None = None
-        self.last_at = 0.0
+    rid: int
+    index: int
+    owner: Generation
+    sampling: TokenSampling
+    detok: Detokenizer | None
+    stops: StopMatcher | None
+    tokens: list[int] = field(default_factory=list)
+    first_at: float | None = None
+    last_at: float = 0.0
 
     def advance(self, token: int, finish: int, stop_id: int | None) -> Delta:
         """Takes one row of a step output and returns the delta for the caller. A token of -1 means no token.

@@ -159,8 +159,8 @@ def _join(values: Iterable[Any], d: str = "", attribute: str | None = None) -> s
     return d.join(texts)
 
 
-def _replace(text: Any, old: str, new: str, count: int = -1) -> str:
-    text, old, new = str(text), str(old), str(new)
+def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
+    text = str(value)
     _check_size(len(text) + text.count(old) * max(len(new) - len(old), 0))
     return text.replace(old, new, count)
 
@@ -171,16 +171,10 @@ def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False)
     return str(jinja2.filters.do_indent(text, int(width), first, blank))
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Returns JSON as transformers has it: the filter of jinja2 escapes HTML."""
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Returns JSON as transformers does: the filter of jinja2 escapes HTML."""
     _check_indent(indent)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _range(*bounds: int) -> range:
