@@ -41,7 +41,9 @@ class ModelConfig:
     quantization: Literal["none", "int8", "int4"] = _opt(
         "none", "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)"
     )
-    packed_cache: str | None = _opt(None, "folder for packed weights, which the next start maps (CPU)", flag=None)
+    packed_cache: str | None = _opt(
+        None, "folder for packed weights, which later starts map into memory (CPU)", flag=None
+    )
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     generation_config: Literal["auto", "none"] = _opt(
@@ -68,7 +70,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How many requests and tokens a step may have."""
+    """Limits of requests and tokens per step."""
 
     max_num_seqs: int = _opt(256, "requests that run at once", low=1)
     max_num_batched_tokens: int | None = _opt(
@@ -83,7 +85,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where and how the model runs."""
+    """The device, its kernels, and determinism."""
 
     device: Literal["auto", "cpu", "cuda"] = _opt("auto", "where the model runs")
     threads: int | None = _opt(
@@ -91,23 +93,23 @@ class DeviceConfig:
     )
     determinism: Literal["auto", "fast", "batch", "full"] = _opt(
         "auto",
-        "batch: a request's bits depend on nothing but itself (always so on CPU; on CUDA it costs speed); full: nor on "
-        "the number of ranks, which needs no other kernels today",
+        "batch: a request's results do not depend on other requests (always so on CPU; slower on CUDA); full: nor on "
+        "the number of ranks, with the same kernels today",
     )
     kernels: Literal["auto", "native", "onednn", "torch", "triton"] = _opt(
         "auto",
-        "what computes; on CPUs native, or torch's with or without oneDNN's packing, on CUDA triton or torch",
+        "kernel library: native, onednn or torch on CPUs, triton or torch on CUDA",
         flag=None,
     )
     graphs: Literal["auto", "full", "piecewise", "off"] = _opt(
         "auto",
-        "steps of few tokens as recorded graphs (CUDA); full: only where each request has one; piecewise: attention "
-        "apart; auto: both, each where it is better",
+        "CUDA graphs for steps of few tokens; full: steps with one token per request; piecewise: graphs without "
+        "attention; auto: the faster one for each step",
         flag=None,
     )
-    compile: bool = _opt(False, "generate what lies between attention and experts by torch.compile (CUDA)")
-    null_runner: bool = _opt(False, "benchmarks only: made-up tokens at no cost of a model", flag=None)
-    null_step_ms: float = _opt(0.0, "benchmarks only: time that the null runner lets pass per step", flag=None)
+    compile: bool = _opt(False, "fuse the operations between attention and experts with torch.compile (CUDA)")
+    null_runner: bool = _opt(False, "benchmarks only: made-up tokens instead of a model", flag=None)
+    null_step_ms: float = _opt(0.0, "benchmarks only: milliseconds per step of the null runner", flag=None)
 
     @property
     def exact(self) -> bool:
@@ -124,26 +126,30 @@ class ParallelConfig:
     ep: Literal["on", "off"] = _opt("on", "on: experts are sharded over all dp x tp ranks; off: every rank has all")
     all2all: str = _opt(
         "auto",
-        "how rows travel to their experts: shm, torch, allgather, cuda_ipc, deepep_ht, deepep_ll, deepep_v2, or auto",
+        "transport of tokens to experts: shm, torch, allgather, cuda_ipc, deepep_ht, deepep_ll, deepep_v2, or auto",
     )
     wire: Literal["auto", "fp8_b128"] = _opt(
-        "auto", "element format of dispatched rows; auto: the model's own; fp8_b128: half the bytes, rounded", flag=None
+        "auto",
+        "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, rounded",
+        flag=None,
     )
     dbo: Literal["auto", "on", "off"] = _opt(
-        "auto", "dual-batch overlap: one half of the batch computes while the other one's rows travel"
+        "auto", "dual-batch overlap: one half of the batch computes while the other half communicates"
     )
     comm_sms: int | None = _opt(
-        None, "multiprocessors (SMs) that communication may take beside computation (CUDA; default: 24)",
+        None, "GPU multiprocessors (SMs) that communication may use beside computation (CUDA; default: 24)",
         flag=None, low=1, high=132,
     )  # fmt: skip
-    redundant_experts: int = _opt(0, "expert slots beyond one per expert, for replicas of busy experts")
+    redundant_experts: int = _opt(0, "physical experts beyond one per logical expert, for replicas of busy experts")
     rebalance: Literal["auto", "off"] = _opt("auto", "move experts between ranks when the load is uneven and it pays")
     fork_server: Literal["on", "off"] = _opt(
-        "on", "on: engines are forks of a process that has imported everything, and replaced at once (Linux)", flag=None
+        "on",
+        "on: fork engines from a process that has imported everything, so that restarts are fast (Linux)",
+        flag=None,
     )
     nnodes: int = _opt(1, "machines that serve together; each gets dp / nnodes engines", low=1, high=1024)
-    node_rank: int = _opt(0, "which of them this is; 0 answers HTTP", high=1023)
-    rendezvous: str | None = _opt(None, "HOST:PORT on machine 0 where the machines meet")
+    node_rank: int = _opt(0, "number of this machine, from 0; machine 0 answers HTTP", high=1023)
+    rendezvous: str | None = _opt(None, "HOST:PORT on machine 0 to which the other machines connect")
     cluster_key_file: str | None = _opt(None, "file with the secret that all machines share (nnodes > 1)")
 
     @property
@@ -177,7 +183,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All settings as the user gave them."""
+    """The whole tree of settings, as the user gave them."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

@@ -168,7 +168,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """All tokens of one step, in columns: row i belongs to request rids[i].
+    """The tokens of one step, in columns: row i belongs to request rids[i].
 
     A row with token -1 has no token: an abort or an error ended the request.
     """

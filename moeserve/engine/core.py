@@ -97,7 +97,7 @@ class EngineCore(Actor[EngineIn]):
     @property
     def over(self) -> bool:
         """Whether the core was stopped, or was told to drain and has nothing left to do."""
-        return super().over or (self._draining and not self.busy)
+        return self._stopping or (self._draining and not self.busy)
 
     async def run(self) -> None:
         """Serves until `over`. An error of the runner or the scheduler ends the actor; `Stopped` names the cause."""

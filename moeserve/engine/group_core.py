@@ -87,7 +87,7 @@ class GroupCore(EngineCore):
 
     @property
     def _leave_deadline_s(self) -> float:
-        """When to leave a group that keeps this engine from stopping or from joining a newer one."""
+        """Time at which to leave a group that keeps this engine from stopping or from joining a newer one."""
         return min(self._deadline_s + DRAIN_GRACE_S, self._pause_deadline_s)
 
     @property

@@ -1,4 +1,5 @@
-"""What running requests hold: slots, blocks, table entries and cached prefixes. The scheduler decides who gets them.
+"""The KV-cache manager: slots, blocks, table entries and cached prefixes of the running requests. The scheduler decides
+which requests get them.
 
 `free` undoes everything that `admit` and `grow` took, and `audit` checks that nothing is lost or held twice.
 """

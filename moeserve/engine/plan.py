@@ -1,4 +1,4 @@
-"""What one step computes: the scheduler's output, the runner's input, and the step's result.
+"""The plan of one step, which is the scheduler's output and the runner's input, and the step's result.
 
 R rows scheduled in the step, S rows that sample (those rows where `samples_R`), N new block-table entries.
 """

@@ -142,7 +142,7 @@ class GroupRunner(Runner, Protocol):
 
     @property
     def placed(self) -> int:
-        """How far the pending placement is prepared, as in the vote; never decreases within an epoch."""
+        """Progress of preparing the pending placement, as in the vote; never decreases within an epoch."""
         ...
 
     async def join(self, join: Join) -> None:

@@ -21,7 +21,9 @@ Prompt = str | Mapping[str, Any]
 
 
 class AsyncEngine:
-    """async with AsyncEngine("demo") as engine:
+    """The engine inside an asyncio program.
+
+    async with AsyncEngine("demo") as engine:
         async for out in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(out.outputs[0].text, end="")
 

@@ -205,7 +205,7 @@ class FrontEnd(Actor[FromEngine]):
     @property
     def over(self) -> bool:
         """Whether the front end was stopped, or the engine is gone for good (`failure` is the reason)."""
-        return super().over or self.failure is not None
+        return self._stopping or self.failure is not None
 
     async def turn(self) -> None:
         """Handles the engine's messages. An unexpected error is logged and becomes the `failure` that callers see."""

@@ -28,7 +28,9 @@ BAR_DELAY_S = 2.0  # shorter batches need no progress bar
 
 
 class LLM:
-    """with LLM("demo") as llm:
+    """The engine for offline batches in synchronous code.
+
+    with LLM("demo") as llm:
         for out in llm.generate(["Once upon a time", "A fox"], SamplingParams(max_tokens=64)):
             print(out.outputs[0].text)
 

@@ -95,7 +95,7 @@ class Trace:
 
 
 class Tracing:
-    """One trace at a time."""
+    """Takes traces of steps, one at a time."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
