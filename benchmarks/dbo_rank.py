@@ -23,8 +23,7 @@ import torch
 from benchmarks.dbo_link import ADDRESSES
 from moeserve.comm.members import Members
 from moeserve.comm.world import World
-from moeserve.engine.plan import I32, Agreed, StepPlan, StepResult
-from moeserve.engine.ubatch_split import best_split
+from moeserve.engine.plan import I32, Agreed, StepPlan, StepResult, best_split
 from moeserve.engine.vote import Vote, decide
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import TraceEvent

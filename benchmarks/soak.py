@@ -35,7 +35,7 @@ from benchmarks.common import parser, save
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster import fleet
 from moeserve.config import config_of
-from moeserve.engine.core import AUDIT_EVERY_S
+from moeserve.engine.core import AUDIT_INTERVAL_S
 from moeserve.errors import Conflict, MoeserveError
 from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
@@ -109,7 +109,7 @@ class Soak:
         for task in watches:
             task.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
-        await asyncio.sleep(AUDIT_EVERY_S + 2)
+        await asyncio.sleep(AUDIT_INTERVAL_S + 2)
         for (prompt, params), known in zip(KNOWN, self.known, strict=True):
             self.counts["different"] += await self.tokens(prompt, params) != known
         stats = self.front.stats

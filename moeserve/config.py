@@ -1,6 +1,6 @@
-"""One frozen tree of settings. Each field knows its flag, its help and its range.
+"""The settings: a frozen tree of dataclasses whose fields carry flag, help and range.
 
-Where a number is None, `runner/limits.py` finds it. Precedence: flag, then MOESERVE_* environment variable (--help
+`runner/limits.py` computes numbers that are None. Precedence: flag, then MOESERVE_* environment variable (--help
 names it), then --config YAML, then the default here.
 """
 
@@ -18,18 +18,20 @@ from moeserve.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO = "demo"
-COMM_SMS = 24  # what DeepEP's published bandwidths take; of an H100's or H200's 132, computation keeps four fifths
-INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the first that divides those of a layer
+COMM_SMS = 24  # as in DeepEP's published bandwidths; leaves computation four fifths of an H100's or H200's 132 SMs
+INT4_GROUPS = (128, 64, 32)  # inputs that share a scale: the first number that divides a layer's inputs
 
 
 def _opt(default: Any, help: str, *, flag: str | None = "", low: float = 0, high: float = math.inf) -> Any:
-    """A field with its help text. flag: "" derives --the-name, None keeps it out of the command line (YAML only).
-    low, high: what a number may be, both ends included."""
+    """Returns a dataclass field with its help text. flag: "" derives --the-name, None makes the field YAML-only.
+    low, high: the range of a number, both ends included."""
     return field(default=default, metadata={"help": help, "flag": flag, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
+    """The model, its number formats, and its text files."""
+
     model: str = _opt(DEMO, "Hugging Face model directory, or 'demo' for the built-in one", flag=None)
     served_model_name: str | None = _opt(None, "name in the API (default: the directory's name)")
     load_format: Literal["auto", "dummy"] = _opt(
@@ -39,7 +41,9 @@ class ModelConfig:
     quantization: Literal["none", "int8", "int4"] = _opt(
         "none", "bits of the linear layers' weights, rounded while they are read (checkpoints with 16 or 32 bits)"
     )
-    packed_cache: str | None = _opt(None, "folder for packed weights, which the next start maps (CPU)", flag=None)
+    packed_cache: str | None = _opt(
+        None, "folder for packed weights, which later starts map into memory (CPU)", flag=None
+    )
     max_model_len: int | None = _opt(None, "longest prompt plus answer in tokens (default: as much as fits)", low=1)
     chat_template: str | None = _opt(None, "Jinja file that replaces the model's own chat template")
     generation_config: Literal["auto", "none"] = _opt(
@@ -50,6 +54,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
+    """The KV cache and the prefix cache."""
+
     block_size: int = _opt(16, "tokens per KV block; divides or is a multiple of 64", low=1)
     kv_cache_dtype: Literal["auto", "int8"] = _opt(
         "auto", "keys and values; auto: as activations; int8: half of bf16's bytes, rounded", flag=None
@@ -64,6 +70,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
+    """Limits of requests and tokens per step."""
+
     max_num_seqs: int = _opt(256, "requests that run at once", low=1)
     max_num_batched_tokens: int | None = _opt(
         None, "tokens per step (default: 512 on CPUs, 2048 on GPUs; at least max_num_seqs + 256)", low=1
@@ -77,14 +85,16 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
+    """The device, its kernels, and determinism."""
+
     device: Literal["auto", "cpu", "cuda"] = _opt("auto", "where the model runs")
     threads: int | None = _opt(
         None, "CPU threads of the model runner (default: the cores that the model can use)", low=1
     )
     determinism: Literal["auto", "fast", "batch", "full"] = _opt(
         "auto",
-        "batch: a request's bits depend on nothing but itself (always so on CPU; on CUDA it costs speed); full: nor on "
-        "the number of ranks, which needs no other kernels today",
+        "batch: a request's results do not depend on other requests (always so on CPU; slower on CUDA); full: nor on "
+        "the number of ranks, with the same kernels today",
     )
     kernels: Literal["auto", "native", "torch", "triton"] = _opt(
         "auto",
@@ -93,55 +103,64 @@ class DeviceConfig:
     )
     graphs: Literal["auto", "full", "piecewise", "off"] = _opt(
         "auto",
-        "steps of few tokens as recorded graphs (CUDA); full: only where each request has one; piecewise: attention "
-        "apart; auto: both, each where it is better",
+        "CUDA graphs for steps of few tokens; full: steps with one token per request; piecewise: graphs without "
+        "attention; auto: the faster one for each step",
         flag=None,
     )
-    compile: bool = _opt(False, "generate what lies between attention and experts by torch.compile (CUDA)")
-    null_runner: bool = _opt(False, "benchmarks only: made-up tokens at no cost of a model", flag=None)
-    null_step_ms: float = _opt(0.0, "benchmarks only: time that the null runner lets pass per step", flag=None)
+    compile: bool = _opt(False, "fuse the operations between attention and experts with torch.compile (CUDA)")
+    null_runner: bool = _opt(False, "benchmarks only: made-up tokens instead of a model", flag=None)
+    null_step_ms: float = _opt(0.0, "benchmarks only: milliseconds per step of the null runner", flag=None)
 
     @property
     def exact(self) -> bool:
-        """Whether bits may depend on nothing but the request, also where that costs speed."""
+        """Whether results depend on the request alone, bit by bit, even where that costs speed."""
         return self.determinism in ("batch", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
+    """Processes, machines, expert parallelism and communication."""
+
     dp: int = _opt(1, "engines that share the requests (data parallel)", low=1, high=1024)
     tp: int = _opt(1, "processes per engine that share attention (tensor parallel)", low=1, high=64)
     ep: Literal["on", "off"] = _opt("on", "on: experts are sharded over all dp x tp ranks; off: every rank has all")
     all2all: str = _opt(
-        "auto", "how rows travel to their experts: auto, or a backend's name (see docs/expert-parallelism.md)"
+        "auto", "transport of tokens to experts: auto, or a backend's name (see docs/expert-parallelism.md)"
     )
     wire: Literal["auto", "fp8_b128"] = _opt(
-        "auto", "element format of dispatched rows; auto: the model's own; fp8_b128: half the bytes, rounded", flag=None
+        "auto",
+        "number format of dispatched tokens; auto: the model's own; fp8_b128: half the bytes, rounded",
+        flag=None,
     )
     dbo: Literal["auto", "on", "off"] = _opt(
-        "auto", "dual-batch overlap: one half of the batch computes while the other one's rows travel"
+        "auto", "dual-batch overlap: one half of the batch computes while the other half communicates"
     )
     comm_sms: int | None = _opt(
-        None, "multiprocessors (SMs) that communication may take beside computation (CUDA; default: 24)",
+        None, "GPU multiprocessors (SMs) that communication may use beside computation (CUDA; default: 24)",
         flag=None, low=1, high=132,
     )  # fmt: skip
-    redundant_experts: int = _opt(0, "expert slots beyond one per expert, for replicas of busy experts")
+    redundant_experts: int = _opt(0, "physical experts beyond one per logical expert, for replicas of busy experts")
     rebalance: Literal["auto", "off"] = _opt("auto", "move experts between ranks when the load is uneven and it pays")
     fork_server: Literal["on", "off"] = _opt(
-        "on", "on: engines are forks of a process that has imported everything, and replaced at once (Linux)", flag=None
+        "on",
+        "on: fork engines from a process that has imported everything, so that restarts are fast (Linux)",
+        flag=None,
     )
     nnodes: int = _opt(1, "machines that serve together; each gets dp / nnodes engines", low=1, high=1024)
-    node_rank: int = _opt(0, "which of them this is; 0 answers HTTP", high=1023)
-    rendezvous: str | None = _opt(None, "HOST:PORT on machine 0 where the machines meet")
+    node_rank: int = _opt(0, "number of this machine, from 0; machine 0 answers HTTP", high=1023)
+    rendezvous: str | None = _opt(None, "HOST:PORT on machine 0 to which the other machines connect")
     cluster_key_file: str | None = _opt(None, "file with the secret that all machines share (nnodes > 1)")
 
     @property
     def num_ranks(self) -> int:
+        """Number of processes that run the model."""
         return self.dp * self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
+    """The HTTP server: address, keys, limits and logs."""
+
     host: str = _opt("127.0.0.1", "address to listen on")
     port: int = _opt(8000, "port to listen on; 0: any free one", high=65535)
     api_key: tuple[str, ...] = _opt((), "require one of these keys (better: --api-key-file)")
@@ -163,7 +182,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything that was asked for. Numbers that are still None are found by `resolve`."""
+    """The whole tree of settings, as the user gave them."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -184,7 +203,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Config:
-    """A Config from flat keyword arguments, each under its field's own name, as `LLM` and `AsyncEngine` take them.
+    """Returns a Config from the keyword arguments of `LLM` and `AsyncEngine`, each named like its field.
 
     Raises ConfigError for an unknown name, with the nearest known one.
     """
@@ -206,7 +225,7 @@ def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Conf
 
 
 def _checked(config: Config) -> Config:
-    """Types and choices; ranges follow."""
+    """Raises ConfigError for a wrong type or choice; `check_range` follows."""
     if str(config.device.kernels) == "onednn":
         raise ConfigError("kernels: onednn no longer exists; its successor is kernels: torch")
     try:
@@ -216,7 +235,7 @@ def _checked(config: Config) -> Config:
 
 
 def check_range(setting: Field[Any], value: Any, origin: str) -> None:
-    """Raises ConfigError when a number is outside of what its field allows."""
+    """Raises ConfigError if a number is outside of its field's range."""
     low, high = setting.metadata["low"], setting.metadata["high"]
     if isinstance(value, int | float) and not low <= value <= high:
         bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
@@ -225,7 +244,7 @@ def check_range(setting: Field[Any], value: Any, origin: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the scheduler obeys: every number resolved. Counts in tokens, blocks and requests."""
+    """The scheduler's limits, every number resolved. Counts of tokens, blocks and requests."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

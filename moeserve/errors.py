@@ -1,24 +1,24 @@
-"""The error tree: who is hurt decides the branch.
+"""The errors: each branch of the tree says who is affected.
 
     MoeserveError
-      RequestError      this request fails, the engine lives (HTTP status, OpenAI-shaped body)
+      RequestError      one request fails, the engine lives (HTTP status, OpenAI-shaped body)
         InvalidRequest    400: a field is out of its range; `param` names it
           ContextLengthExceeded
         Unauthorized      401      Forbidden    403      ModelNotFound 404
-        Conflict          409: not in the state that the server is in now
+        Conflict          409: the server's present state does not allow it
         PayloadTooLarge   413      UnsupportedMedia 415
         Overloaded        503 with Retry-After: the queue is full, or the server drains or loads
         RequestFailed     500: a fault inside this one request (its sampling, say)
         EngineLost        503, retryable: the engine died while this request ran
-        Unreachable       no whole answer came: refused, reset, silent or cut off (only the client raises it)
+        Unreachable       no complete answer came: refused, reset, silent or cut off (raised by the client)
       ConfigError       start-up stops at once with cause, remedy and exit code
         CheckpointError   the model's files are wrong (exit code 3)
         AddressInUse      (4)
         DoesNotFit        memory (5)
       ActorStopped      the addressee ended before it could answer
-      EngineDied        nobody can answer; the supervisor acts
+      EngineDied        no engine can answer; the supervisor acts
       PeerLost          other ranks are gone: a step failed, the engine waits for the next Join
-      StepSkew          the ranks disagree about where they are; the same follows
+      StepSkew          the ranks are not in the same step; the engine waits for the next Join
 
 Messages carry the offending values and the remedy. `assert` is only for our own bugs.
 """
@@ -33,7 +33,7 @@ class MoeserveError(Exception):
 
 
 class RequestError(MoeserveError):
-    """One request fails; nothing else does. `type` and `code` are OpenAI's words."""
+    """One request fails, and nothing else. type, code: as in OpenAI's API."""
 
     http_status = 400
     type = "invalid_request_error"
@@ -61,45 +61,57 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class Unauthorized(RequestError):
+    """The API key is missing or wrong."""
+
     http_status = 401
     type = "authentication_error"
     code = "invalid_api_key"
 
 
 class Forbidden(RequestError):
+    """The API key does not allow this."""
+
     http_status = 403
     type = "permission_error"
     code = "insufficient_permissions"
 
 
 class NotFound(RequestError):
+    """There is no such route or object."""
+
     http_status = 404
     code = "not_found"
 
 
 class ModelNotFound(NotFound):
+    """The server does not serve this model."""
+
     code = "model_not_found"
 
 
 class Conflict(RequestError):
-    """The server is not in a state in which this can be done; the message says why."""
+    """The server's present state does not allow this; the message says why."""
 
     http_status = 409
     code = "conflict"
 
 
 class PayloadTooLarge(RequestError):
+    """The request body is too large."""
+
     http_status = 413
     code = "payload_too_large"
 
 
 class UnsupportedMedia(RequestError):
+    """The request body is not JSON, or has an unsupported encoding."""
+
     http_status = 415
     code = "unsupported_media_type"
 
 
 class Overloaded(RequestError):
-    """Try again later: `retry_after_s` is an estimate in seconds."""
+    """The server takes no more requests now. retry_after_s: estimated seconds until it does."""
 
     http_status = 503
     type = "server_error"
@@ -111,7 +123,7 @@ class Overloaded(RequestError):
 
 
 class RequestFailed(RequestError):
-    """A fault inside this one request; the server is well."""
+    """A fault inside this one request."""
 
     http_status = 500
     type = "server_error"
@@ -127,7 +139,7 @@ class EngineLost(RequestError):
 
 
 class Unreachable(RequestError):
-    """No whole answer came from the server: the connection was refused, broke, or stayed silent too long."""
+    """The server sent no complete answer: the connection was refused, broke, or was silent for too long."""
 
     http_status = 0
     type = "connection_error"
@@ -147,6 +159,8 @@ class CheckpointError(ConfigError):
 
 
 class AddressInUse(ConfigError):
+    """Another process listens on the address."""
+
     exit_code = 4
 
 
@@ -161,13 +175,13 @@ class ActorStopped(MoeserveError):
 
 
 class EngineDied(MoeserveError):
-    """The engine cannot serve anyone any more."""
+    """The engine has ended and serves no request any more."""
 
 
 class PeerLost(MoeserveError):
-    """Ranks of this rank's group are gone, or it was told to part: the step failed, the engine did not.
+    """Other ranks of the group are gone, or this rank has to leave: the step failed, the engine did not.
 
-    missing: the expert-parallel ranks that did not answer; empty when it is not known who.
+    missing: the expert-parallel ranks that did not answer; empty if unknown.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
@@ -176,7 +190,7 @@ class PeerLost(MoeserveError):
 
 
 class StepSkew(MoeserveError):
-    """The engines of a group do not vote on the same step: a bug of ours, and reason enough to form it anew."""
+    """The engines of a group do not vote on the same step: a bug, after which the group is formed again."""
 
     def __init__(self, positions: Sequence[tuple[int, int]]) -> None:
         where = ", ".join(f"engine {i} in epoch {epoch}, step {step}" for i, (epoch, step) in enumerate(positions))

@@ -1,11 +1,11 @@
-"""Every message that crosses an actor's inbox or a process boundary. Never pickle: msgspec structs in msgpack.
+"""The messages between front end and engine: msgspec structs, in msgpack where they cross a process boundary.
 
-    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Call, Join, Place, TraceNext
-    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, Answer, Stopped,
+    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, AdminCall, Join, Place, TraceNext
+    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, AdminResult, Stopped,
                                            Joined, Parted, ExpertLoad, Placed, Traced
 
-Arrays travel as little-endian bytes (`int32`, `int64`, `uint8`), one message per step and front end, because
-decoding one struct per request costs a hundred times more.
+Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per step, because decoding one struct per
+request costs a hundred times more.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ PROTOCOL_VERSION = 1
 
 
 class FinishReason:
-    """One byte per request and step in `StepOutput.finish`."""
+    """The values of `StepOutput.finish`: one byte per row."""
 
     NONE, STOP, LENGTH, ABORT, ERROR = range(5)
     NAMES = ("", "stop", "length", "abort", "error")
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A new request. `tokens` are its prompt and, for a replay, the tokens already emitted after it.
+    """Starts a request. tokens: its prompt and, for a replay, the tokens already generated.
 
-    num_prompt counts the prompt part of `tokens`. Lower `priority` values go first; ties go by arrival.
-    `salt` keeps prefix-cache hits inside one tenant.
+    num_prompt: length of the prompt part of `tokens`. priority: lower values go first, ties by arrival. salt: only
+    requests with the same salt share prefix-cache blocks.
     """
 
     rid: int
@@ -43,30 +43,34 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Ends these requests at once. Unknown ids are ignored."""
+
     rids: list[int]
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish what runs and waits, accept nothing new, then stop. At `deadline_s` from now the rest is aborted."""
+    """Refuses new requests, finishes the others, then stops the engine. Aborts the rest after deadline_s seconds."""
 
     deadline_s: float
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a Pong with the same seq."""
+
     seq: int
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
-    """A rare administrative request, answered by `Answer` with the same id."""
+class AdminCall(msgspec.Struct, frozen=True, tag=True):
+    """An administrative request, answered by an AdminResult with the same id."""
 
     id: int
     what: Literal["reset_prefix_cache", "audit"]
 
 
 class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement on its way: see `moeserve.moe.placement.Placement`.
+    """A `moeserve.moe.placement.Placement` as a message.
 
-    experts: int32 [layers, num_ranks * experts_per_rank], the expert in each physical slot, row-major.
+    experts: int32 [layers, num_ranks * experts_per_rank], row-major: the logical expert of each physical expert.
     """
 
     version: int
@@ -77,12 +81,12 @@ class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Meet the other ranks and serve with them from now on: the membership of one epoch, as one engine sees it.
+    """Connects the engine with the other ranks: the membership of one epoch, as one engine sees it.
 
-    A later Join replaces it; whatever of the earlier epoch is still connected is dropped first. hosts: the machine of
-    each engine, by data-parallel rank (equal names share memory). directory: private folder for this epoch's Unix
-    sockets, the same for all engines of a machine. store: host:port of the TCPStore that data-parallel rank 0 opens.
-    vote: host:port at which it listens for the step vote, where there are several machines.
+    A later Join replaces this one, and drops its connections first. hosts: the machine of each engine, by data-parallel
+    rank (equal names share memory). directory: private folder for this epoch's Unix sockets, the same for all engines
+    of a machine. store: host:port of the TCPStore that data-parallel rank 0 opens. vote: host:port at which that rank
+    listens for the step vote, if there are several machines.
     """
 
     epoch: int
@@ -97,24 +101,25 @@ class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def dp_size(self) -> int:
+        """Number of engines."""
         return len(self.hosts)
 
 
 class Place(msgspec.Struct, frozen=True, tag=True):
-    """Prepare this placement in the background, layer by layer; the vote commits each layer on all ranks at once."""
+    """Prepares a placement in the background, layer by layer; the vote commits each layer on all ranks at once."""
 
     placement: PlacementTable
 
 
 class TraceNext(msgspec.Struct, frozen=True, tag=True):
-    """Record the next step that all ranks run, and send it as Traced."""
+    """Records the next step that all ranks run; each rank sends a Traced."""
 
 
-EngineIn = Submit | Abort | Drain | Ping | Call | Join | Place | TraceNext
+EngineIn = Submit | Abort | Drain | Ping | AdminCall | Join | Place | TraceNext
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """Progress of start-up: `name` is a human's word, `percent` of the whole."""
+    """Progress of start-up. name: for people; percent: of the whole start."""
 
     name: str
     percent: int
@@ -122,7 +127,7 @@ class Phase(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine serves. What the front end must know to check and to tokenize requests."""
+    """The engine serves. Carries the facts that the front end needs to check requests."""
 
     version: int = PROTOCOL_VERSION
     pid: int
@@ -139,7 +144,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_active_params: int
     weight_bytes: int
     startup_s: float
-    step_s: float = 0.0  # the longest step to expect; 0: not worth mentioning
+    step_s: float = 0.0  # the longest step to expect; 0: short
     num_moe_layers: int = 0
     num_experts: int = 0
     expert_bytes: int = 0  # of one expert in one layer
@@ -148,30 +153,30 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Alternatives at one position: the chosen (or prompt) token first, then the most likely ones in order."""
+    """Logprobs at one position: the chosen (or prompt) token first, then the most likely tokens in order."""
 
     ids: list[int]
     values: list[float]
-    rank: int  # of the first id; 1 is the most likely
+    rank: int  # of the first id by probability; 1 is the most likely
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Logprobs of prompt tokens start .. start+len(rows)-1; position 0 has none and is not sent."""
+    """Logprobs of prompt tokens start .. start+len(rows)-1. Position 0 has none and is not sent."""
 
     start: int
     rows: list[Logprobs]
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """All tokens of one step, columnar: row i belongs to request rids[i].
+    """The tokens of one step, in columns: row i belongs to request rids[i].
 
-    A row with token -1 carries no token (an abort or an error that ends the request).
+    A row with token -1 has no token: an abort or an error ended the request.
     """
 
     rids: bytes  # int64
     tokens: bytes  # int32
     finish: bytes  # uint8, FinishReason
-    cached: dict[int, int] = {}  # rid -> prompt tokens found in the prefix cache, sent once with its first token
+    cached: dict[int, int] = {}  # rid -> prompt tokens found in the prefix cache, sent once, with its first token
     stop_ids: dict[int, int] = {}  # rid -> the stop token that ended it (not an end-of-text token)
     logprobs: dict[int, Logprobs] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
@@ -180,7 +185,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot take this request (never after its first token)."""
+    """The engine does not take this request. Never sent after its first token."""
 
     rid: int
     message: str
@@ -188,36 +193,38 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """`steps` moves on while the engine makes progress; `busy` says whether it should."""
+    """Answers a Ping. steps grows while the engine makes progress; busy: whether it should."""
 
     seq: int
     steps: int
     busy: bool
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class AdminResult(msgspec.Struct, frozen=True, tag=True):
+    """Answers an AdminCall. detail: the fault if not ok."""
+
     id: int
     ok: bool
     detail: str = ""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """The engine's last word; `cause` is empty after an ordered stop."""
+    """The engine's last message. cause: empty after an ordered stop."""
 
     cause: str
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """This engine serves in `epoch`."""
+    """This engine has joined the group of `epoch`."""
 
     epoch: int
     took_s: float
 
 
 class Parted(msgspec.Struct, frozen=True, tag=True):
-    """This engine lost its group (or could not form it), keeps weights, K/V and requests, and waits for a Join.
+    """This engine left its group, or could not form it. It keeps weights, K/V and requests and waits for a Join.
 
-    missing: data-parallel ranks that seem to be gone; empty when it cannot say.
+    missing: data-parallel ranks that seem to be gone; empty if unknown.
     """
 
     epoch: int
@@ -226,7 +233,7 @@ class Parted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Tokens that this engine's requests sent to each logical expert since its last report; padding is not counted."""
+    """Tokens that this engine's requests sent to each logical expert since the last report, without padding."""
 
     counts: bytes  # int64 [layers, experts], row-major
     num_layers: int
@@ -235,8 +242,8 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A placement is in force on this engine, or (error) was given up after its first `layers` layers, on all ranks
-    alike: these are in force all the same, and the other layers stay as they were."""
+    """A placement is in force on this engine, or was given up (error) after its first `layers` layers, on all ranks
+    alike: these layers are in force, and the others stay as they were."""
 
     version: int
     layers: int = 0
@@ -246,8 +253,7 @@ class Placed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
-    """One span of a step. track: "micro-batch 0", "micro-batch 1", "transfer 0", "engine", ... Times in ns on the
-    monotonic clock."""
+    """One span of a step, in ns of the monotonic clock. track: "micro-batch 0", "transfer 0", "engine", ..."""
 
     name: str
     track: str
@@ -257,7 +263,7 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traced(msgspec.Struct, frozen=True, tag=True):
-    """What one rank (data-parallel, tensor-parallel) did in a traced step of the group."""
+    """The spans of one rank in a traced step."""
 
     step: int
     dp_rank: int
@@ -266,5 +272,5 @@ class Traced(msgspec.Struct, frozen=True, tag=True):
 
 
 EngineOut = (
-    Phase | Ready | StepOutput | Refused | Pong | Answer | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
+    Phase | Ready | StepOutput | Refused | Pong | AdminResult | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
 )

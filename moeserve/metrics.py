@@ -1,4 +1,4 @@
-"""One record per step: metrics, traces, dashboards and benchmarks all read this and nothing else."""
+"""The record of one step, which metrics, dashboards and benchmarks read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one engine step did and what it cost. Times in microseconds, `at_s` on the monotonic clock."""
+    """The work and the cost of one engine step. Times in microseconds; at_s: its start on the monotonic clock."""
 
     step: int
     at_s: float
@@ -22,8 +22,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     plan_us: int = 0
     update_us: int = 0
     device_us: int = 0
-    comm_us: int = 0  # between the start of each transfer and the arrival of its last row, summed
-    exposed_comm_us: int = 0  # the part of it for which the model stood still
+    comm_us: int = 0  # from the start of each transfer to its last row, summed
+    exposed_comm_us: int = 0  # the part of comm_us during which the model waited
     ubatches: int = 1
     vote_us: int = 0
     dp_rank: int = 0

@@ -1,7 +1,6 @@
-"""How tokens are chosen, as the user says it (`SamplingParams`) and as the engine needs it (`TokenSampling`).
+"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`).
 
-Text (stop strings, bad words) is the front end's business: it turns words into token ids and finds
-stop strings itself, so the engine only ever sees integers.
+The engine sees only integers: the front end turns bad words into token ids and finds stop strings itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _INT64 = 2**63
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request's wishes; names and defaults are vLLM's.
+    """The sampling parameters of one request, with vLLM's names and defaults.
 
     temperature in [0, 2] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p in [0, 1],
     presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 2], n in 1..128. `seed` None: one is drawn.
@@ -55,10 +54,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
         return self.temperature < GREEDY_BELOW
 
     def check(self, vocab_size: int) -> None:
@@ -137,10 +138,10 @@ def _integer(name: str, value: Any, low: int, high: int, *, what: str = "an inte
 
 
 class TokenSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`SamplingParams` for one sequence after the front end resolved it: integers and floats only.
+    """`SamplingParams` of one sequence, resolved by the front end to integers and floats.
 
-    `seed` is always set. `max_tokens` is always a number. `stop_ids` ends the request (the model's end tokens
-    unless ignore_eos, plus the user's). `bad_seqs` are token sequences that must not be completed.
+    stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences that must not be
+    completed.
     """
 
     seed: int
@@ -162,7 +163,7 @@ class TokenSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but temperature, top-k, top-p and min-p acts on the logits."""
+        """Whether only temperature, top-k, top-p and min-p act on the logits."""
         return not (
             self.presence_penalty
             or self.frequency_penalty

@@ -27,7 +27,7 @@ from moeserve.cluster.view import EngineView
 from moeserve.config import Config
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
 from moeserve.messages import (
-    Answer,
+    AdminResult,
     Drain,
     EngineIn,
     EngineOut,
@@ -54,7 +54,7 @@ EXIT_GRACE_S = 5.0  # a process that closed its wire has this long to end
 LAST_WORDS_S = 0.5  # what a dead process has sent arrives within this time
 
 
-ForFleet = Phase | Ready | StepOutput | Refused | Answer | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
+ForFleet = Phase | Ready | StepOutput | Refused | AdminResult | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
                 self.epoch, self.parted = 0, msg
             case StepOutput(record=record):
                 self.last = record or self.last
-            case Parted() | Refused() | Answer() | ExpertLoad() | Placed() | Traced():
+            case Parted() | Refused() | AdminResult() | ExpertLoad() | Placed() | Traced():
                 pass
             case _:
                 assert_never(msg)

@@ -67,7 +67,7 @@ async def _serve(order: EngineOrder) -> int:
         order.address, token=order.token, receives=EngineIn, inbox=inbox, notice=_without_front_end, keys=_keys(order)
     )
     asyncio.get_running_loop().add_signal_handler(
-        signal.SIGTERM, lambda: inbox.put(Drain(order.config.server.shutdown_timeout), force=True)
+        signal.SIGTERM, lambda: _drain(inbox, order.config.server.shutdown_timeout)
     )
     try:
         await wire.connected(CONNECT_S)
@@ -84,6 +84,11 @@ async def _serve(order: EngineOrder) -> int:
         return 1
     finally:
         wire.close(LINGER_S)
+
+
+def _drain(inbox: Inbox[EngineIn], timeout_s: float) -> None:
+    if not inbox.closed:
+        inbox.put(Drain(timeout_s), force=True)
 
 
 def _keys(order: EngineOrder) -> Keys | None:

@@ -38,8 +38,8 @@ from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import (
     Abort,
-    Answer,
-    Call,
+    AdminCall,
+    AdminResult,
     Drain,
     EngineIn,
     ExpertLoad,
@@ -200,7 +200,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
                 self.traffic.submit(msg)
             case Abort(rids=rids):
                 self.traffic.abort(rids)
-            case Call():
+            case AdminCall():
                 self._polls.ask(msg, [engine for engine in self.engines if engine.up])
             case Drain(deadline_s=deadline_s) if self.single:
                 self.engines[0].drain(deadline_s)
@@ -355,12 +355,12 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
                 self._on_news(engine, msg)
 
     def _on_news(
-        self, engine: EngineHandle, msg: Phase | Answer | Ready | Joined | Parted | ExpertLoad | Placed
+        self, engine: EngineHandle, msg: Phase | AdminResult | Ready | Joined | Parted | ExpertLoad | Placed
     ) -> None:
         match msg:
             case Phase():
                 self._on_phase()
-            case Answer():
+            case AdminResult():
                 self._polls.answered(engine, msg)
             case Ready() | Joined() | Parted():
                 self._on_standing(engine)
@@ -425,7 +425,8 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
                 self._spawn(None, other.close(0.0), f"end of {other.name}")
 
     def _emit(self, msg: FromEngine) -> None:
-        self.outbox.put(msg, force=True)
+        if not self.outbox.closed:
+            self.outbox.put(msg, force=True)
 
     def _end(self, gone: EngineGone) -> None:
         if self._over:

@@ -59,10 +59,10 @@ class LocalEngine:
         """Whether the engine serves and makes progress."""
         return self.ready is not None and self._heart.healthy(time.monotonic())
 
-    def send(self, msg: EngineIn) -> None:
-        """Sends the engine a message; drops it once the engine has ended. Raises Overloaded."""
+    def send(self, msg: EngineIn, *, force: bool = False) -> None:
+        """Sends the engine a message; drops it once the engine has ended. Raises Overloaded unless `force`."""
         if not self._engine_inbox.closed:
-            self._engine_inbox.put(msg)
+            self._engine_inbox.put(msg, force=force)
 
     async def close(self, deadline_s: float) -> None:
         """Lets running requests finish for up to `deadline_s`, then ends the engine."""
@@ -71,7 +71,7 @@ class LocalEngine:
         if self.ready is None:
             self._task.cancel()
         else:
-            self._engine_inbox.put(Drain(deadline_s), force=True)
+            self.send(Drain(deadline_s), force=True)
         await asyncio.wait([self._task], timeout=deadline_s + ABORT_S)
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -104,13 +104,14 @@ class LocalEngine:
     def _begin(self, ready: Ready) -> None:
         self._heart = Heartbeat(time.monotonic(), ready.step_s)
         self.ready = ready
-        self.outbox.put(ready)
+        self._hear(ready)
         self._first_ready.set_result(ready)
 
     def _end(self, gone: EngineGone) -> None:
         self.ready = None
         self._engine_inbox.close()  # the front end answers for what was in there: see EngineGone
-        self.outbox.put(gone, force=True)
+        if not self.outbox.closed:
+            self.outbox.put(gone, force=True)
         if not self._first_ready.done():
             self._first_ready.set_exception(gone.error())
             self._first_ready.exception()  # nobody has to await it
@@ -122,7 +123,8 @@ class LocalEngine:
                 return
             case Phase():
                 self.phase = msg
-        self.outbox.put(msg)
+        if not self.outbox.closed:
+            self.outbox.put(msg)
 
     async def _beat(self) -> None:
         while True:

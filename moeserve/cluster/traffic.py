@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from moeserve.cluster.balance import Balancer
 from moeserve.cluster.engine_handle import EngineHandle
 from moeserve.errors import Overloaded
-from moeserve.messages import Abort, Answer, Call, StepOutput, Submit
+from moeserve.messages import Abort, AdminCall, AdminResult, StepOutput, Submit
 
 RETRY_S = 0.05  # for requests whose engine did not read its messages
 
@@ -101,21 +101,21 @@ class Traffic:
 class Polls:
     """Calls to all engines, answered once by all of them together. answer: gets the merged answer."""
 
-    def __init__(self, answer: Callable[[Answer], None]) -> None:
+    def __init__(self, answer: Callable[[AdminResult], None]) -> None:
         self._answer = answer
         self._awaited: dict[int, set[EngineHandle]] = {}
         self._faults: dict[int, list[str]] = {}
 
-    def ask(self, call: Call, engines: Sequence[EngineHandle]) -> None:
+    def ask(self, call: AdminCall, engines: Sequence[EngineHandle]) -> None:
         """Passes a call on to these engines. Raises Overloaded if one does not keep up."""
         if not engines:
-            self._answer(Answer(call.id, False, "no engine serves at the moment"))
+            self._answer(AdminResult(call.id, False, "no engine serves at the moment"))
             return
         for engine in engines:
             engine.send(call)
         self._awaited[call.id], self._faults[call.id] = set(engines), []
 
-    def answered(self, engine: EngineHandle, msg: Answer) -> None:
+    def answered(self, engine: EngineHandle, msg: AdminResult) -> None:
         """Takes an engine's answer."""
         if engine in self._awaited.get(msg.id, ()):
             self._strike(msg.id, engine, "" if msg.ok else f"{engine.name}: {msg.detail}")
@@ -131,4 +131,4 @@ class Polls:
         faults += [fault] if fault else []
         if not awaited:
             del self._awaited[number], self._faults[number]
-            self._answer(Answer(number, not faults, "; ".join(faults)))
+            self._answer(AdminResult(number, not faults, "; ".join(faults)))

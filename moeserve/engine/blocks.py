@@ -1,8 +1,8 @@
-"""The pool of KV blocks: who holds which block, and which freed block still has content worth keeping.
+"""The pool of KV blocks: reference counts, and freed blocks whose content can still be found.
 
-A block is free (no content), idle (nobody holds it, but its content can still be found by key) or held (by one
-or more requests). Block 0 is null: it pads tables and is never given out. Free blocks are reused first, the most
-recently freed one first (it is warm); idle ones are evicted in the order in which they were freed.
+A block is free (no content), idle (no request holds it, but its content can be found by key) or held (by one or more
+requests). Block 0 is null: it pads tables and is never given out. Free blocks are reused first, the most recently
+freed one first because it is warm; idle ones are evicted in the order in which they were freed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Key = tuple[bytes, int]  # (chained content hash, KV group)
 
 
 class BlockPool:
-    """num_blocks blocks, the null block included. `on_evict(key, block)` sees content before it is lost."""
+    """num_blocks blocks, the null block included. `on_evict(key, block)` is called before content is lost."""
 
     def __init__(self, num_blocks: int, on_evict: Callable[[Key, int], None] | None = None) -> None:
         assert num_blocks > 1, num_blocks
@@ -34,16 +34,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` can give: free and idle ones."""
+        """Number of blocks that `take` can give: free and idle ones."""
         return self._num_free + len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Blocks whose content can be found by key, held or idle."""
+        """Number of blocks whose content can be found by key, held or idle."""
         return len(self._by_key)
 
     def take(self, count: int) -> I32:
-        """`count` blocks with undefined content, held once. The caller has checked `num_free`."""
+        """Returns `count` blocks with undefined content, held once. The caller has checked `num_free`."""
         assert count <= self.num_free, (count, self.num_free)
         if count > self._num_free:
             self._evict(count - self._num_free)
@@ -53,13 +53,13 @@ class BlockPool:
         return blocks
 
     def touch(self, block: int) -> None:
-        """Holds a cached block once more."""
+        """Adds one holder to a cached block."""
         if self._refs[block] == 0:
             del self._idle[block]
         self._refs[block] += 1
 
     def release(self, blocks: I32) -> None:
-        """Gives up one hold on each of these distinct blocks, in table order: the last becomes the oldest."""
+        """Removes one holder from each of these distinct blocks, in table order: the last is evicted first."""
         self._refs[blocks] -= 1
         gone = blocks[self._refs[blocks] == 0]
         keyed = self._keyed[gone]
@@ -68,19 +68,19 @@ class BlockPool:
         self._push(gone[~keyed][::-1])
 
     def num_shared(self, blocks: list[int]) -> int:
-        """How many of these someone holds already."""
+        """Returns how many of these blocks are held."""
         return int(np.count_nonzero(self._refs[blocks]))
 
     def num_exclusive(self, blocks: I32) -> int:
-        """How many of these held blocks would come back if one holder let go."""
+        """Returns how many of these held blocks would be freed if one holder released them."""
         return int(np.count_nonzero(self._refs[blocks] == 1))
 
     def find(self, key: Key) -> int | None:
-        """The block with that content, held or idle."""
+        """Returns the block with that content, held or idle."""
         return self._by_key.get(key)
 
     def cache(self, block: int, key: Key) -> None:
-        """Makes a held block findable. The first block with a content keeps the key; later twins stay private."""
+        """Makes a held block findable, unless another block with the same content is."""
         if key in self._by_key or block in self._keys:
             return
         self._by_key[key] = block
@@ -88,7 +88,7 @@ class BlockPool:
         self._keyed[block] = True
 
     def forget(self) -> None:
-        """Drops every key; idle blocks become free and held ones stay with their holders."""
+        """Drops every key: idle blocks become free, and held ones stay with their holders."""
         idle = np.fromiter(self._idle, np.int32, len(self._idle))
         self._idle.clear()
         self._keys.clear()
@@ -97,7 +97,7 @@ class BlockPool:
         self._push(idle)
 
     def audit(self) -> None:
-        """Each block is free, idle or held, never two, never none; each key leads to its block and back."""
+        """Raises AssertionError unless each block is in exactly one state and each key leads to its block and back."""
         free = self._free[: self._num_free]
         idle = np.fromiter(self._idle, np.int32, len(self._idle))
         times = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (self._refs > 0)
@@ -110,7 +110,7 @@ class BlockPool:
         assert self._by_key == {key: block for block, key in self._keys.items()}, "a key leads elsewhere"
 
     def check_holds(self, holds: I32) -> None:
-        """holds[b] is how often the tables name block b: the ledger must say the same."""
+        """Raises AssertionError unless holds[b], how often the tables name block b, is its reference count."""
         wrong = np.flatnonzero(holds[1:] != self._refs[1:]) + 1
         assert not len(wrong), f"blocks {wrong[:8]}: tables {holds[wrong[:8]]}, pool {self._refs[wrong[:8]]}"
 

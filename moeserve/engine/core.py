@@ -1,4 +1,4 @@
-"""The engine's loop: messages in, one step planned ahead of the one that runs, outputs out."""
+"""The engine's loop: handles messages, plans one step ahead of the one that runs, and emits outputs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from moeserve.engine.expert_load import LoadReport
+from moeserve.actor.actor import Actor
+from moeserve.actor.inbox import Inbox
 from moeserve.engine.plan import Agreed, Runner, StepHandle, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 from moeserve.messages import (
     Abort,
-    Answer,
-    Call,
+    AdminCall,
+    AdminResult,
     Drain,
     EngineIn,
     EngineOut,
+    ExpertLoad,
     Join,
     Parted,
     Ping,
@@ -38,19 +42,13 @@ from moeserve.messages import (
     TraceNext,
 )
 
-AUDIT_EVERY_S = 10.0  # an idle engine checks its books, but not after each of many short requests
-
-
-class MessageSource(Protocol):
-    """Where messages come from; `moeserve.actor.inbox.Inbox` is one."""
-
-    async def drain(self, wait: bool) -> list[EngineIn]:
-        """All messages that are there; with `wait` at least one, sleeping until it comes."""
+AUDIT_INTERVAL_S = 10.0  # an audit costs too much to run after each of many short requests
+LOAD_REPORT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that the runner has. agreed: what the group decided about it, if there is a group."""
+    """A step that the runner has. agreed: the group's decision about the step, if the engine is in a group."""
 
     plan: StepPlan
     handle: StepHandle
@@ -60,25 +58,25 @@ class Step:
     vote_us: int = 0
 
 
-class EngineCore:
-    """Runs a scheduler against a runner until it is drained, and says why whenever it ends.
+class EngineCore(Actor[EngineIn]):
+    """The actor that runs a scheduler's plans on a runner until it is drained.
 
-    The runner stays the caller's: `run` never closes it. Every request gets its ending through `emit`, by a row of a
-    `StepOutput`, a `Refused`, or the `Stopped` that is always the last message.
+    Every request ends by a message through `emit`: a row of a `StepOutput`, a `Refused`, or the `Stopped` that is
+    always the last message and carries the cause. The caller closes the runner.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
-        inbox: MessageSource,
+        inbox: Inbox[EngineIn],
         emit: Callable[[EngineOut], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("engine", inbox)
         self.scheduler = scheduler
         self.runner = runner
-        self.inbox = inbox
         self.emit = emit
         self.num_finished_steps = 0
         self._depth = scheduler.limits.depth
@@ -93,28 +91,29 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
+        """Whether a step is in flight or a request waits or runs."""
         return bool(self._in_flight) or self.scheduler.has_work
 
     @property
     def over(self) -> bool:
-        """Whether a Drain is done."""
-        return self._draining and not self.busy
+        """Whether the core was stopped, or was told to drain and has nothing left to do."""
+        return self._stopping or (self._draining and not self.busy)
 
     async def run(self) -> None:
-        """Serves until a Drain is done. An error of the runner or of ours ends everything, with its cause."""
+        """Serves until `over`. An error of the runner or the scheduler ends the actor; `Stopped` names the cause."""
         try:
-            while not self.over:
-                await self._turn()
-            self._load.flush()
+            await super().run()
         except BaseException as error:
             self.emit(Stopped(f"{type(error).__name__}: {error}"))
             raise
-        finally:
-            self._load.close()
         self.emit(Stopped(""))
 
-    async def _turn(self) -> None:
-        """Reads what came, then starts a step, or else settles the oldest."""
+    async def on_stop(self) -> None:
+        """Reports the expert load that is not reported yet."""
+        self._load.flush()
+
+    async def turn(self) -> None:
+        """Handles the messages that are there, then starts a step, or else waits for the oldest step's result."""
         if not self.busy:
             self._audit_when_due()
         for msg in await self.inbox.drain(wait=not self.busy):
@@ -125,9 +124,10 @@ class EngineCore:
         elif self._in_flight:
             step = self._in_flight.popleft()
             self._update_from_output(step, await step.handle.result())
-            await asyncio.sleep(0)  # a result that was there already did not let the wires move
+            await asyncio.sleep(0)  # a result that was there already gave the wires no time
 
     def handle(self, msg: EngineIn) -> None:
+        """Acts on one message."""
         match msg:
             case Submit():
                 self._submit(msg)
@@ -138,8 +138,8 @@ class EngineCore:
                 self._deadline_s = min(self._deadline_s, self._clock() + deadline_s)
             case Ping(seq=seq):
                 self.emit(Pong(seq, self.num_finished_steps, self.busy))
-            case Call():
-                self._call(msg)
+            case AdminCall():
+                self.emit(self._admin(msg))
             case TraceNext():
                 self._trace_next = True
             case Join(epoch=epoch):
@@ -158,19 +158,18 @@ class EngineCore:
         except RequestError as error:
             self.emit(Refused(msg.rid, error.message, error.code or error.type))
 
-    def _call(self, msg: Call) -> None:
-        match msg.what:
+    def _admin(self, call: AdminCall) -> AdminResult:
+        match call.what:
             case "reset_prefix_cache":
                 self.scheduler.reset_prefix_cache()
-                self.emit(Answer(msg.id, True))
             case "audit":
                 try:
                     self.scheduler.audit()
-                    self.emit(Answer(msg.id, True))
                 except AssertionError as error:
-                    self.emit(Answer(msg.id, False, str(error)))
+                    return AdminResult(call.id, False, str(error))
             case _:
-                assert_never(msg.what)
+                assert_never(call.what)
+        return AdminResult(call.id, True)
 
     def _start(self) -> Step | None:
         at_s = self._clock()
@@ -205,7 +204,7 @@ class EngineCore:
         self._account(step, result, start_s, updated_s)
 
     def _account(self, step: Step, result: StepResult, start_s: float, updated_s: float) -> None:
-        """What a step says beside its tokens, which were settled from start_s to updated_s."""
+        """Counts the step, and reports its expert load and trace. The scheduler's update took start_s to updated_s."""
         self.num_finished_steps += 1
         if result.load_LE is not None:
             self._load.add(result.load_LE)
@@ -214,7 +213,7 @@ class EngineCore:
             self.emit(Traced(step.agreed.step, self._dp_rank, 0, [*spans, *result.events]))
 
     def _abort_when_late(self) -> None:
-        """At the deadline of a drain, ends what is left."""
+        """Aborts all requests once the deadline of a drain has passed."""
         if self._clock() >= self._deadline_s:
             self._emit_rows(self.scheduler.abort_all())
 
@@ -223,13 +222,52 @@ class EngineCore:
             self.emit(output)
 
     def _audit_when_due(self) -> None:
-        if (now_s := self._clock()) - self._audited_s >= AUDIT_EVERY_S:
+        if (now_s := self._clock()) - self._audited_s >= AUDIT_INTERVAL_S:
             self.scheduler.audit()
             self._audited_s = now_s
 
 
+class LoadReport:
+    """Sums the tokens per expert over steps, and emits an ExpertLoad one second after the first step of each sum.
+
+    version: the number of the placement in force, which the messages carry.
+    """
+
+    def __init__(self, emit: Callable[[ExpertLoad], None]) -> None:
+        self.version = 0
+        self._emit = emit
+        self._sum_LE: NDArray[np.int64] | None = None
+        self._num_steps = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, load_LE: NDArray[np.int64]) -> None:
+        """Adds one step's tokens. load_LE: int64 [layers, experts]. Must be called on the event loop."""
+        if self._sum_LE is None:
+            self._sum_LE = load_LE.astype(np.int64)  # a copy: the runner may reuse its own
+        else:
+            self._sum_LE += load_LE
+        self._num_steps += 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOAD_REPORT_INTERVAL_S, self.flush)
+
+    def flush(self) -> None:
+        """Emits the current sum, if there is one, and cancels the timer."""
+        if self._timer is None or self._sum_LE is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        report = ExpertLoad(
+            counts=self._sum_LE.astype("<i8", copy=False).tobytes(),
+            num_layers=len(self._sum_LE),
+            num_steps=self._num_steps,
+            version=self.version,
+        )
+        self._sum_LE, self._num_steps = None, 0
+        self._emit(report)
+
+
 def _spans(step: Step, start_s: float, updated_s: float) -> list[TraceEvent]:
-    """What the loop did for a step; "run" is from handing it to the runner to its result, the step before included."""
+    """The loop's own spans of a step. "run" lasts from the start to the result, and so includes the step before."""
     planned_s = step.at_s + step.plan_us / 1e6
     voted_s = planned_s + step.vote_us / 1e6
     times_s = {"plan": (step.at_s, planned_s), "vote": (planned_s, voted_s), "run": (voted_s, start_s)}

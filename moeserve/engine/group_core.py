@@ -1,9 +1,9 @@
-"""The engine's loop in a group: each step is voted on, and a broken group is left and formed anew.
+"""The engine's loop in a group: each step is voted on, and a broken group is left and formed again.
 
     waiting for a Join --form--> joined --PeerLost, or a PAUSE for a newer Join--> waiting for a Join --> ...
 
-Requests, their books and their K/V stay through all of it. Plans whose step failed are kept and started again, in
-their order, before anything new: they write the same values to the same places.
+Requests, their progress and their K/V stay throughout. Plans whose step failed are kept and started again, in their
+order, before anything new: they write the same values to the same places.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moeserve.engine.core import EngineCore, MessageSource, Step
-from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult
+from moeserve.actor.inbox import Inbox
+from moeserve.engine.core import EngineCore, Step
+from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult, best_split
 from moeserve.engine.scheduler import Scheduler
-from moeserve.engine.ubatch_split import best_split
 from moeserve.engine.vote import Action, DPCoordinator, GroupRunner, Vote
 from moeserve.errors import PeerLost, StepSkew
 from moeserve.messages import EngineIn, EngineOut, Join, Joined, Parted, Place, Placed
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 0.1  # how long a wait may be before messages are answered meanwhile
-GRACE_S = 0.5  # beyond the deadline of a drain, for the others to be done as well
-HOLD_S = 2.0  # for the others to hold, once a newer Join is here
-LOOK_S = 0.01  # how often a sleeping engine looks whether a placement is prepared further
+QUIET_WAIT_S = 0.1  # a longer wait for the group handles messages meanwhile
+DRAIN_GRACE_S = 0.5  # beyond the deadline of a drain, for the other engines to finish as well
+PAUSE_TIMEOUT_S = 2.0  # for the other engines to pause, once a newer Join is here
+PLACEMENT_POLL_S = 0.01  # interval at which a sleeping engine checks the progress of a placement
 
 T = TypeVar("T")
 Form = Callable[[Join], Coroutine[Any, Any, DPCoordinator]]
 
 
 class GroupCore(EngineCore):
-    """An EngineCore that steps together with others.
+    """An EngineCore whose steps run together with those of other engines.
 
-    `form` meets them for a Join and connects the runner: it raises PeerLost when that fails, and is cancelled when it
-    has become pointless; `runner.leave` follows in both cases. Emits Joined and Parted.
+    form: connects the engine and its runner with the others of a Join. It raises PeerLost if that fails, and is
+    cancelled when a newer Join comes; `runner.leave` follows in both cases. Emits Joined and Parted.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: GroupRunner,
-        inbox: MessageSource,
+        inbox: Inbox[EngineIn],
         emit: Callable[[EngineOut], None],
         form: Form,
         *,
@@ -60,44 +60,44 @@ class GroupCore(EngineCore):
         self._group_runner = runner
         self._form = form
         self._coordinator: DPCoordinator | None = None
-        self._join: Join | None = None  # the epoch that we are in, or were last
+        self._join: Join | None = None  # of the current epoch, or of the last one
         self._next_join: Join | None = None
-        self._again: deque[StepPlan] = deque()  # planned, but without a result yet
+        self._unfinished: deque[StepPlan] = deque()  # plans without a result, which run before any new one
         self._num_votes = 0  # in this epoch
-        self._told: tuple[bool, bool, int] | None = None  # what the last vote said of us, if it ended in a PARK
+        self._parked_state: tuple[bool, bool, int] | None = None  # what the last vote said, if it decided to PARK
         self._in_force = 0
         self._placing = False
-        self._stopped = False
-        self._hold_until_s = math.inf
-        self._watching: asyncio.Task[None]  # of the DP coordinator
+        self._pause_deadline_s = math.inf
+        self._watching: asyncio.Task[None]  # the DP coordinator's connection
         self._no_rows = _no_rows(len(scheduler.groups))
 
     @property
     def busy(self) -> bool:
-        """Whether progress is to be expected: not of an engine that waits for its group."""
-        return self._coordinator is not None and (super().busy or bool(self._again))
+        """Whether the engine is in a group and has steps to run."""
+        return self._coordinator is not None and (super().busy or bool(self._unfinished))
 
     @property
     def over(self) -> bool:
-        """In a group, all stop together. Without one, an engine stops by itself when it owes no answer."""
-        return self._stopped or (self._coordinator is None and self._drained)
+        """Whether the group decided to stop, or the engine is in no group and is drained."""
+        return self._stopping or (self._coordinator is None and self._drained)
 
     @property
     def _drained(self) -> bool:
         return self._draining and not self.scheduler.has_work
 
     @property
-    def _patience_until_s(self) -> float:
-        """When we leave a group that does not let us stop, or join a newer one."""
-        return min(self._deadline_s + GRACE_S, self._hold_until_s)
+    def _leave_deadline_s(self) -> float:
+        """Time at which to leave a group that keeps this engine from stopping or from joining a newer one."""
+        return min(self._deadline_s + DRAIN_GRACE_S, self._pause_deadline_s)
 
     @property
     def _newest_epoch(self) -> int:
-        """That a Join was for; -1 before the first."""
+        """The epoch of the newest Join; -1 before the first."""
         newest = self._next_join or self._join
         return -1 if newest is None else newest.epoch
 
-    async def run(self) -> None:
+    async def on_start(self) -> None:
+        """Subscribes to the runner's placement notices, which come from any thread."""
         loop = asyncio.get_running_loop()
 
         def on_placed(placed: Placed) -> None:
@@ -105,21 +105,23 @@ class GroupCore(EngineCore):
                 loop.call_soon_threadsafe(self._placed, placed)
 
         self._group_runner.on_placed = on_placed
-        try:
-            await super().run()
-        finally:
-            self._group_runner.on_placed = None
-            if self._coordinator is not None:
-                self._watching.cancel()
-                self._coordinator.close()
+
+    async def on_stop(self) -> None:
+        """Closes the connection to the group."""
+        await super().on_stop()
+        self._group_runner.on_placed = None
+        if self._coordinator is not None:
+            self._watching.cancel()
+            self._coordinator.close()
 
     def handle(self, msg: EngineIn) -> None:
+        """Acts on one message."""
         match msg:
             case Join(epoch=epoch) if epoch <= self._newest_epoch:
                 log.warning("a Join for epoch %d came late or twice: this engine is at %d", epoch, self._newest_epoch)
             case Join():
                 self._next_join = msg
-                self._hold_until_s = self._clock() + HOLD_S
+                self._pause_deadline_s = self._clock() + PAUSE_TIMEOUT_S
             case Place(placement=placement) if self._coordinator is None:
                 cause = "the engine is in no group; the next Join says what to load"
                 self.emit(Placed(version=placement.version, error=cause))
@@ -129,57 +131,59 @@ class GroupCore(EngineCore):
             case _:
                 super().handle(msg)
 
-    async def _turn(self) -> None:
+    async def turn(self) -> None:
+        """Handles messages; then forms a group, or votes on a step, or finishes the oldest one, or sleeps."""
         coordinator = self._coordinator
         if coordinator is None:
-            await self._meet()
+            await self._form_group()
             return
         for msg in await self.inbox.drain(wait=False):
             self.handle(msg)
         self._abort_when_late()
         try:
-            if self._clock() >= self._patience_until_s:
-                raise PeerLost("the others did not hold or stop in time")
-            if len(self._in_flight) < self._depth and await self._step(coordinator):
+            if self._clock() >= self._leave_deadline_s:
+                raise PeerLost("the others did not pause or stop in time")
+            if len(self._in_flight) < self._depth and await self._vote_and_start(coordinator):
                 return
             if self._in_flight:
                 await self._finish_oldest()
             else:
                 await self._sleep(coordinator)
         except (PeerLost, StepSkew) as error:
-            await self._part(coordinator.lost or error)
+            await self._leave_broken_group(coordinator.lost or error)
 
     # ---- one step
 
-    async def _step(self, coordinator: DPCoordinator) -> bool:
-        """Votes and does what follows from it; False when a sleeping engine has nothing to say."""
+    async def _vote_and_start(self, coordinator: DPCoordinator) -> bool:
+        """Votes and carries out the decision. Returns False if the group sleeps and this engine's vote is unchanged."""
         at_s = self._clock()
         plan = self._next_plan()
         vote = self._vote(plan)
-        news = (vote.pause, vote.drained, vote.placed)
-        if plan is None and news == self._told and not coordinator.woken:
+        state = (vote.pause, vote.drained, vote.placed)
+        if plan is None and state == self._parked_state and not coordinator.woken:
             return False
         voted_s = self._clock()
         try:
-            decision = await self._attended(coordinator.decide(vote))
+            decision = await self._responsive(coordinator.decide(vote))
         except BaseException:
             if plan is not None:
-                self._again.appendleft(plan)
+                self._unfinished.appendleft(plan)
             raise
         self._num_votes += 1
-        self._told = news if decision.action is Action.PARK else None
+        self._parked_state = state if decision.action is Action.PARK else None
         if decision.agreed is not None:
             vote_us = round((self._clock() - voted_s) * 1e6)
             self._start_agreed(plan, vote.split_at, decision.agreed, at_s, round((voted_s - at_s) * 1e6), vote_us)
         elif decision.action is not Action.PARK:
-            await self._leave()  # in order: no engine has a step in flight, or plans one
-            self._stopped = decision.action is Action.STOP or self._drained
+            await self._disconnect()  # no engine has a step in flight, or plans one
+            if decision.action is Action.STOP or self._drained:
+                self.stop()
         return True
 
     def _next_plan(self) -> StepPlan | None:
         if self._next_join is not None:
             return None
-        return self._again.popleft() if self._again else self.scheduler.plan()
+        return self._unfinished.popleft() if self._unfinished else self.scheduler.plan()
 
     def _vote(self, plan: StepPlan | None) -> Vote:
         assert self._join is not None
@@ -202,7 +206,7 @@ class GroupCore(EngineCore):
     def _start_agreed(
         self, plan: StepPlan | None, split_at: int, agreed: Agreed, at_s: float, plan_us: int, vote_us: int
     ) -> None:
-        """Starts what all have agreed on; without a plan, a step that only serves the others' tokens."""
+        """Starts the agreed step. Without a plan, the engine only serves its experts to the others' tokens."""
         plan = self._no_rows if plan is None else plan
         self._in_force = agreed.placed
         self._trace_next = self._trace_next and not agreed.trace
@@ -210,10 +214,10 @@ class GroupCore(EngineCore):
         self._in_flight.append(Step(plan, self.runner.start(sent), at_s, plan_us, agreed, vote_us))
 
     async def _finish_oldest(self) -> None:
-        """A step stays in flight until its result is there, so that none is lost when the group breaks."""
-        result = await self._attended(self._in_flight[0].handle.result())
+        """Waits for the oldest step, which stays in `_in_flight` until then so that it survives a broken group."""
+        result = await self._responsive(self._in_flight[0].handle.result())
         self._update_from_output(self._in_flight.popleft(), result)
-        await asyncio.sleep(0)  # a result that was there already did not let the wires move
+        await asyncio.sleep(0)  # a result that was there already gave the wires no time
 
     def _update_from_output(self, step: Step, result: StepResult) -> None:
         if step.plan is self._no_rows:
@@ -222,12 +226,12 @@ class GroupCore(EngineCore):
         else:
             super()._update_from_output(step, result)
 
-    # ---- the group comes and goes
+    # ---- membership
 
-    async def _meet(self) -> None:
-        """Waits for a Join and forms the group; gives up when a newer one comes, or when no answer is owed any more."""
+    async def _form_group(self) -> None:
+        """Waits for a Join and forms its group. Gives up if a newer Join comes, or if the engine is drained."""
         if self._next_join is None:
-            await self._hear(None, self._deadline_s)
+            await self._handle_until(None, self._deadline_s)
             self._abort_when_late()
             return
         join = self._join = self._next_join
@@ -237,7 +241,7 @@ class GroupCore(EngineCore):
         forming = asyncio.get_running_loop().create_task(self._form(join))
         try:
             while not forming.done() and self._next_join is None and not self.over:
-                await self._hear(forming, self._deadline_s)
+                await self._handle_until(forming, self._deadline_s)
                 self._abort_when_late()
             await _end(forming)
         except BaseException:
@@ -245,35 +249,34 @@ class GroupCore(EngineCore):
             await _end(forming)
             raise
         if forming.cancelled():
-            await self._leave()
+            await self._disconnect()
         elif isinstance(error := forming.exception(), PeerLost):
-            await self._leave()
-            self._tell_parted(str(error), error.missing)
+            await self._disconnect()
+            self._emit_parted(error)
         else:
-            self._begin(join, forming.result(), self._clock() - began_s)
+            self._begin_epoch(join, forming.result(), self._clock() - began_s)
 
-    def _begin(self, join: Join, coordinator: DPCoordinator, took_s: float) -> None:
+    def _begin_epoch(self, join: Join, coordinator: DPCoordinator, took_s: float) -> None:
         self._coordinator = coordinator
         self._watching = asyncio.get_running_loop().create_task(self._watch(coordinator))
-        self._num_votes, self._told, self._in_force, self._placing = 0, None, 0, False
+        self._num_votes, self._parked_state, self._in_force, self._placing = 0, None, 0, False
         if self._next_join is None:
-            self._hold_until_s = math.inf
+            self._pause_deadline_s = math.inf
         if join.placement is not None:
             self._load.version = join.placement.version
         self.emit(Joined(join.epoch, took_s))
 
-    async def _leave(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Returns when nothing connects us with the others any more, and no step runs."""
+    async def _disconnect(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
+        """Closes all connections to the group; returns when no step runs any more."""
         if self._coordinator is not None:
             await _end(self._watching)
             self._coordinator.close(cause, missing)
             self._coordinator = None
         await self._group_runner.leave()
 
-    async def _part(self, error: PeerLost | StepSkew) -> None:
-        """Leaves a broken group, and keeps the plans that got no result. Any other error of a step ends the engine."""
-        missing = error.missing if isinstance(error, PeerLost) else ()
-        await self._leave(str(error), missing)
+    async def _leave_broken_group(self, error: PeerLost | StepSkew) -> None:
+        """Leaves the group and keeps the plans that have no result. Raises any error of a step but PeerLost."""
+        await self._disconnect(str(error), _missing(error))
         failed: deque[StepPlan] = deque()
         while self._in_flight:
             step = self._in_flight.popleft()
@@ -285,17 +288,17 @@ class GroupCore(EngineCore):
             else:
                 assert not failed, f"step {step.plan.step} had a result, but one before it failed"
                 self._update_from_output(step, result)
-        if self._group_runner.overtaken:  # by steps that wrote where this one is to read
-            self._again.clear()
+        if self._group_runner.overtaken:
+            self._unfinished.clear()
             self.scheduler.start_over()
         else:
-            self._again.extendleft(reversed(failed))
-        self._tell_parted(str(error), missing)
+            self._unfinished.extendleft(reversed(failed))
+        self._emit_parted(error)
 
-    def _tell_parted(self, cause: str, missing: tuple[int, ...]) -> None:
+    def _emit_parted(self, error: PeerLost | StepSkew) -> None:
         assert self._join is not None
-        engines = tuple(sorted({rank // self._join.tp_size for rank in missing}))
-        self.emit(Parted(self._join.epoch, cause, engines))
+        engines = tuple(sorted({rank // self._join.tp_size for rank in _missing(error)}))
+        self.emit(Parted(self._join.epoch, str(error), engines))
 
     def _placed(self, placed: Placed) -> None:
         self._placing = False
@@ -306,27 +309,28 @@ class GroupCore(EngineCore):
     # ---- waiting
 
     async def _watch(self, coordinator: DPCoordinator) -> None:
-        """A step that waits for engines which the vote knows to be gone fails at once."""
+        """Fails the running step at once when the group breaks, so that it does not wait for engines that are gone."""
         await coordinator.broken()
         await self._group_runner.leave()
 
     async def _sleep(self, coordinator: DPCoordinator) -> None:
-        """Until a message comes, another engine wakes this one, or it is time to look again."""
+        """Returns when a message comes, when another engine wakes this one, or when it is time to check again."""
         self._audit_when_due()
-        ringing = asyncio.get_running_loop().create_task(coordinator.wait_woken())
+        called = asyncio.get_running_loop().create_task(coordinator.wait_woken())
         try:
-            await self._hear(ringing, self._clock() + LOOK_S if self._placing else self._patience_until_s)
+            until_s = self._clock() + PLACEMENT_POLL_S if self._placing else self._leave_deadline_s
+            await self._handle_until(called, until_s)
         finally:
-            await _end(ringing)
-            failure = None if ringing.cancelled() else ringing.exception()  # looked at also when we are cancelled
+            await _end(called)
+            failure = None if called.cancelled() else called.exception()  # looked at also when we are cancelled
         if failure is not None:
             raise failure
 
-    async def _attended(self, awaited: Awaitable[T]) -> T:
-        """Waits for it; when that takes long, messages are handled meanwhile."""
+    async def _responsive(self, awaited: Awaitable[T]) -> T:
+        """Returns what `awaited` returns. Messages are handled meanwhile if that takes longer than QUIET_WAIT_S."""
         loop = asyncio.get_running_loop()
         helpers: list[asyncio.Task[None]] = []
-        timer = loop.call_later(PATIENCE_S, lambda: helpers.append(loop.create_task(self._attend())))
+        timer = loop.call_later(QUIET_WAIT_S, lambda: helpers.append(loop.create_task(self._handle_messages())))
         try:
             return await awaited
         finally:
@@ -336,44 +340,48 @@ class GroupCore(EngineCore):
                 if not helper.cancelled():
                     helper.result()
 
-    async def _attend(self) -> None:
-        """Handles messages until cancelled; breaks the group when patience ends, which ends the wait with PeerLost."""
-        while self._clock() < self._patience_until_s:
-            due_s = self._deadline_s if self._clock() < self._deadline_s else self._patience_until_s
-            await self._hear(None, min(due_s, self._patience_until_s))
+    async def _handle_messages(self) -> None:
+        """Handles messages until cancelled. Breaks the group at `_leave_deadline_s`, which fails what is awaited."""
+        while self._clock() < self._leave_deadline_s:
+            due_s = self._deadline_s if self._clock() < self._deadline_s else self._leave_deadline_s
+            await self._handle_until(None, min(due_s, self._leave_deadline_s))
             self._abort_when_late()
         if self._coordinator is not None:
-            self._coordinator.close("the others did not hold or stop in time")
+            self._coordinator.close("the others did not pause or stop in time")
 
-    async def _hear(self, other: asyncio.Task[Any] | None, until_s: float) -> None:
-        """Handles messages as soon as there are some, unless `other` is done before, or the clock shows `until_s`."""
-        mail = asyncio.get_running_loop().create_task(self.inbox.drain(wait=True))
-        waits: set[asyncio.Task[Any]] = {mail} if other is None else {mail, other}
+    async def _handle_until(self, task: asyncio.Task[Any] | None, until_s: float) -> None:
+        """Handles messages as soon as there are some, unless `task` ends first or the clock reaches `until_s`."""
+        messages = asyncio.get_running_loop().create_task(self.inbox.drain(wait=True))
+        waits: set[asyncio.Task[Any]] = {messages} if task is None else {messages, task}
         timeout_s = max(0.0, until_s - self._clock()) if until_s < math.inf else None
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also when cancelled: what was taken out of the inbox must not be lost
-            await _end(mail)
-            if not mail.cancelled():
-                for msg in mail.result():
+        finally:  # also when cancelled: messages that were taken out of the inbox must not be lost
+            await _end(messages)
+            if not messages.cancelled():
+                for msg in messages.result():
                     self.handle(msg)
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancels a task and waits until it is gone; does not look at how it ended."""
+    """Cancels a task and waits until it is done; ignores its result."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
 
 
 def drop_coordinator(forming: asyncio.Task[DPCoordinator], cause: str = "", missing: tuple[int, ...] = ()) -> None:
-    """Closes a DP coordinator that comes when nobody wants it any more."""
+    """Closes the DP coordinator that a task made too late."""
     if not forming.cancelled() and forming.exception() is None:
         forming.result().close(cause, missing)
 
 
+def _missing(error: PeerLost | StepSkew) -> tuple[int, ...]:
+    return error.missing if isinstance(error, PeerLost) else ()
+
+
 def _no_rows(num_groups: int) -> StepPlan:
-    """The plan of an engine that has nothing to compute but serves its experts to the others."""
-    nothing = np.zeros(0, np.int32)
-    diffs = (BlockDiff(nothing, nothing, nothing),) * num_groups
-    return StepPlan(-1, nothing, nothing, nothing, np.zeros(0, np.bool_), diffs)
+    """Returns the plan of an engine that computes nothing itself but serves its experts to the others."""
+    empty = np.zeros(0, np.int32)
+    diffs = (BlockDiff(empty, empty, empty),) * num_groups
+    return StepPlan(-1, empty, empty, empty, np.zeros(0, np.bool_), diffs)

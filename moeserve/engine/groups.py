@@ -1,4 +1,4 @@
-"""KV groups as data: the layers that share one block table, and three pure functions that serve every kind."""
+"""KV groups: the layers that share one block table, and pure functions over them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers with equal caching rules. `window` (tokens, itself included) belongs to kind `window`."""
+    """Layers with equal caching rules. window: tokens that a position sees, itself included, for kind "window"."""
 
     kind: Literal["full", "window"]
     block_size: int
@@ -18,7 +18,7 @@ class KVGroup:
 
 
 def groups_of(windows: tuple[int | None, ...], block_size: int) -> tuple[KVGroup, ...]:
-    """One group per distinct window, in order of first appearance. windows[i] is layer i's, None for full.
+    """Returns one group per distinct window, in order of first appearance. windows[i] is layer i's, None for full.
 
     (None, 64, None, 64) -> full group with layers (0, 2), window group with layers (1, 3)
     """
@@ -31,7 +31,7 @@ def groups_of(windows: tuple[int | None, ...], block_size: int) -> tuple[KVGroup
 
 
 def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
-    """Most blocks that a request of num_tokens ever holds at once when it computes at most `chunk` per step.
+    """Returns the most blocks that a request of num_tokens holds at once if it computes at most `chunk` per step.
 
     window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
     """
@@ -43,17 +43,17 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
 
 
 def first_live_token(group: KVGroup, position: int) -> int:
-    """The oldest position that computing `position` or anything after it still reads."""
+    """Returns the oldest position that is read to compute `position` or any later one."""
     if group.window is None:
         return 0
     return max(0, position - group.window + 1)
 
 
 def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], limit: int) -> int:
-    """Largest n <= limit such that this group can go on at block n with cached blocks alone.
+    """Returns the largest n <= limit such that the request can continue at block n with cached blocks alone.
 
-    is_cached(i) says whether block i of the request's prefix is there. `full` needs blocks 0..n-1; `window`
-    needs only those that the first token of block n still reads, so it looks from the right.
+    is_cached(i): whether block i of the request's prefix is cached. A full group needs blocks 0..n-1; a window group
+    needs only those that the first token of block n reads, so the search goes from right to left.
     """
     if group.window is None:
         return next((i for i in range(limit) if not is_cached(i)), limit)

@@ -1,6 +1,7 @@
-"""What running requests hold: slots, blocks, table entries, cached prefixes, stop ids. Policy is the scheduler's.
+"""The KV-cache manager: slots, blocks, table entries and cached prefixes of the running requests. The scheduler decides
+which requests get them.
 
-Whatever takes something here is undone by `leave`, and `audit` checks that the books balance.
+`free` undoes everything that `admit` and `grow` took, and `audit` checks that nothing is lost or held twice.
 """
 
 from __future__ import annotations
@@ -10,61 +11,61 @@ import numpy as np
 from moeserve.config import Limits
 from moeserve.engine.blocks import BlockPool, Key
 from moeserve.engine.groups import KVGroup, blocks_needed, first_live_token
-from moeserve.engine.input_batch import InputBatch, Slots
-from moeserve.engine.plan import I32, BlockMove, NewRequest
-from moeserve.engine.plan_builder import PlanBuilder
+from moeserve.engine.input_batch import InputBatch
+from moeserve.engine.plan import I32, BlockMove, Slots
+from moeserve.engine.plan_builder import BlockChanges
 from moeserve.engine.prefix_cache import Hit, PrefixCache
 from moeserve.engine.requests import Request
-from moeserve.engine.stops import StopTable
-from moeserve.engine.store import BlockStore
+from moeserve.engine.store import HostStore
 
 
 class KVCacheManager:
-    """InputBatch, block pool, prefix cache and stop table, kept in step with each other."""
+    """The input batch, the block pool and the prefix cache, kept consistent.
 
-    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...], store: BlockStore | None) -> None:
+    Changes that the runner must repeat on the device are collected until `take_changes`, once per plan.
+    """
+
+    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...], store: HostStore | None) -> None:
         self.groups = groups
         self.store = store
         self.pool = BlockPool(limits.num_blocks, self._evicted if store is not None else None)
         self.cache = PrefixCache(self.pool, groups, store, limits.enable_prefix_caching)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, groups)
-        self.stops = StopTable()
         self.chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
-        self._stores: list[BlockMove] = []  # what the plan in the making must save before it runs
+        self._changes = BlockChanges([[] for _ in groups])
 
     # ---- one request
 
-    def enter(self, request: Request, hit: Hit, builder: PlanBuilder) -> int:
-        """Gives the request a slot and the blocks of its hit; the runner will be told all of it."""
+    def admit(self, request: Request, hit: Hit) -> int:
+        """Gives the request a slot, which is returned, and the blocks of its cache hit."""
         batch = self.batch
         tables, loads = self.cache.claim(request, hit)
-        slot = batch.admit(request, hit.num_blocks * self._block_size)
-        self.stops.add(slot, request.sampling.stop_ids)
+        num_hit = hit.num_blocks * self._block_size
+        slot = batch.admit(request, num_hit)
         indices = np.arange(hit.num_blocks, dtype=np.int32)
         for g, entries in enumerate(tables):
             batch.tables[g][slot, : hit.num_blocks] = entries
-            batch.passed[g][slot] = self._first_live(g, hit.num_blocks * self._block_size)
+            batch.passed[g][slot] = first_live_token(self.groups[g], num_hit) // self._block_size
             if hit.num_blocks:
-                builder.stage(g, np.full(hit.num_blocks, slot, np.int32), indices, entries)
-        builder.new_requests.append(NewRequest(slot, request.tokens, request.num_prompt, request.sampling))
-        builder.loads.extend(loads)
+                self._changes.set_entries(g, np.full(hit.num_blocks, slot, np.int32), indices, entries)
+        self._changes.loads.extend(loads)
         return slot
 
-    def leave(self, slot: int) -> Request:
-        """Takes everything back; results still on their way to this tenant are dropped later."""
+    def free(self, slot: int) -> Request:
+        """Takes back the slot and its blocks and returns the request. Results in flight for it will be dropped."""
         self.register(np.array([slot], np.intp))
         for blocks in self.batch.held(slot):
             self.pool.release(blocks)
-        self.stops.remove(slot)
         return self.batch.vacate(slot)
 
     def known_tokens(self, slot: int) -> I32:
+        """Returns a copy of the tokens of a slot whose values the host has."""
         return self.batch.tokens[slot, : self.batch.known[slot]].copy()
 
     # ---- many rows at once
 
-    def grow(self, slots: Slots, start: I32, new: I32, builder: PlanBuilder) -> None:
+    def grow(self, slots: Slots, start: I32, new: I32) -> None:
         """Appends new[i] blocks per group to the table of slots[i], whose entries end at position start[i]."""
         some = np.flatnonzero(new)
         if not len(some):
@@ -78,10 +79,10 @@ class KVCacheManager:
         for g, table in enumerate(self.batch.tables):
             blocks = self.pool.take(total)
             table[rows, indices] = blocks
-            builder.stage(g, rows_i32, indices, blocks)
+            self._changes.set_entries(g, rows_i32, indices, blocks)
 
-    def release_passed(self, slots: Slots, start: I32, builder: PlanBuilder) -> None:
-        """Gives up blocks that no position from start[i] on can see; null takes their place in the tables."""
+    def release_passed(self, slots: Slots, start: I32) -> None:
+        """Gives up blocks that no position from start[i] on can see; the null block takes their table entries."""
         batch = self.batch
         for g, group in enumerate(self.groups):
             if group.window is None:
@@ -94,11 +95,11 @@ class KVCacheManager:
                 self.pool.release(row[first:end].copy())
                 row[first:end] = 0
                 passed[slot] = end
-                indices = np.arange(first, end, dtype=np.int32)
-                builder.stage(g, np.full(end - first, slot, np.int32), indices, np.zeros(end - first, np.int32))
+                rows, nulls = np.full(end - first, slot, np.int32), np.zeros(end - first, np.int32)
+                self._changes.set_entries(g, rows, np.arange(first, end, dtype=np.int32), nulls)
 
     def register(self, slots: Slots) -> None:
-        """Lets the prefix cache know the blocks that are full, scheduled, and whose tokens are known."""
+        """Makes blocks findable in the prefix cache that are full and scheduled and whose tokens are known."""
         batch = self.batch
         full = np.minimum(batch.scheduled[slots], batch.known[slots]) // self._block_size
         hashed = batch.hashed[slots]
@@ -114,30 +115,30 @@ class KVCacheManager:
     # ---- room
 
     def peak_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a request of this many tokens holds at once."""
+        """Returns the most blocks that a request of this many tokens holds at once."""
         return sum(blocks_needed(group, num_tokens, self.chunk) for group in self.groups)
 
     def cost(self, request: Request, hit: Hit) -> int:
-        """Free blocks that the request takes until all its known tokens are computed."""
+        """Returns the free blocks that the request takes until all its known tokens are computed."""
         found = [block for blocks in hit.blocks for block in blocks if block > 0]
         return self.peak_blocks(len(request.tokens)) - self.pool.num_shared(found)
 
     def promised(self, slots: Slots) -> int:
-        """Free blocks that these rows still take until all their known tokens are computed."""
+        """Returns the free blocks that these rows still take until all their known tokens are computed."""
         batch = self.batch
         known, scheduled = batch.known[slots], batch.scheduled[slots]
         rest = np.maximum(batch.num_blocks(known) - batch.num_blocks(scheduled), 0)
         caps = (blocks_needed(group, 2**31, self.chunk) for group in self.groups)
         return sum(int(np.minimum(rest, cap).sum()) for cap in caps)
 
-    # ---- the plan in the making
+    # ---- the plan
 
-    def take_stores(self) -> tuple[BlockMove, ...]:
-        """Ends the making of a plan: its saves, and all leases."""
-        stores, self._stores = tuple(self._stores), []
+    def take_changes(self) -> BlockChanges:
+        """Returns the changes since the last call, and ends the store's leases: the plan is complete."""
+        changes, self._changes = self._changes, BlockChanges([[] for _ in self.groups])
         if self.store is not None:
             self.store.release()
-        return stores
+        return changes
 
     def audit(self) -> None:
         """Raises AssertionError unless slots, tables, pool, cache and store agree."""
@@ -150,7 +151,4 @@ class KVCacheManager:
         assert self.store is not None
         host_block = self.store.store(key)
         if host_block is not None:
-            self._stores.append(BlockMove(block, host_block))
-
-    def _first_live(self, g: int, position: int) -> int:
-        return first_live_token(self.groups[g], position) // self._block_size
+            self._changes.stores.append(BlockMove(block, host_block))

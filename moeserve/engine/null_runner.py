@@ -1,4 +1,4 @@
-"""A runner without a model: made-up tokens at once. It measures everything that is not the model."""
+"""A runner without a model, to measure everything else: it makes up tokens at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from moeserve.messages import Join, Placed, PlacementTable
 
 
 class NullHandle:
+    """A StepHandle whose result comes at due_s (monotonic clock), after `turns` turns of the event loop."""
+
     def __init__(self, result: StepResult, turns: int, due_s: float = 0.0) -> None:
         self._result = result
         self._turns = turns
         self._due_s = due_s
 
     async def result(self) -> StepResult:
+        """Returns the made-up result when it is due."""
         wait_s = self._due_s - time.monotonic() if self._due_s else 0.0
         if wait_s > 0:
             await asyncio.sleep(wait_s)
@@ -28,14 +31,14 @@ class NullHandle:
 
 
 class NullRunner:
-    """Answers each plan with tokens that depend on nothing but their position, in 0..vocab_size-1.
+    """A GroupRunner whose tokens, in 0..vocab_size-1, depend only on their position. It has no experts to place.
 
-    turns: how often the event loop runs before a result is there, to try what a late result does.
-    step_s: time between two results, to offer the front end a load that does not depend on the host's speed.
-    In a group it has no experts, so that nothing travels and nothing can be placed.
+    turns: turns of the event loop before a result, to test late results. step_s: time between two results, for a load
+    on the front end that does not depend on the host's speed.
     """
 
     placed = 0
+    overtaken = False
     on_placed: Callable[[Placed], None] | None = None
 
     def __init__(self, vocab_size: int = 1000, turns: int = 0, step_s: float = 0.0) -> None:
@@ -45,6 +48,7 @@ class NullRunner:
         self._due_s = 0.0
 
     def start(self, plan: StepPlan) -> NullHandle:
+        """Makes up the step's tokens."""
         position = (plan.starts_R + plan.counts_R)[plan.samples_R]
         tokens = (position.astype(np.int64) * 48271 % 65537 % self._vocab_size).astype(np.int32)
         if self._step_s:
@@ -52,19 +56,19 @@ class NullRunner:
         return NullHandle(StepResult(plan.step, tokens), self._turns, self._due_s)
 
     def close(self) -> None:
-        """Nothing to give back."""
-
-    overtaken = False
+        """Does nothing: there are no resources."""
 
     async def join(self, join: Join) -> None:
-        """Nobody to connect with."""
+        """Does nothing: there are no experts to connect with."""
 
     async def leave(self) -> None:
-        """Nothing to drop: a step that runs ends by itself."""
+        """Does nothing: a running step ends by itself."""
 
     def prepare(self, placement: PlacementTable) -> None:
+        """Reports that there is nothing to place."""
         if self.on_placed is not None:
             self.on_placed(Placed(version=placement.version, error="the null runner has no experts"))
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
+        """Returns False for every step with tokens."""
         return plan is None

@@ -1,6 +1,6 @@
-"""What one step does: the scheduler's only output, the runner's only input, and what comes back.
+"""The plan of one step, which is the scheduler's output and the runner's input, and the step's result.
 
-R rows scheduled this step, S rows that sample (R rows where `samples_R`), N staged block-table entries.
+R rows scheduled in the step, S rows that sample (those rows where `samples_R`), N new block-table entries.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from moeserve.messages import Logprobs, PromptLogprobs, TraceEvent
 from moeserve.sampling import TokenSampling
 
 I32 = NDArray[np.int32]
+Slots = NDArray[np.intp]
+UNEVEN = 0.15  # share of all tokens by which two micro-batches may differ before a request is split
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request takes a slot: the runner writes its tokens and sampling row before anything reads them.
+    """A request that takes a slot: the runner writes its tokens and sampling row before anything reads them.
 
-    tokens: prompt and, after a preemption or a replay, what was emitted since. num_prompt of them are prompt.
+    tokens: prompt and, after a preemption or a replay, the tokens generated since; the first num_prompt are prompt.
     """
 
     slot: int
@@ -49,13 +51,11 @@ class BlockMove:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks decided about a step that they run together; the same on each of them.
+    """The decision of all ranks about a step that they run together; the same on each of them.
 
-    step: the number of the vote that decided it, within its epoch; votes that decide to rest count as well.
-    micro-batches: 1 or
-    2. most_tokens: in each micro-batch, of the engine that has most. placed: how far the pending placement is to be in
-    force
-    (see runner/experts.py). trace: record this step.
+    step: the number of the vote within its epoch, counting votes that decide to rest. ubatches: 1 or 2 micro-batches.
+    most_tokens: per micro-batch, the tokens of the engine that has most. placed: how far the pending placement is to
+    be in force (runner/experts.py). trace: whether to record this step.
     """
 
     step: int
@@ -69,8 +69,8 @@ class Agreed:
 class StepPlan:
     """One step. Row i computes positions starts_R[i] .. starts_R[i]+counts_R[i]-1 of the request in slots_R[i].
 
-    A row with samples_R ends at its last known token and samples the next one; the runner keeps that token in
-    its own table, so the step after this one may be planned before it is known here.
+    A row with samples_R ends at its last known token and samples the next one. The runner keeps that token in its own
+    table, so the following step may be planned before the host knows the token.
     """
 
     step: int
@@ -92,21 +92,22 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all rows together."""
         return int(self.counts_R.sum())
 
     @property
     def uniform_len(self) -> int | None:
-        """The tokens of every row, None if they differ. For a plan with rows."""
+        """Tokens of every row, or None if rows differ. The plan must have rows."""
         first = int(self.counts_R[0])
         return first if (self.counts_R == first).all() else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced. tokens_S follows the sampling rows of its plan, in their order.
+    """The outcome of a step. tokens_S has the sampled tokens in the order of the plan's sampling rows.
 
-    The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing: its request
-    ends with that message and every other one goes on.
+    The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing: its request ends
+    with that message, and all others go on.
     """
 
     step: int
@@ -122,14 +123,37 @@ class StepResult:
 
 
 class StepHandle(Protocol):
-    """A step on its way."""
+    """A step that was started."""
 
-    async def result(self) -> StepResult: ...
+    async def result(self) -> StepResult:
+        """Waits for the step and returns its result. Raises the step's error."""
+        ...
 
 
 class Runner(Protocol):
-    """What the engine core needs of whatever executes plans. Plans run strictly in the order of `start`."""
+    """The engine core's view of a model runner, which executes plans strictly in the order of `start`."""
 
-    def start(self, plan: StepPlan) -> StepHandle: ...
+    def start(self, plan: StepPlan) -> StepHandle:
+        """Queues a step without waiting for it."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Waits for the running step and frees the device's resources."""
+        ...
+
+
+def best_split(counts_R: I32) -> int:
+    """Returns the tokens of the first of two micro-batches; 0 when there is nothing to split.
+
+    The split falls between two requests if the halves are even enough, otherwise inside one. counts_R: tokens of each
+    row, at least one. [1, 1, 1, 1] -> 2, [100] -> 50, [3, 90, 3] -> 48
+    """
+    total = int(counts_R.sum())
+    if total < 2:
+        return 0
+    ends = np.cumsum(counts_R)[:-1]
+    if len(ends):
+        best = int(ends[np.abs(2 * ends - total).argmin()])
+        if abs(2 * best - total) <= UNEVEN * total:
+            return best
+    return total // 2

@@ -1,8 +1,8 @@
-"""Finds and registers equal prompt beginnings: a chained hash per full block, per KV group.
+"""The prefix cache: finds blocks of equal prompt beginnings by a chained hash per full block and KV group.
 
 h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as little-endian int32.
-The root names everything besides tokens that K/V depend on, each tagged with its kind so that none can pose as
-another. A block may be registered as soon as the step that computes it is submitted: steps run in order.
+The root hashes everything besides tokens that K/V depend on, each value tagged with its kind. A block may be
+registered as soon as the step that computes it is submitted, because steps run in order.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from moeserve.engine.blocks import BlockPool, Key
 from moeserve.engine.groups import KVGroup, first_live_token, longest_hit
 from moeserve.engine.plan import I32, BlockMove
 from moeserve.engine.requests import Request
-from moeserve.engine.store import BlockStore
+from moeserve.engine.store import HostStore
 
 IN_STORE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a request need not compute: blocks[g][i] for the first num_blocks blocks of group g.
+    """The cached beginning of a request: blocks[g][i] for the first num_blocks blocks of group g.
 
-    0: passed by the window, nobody will read it. IN_STORE: to be loaded into a new block.
+    A block of 0 was passed by the window and is never read; IN_STORE is to be loaded into a new block.
     """
 
     num_blocks: int
@@ -34,7 +34,7 @@ class Hit:
 
 
 def root_of(salt: str, num_resets: int = 0) -> bytes:
-    """Where a chain starts. Requests share blocks only below equal roots."""
+    """Returns the start of a hash chain. Requests share blocks only below equal roots."""
     extras = [(b"salt", salt.encode())] if salt else []
     if num_resets:
         extras.append((b"num_resets", num_resets.to_bytes(8, "little")))
@@ -43,10 +43,7 @@ def root_of(salt: str, num_resets: int = 0) -> bytes:
 
 
 def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
-    """The hashes of the full blocks of `tokens`, which come after the block whose hash is `parent`.
-
-    tokens: little-endian int32, as requests and columns keep them on every machine.
-    """
+    """Returns the hashes of the full blocks of `tokens` (little-endian int32), which follow the block `parent`."""
     step = 4 * block_size
     data = tokens.tobytes()
     hashes = []
@@ -57,13 +54,13 @@ def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
 
 
 class PrefixCache:
-    """Content of blocks by hash, in the pool and in the store behind it. Disabled, it finds and registers nothing."""
+    """Finds blocks by content, in the pool and in the store behind it. A disabled cache finds and registers nothing."""
 
     def __init__(
         self,
         pool: BlockPool,
         groups: tuple[KVGroup, ...],
-        store: BlockStore | None = None,
+        store: HostStore | None = None,
         enabled: bool = True,
     ) -> None:
         self._pool = pool
@@ -71,11 +68,11 @@ class PrefixCache:
         self._block_size = groups[0].block_size
         self._store = store
         self._enabled = enabled
-        self._epoch = 0
+        self._num_resets = 0
         self._miss = Hit(0, tuple(() for _ in groups))
 
     def match(self, request: Request) -> Hit:
-        """The longest beginning of the request that is cached, its last token excepted. Holds nothing yet."""
+        """Returns the longest cached beginning of the request, its last token excepted. Takes no references yet."""
         if not self._enabled:
             return self._miss
         self._begin(request)
@@ -98,7 +95,7 @@ class PrefixCache:
         return Hit(length, tuple(self._blocks(hashes, g, length) for g in range(len(self._groups))))
 
     def claim(self, request: Request, hit: Hit) -> tuple[list[I32], list[BlockMove]]:
-        """Holds the blocks of a hit. Returns each group's table entries and the copies that fill new blocks."""
+        """Takes references to the blocks of a hit. Returns each group's table entries, and the loads of new blocks."""
         absent: list[tuple[int, int, int]] = []
         tables = [np.array(blocks, np.int32) for blocks in hit.blocks]
         for g, blocks in enumerate(hit.blocks):
@@ -116,7 +113,7 @@ class PrefixCache:
         return tables, loads
 
     def register(self, request: Request, tokens: I32, blocks: list[list[int]], first: int) -> None:
-        """Makes a request's blocks from index `first` on findable: blocks[g] of group g, 0 where a window passed."""
+        """Makes a request's blocks from index `first` on findable. blocks[g]: group g's, 0 where a window passed."""
         if not self._enabled:
             return
         self._extend(request, tokens, first + len(blocks[0]))
@@ -126,18 +123,18 @@ class PrefixCache:
                     self._pool.cache(block, (request.hashes[i], g))
 
     def reset(self) -> None:
-        """No request that comes later finds what was computed until now."""
-        self._epoch += 1
+        """Drops everything: later requests find nothing that was computed until now."""
+        self._num_resets += 1
         self._pool.forget()
         if self._store is not None:
             self._store.clear()
 
     def _begin(self, request: Request) -> None:
-        """Starts the hash chain, again after a reset. Only at an admission: a request that runs through a reset goes
-        on with what it computed before, under hashes that nobody looks for any more."""
-        if request.num_resets != self._epoch:
-            request.num_resets = self._epoch
-            request.root = root_of(request.salt, self._epoch)
+        """Starts the hash chain, again after a reset. Called at admission only: a request that runs during a reset
+        keeps its old hashes, which no later request has."""
+        if request.num_resets != self._num_resets:
+            request.num_resets = self._num_resets
+            request.root = root_of(request.salt, self._num_resets)
             request.hashes.clear()
 
     def _extend(self, request: Request, tokens: I32, num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""A request as the scheduler knows it, and the queue of those that wait for a slot."""
+"""The scheduler's record of a request, and the queue of requests that wait for a slot."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moeserve.sampling import TokenSampling
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What stays with a request for its whole life, in a slot or not. Progress lives in `Columns` while it runs.
+    """A request's facts, in a slot or not. Its progress lives in `InputBatch` while it runs.
 
-    tokens: everything known at the last admission or preemption: prompt, then what was emitted.
-    max_total: length at which it ends, prompt included; the token at max_total - 1 is never computed upon.
+    tokens: those known at the last admission or preemption: the prompt, then generated ones. max_total: length at
+    which the request ends, prompt included; no step follows the token at max_total - 1.
     """
 
     rid: int
@@ -30,26 +30,26 @@ class Request:
     priority: int
     salt: str
     arrival: int
-    num_resets: int = -1  # of the prefix cache, when the hash chain began
-    root: bytes = b""  # what the chain starts from
-    hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, as far as it was needed
+    num_resets: int = -1  # resets of the prefix cache before the hash chain began
+    root: bytes = b""  # start of the chain
+    hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, as far as needed
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
-    was_sent: bool = False  # its first token went out, and num_cached with it
+    was_sent: bool = False  # its first token was sent, and num_cached with it
     num_scored: int = 1  # prompt positions whose logprobs were sent (position 0 has none)
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Smaller goes first."""
+    def order(self) -> tuple[int, int]:
+        """Place in line: priority, then arrival. Smaller values go first."""
         return self.priority, self.arrival
 
     @property
     def reads_cache(self) -> bool:
-        """Prompt logprobs need every position computed."""
+        """Whether cached blocks may be used. Prompt logprobs need every position computed."""
         return self.sampling.prompt_logprobs is None
 
 
 def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -> Request:
-    """Checks a Submit; raises InvalidRequest with the values when it cannot be served."""
+    """Makes a Request of a checked Submit. Raises InvalidRequest with the values if it cannot be served."""
     if len(msg.tokens) % 4:
         raise InvalidRequest(f"tokens has {len(msg.tokens)} bytes, not a whole number of int32", param="prompt")
     tokens = np.frombuffer(msg.tokens, "<i4")
@@ -87,7 +87,7 @@ def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -
 
 
 class WaitingQueue:
-    """Waiting requests, best rank first; any of them can leave."""
+    """Waiting requests by priority, then arrival. Any of them can be removed."""
 
     def __init__(self) -> None:
         self._queue: list[Request] = []
@@ -104,19 +104,22 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
+        """The next request to admit."""
         return self._queue[0] if self._queue else None
 
     def push(self, request: Request) -> None:
-        insort(self._queue, request, key=lambda r: r.rank)
+        """Adds a request at its place in line."""
+        insort(self._queue, request, key=lambda r: r.order)
         self._by_rid[request.rid] = request
 
     def pop(self) -> Request:
-        """Takes the head out."""
+        """Removes and returns the head."""
         request = self._queue.pop(0)
         del self._by_rid[request.rid]
         return request
 
     def remove(self, rid: int) -> Request:
+        """Removes and returns a request by its id."""
         request = self._by_rid.pop(rid)
-        del self._queue[bisect_left(self._queue, request.rank, key=lambda r: r.rank)]
+        del self._queue[bisect_left(self._queue, request.order, key=lambda r: r.order)]
         return request

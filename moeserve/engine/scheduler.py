@@ -1,9 +1,12 @@
 """Decides what runs next. Pure: no torch, no clock, no I/O; requests and results in, plans and outputs out.
 
-There is no prefill phase and no decode phase, only positions of a request that are not computed yet. Plans may be
-made before the results of earlier ones are known (`Limits.depth`); they are settled in the order they were made.
-Nothing here waits for the device, and blocks are reused at once: the runner executes plans strictly in order, so a
-block given up in one plan is read for the last time before any later plan writes it.
+There is no prefill phase and no decode phase, only positions of a request that are not computed yet. A plan may be
+made before the results of earlier ones are known (`Limits.depth`); results come in the order of their plans. Nothing
+here waits for the device, and blocks are reused at once: the runner executes plans strictly in order, so a block that
+one plan gives up is read for the last time before any later plan writes it.
+
+One step: `Scheduler.plan` grants rows in a PlanBuilder (plan_builder.py) and takes blocks from the KVCacheManager
+(kv_cache_manager.py), whose rows are the InputBatch (input_batch.py); update.py applies the step's result.
 """
 
 from __future__ import annotations
@@ -17,13 +20,12 @@ from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.groups import KVGroup
-from moeserve.engine.input_batch import Slots
 from moeserve.engine.kv_cache_manager import KVCacheManager
-from moeserve.engine.plan import I32, StepPlan, StepResult
-from moeserve.engine.plan_builder import InFlightStep, PlanBuilder, joined
+from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
+from moeserve.engine.plan_builder import InFlightStep, PlanBuilder, concat_columns
 from moeserve.engine.prefix_cache import Hit
 from moeserve.engine.requests import Request, WaitingQueue, request_of
-from moeserve.engine.store import BlockStore, HostStore
+from moeserve.engine.store import HostStore
 from moeserve.engine.update import ended_rows, update_from_output
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, StepOutput, Submit
@@ -33,10 +35,11 @@ _ANY_TOKEN = 2**31 - 1
 
 
 class Scheduler:
-    """submit and abort at any time; plan and settle in turn, with up to limits.depth plans in between.
+    """Plans steps for requests that may come and go at any time.
 
-    eos_ids are the model's end tokens (an ending by any other stop id is reported as such); vocab_size guards
-    against token ids that the model does not have; `store` replaces the host store of limits.num_store_blocks.
+    `plan` and `update_from_output` alternate, with up to limits.depth plans in between. eos_ids: the model's end
+    tokens (an ending by any other stop id is reported as such). vocab_size: guards against token ids that the model
+    does not have.
     """
 
     def __init__(
@@ -46,11 +49,10 @@ class Scheduler:
         *,
         eos_ids: Iterable[int] = (),
         vocab_size: int = _ANY_TOKEN,
-        store: BlockStore | None = None,
     ) -> None:
         assert {group.block_size for group in groups} == {limits.block_size}, groups
-        if store is None and limits.num_store_blocks and limits.enable_prefix_caching:
-            store = HostStore(limits.num_store_blocks)
+        has_store = limits.num_store_blocks and limits.enable_prefix_caching
+        store = HostStore(limits.num_store_blocks) if has_store else None
         self.limits = limits
         self.groups = groups
         self.eos_ids = frozenset(eos_ids)
@@ -60,24 +62,27 @@ class Scheduler:
         self.num_planned = 0
         self._in_flight: deque[InFlightStep] = deque()
         self._arrivals = 0
-        self._stuck: tuple[Request | None, int] = (None, 0)  # a head that did not fit, and the room it met
+        self._blocked: tuple[Request | None, int] = (None, 0)  # a head that did not fit, and the room there was
 
     @property
     def num_running(self) -> int:
+        """Requests that have a slot."""
         return self.kv_manager.batch.num_running
 
     @property
     def num_waiting(self) -> int:
+        """Requests in the queue."""
         return len(self.waiting)
 
     @property
     def has_work(self) -> bool:
+        """Whether any request runs or waits."""
         return bool(self.num_running or self.num_waiting)
 
-    # ---- requests come and go
+    # ---- requests
 
     def submit(self, msg: Submit) -> None:
-        """Takes a request in; raises InvalidRequest when it is malformed or could never fit."""
+        """Queues a request. Raises InvalidRequest if it is malformed or could never fit."""
         if msg.rid in self.waiting or msg.rid in self.kv_manager.batch.slot_of:
             raise InvalidRequest(f"request {msg.rid} is running already", code="duplicate_request")
         request = request_of(msg, self._arrivals, self.limits.max_model_len, self.vocab_size)
@@ -98,7 +103,7 @@ class Scheduler:
         for rid in rids:
             slot = self.kv_manager.batch.slot_of.get(rid)
             if slot is not None:
-                self.kv_manager.leave(slot)
+                self.kv_manager.free(slot)
             elif rid in self.waiting:
                 self.waiting.remove(rid)
             else:
@@ -107,59 +112,68 @@ class Scheduler:
         return ended_rows(ended, FinishReason.ABORT) if ended else None
 
     def abort_all(self) -> StepOutput | None:
+        """Ends every request at once."""
         running = list(self.kv_manager.batch.slot_of)
         return self.abort([*running, *(request.rid for request in self.waiting)])
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that comes later reuses what was computed until now."""
+        """Makes later requests compute their whole prompts: they find nothing that was computed until now."""
         self.kv_manager.cache.reset()
 
     # ---- one step
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when all that may run is in flight already."""
+        """Returns the next step, or None if everything that may run is in flight already."""
         kv_manager, batch = self.kv_manager, self.kv_manager.batch
-        builder = PlanBuilder(len(self.groups), self.limits.max_num_batched_tokens)
-        self._make_way(builder)
-        if self._grant_running(builder):
-            self._admit(builder)
-        stores = kv_manager.take_stores()
-        if not builder.slots:
-            assert not stores, "blocks were evicted for nothing"
+        builder = PlanBuilder(self.limits.max_num_batched_tokens)
+        self._preempt_for_head(builder)
+        if self._schedule_running(builder):
+            self._schedule_waiting(builder)
+        changes = kv_manager.take_changes()
+        if not builder.rows:
+            assert not changes.stores, "blocks were evicted for nothing"
             return None
-        slots = joined(builder.slots)
+        slots, starts, counts = concat_columns(builder.rows)
         kv_manager.register(slots)
-        samples = batch.scheduled[slots] >= batch.known[slots]
-        plan = builder.finish(self.num_planned, slots, samples, stores)
+        plan = StepPlan(
+            step=self.num_planned,
+            slots_R=slots.astype(np.int32),
+            starts_R=starts,
+            counts_R=counts,
+            samples_R=batch.scheduled[slots] >= batch.known[slots],
+            diffs=changes.block_diffs(),
+            new_requests=tuple(builder.new_requests),
+            stores=tuple(changes.stores),
+            loads=tuple(changes.loads),
+        )
         self.num_planned += 1
         self._in_flight.append(InFlightStep(plan, slots, batch.occupancy[slots], builder))
         return plan
 
-    def start_over(self) -> None:
-        """Forgets the steps in flight and all that was computed: every running request waits again, with all that is
-        known of it, and comes out the same."""
-        self._in_flight.clear()
-        nobody = PlanBuilder(len(self.groups), 0)
-        for slot in self.kv_manager.batch.order.tolist():
-            self._preempt(slot, nobody)
-        self.reset_prefix_cache()
-
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Takes the result of the oldest plan: appends tokens, ends requests, frees what they held."""
+        """Applies the result of the oldest plan: appends tokens, ends requests, and frees what they held."""
         in_flight = self._in_flight.popleft()
         assert in_flight.plan is plan, (in_flight.plan.step, plan.step)
         assert result.step == plan.step, (result.step, plan.step)
         output = update_from_output(self.kv_manager, in_flight, result, self.eos_ids)
         return msgspec.structs.replace(output, record=self._record(in_flight, result))
 
+    def start_over(self) -> None:
+        """Discards the steps in flight and all computed K/V. Running requests wait again with their known tokens, and
+        end with the same answers."""
+        self._in_flight.clear()
+        for slot in self.kv_manager.batch.order.tolist():
+            self._preempt(slot)
+        self.reset_prefix_cache()
+
     def audit(self) -> None:
-        """Raises AssertionError unless every slot, block and cell is accounted for."""
+        """Raises AssertionError unless every slot and block is accounted for."""
         self.kv_manager.audit()
 
-    # ---- granting
+    # ---- the parts of a plan
 
-    def _make_way(self, builder: PlanBuilder) -> None:
-        """Lets the first waiting request take the place of running ones of lower priority, if that is enough."""
+    def _preempt_for_head(self, builder: PlanBuilder) -> None:
+        """Preempts running requests of lower priority than the first waiting one, if that makes it fit."""
         head, batch = self.waiting.head, self.kv_manager.batch
         if head is None or not batch.num_running:
             return
@@ -178,10 +192,11 @@ class Scheduler:
             lacking -= sum(kv_manager.pool.num_exclusive(blocks) for blocks in batch.held(slot))
             lacking -= kv_manager.promised(np.array([slot], np.intp))
         for slot in victims:
-            self._preempt(slot, builder)
+            self._preempt(slot)
+        builder.num_preempted += len(victims)
 
-    def _grant_running(self, builder: PlanBuilder) -> bool:
-        """Tokens and blocks for running requests, best rank first. False when blocks ran out for some."""
+    def _schedule_running(self, builder: PlanBuilder) -> bool:
+        """Grants tokens and blocks to running requests, first in line first. Returns False if blocks ran out."""
         kv_manager, batch = self.kv_manager, self.kv_manager.batch
         enough = True
         while batch.num_running:
@@ -192,21 +207,22 @@ class Scheduler:
             np.minimum(count, kv_manager.chunk, out=count)
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
                 slots, start, count = share(slots, start, count, builder.budget)
-            kv_manager.release_passed(slots, start, builder)
+            kv_manager.release_passed(slots, start)
             new = batch.num_blocks(start + count) - batch.num_blocks(start)
             if int(new.sum()) * len(self.groups) <= kv_manager.pool.num_free:
                 if len(slots):
                     self._grant(builder, slots, start, count, new)
                 break
-            self._preempt(int(batch.order[-1]), builder)
+            self._preempt(int(batch.order[-1]))
+            builder.num_preempted += 1
             enough = False
         return enough
 
-    def _admit(self, builder: PlanBuilder) -> None:
-        """Waiting requests, best rank first, until one does not fit: nobody overtakes it."""
+    def _schedule_waiting(self, builder: PlanBuilder) -> None:
+        """Admits waiting requests, first in line first, until one does not fit: nobody overtakes it."""
         kv_manager, batch = self.kv_manager, self.kv_manager.batch
         while builder.budget > 0 and batch.num_free and (head := self.waiting.head) is not None:
-            hit = self._fitting(head)
+            hit = self._hit_if_fits(head)
             if hit is None:
                 return
             self.waiting.pop()
@@ -214,46 +230,47 @@ class Scheduler:
                 head.num_cached = min(hit.num_blocks * self.limits.block_size, head.num_prompt)
                 builder.prompt_tokens += head.num_prompt
                 builder.cached_tokens += head.num_cached
-            slots = np.array([kv_manager.enter(head, hit, builder)], np.intp)
+            slot = kv_manager.admit(head, hit)
+            builder.new_requests.append(NewRequest(slot, head.tokens, head.num_prompt, head.sampling))
+            slots = np.array([slot], np.intp)
             start = batch.scheduled[slots]
             count = np.minimum(batch.known[slots] - start, min(builder.budget, kv_manager.chunk))
             new = batch.num_blocks(start + count) - batch.num_blocks(start)
             self._grant(builder, slots, start, count, new)
             kv_manager.register(slots)  # at once: the next one in line may begin alike
 
-    def _fitting(self, head: Request) -> Hit | None:
-        """The head's cache hit if its whole prompt fits beside the others and the watermark."""
+    def _hit_if_fits(self, head: Request) -> Hit | None:
+        """Returns the head's cache hit if its whole prompt fits beside the running requests and the watermark."""
         order = self.kv_manager.batch.order
         if not len(order):
             return self.kv_manager.cache.match(head)
         room = self._room(order)
-        if self._stuck[0] is head and room <= self._stuck[1]:
+        if self._blocked[0] is head and room <= self._blocked[1]:
             return None
         hit = self.kv_manager.cache.match(head)
         if self.kv_manager.cost(head, hit) > room:
-            self._stuck = (head, room)
+            self._blocked = (head, room)
             return None
         return hit
 
     def _room(self, order: Slots) -> int:
-        """Blocks that a newcomer may take beside running requests, counting what those were promised."""
+        """Returns the blocks that a new request may take, after those that running requests were promised."""
         return self.kv_manager.pool.num_free - self.kv_manager.promised(order) - self.limits.watermark_blocks
 
     def _grant(self, builder: PlanBuilder, slots: Slots, start: I32, count: I32, new: I32) -> None:
-        self.kv_manager.grow(slots, start, new, builder)
+        self.kv_manager.grow(slots, start, new)
         self.kv_manager.batch.scheduled[slots] = start + count
         builder.grant(slots, start, count)
 
-    def _preempt(self, slot: int, builder: PlanBuilder) -> None:
-        """Back to the queue with all that is known; what is in flight will be computed again, and come out the same."""
+    def _preempt(self, slot: int) -> None:
+        """Puts a request back into the queue with its known tokens. Later ones are computed again, equal to before."""
         tokens = self.kv_manager.known_tokens(slot)
-        request = self.kv_manager.leave(slot)
+        request = self.kv_manager.free(slot)
         request.tokens = tokens
         self.waiting.push(request)
-        builder.num_preempted += 1
 
     def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
-        """The step's numbers; whoever has a clock fills in the times."""
+        """Returns the step's numbers; the core, which has a clock, fills in the times."""
         pool, builder = self.kv_manager.pool, in_flight.builder
         return StepRecord(
             step=in_flight.plan.step,
@@ -272,9 +289,9 @@ class Scheduler:
 
 
 def share(slots: Slots, start: I32, count: I32, budget: int) -> tuple[Slots, I32, I32]:
-    """Cuts counts to a token budget and drops rows that get nothing. Rows come best rank first.
+    """Cuts counts to a token budget and drops rows that get nothing. Rows come first in line first.
 
-    One token each for those that need just one, so that no long prompt stalls a stream; then the others in order.
+    Rows that need just one token get it, so that no long prompt stalls a stream; then the others in order.
     counts [5, 1, 5, 1] with budget 8 -> [5, 1, 1, 1]
     """
     single: NDArray[np.bool_] = count == 1

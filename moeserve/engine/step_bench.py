@@ -3,10 +3,10 @@
 Phases, in microseconds per step:
 
     plan      Scheduler.plan
-    tables    whatever a runner's host side does with a plan (the `tables` argument), if it is given
-    settle    Scheduler.settle
+    tables    a runner's work on the host (the `tables` argument), if it is given
     encode    StepOutput to msgpack
     loop      the rest: core loop, inbox, event loop
+    update_from_output    Scheduler.update_from_output
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ END_ID = VOCAB_SIZE  # each request stops at an id that never comes
 def measure(
     num_running: list[int], *, steps: int = 1000, tables: Tables | None = None, clock: Clock = "wall"
 ) -> dict[str, Any]:
-    """Host time per decode step with that many running requests: {"results": [{num_running, step_us, phases_us}]}.
+    """Measures host time per decode step at each num_running: {"results": [{num_running, step_us, phases_us}]}.
 
     Each time is {"p50", "p99", "mean"} over `steps` steps after a warm-up. clock "cpu" counts this thread's time only,
-    which leaves out what other processes take from it on a shared machine.
+    so that other processes on a shared machine do not count.
     """
     results = [asyncio.run(_Bench(n, steps, tables, _CLOCKS[clock]).run()) for n in num_running]
     facts = {"block_size": BLOCK_SIZE, "depth": 2, "steps": steps, "tables": tables is not None, "clock": clock}

@@ -1,41 +1,18 @@
-"""Where prefix blocks go when the pool evicts them: a content-addressed store behind one small protocol.
+"""The block store: keeps prefix blocks that the pool evicts, by content, in host memory.
 
-The scheduler keeps the index; the runner owns the bytes and copies them when a plan says so (`StepPlan.stores`
-before `StepPlan.loads`, both before the forward pass). A store on disk or on a peer fits the same protocol.
+The scheduler keeps the index; the runner owns the bytes and copies them as a plan says (`StepPlan.stores` before
+`StepPlan.loads`, both before the forward pass).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Protocol
 
 from moeserve.engine.blocks import Key
 
 
-class BlockStore(Protocol):
-    """Blocks by content. A host block is where the runner finds the bytes; a leased host block is not reused."""
-
-    def lookup(self, key: Key) -> bool:
-        """Whether `load` would find it."""
-
-    def load(self, key: Key) -> int:
-        """The host block to copy from, leased until `release`."""
-
-    def store(self, key: Key) -> int | None:
-        """The host block to copy into, leased until `release`; None when nothing must be copied (or nothing can)."""
-
-    def release(self) -> None:
-        """Ends all leases: the plan that uses them is complete, and plans run in order."""
-
-    def clear(self) -> None:
-        """Forgets every content."""
-
-    def audit(self) -> None:
-        """Raises AssertionError when the books do not balance."""
-
-
 class HostStore:
-    """`num_blocks` blocks of host memory, least recently used first out."""
+    """`num_blocks` host blocks, the runner's places for the bytes. Drops the least recently used content first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -44,19 +21,22 @@ class HostStore:
         self._leased: dict[Key, None] = {}
 
     def lookup(self, key: Key) -> bool:
+        """Returns whether `load` would find the content."""
         return key in self._blocks
 
     def load(self, key: Key) -> int:
+        """Returns the host block to copy from. It is leased, that is not reused, until `release`."""
         self._blocks.move_to_end(key)
         self._leased[key] = None
         return self._blocks[key]
 
     def store(self, key: Key) -> int | None:
+        """Returns the host block to copy into, leased until `release`; None if nothing must or can be copied."""
         if key in self._blocks:
             self._blocks.move_to_end(key)
             return None
         if not self._free:
-            # Leased keys were used in this very plan, so they sit at the young end: the oldest tells all.
+            # Leased keys were used in this very plan, so they are the newest: if the oldest is leased, all are.
             oldest = next(iter(self._blocks))
             if oldest in self._leased:
                 return None
@@ -67,16 +47,17 @@ class HostStore:
         return host_block
 
     def release(self) -> None:
+        """Ends all leases. Called when the plan that uses them is complete; plans run in order."""
         self._leased.clear()
 
     def clear(self) -> None:
+        """Drops all blocks."""
         assert not self._leased, "cleared while a plan is being made"
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._blocks.clear()
 
     def audit(self) -> None:
-        """Each host block is free or holds one content, never two, never none."""
-        assert sorted([*self._free, *self._blocks.values()]) == list(range(self.num_blocks)), (
-            "host blocks do not add up"
-        )
+        """Raises AssertionError unless each host block is free or holds one content, and nothing is leased."""
+        host_blocks = sorted([*self._free, *self._blocks.values()])
+        assert host_blocks == list(range(self.num_blocks)), "host blocks do not add up"
         assert not self._leased, f"{len(self._leased)} leases outlived their plan"

@@ -1,4 +1,4 @@
-"""What a result means for the requests of its plan: new tokens, endings, and the message that says so."""
+"""Applies a step's result to the requests of its plan: new tokens, endings, and the message that reports them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from moeserve.engine.input_batch import Slots
 from moeserve.engine.kv_cache_manager import KVCacheManager
-from moeserve.engine.plan import I32, StepResult
+from moeserve.engine.plan import I32, Slots, StepResult
 from moeserve.engine.plan_builder import InFlightStep
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput
 
@@ -16,7 +15,7 @@ NO_TOKEN = -1
 
 
 def ended_rows(rids: list[int], reason: int) -> StepOutput:
-    """An output whose rows only end their requests."""
+    """Returns an output whose rows only end their requests."""
     count = len(rids)
     return StepOutput(
         rids=np.array(rids, "<i8").tobytes(),
@@ -30,8 +29,8 @@ def update_from_output(
 ) -> StepOutput:
     """Appends the tokens of a step, ends requests that are complete or failed, and reports all of it.
 
-    Rows whose tenant left since the plan was made count for nothing: a preempted request computes that token
-    again, an ended or aborted one has had its ending.
+    Rows are ignored if their request left the slot since the plan was made: a preempted request computes that token
+    again, and an ended or aborted one has had its ending.
     """
     batch, samples = kv_manager.batch, in_flight.plan.samples_R
     errors = _fail(kv_manager, in_flight, result.failed) if result.failed else {}
@@ -46,7 +45,7 @@ def update_from_output(
     cached, logprobs, prompt_logprobs = _extras(kv_manager, in_flight.slots[live], slots, result)
     rids = batch.rid[slots]
     for row in np.flatnonzero(finish).tolist():
-        kv_manager.leave(int(slots[row]))
+        kv_manager.free(int(slots[row]))
     if errors:
         rids = np.concatenate((rids, np.array(list(errors), np.int64)))
         tokens = np.concatenate((tokens, np.full(len(errors), NO_TOKEN, np.int32)))
@@ -66,20 +65,21 @@ def update_from_output(
 def _fail(kv_manager: KVCacheManager, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:
     """Ends the requests that could not be sampled; returns their ids and messages."""
     batch = kv_manager.batch
-    tenant = dict(zip(in_flight.slots.tolist(), in_flight.occupancy.tolist(), strict=True))
+    occupancy = dict(zip(in_flight.slots.tolist(), in_flight.occupancy.tolist(), strict=True))
     errors = {}
     for slot, message in failed.items():
-        if batch.occupancy[slot] == tenant[slot]:
-            errors[kv_manager.leave(slot).rid] = message
+        if batch.occupancy[slot] == occupancy[slot]:
+            errors[kv_manager.free(slot).rid] = message
     return errors
 
 
 def _stop(
     kv_manager: KVCacheManager, slots: Slots, tokens: I32, finish: np.ndarray, eos_ids: Collection[int]
 ) -> dict[int, int]:
-    """Marks rows that a stop token ended; returns which one, where it is not the model's own end token."""
-    batch, stop_ids = kv_manager.batch, {}
-    for row in kv_manager.stops.hits(slots, tokens):
+    """Marks rows that a stop token ended; returns, by request id, stop tokens that are not the model's end tokens."""
+    batch = kv_manager.batch
+    stop_ids = {}
+    for row in batch.stops.hits(slots, tokens):
         slot, token = int(slots[row]), int(tokens[row])
         if batch.known[slot] >= batch.min_known[slot]:
             finish[row] = FinishReason.STOP
@@ -91,7 +91,7 @@ def _stop(
 def _extras(
     kv_manager: KVCacheManager, live: Slots, sampled: Slots, result: StepResult
 ) -> tuple[dict[int, int], dict[int, Logprobs], dict[int, PromptLogprobs]]:
-    """What only some rows carry, by request id: cache hits (once), logprobs, prompt logprobs."""
+    """Returns, by request id, what only some rows have: cache hits (once), logprobs, prompt logprobs."""
     batch = kv_manager.batch
     cached = {}
     for slot in sampled[batch.unsent[sampled]].tolist():
@@ -111,7 +111,7 @@ def _extras(
 
 
 def _unscored(kv_manager: KVCacheManager, slot: int, part: PromptLogprobs) -> PromptLogprobs | None:
-    """The rows that were not sent before a preemption made them come again."""
+    """Returns the rows that were not sent before a preemption caused them to be computed again."""
     request = kv_manager.batch.request(slot)
     known = max(0, request.num_scored - part.start)
     if known >= len(part.rows):

@@ -1,4 +1,4 @@
-"""The step vote: what each engine says before a step, and what follows from all of it, as a pure function."""
+"""The step vote: the message of each engine before a step, and the decision as a pure function of all of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from moeserve.messages import Join, Placed, PlacementTable
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One engine's row. tokens: of the plan that it has ready, `split_at` of them in the first micro-batch if there
-    are two.
+    """One engine's vote on a step.
 
-    ubatches_ok: two micro-batches would pay, or would not matter, here. placed: how far the pending placement is
-    prepared;
+    tokens: those of its next plan, `split_at` of them in the first micro-batch if there are two. ubatches_ok: two
+    micro-batches would pay, or would not matter, on this engine. placed: how far the pending placement is prepared;
     in_force: how far the last decision put it in force.
     """
 
@@ -30,37 +29,40 @@ class Vote(msgspec.Struct, frozen=True, array_like=True, tag=True):
     split_at: int = 0
     requests: int = 0
     ubatches_ok: bool = False
-    pause: bool = False  # told to hold: nothing is in flight, and nothing is planned until the group is formed anew
-    drained: bool = False  # told to stop: nothing is in flight, and nothing left to do
+    pause: bool = False  # has a newer Join: nothing is in flight or planned until the next group is formed
+    drained: bool = False  # has a Drain, and nothing is in flight or left to do
     placed: int = 0
     in_force: int = 0
     trace: bool = False
 
 
 class Action(enum.Enum):
+    """The kinds of decision."""
+
     RUN = "run"  # all run a step, those without work an empty one
-    PARK = "park"  # nobody has work: sleep until an engine wakes the others
-    PAUSE = "pause"  # all hold, or are done: the group may be taken apart between two steps
-    STOP = "stop"  # all were told to stop, and are done
+    PARK = "park"  # no engine has work: sleep until one wakes the others
+    PAUSE = "pause"  # all pause or are drained: the group may be left between two steps
+    STOP = "stop"  # all are drained
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """The outcome of a vote, equal on all engines."""
+
     action: Action
     agreed: Agreed | None = None  # for RUN
 
 
 def decide(votes: Sequence[Vote]) -> Decision:
-    """What follows from the votes of all engines, in rank order: the same on each of them.
+    """Returns the decision that follows from the votes of all engines, in rank order.
 
-    A step runs if anyone has work, or if the placement asks for one: all have prepared more of it than is in force, or
-    one has to give it up. Two micro-batches need everybody's consent and a split inside of some batch; engines with
-    nothing to
-    split go along, one micro-batch of theirs empty. Raises StepSkew when the votes are not about the same step.
+    A step runs if any engine has work, or if the placement needs one: all have prepared more than is in force, or one
+    has given it up. Two micro-batches need the consent of all and a split inside some batch; engines with nothing to
+    split run one empty micro-batch. Raises StepSkew if the votes are not on the same step.
     """
     first = votes[0]
     step, epoch = first.step, first.epoch
-    has_work, ubatches_ok, is_split, trace, drained, held = False, True, False, False, True, True
+    has_work, ubatches_ok, is_split, trace, drained, paused = False, True, False, False, True, True
     most = most_first = most_second = 0
     placed, in_force = first.placed, first.in_force
     for vote in votes:
@@ -69,7 +71,7 @@ def decide(votes: Sequence[Vote]) -> Decision:
         has_work |= vote.has_work
         trace |= vote.trace
         drained &= vote.drained
-        held &= vote.pause or vote.drained
+        paused &= vote.pause or vote.drained
         placed, in_force = min(placed, vote.placed), max(in_force, vote.in_force)
         ubatches_ok &= vote.ubatches_ok
         if tokens := vote.tokens:
@@ -80,34 +82,33 @@ def decide(votes: Sequence[Vote]) -> Decision:
         if ubatches_ok and is_split:
             return Decision(Action.RUN, Agreed(step, 2, (most_first, most_second), placed, trace))
         return Decision(Action.RUN, Agreed(step, 1, (most, 0), placed, trace))
-    return _NOTHING_TO_RUN[Action.STOP if drained else Action.PAUSE if held else Action.PARK]
+    return _NOTHING_TO_RUN[Action.STOP if drained else Action.PAUSE if paused else Action.PARK]
 
 
 _NOTHING_TO_RUN = {action: Decision(action) for action in Action}
 
 
 class DPCoordinator(Protocol):
-    """The engines that step together, as the core of one of them sees it. Belongs to the core's loop.
-
-    `comm/dp_coordinator.py` has the real one; an engine that serves alone has none.
-    """
+    """One engine's connection to the engines that step together (comm/dp_coordinator.py), on the core's loop."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """The group's membership epoch."""
+        ...
 
     @property
     def woken(self) -> bool:
-        """After a PARK: whether another engine has voted in the next step and waits for us."""
+        """Whether, after a PARK, another engine has voted on the next step and waits for this one."""
         ...
 
     @property
     def lost(self) -> PeerLost | None:
-        """Why the group is broken, once it is."""
+        """The error that broke the group; None while it works."""
         ...
 
     async def decide(self, vote: Vote) -> Decision:
-        """Votes, waits for all, and returns what all of them get. Raises PeerLost when the group is broken, StepSkew
-        when the engines do not vote on the same step."""
+        """Votes, waits for all votes, and returns the common decision. Raises PeerLost if the group is broken, StepSkew
+        if the engines do not vote on the same step."""
         ...
 
     async def wait_woken(self) -> None:
@@ -119,46 +120,45 @@ class DPCoordinator(Protocol):
         ...
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
-        """Drops the connections. The others learn why, and which ranks are missing as far as we know."""
+        """Drops the connections. The other engines learn the cause and the ranks known to be missing."""
         ...
 
 
 class GroupRunner(Runner, Protocol):
-    """What the core needs of a runner whose steps are run together with other engines'.
+    """A runner whose steps run together with those of other engines.
 
-    A step that fails with PeerLost leaves the runner able to run the same plan again after the next `join`. From such
-    a failure until then, later steps fail with PeerLost as well, and before they touch tables or blocks; if one has
-    touched them, the runner was `overtaken`. A plan that comes again must not repeat its `stores`: the blocks that they
-    save may be overwritten by its first attempt.
+    After a step that failed with PeerLost, the same plan can run again after the next `join`. Until then later steps
+    fail with PeerLost as well, before they touch tables or blocks; if one has touched them, the runner is `overtaken`.
+    A repeated plan must not repeat its `stores`: its first attempt may have overwritten the blocks that they save.
     """
 
     on_placed: Callable[[Placed], None] | None  # set by the core, called from any thread
 
     @property
     def overtaken(self) -> bool:
-        """Whether a step of this epoch had begun when one before it failed. Then no plan can be run again: what was to
-        be computed for a request that has left may be gone, and others may count on it."""
+        """Whether a step of this epoch had begun when one before it failed. Then no plan can run again: its blocks may
+        have been overwritten by the later step."""
         ...
 
     @property
     def placed(self) -> int:
-        """How far the pending placement is prepared, as the vote carries it; never falls within an epoch."""
+        """Progress of preparing the pending placement, as in the vote; never decreases within an epoch."""
         ...
 
     async def join(self, join: Join) -> None:
-        """Connects this engine's ranks with the others'; forgets a step that failed. Raises PeerLost.
+        """Connects this engine's ranks with the other engines' and forgets a failed step. Raises PeerLost.
 
-        A `leave` follows when it fails, or is cancelled because the others will not come."""
+        `leave` is called if this fails or is cancelled."""
         ...
 
     async def leave(self) -> None:
-        """Drops the connections, which wakes whoever waits on them; returns when no step runs any more."""
+        """Drops the connections, which fails a step that waits on them; returns when no step runs any more."""
         ...
 
     def prepare(self, placement: PlacementTable) -> None:
-        """Begins to prepare a placement in the background."""
+        """Starts preparing a placement in the background."""
         ...
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
-        """Whether two micro-batches would pay for this plan; True where there is nothing to lose (None: no tokens)."""
+        """Returns whether two micro-batches would pay for this plan, or would cost nothing (None: no tokens)."""
         ...

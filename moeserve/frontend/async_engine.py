@@ -21,7 +21,9 @@ Prompt = str | Mapping[str, Any]
 
 
 class AsyncEngine:
-    """async with AsyncEngine("demo") as engine:
+    """The engine inside an asyncio program.
+
+    async with AsyncEngine("demo") as engine:
         async for out in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(out.outputs[0].text, end="")
 
@@ -44,13 +46,14 @@ class AsyncEngine:
 
     @property
     def front(self) -> FrontEnd:
+        """The front end. Raises RuntimeError outside of the `async with` block."""
         if self._front is None:
             raise RuntimeError("the engine is not open: use it inside `async with AsyncEngine(...) as engine`")
         return self._front
 
     @property
     def fleet(self) -> Fleet:
-        """The engines behind this one: what they do (`view`), and changes to them (`scaling`)."""
+        """The fleet of engines: their state (`view`) and changes to them (`scaling`)."""
         fleet = self.front.fleet
         if fleet is None:
             raise RuntimeError("this is one engine of one process; give dp or tp above 1")
@@ -78,7 +81,7 @@ class AsyncEngine:
         request_id: str = "",
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields what is new (one entry in `outputs` per piece). Leaving the loop early aborts the request.
+        """Yields new pieces of the answers, one entry in `outputs` each. Leaving the loop early aborts the request.
 
         prompt: a text, or {"prompt_token_ids": [...]}. Raises RequestError before the first piece if it is refused.
         """
@@ -96,13 +99,14 @@ class AsyncEngine:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`generate` on the model's chat template filled with these messages."""
+        """Like `generate`, with these messages rendered by the model's chat template as the prompt."""
         tokens = render_chat(self.front, messages)
         async for piece in self.generate({"prompt_token_ids": tokens}, params, **kwargs):
             yield piece
 
 
 def checked(params: SamplingParams | None) -> SamplingParams:
+    """Returns the parameters, or the defaults for None. Raises InvalidRequest for another type."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -111,7 +115,7 @@ def checked(params: SamplingParams | None) -> SamplingParams:
 
 
 async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """A prompt's text (if it was given as text) and its token ids. Raises InvalidRequest for anything else."""
+    """Returns a prompt's text (None if given as ids) and its token ids. Raises InvalidRequest for anything else."""
     text: Any = prompt
     if isinstance(prompt, Mapping):
         text = prompt.get("prompt")
@@ -126,6 +130,7 @@ async def read_prompt(front: FrontEnd, prompt: Prompt) -> tuple[str | None, list
 
 
 def render_chat(front: FrontEnd, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the token ids of a conversation, ready for the assistant's answer. Raises InvalidRequest."""
     if front.tokenizer is None or front.chat_template is None:
         raise InvalidRequest("this model has no chat template: use generate, or give one with chat_template=")
     if isinstance(messages, str) or not all(isinstance(m, Mapping) and "role" in m for m in messages):

@@ -1,4 +1,4 @@
-"""What a caller receives while a request runs: pieces of text with the tokens behind them."""
+"""The pieces of text and tokens that a caller receives while a request runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from moeserve.messages import Logprobs
 
 
 class Delta(msgspec.Struct, gc=False):
-    """News of one sequence of a request: `index` in 0..n-1.
+    """New text and tokens of one sequence of a request, `index` in 0..n-1.
 
-    text is new text, with stop strings already cut; it may be empty while a character or a possible stop string is
-    incomplete. logprobs are aligned with token_ids (empty if not asked for). A sequence ends with the delta whose
-    finish_reason is set: "stop", "length", "abort"; stop_reason is the stop string or the stop token that ended it.
-    prompt_logprobs comes once, with the first delta of sequence 0: entry i belongs to prompt token i, entry 0 is None.
+    text: new text without stop strings; empty while a character or a possible stop string is incomplete. logprobs:
+    aligned with token_ids, empty if not asked for. finish_reason: "stop", "length" or "abort" in the sequence's last
+    delta; stop_reason: the stop string or stop token that ended it. prompt_logprobs: in the first delta of sequence 0;
+    entry i belongs to prompt token i, entry 0 is None.
     """
 
     index: int

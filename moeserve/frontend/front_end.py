@@ -1,9 +1,8 @@
 """The front end: everything between a caller's text and the engine's integers, on one asyncio loop, without torch.
 
-It numbers sequences, submits them over a link to the engine, turns columnar step outputs into deltas, finds stop
-strings, counts, and survives the engine: prompt and emitted tokens stay here, so when the engine dies and is
-started again, every running sequence is submitted with what it already has and goes on with the same tokens. Of
-several engines, only the sequences of the one that died are.
+It numbers sequences, submits them to the engine over a link, turns step outputs into deltas, finds stop strings and
+counts. It survives the engine: prompts and generated tokens stay here, so that the sequences of an engine that died are
+submitted again with the tokens that they have, and go on with the same tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any, Literal, assert_never
 
 import msgspec
 
+from moeserve.actor.actor import Actor
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine, RequestsLost, Resized
 from moeserve.errors import (
@@ -29,14 +29,20 @@ from moeserve.errors import (
     RequestError,
     RequestFailed,
 )
-from moeserve.frontend.admission import Admission
 from moeserve.frontend.generation import Generation, Sequence
-from moeserve.frontend.prepare import check_priority, check_prompt, submission, token_ids, token_sampling
+from moeserve.frontend.prepare import (
+    Admission,
+    check_priority,
+    check_prompt,
+    submission,
+    token_ids,
+    token_sampling,
+)
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
 from moeserve.messages import (
     Abort,
-    Answer,
+    AdminResult,
     Drain,
     ExpertLoad,
     FinishReason,
@@ -61,11 +67,11 @@ from moeserve.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "draining", "lost"]
-ABORT_GRACE_S = 2.0  # for what the engine aborts at the end of draining to arrive
+ABORT_GRACE_S = 2.0  # for the engine's aborts at the end of draining to arrive
 
 
-class FrontEnd:
-    """Owns all running sequences. `run()` must run as a task while anything else is called.
+class FrontEnd(Actor[FromEngine]):
+    """The actor that owns all running sequences; its inbox is that of the engine link.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
     """
@@ -81,6 +87,7 @@ class FrontEnd:
         defaults: dict[str, Any],
         max_queued: int | None,
     ) -> None:
+        super().__init__("front end", link.outbox)
         self.model_name = model_name
         self.model_dir = model_dir
         self.tokenizer = tokenizer
@@ -96,13 +103,13 @@ class FrontEnd:
         self._admission = Admission(max_queued)
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
-        self._unsent_aborts: list[int] = []  # the engine did not keep up when they were due
+        self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
         self._drain_by_s: float | None = None  # when draining ends, on the loop's clock
         self._changed = asyncio.Event()  # set whenever state changes or the last sequence ends
 
     @property
     def fleet(self) -> Fleet | None:
-        """The engines behind it, if there may be several."""
+        """The fleet behind this front end, if there may be several engines."""
         return self._link if isinstance(self._link, Fleet) and not self._link.single else None
 
     # ---- requests -------------------------------------------------------------------------------------------
@@ -116,7 +123,7 @@ class FrontEnd:
         salt: str = "",
         request_id: str = "",
     ) -> Generation:
-        """Checks, admits and submits. Raises RequestError before anything runs; otherwise the deltas follow."""
+        """Admits, checks and submits a request. Raises RequestError before anything runs."""
         ready = self.admit(params.n)
         check_prompt(prompt, ready)
         check_priority(priority)
@@ -127,7 +134,7 @@ class FrontEnd:
         generation = Generation(prompt, params, request_id, self._now(), self._abort, priority, salt)
         for index, sampling in enumerate(samplings):
             if index and sampling.prompt_logprobs is not None:
-                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # they come once
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # sent once per request
             sequence = Sequence(next(self._rids), index, generation, sampling, *self._text_side(prompt, params))
             generation.sequences.append(sequence)
         self._sequences |= {sequence.rid: sequence for sequence in generation.sequences}
@@ -148,15 +155,18 @@ class FrontEnd:
         return detok, StopMatcher(stops, include_stop=params.include_stop_str_in_output) if stops else None
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, with the tokenizer's own special tokens around it if `special`."""
+        """Returns the token ids of a text, with the tokenizer's own special tokens around it if `special`."""
         return (await self.encode_all([text], special=special))[0]
 
     async def encode_all(self, texts: list[str], *, special: bool = True) -> list[list[int]]:
-        """`encode` for several texts."""
+        """Returns the token ids of several texts; see `encode`."""
         return await token_ids(self.tokenizer, texts, special=special)
 
     def admit(self, num_sequences: int) -> Ready:
-        """Raises Overloaded unless so many more sequences may come now, InvalidRequest if they never may."""
+        """Raises Overloaded unless so many more sequences may come now, InvalidRequest if they never may.
+
+        `generate` calls this; call it earlier only to save work on a prompt that would be refused.
+        """
         if self.state == "draining":
             raise Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)
         if self.failure is not None:
@@ -175,7 +185,7 @@ class FrontEnd:
         self._drop(generation, "abort")
 
     def _drop(self, generation: Generation, reason: str) -> None:
-        """Ends what still runs of a request, here and in the engine."""
+        """Ends the sequences of a request that still run, here and in the engine."""
         live = [s for s in generation.sequences if s.rid in self._sequences]
         for sequence in live:
             self._end(sequence, reason)
@@ -183,7 +193,7 @@ class FrontEnd:
             self._stop_computing([s.rid for s in live])
 
     def _stop_computing(self, rids: list[int]) -> None:
-        """Tells the engine that nobody reads these any more; if it cannot hear, again with its next output."""
+        """Aborts sequences in the engine; if its inbox is full, again after its next output."""
         self._unsent_aborts += rids
         try:
             self._link.send(Abort(self._unsent_aborts))
@@ -191,22 +201,28 @@ class FrontEnd:
             return
         self._unsent_aborts = []
 
-    # ---- the engine's news ----------------------------------------------------------------------------------
+    # ---- messages from the engine ---------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Handles what the engine says until cancelled, or until it is gone for good (`failure` says why)."""
+    @property
+    def over(self) -> bool:
+        """Whether the front end was stopped, or the engine is gone for good (`failure` is the reason)."""
+        return self._stopping or self.failure is not None
+
+    async def turn(self) -> None:
+        """Handles the engine's messages. An unexpected error is logged and becomes the `failure` that callers see."""
         try:
-            while self.failure is None:
-                for msg in await self._link.outbox.drain(wait=True):
-                    self._handle(msg)
-        except Exception as error:  # a fault of ours; nobody may wait for ever because of it
+            await super().turn()
+        except Exception as error:
             log.exception("the front end failed")
             self._give_up(EngineDied(f"the front end failed: {error!r}"))
-        finally:
-            if self.failure is None:
-                self._give_up(EngineDied("the engine was closed"))
 
-    def _handle(self, msg: FromEngine) -> None:
+    async def on_stop(self) -> None:
+        """Fails the sequences that still run."""
+        if self.failure is None:
+            self._give_up(EngineDied("the engine was closed"))
+
+    def handle(self, msg: FromEngine) -> None:
+        """Acts on one message of the engine or of its link."""
         match msg:
             case StepOutput():
                 self._deliver(msg)
@@ -224,8 +240,8 @@ class FrontEnd:
                 self.ready = ready
             case ExpertLoad() | Traced():
                 self.watch.hear(msg, self.ready)
-            case Pong() | Answer() | Stopped() | Joined() | Parted() | Placed():
-                pass  # the link answers for these
+            case Pong() | AdminResult() | Stopped() | Joined() | Parted() | Placed():
+                pass  # the link acts on these
             case _:
                 assert_never(msg)
 
@@ -241,19 +257,18 @@ class FrontEnd:
                 sequences[rid].owner.add_prompt_rows(piece)
         for rid, token, finish in zip(rids, tokens, out.finish, strict=True):
             sequence = sequences.get(rid)
-            # None: aborted here, or ended by a stop string, while the engine still computed
-            if sequence is None:
+            if sequence is None:  # aborted here, or ended by a stop string, while the engine still computed it
                 continue
             try:
                 self._advance(sequence, token, finish, out, now)
-            except Exception as error:  # its text, say; the others have nothing to do with it
+            except Exception as error:  # in its text, say; the other sequences go on
                 log.exception("request %s failed", sequence.owner.request_id)
                 self._fail(sequence.owner, RequestFailed(f"{type(error).__name__}: {error}"))
         if self._unsent_aborts:
             self._stop_computing([])
 
     def _advance(self, sequence: Sequence, token: int, finish: int, out: StepOutput, now: float) -> None:
-        """One row of a step output, for a sequence that somebody still reads."""
+        """Applies one row of a step output to a running sequence."""
         rid = sequence.rid
         if finish == FinishReason.ERROR:
             self._end(sequence, "error")
@@ -264,7 +279,7 @@ class FrontEnd:
             self._count_token(sequence, now)
         if rid in out.logprobs:
             delta.logprobs.append(out.logprobs[rid])
-        if rid in out.cached and len(sequence.tokens) <= 1:  # a replay's hits are on our own earlier work
+        if rid in out.cached and len(sequence.tokens) <= 1:  # a replay's cache hits are on our own earlier work
             delta.cached_tokens = out.cached[rid]
             self.stats.cached_prompt_tokens += out.cached[rid]
         if sequence.index == 0:
@@ -305,7 +320,7 @@ class FrontEnd:
         self._replay(msg.rids, f"engine {msg.engine} {what} ({msg.cause})")
 
     def _replay(self, rids: Collection[int], why: str) -> None:
-        """Submits these sequences with what they already have; they go on where they were."""
+        """Submits these sequences again with the tokens that they have."""
         live = [rid for rid in rids if rid in self._sequences]
         log.warning("%s; %d sequences go on where they were", why, len(live))
         for rid in live:
@@ -332,7 +347,7 @@ class FrontEnd:
         self._notify()
 
     def _give_up(self, failure: MoeserveError) -> None:
-        """There will be no engine any more: everyone is told."""
+        """Fails all sequences: there will be no engine any more."""
         self.failure = failure
         if self.state != "draining":
             self.state = "lost"
@@ -342,7 +357,7 @@ class FrontEnd:
     # ---- endings --------------------------------------------------------------------------------------------
 
     def _fail(self, generation: Generation, error: RequestError) -> None:
-        """One failed sequence fails its request."""
+        """Fails a whole request because of one sequence."""
         generation.fail(error)
         self._drop(generation, "error")
 
@@ -364,7 +379,7 @@ class FrontEnd:
             self._notify()
 
     async def wait_ready(self) -> Ready:
-        """Returns when the engine serves. Raises ConfigError or EngineDied when it is gone for good."""
+        """Returns when the engine serves. Raises ConfigError or EngineDied if it is gone for good."""
         await self._until(lambda: self.state == "ready" or self.failure is not None)
         if self.failure is not None:
             raise self.failure
@@ -372,24 +387,24 @@ class FrontEnd:
         return self.ready
 
     async def died(self) -> MoeserveError:
-        """Returns, with the cause, once the engine is gone for good."""
+        """Waits until the engine is gone for good and returns the cause."""
         await self._until(lambda: self.failure is not None)
         assert self.failure is not None
         return self.failure
 
     async def stopping(self) -> None:
-        """Returns once it drains, or the engine is gone for good."""
+        """Returns once the front end drains, or the engine is gone for good."""
         await self._until(lambda: self.state == "draining" or self.failure is not None)
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken and the engine makes progress: what a readiness probe wants to know."""
+        """Whether requests are taken and the engine makes progress, for readiness probes."""
         return self.state == "ready" and self._link.healthy
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, lets running ones finish for timeout_s seconds, then aborts the rest.
 
-        An engine that dies meanwhile is replaced as ever, and its requests go on.
+        An engine that dies meanwhile is replaced as usual, and its requests go on.
         """
         if self.state == "ready":
             self._link.send(Drain(timeout_s))

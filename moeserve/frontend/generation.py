@@ -1,9 +1,10 @@
-"""One request as its caller sees it: an async iterator of deltas over n sequences, and the text state of each."""
+"""A running request: an async iterator of deltas over n sequences, and the text state of each sequence."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from moeserve.errors import RequestError
 from moeserve.frontend.delta import Delta
@@ -13,37 +14,27 @@ from moeserve.text.detokenizer import Detokenizer
 from moeserve.text.stop import StopMatcher
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One of a request's n sequences: what was submitted, what came back, and the text so far.
+    """One of a request's n sequences: its sampling parameters, its tokens so far, and its text state.
 
-    Prompt and emitted tokens stay here, so that a new engine can go on where a dead one stopped.
+    The generated tokens stay here, so that a new engine can continue where a dead one stopped.
     """
 
-    __slots__ = ("detok", "first_at", "index", "last_at", "owner", "rid", "sampling", "stops", "tokens")
-
-    def __init__(
-        self,
-        rid: int,
-        index: int,
-        owner: Generation,
-        sampling: TokenSampling,
-        detok: Detokenizer | None,
-        stops: StopMatcher | None,
-    ) -> None:
-        self.rid = rid
-        self.index = index
-        self.owner = owner
-        self.sampling = sampling
-        self.detok = detok
-        self.stops = stops
-        self.tokens: list[int] = []
-        self.first_at: float | None = None
-        self.last_at = 0.0
+    rid: int
+    index: int
+    owner: Generation
+    sampling: TokenSampling
+    detok: Detokenizer | None
+    stops: StopMatcher | None
+    tokens: list[int] = field(default_factory=list)
+    first_at: float | None = None
+    last_at: float = 0.0
 
     def advance(self, token: int, finish: int, stop_id: int | None) -> Delta:
-        """Takes one engine row and says what the caller learns from it.
+        """Takes one row of a step output and returns the delta for the caller. A token of -1 means no token.
 
-        token -1 carries none. A stop token ends the text before itself unless the user wants to see it.
+        A stop token ends the text before itself unless `include_stop_str_in_output`.
         """
         if token >= 0:
             self.tokens.append(token)
@@ -71,10 +62,10 @@ class Sequence:
 
 
 class Generation:
-    """The running request. `async for delta in generation` ends after the last sequence ended.
+    """A running request. `async for delta in generation` ends after the last sequence has ended.
 
-    A reader that falls behind gets several tokens merged into one delta, so that memory stays bounded by the
-    answer itself. `aclose()`, leaving an `async with`, or cancelling the reader aborts what still runs.
+    A slow reader gets several tokens merged into one delta, so that memory is bounded by the answer itself. `aclose()`,
+    leaving an `async with`, or cancelling the reader aborts the sequences that still run.
     """
 
     def __init__(
@@ -102,7 +93,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, delta: Delta) -> None:
-        """Called by the front end. Merges with an undelivered delta of the same sequence."""
+        """Delivers a delta, merged with an unread one of the same sequence. For the front end."""
         held = self._pending.get(delta.index)
         if held is None:
             self._pending[delta.index] = delta
@@ -115,17 +106,18 @@ class Generation:
         self._wake()
 
     def add_prompt_rows(self, piece: PromptLogprobs) -> None:
-        """Prompt logprobs come in chunks, and again after a preemption; each knows where it belongs."""
+        """Adds a chunk of prompt logprobs. A chunk may come again after a preemption."""
         rows = self._prompt_rows or [None]
         rows[piece.start : piece.start + len(piece.rows)] = piece.rows
         self._prompt_rows = rows
 
     def take_prompt_rows(self) -> list[Logprobs | None] | None:
+        """Returns the prompt logprobs once; afterwards, or if not asked for, None."""
         rows, self._prompt_rows = self._prompt_rows, None
         return rows
 
     def fail(self, error: RequestError) -> None:
-        """Ends the whole request with an error, after what was already delivered."""
+        """Ends the whole request with an error, which is raised after the unread deltas. The first error counts."""
         self._error = self._error or error
         self._wake()
 
@@ -153,7 +145,7 @@ class Generation:
         return self._pending.pop(next(iter(self._pending)))
 
     async def aclose(self) -> None:
-        """Aborts what still runs; the engine frees it before its next step. Idempotent."""
+        """Aborts the sequences that still run; the engine frees them before its next step. Idempotent."""
         if self.num_live:
             self._abort(self)
 

@@ -1,30 +1,36 @@
-"""`LLM`: offline batches from ordinary, synchronous code. The same core as the server, on a loop in a thread."""
+"""`LLM`: offline batches from synchronous code, on the server's core in an event loop in a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from moeserve.config import Config
 from moeserve.frontend.async_engine import AsyncEngine, Prompt, checked, read_prompt, render_chat
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.loop_thread import LoopThread
 from moeserve.frontend.outputs import CompletionOutput, RequestOutput
 from moeserve.frontend.stats import FrontStats
 from moeserve.messages import Ready
 from moeserve.sampling import SamplingParams
 
-IN_FLIGHT = 2048  # sequences that the engine holds at a time; the rest of a larger batch waits here
-BAR_DELAY_S = 2.0  # batches that are done sooner need no progress bar
+T = TypeVar("T")
+
+IN_FLIGHT = 2048  # sequences submitted at a time; the rest of a larger batch waits here
+BAR_DELAY_S = 2.0  # shorter batches need no progress bar
 
 
 class LLM:
-    """with LLM("demo") as llm:
+    """The engine for offline batches in synchronous code.
+
+    with LLM("demo") as llm:
         for out in llm.generate(["Once upon a time", "A fox"], SamplingParams(max_tokens=64)):
             print(out.outputs[0].text)
 
@@ -61,7 +67,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """All answers, in the order of the prompts. One SamplingParams for all, or one each.
+        """Returns all answers, in the order of the prompts. Takes one SamplingParams for all, or one each.
 
         Raises RequestError for the first prompt that is refused; nothing of that call keeps running then.
         """
@@ -108,7 +114,7 @@ class LLM:
                 tasks = [group.create_task(one(i)) for i in range(len(batch))]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
-            raise first from first.__cause__  # the group around it is our affair
+            raise first from first.__cause__  # without the group, which is an internal detail
         finally:
             bar.close()
         return [task.result() for task in tasks]
@@ -142,3 +148,53 @@ def _one_each(
     for one in each:
         one.check(vocab_size)
     return each if len(each) == count else each * count
+
+
+class LoopThread:
+    """An open AsyncEngine on an event loop in a thread, until `close`. Raises the error of opening the engine."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._opened: Future[None] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._life = self._loop.create_task(self._live())
+        self._thread = threading.Thread(target=self._run, name="moeserve loop", daemon=True)
+        self._thread.start()
+        try:
+            self._opened.result()
+        except BaseException:  # Ctrl-C while the model loads is one
+            self.close()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the loop and returns its result. Ctrl-C cancels the coroutine too."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stops the engine and ends the thread. Running calls are cancelled."""
+        with suppress(RuntimeError):  # the loop has ended by itself: the engine did not open
+            self._loop.call_soon_threadsafe(self._life.cancel)
+        if threading.current_thread() is not self._thread:  # the garbage collector may run anywhere
+            self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_over())
+
+    async def _until_over(self) -> None:
+        await asyncio.wait([self._life])
+
+    async def _live(self) -> None:
+        try:
+            async with self._engine:
+                self._opened.set_result(None)
+                await self._loop.create_future()  # until cancelled
+        except BaseException as error:
+            if self._opened.done():
+                raise
+            self._opened.set_exception(error)

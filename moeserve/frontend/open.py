@@ -1,4 +1,4 @@
-"""Opening a front end: read what text handling needs, start the engine behind it, keep both together."""
+"""Opens a front end: starts the engine, and reads the tokenizer and the chat template meanwhile."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_front_end(config: Config, *, child: bool, max_queued: int | None = None) -> AsyncIterator[FrontEnd]:
-    """A running front end; the engine loads meanwhile (await `wait_ready()`).
+    """Yields a running front end while the engine still loads (await `wait_ready()`).
 
-    child: the engine gets a process of its own and a supervisor; otherwise it runs on this loop with a thread. Several
-    ranks (dp, tp) have processes of their own in any case.
-    Raises ConfigError at once for what can be seen from the model's files alone.
+    child: the engine gets a supervised process; otherwise it runs on this loop with a thread. Several ranks (dp, tp)
+    always have processes. Raises ConfigError at once for errors that the model's files show.
     """
     model_dir = resolve_model_dir(config.model.model)
     check_parallel(config, read_model_spec(model_dir))
     link: EngineLink = Fleet(config) if child or config.parallel.num_ranks > 1 else LocalEngine(config)
-    await link.start()  # first of all: it is the longest
+    await link.start()  # first, because it takes longest
     try:
         front = await asyncio.to_thread(_read_text_side, config, model_dir, link, max_queued)
-        runs = asyncio.create_task(front.run(), name="front end")
+        life = asyncio.create_task(front.run(), name=front.name)
         try:
             yield front
         finally:
-            runs.cancel()
-            await asyncio.gather(runs, return_exceptions=True)
+            front.stop()
+            await life
     finally:
         await link.close(5.0)
 

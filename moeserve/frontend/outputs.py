@@ -10,7 +10,7 @@ from moeserve.messages import Logprobs
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n answers. logprobs[i] belongs to token_ids[i]; None if not asked for."""
+    """One of a request's n answers. logprobs[i] belongs to token_ids[i]; logprobs is None if not asked for."""
 
     index: int
     text: str = ""
@@ -22,10 +22,11 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
+        """Whether the answer is complete."""
         return self.finish_reason is not None
 
     def add(self, delta: Delta) -> None:
-        """Accumulates one delta of this sequence."""
+        """Appends one delta of this sequence."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         if delta.logprobs:
@@ -37,7 +38,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its answers so far, or, from `AsyncEngine`, what is new since the last one."""
+    """A request and its answers; from `AsyncEngine`, the parts of answers since the last output."""
 
     request_id: str
     prompt: str | None
@@ -48,7 +49,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     def add(self, answer: CompletionOutput, delta: Delta) -> None:
-        """Accumulates one delta, which belongs to `answer`."""
+        """Appends one delta to `answer`."""
         answer.add(delta)
         if delta.cached_tokens is not None:
             self.num_cached_tokens = max(self.num_cached_tokens, delta.cached_tokens)

@@ -1,4 +1,4 @@
-"""From what the user asked (`SamplingParams`) to what the engine obeys (`TokenSampling`), checked before it runs."""
+"""Admits requests, checks their prompts, and makes the engine's `TokenSampling` of the user's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moeserve.errors import ContextLengthExceeded, InvalidRequest
+from moeserve.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from moeserve.frontend.generation import Sequence as OneOf
 from moeserve.messages import Ready, Submit
 from moeserve.sampling import SamplingParams, TokenSampling
 from moeserve.text.tokenizer import Tokenizer
 
 LONG_TEXT = 4_000  # characters
+MAX_RETRY_AFTER_S = 60.0
 _SEED_MASK = 2**63 - 1
 
 
 async def token_ids(tokenizer: Tokenizer | None, texts: list[str], *, special: bool) -> list[list[int]]:
-    """Token ids of each text, worked out in a thread when they are long together."""
+    """Returns the token ids of each text; encodes in a thread if the texts are long together."""
     if tokenizer is None:
         raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
 
@@ -47,6 +48,7 @@ def check_prompt(prompt: Sequence[int], ready: Ready) -> None:
 
 
 def check_priority(priority: int) -> None:
+    """Raises InvalidRequest unless the priority is a 32-bit integer."""
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
         raise InvalidRequest("priority must be an integer of 32 bits; lower ones go first", param="priority")
 
@@ -57,9 +59,10 @@ def token_sampling(
     ready: Ready,
     bad_seqs: tuple[tuple[int, ...], ...] = (),
 ) -> list[TokenSampling]:
-    """One `TokenSampling` for each of the n sequences; sequence i samples with seed + i.
+    """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i.
 
-    max_tokens is cut to what the context leaves (at least 1: `check_prompt` came first).
+    max_tokens is cut to the room that the context leaves (at least 1: `check_prompt` came first). Raises
+    InvalidRequest for a parameter out of its range.
     """
     params.check(ready.vocab_size)
     room = ready.max_model_len - prompt_len
@@ -85,11 +88,11 @@ def token_sampling(
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
     )
-    return [_with_seed(shared, (seed + i) & _SEED_MASK) for i in range(params.n)]
+    return [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
 
 
 def submission(sequence: OneOf) -> Submit:
-    """Its prompt and whatever was already emitted: the same message starts a sequence and replays it."""
+    """Returns the message that starts a sequence, or replays it with the tokens that were already generated."""
     owner, sampling = sequence.owner, sequence.sampling
     if sequence.tokens and sampling.prompt_logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # already delivered
@@ -103,5 +106,32 @@ def submission(sequence: OneOf) -> Submit:
     )
 
 
-def _with_seed(sampling: TokenSampling, seed: int) -> TokenSampling:
-    return msgspec.structs.replace(sampling, seed=seed)
+class Admission:
+    """Bounds the number of sequences, and estimates when others may come back.
+
+    max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit.
+    """
+
+    def __init__(self, max_queued: int | None) -> None:
+        self._max_queued = max_queued
+        self._seconds_per_end = 0.1  # moving average
+        self._last_end_s = 0.0
+
+    def check(self, num_live: int, num_more: int, ready: Ready) -> None:
+        """Raises Overloaded unless num_more sequences may come now, InvalidRequest if they never may."""
+        if self._max_queued is None:
+            return
+        capacity = ready.max_num_seqs + self._max_queued
+        if num_more > capacity:
+            raise InvalidRequest(f"{num_more} sequences in one request; this server takes at most {capacity} at once")
+        if (excess := num_live + num_more - capacity) > 0:
+            raise Overloaded(
+                f"{num_live} sequences run or wait; no more are taken now",
+                retry_after_s=min(max(1.0, excess * self._seconds_per_end), MAX_RETRY_AFTER_S),
+            )
+
+    def ended(self, now_s: float, num_live: int) -> None:
+        """Notes the end of one sequence; num_live are left."""
+        if self._last_end_s:
+            self._seconds_per_end += 0.05 * (now_s - self._last_end_s - self._seconds_per_end)
+        self._last_end_s = now_s if num_live else 0.0  # idle time says nothing about speed

@@ -10,38 +10,17 @@ import msgspec
 
 from moeserve.metrics import StepRecord
 
-TTFT_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-)
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = tuple(float(2**i) for i in range(18))
-RECENT_STEPS = 64  # that a moving average is over, about
+RECENT_STEPS = 64  # approximate length of the moving average
 SUMS = ("restarts", "steps", "step_s", "vote_s", "comm_s", "exposed_comm_s")
 
 
 class Histogram:
-    """Cumulative-bucket histogram with the meaning of Prometheus: counts[i] observations are <= bounds[i]
-    and above the bound before; the last count is everything larger."""
+    """A histogram with Prometheus' upper bounds: counts[i] values are <= bounds[i] and above the bound before; the last
+    count is of all larger values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -51,24 +30,26 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
+        """Counts a value, several times if asked."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """One engine's steps with requests of its own, restarts included. Times in seconds, summed unless they say else."""
+    """Totals of one engine's steps with requests of its own, restarts included. Times in seconds."""
 
-    last: StepRecord | None = None  # the newest; None while there is no engine, or it has not had any
+    last: StepRecord | None = None  # of the newest step; None while there is no engine or no step
     restarts: int = 0
     steps: int = 0
     step_s: float = 0.0  # in the model
-    mean_step_s: float = 0.0  # of late
+    mean_step_s: float = 0.0  # moving average over recent steps
     vote_s: float = 0.0
-    comm_s: float = 0.0  # expert rows on their way, summed over transfers
-    exposed_comm_s: float = 0.0  # the part of it for which the model stood still
+    comm_s: float = 0.0  # transfers of expert rows, summed
+    exposed_comm_s: float = 0.0  # the part of comm_s during which the model waited
 
     def step(self, record: StepRecord) -> None:
+        """Adds one step."""
         self.last = record
         self.steps += 1
         self.step_s += record.device_us / 1e6
@@ -79,7 +60,7 @@ class EngineStats:
 
     @property
     def overlap_efficiency(self) -> float:
-        """Share of the communication that was hidden behind computing; 1 where nothing travelled."""
+        """Share of the communication time hidden behind computation; 1 without communication."""
         return 1.0 - self.exposed_comm_s / self.comm_s if self.comm_s else 1.0
 
 
@@ -103,6 +84,7 @@ class FrontStats:
     num_active: int = 0  # sequences that the front end is waiting for
 
     def step(self, record: StepRecord) -> None:
+        """Adds one engine's step."""
         self.preemptions += record.num_preempted
         self.prompt_tokens += record.prompt_tokens
         if record.num_tokens:
@@ -110,12 +92,13 @@ class FrontStats:
         self.engines[record.dp_rank].step(record)
 
     def lost_engine(self, engine: int, *, died: bool) -> None:
+        """Drops the gauges of an engine (data-parallel rank) that is gone, and counts a restart if it died."""
         self.engines[engine].last = None
         self.engines[engine].restarts += died
 
     @property
     def total(self) -> EngineStats:
-        """What adds up over engines."""
+        """The sums over all engines."""
         total = EngineStats()
         for engine in self.engines.values():
             for name in SUMS:
@@ -124,11 +107,12 @@ class FrontStats:
 
     @property
     def engine_restarts(self) -> int:
+        """Restarts of all engines."""
         return sum(engine.restarts for engine in self.engines.values())
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step's record; its gauges (running, waiting, blocks) are the sums over all engines' newest."""
+        """The newest step's record, with gauges (running, waiting, blocks) summed over all engines' newest records."""
         records = [engine.last for engine in self.engines.values() if engine.last is not None]
         if len(records) <= 1:
             return records[0] if records else None
@@ -142,6 +126,7 @@ class FrontStats:
         )
 
     def end(self, reason: str, age_s: float, num_prompt: int, num_generated: int) -> None:
+        """Counts a finished sequence."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self.e2e_s.add(age_s)
         self.request_prompt_tokens.add(num_prompt)

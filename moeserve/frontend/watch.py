@@ -1,7 +1,11 @@
-"""What there is to see of the engines behind a front end: one engine looks like a fleet of one."""
+"""The state of the engines behind a front end, and traces of their steps. One engine looks like a fleet of one."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,32 +13,37 @@ import msgspec
 from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineLink
 from moeserve.cluster.view import EngineView, FleetView
+from moeserve.errors import Conflict
 from moeserve.frontend.stats import FrontStats
-from moeserve.frontend.tracing import Trace, Tracing
-from moeserve.messages import ExpertLoad, Ready, Traced
+from moeserve.messages import ExpertLoad, Ready, Traced, TraceNext
 
 if TYPE_CHECKING:
     from moeserve.cluster.rebalancing import Rebalancing
 
-STATES = {"ready": "serving"}  # of a front end -> of its only engine, where they differ
+LATE_S = 2.0  # from the first rank's part of a trace to the last one's
+STATES = {"ready": "serving"}  # a front end's state -> its only engine's, where they differ
+
+Rank = tuple[int, int]  # data-parallel, tensor-parallel
 
 
 class Watch:
-    """state, ready: the front end's own, at the moment of the call."""
+    """Makes views and traces of the engines. state, ready: the front end's, at the moment of the call."""
 
     def __init__(self, link: EngineLink, stats: FrontStats) -> None:
         self._fleet = link if isinstance(link, Fleet) and not link.single else None
         self._stats = stats
-        self._tracing = Tracing(link)
+        self.tracing = Tracing(link)
         self._loads: Rebalancing | None = None  # where every engine has all experts
 
     def hear(self, msg: ExpertLoad | Traced, ready: Ready | None) -> None:
+        """Takes an engine's expert load or its part of a trace."""
         if isinstance(msg, Traced):
-            self._tracing.hear(msg)
+            self.tracing.hear(msg)
         elif (loads := self._all_experts(ready)) is not None:
             loads.note(msg)
 
     def view(self, state: str, ready: Ready | None) -> FleetView:
+        """Returns the state of all engines."""
         if self._fleet is not None:
             view = self._fleet.view
         else:
@@ -53,10 +62,6 @@ class Watch:
             view = msgspec.structs.replace(view, experts=experts)
         return view
 
-    async def trace(self, view: FleetView, timeout_s: float) -> Trace:
-        """See `Tracing.take`."""
-        return await self._tracing.take(view, timeout_s)
-
     def _only_engine(self, state: str, ready: Ready | None) -> EngineView:
         stats = self._stats.engines[0]
         return EngineView(
@@ -72,7 +77,7 @@ class Watch:
         )
 
     def _all_experts(self, ready: Ready | None) -> Rebalancing | None:
-        """None for a dense model, and where experts are sharded: the fleet counts them then."""
+        """Returns the load statistics where every engine has all experts; None for dense models and sharded experts."""
         ep_sharded = self._fleet is not None and self._fleet.experts is not None
         if self._loads is None and ready is not None and ready.num_experts and not ep_sharded:
             from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
@@ -80,3 +85,72 @@ class Watch:
             self._loads = Rebalancing(ready.num_moe_layers, ready.num_experts, num_ranks=1, redundant=0)
             self._loads.joined(None, ready.expert_bytes)
         return self._loads
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The spans of one step by rank, in rank order. missing: the ranks that did not answer in time."""
+
+    ranks: Sequence[Traced]
+    missing: Sequence[Rank]
+
+
+class Tracing:
+    """Takes traces of steps, one at a time."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self._answers: _Answers | None = None
+
+    async def take(self, view: FleetView, timeout_s: float) -> Trace:
+        """Traces the next step. Engines that form a group are traced in the same step, others each in its own.
+
+        Raises Conflict if no step runs within timeout_s seconds, or another trace is being taken.
+        """
+        if self._answers is not None:
+            raise Conflict("another trace is being taken")
+        serving = [engine.rank for engine in view.engines if engine.state in ("serving", "draining")]
+        if not serving or (view.together and not view.complete):
+            raise Conflict("the engines do not serve at the moment")
+        wanted = {(rank, tp_rank) for rank in serving for tp_rank in range(view.tp)}
+        answers = self._answers = _Answers(wanted, view.together)
+        try:
+            self._link.send(TraceNext())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(answers.some.wait(), timeout_s)
+                await asyncio.wait_for(answers.all.wait(), LATE_S)
+        finally:
+            self._answers = None
+        ranks = answers.fullest
+        if not ranks:
+            raise Conflict(f"no step ran within {timeout_s:g} s; send a request meanwhile, or wait longer")
+        return Trace([ranks[rank] for rank in sorted(ranks)], sorted(wanted - ranks.keys()))
+
+    def hear(self, msg: Traced) -> None:
+        """Adds one rank's answer; one that comes too late is dropped."""
+        if self._answers is not None:
+            self._answers.add(msg)
+
+
+class _Answers:
+    """Answers by step: a step that was asked for earlier, when nothing ran, may still come."""
+
+    def __init__(self, wanted: set[Rank], together: bool) -> None:
+        self.some, self.all = asyncio.Event(), asyncio.Event()
+        self._wanted = wanted
+        self._together = together
+        self._steps: dict[int, dict[Rank, Traced]] = {}
+
+    def add(self, msg: Traced) -> None:
+        rank = msg.dp_rank, msg.tp_rank
+        if rank in self._wanted:
+            answers = self._steps.setdefault(msg.step if self._together else 0, {})
+            answers[rank] = msg
+            self.some.set()
+            if answers.keys() == self._wanted:
+                self.all.set()
+
+    @property
+    def fullest(self) -> dict[Rank, Traced]:
+        """The answers of the step that most ranks answered for."""
+        return max(self._steps.values(), key=len, default={})

@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from moeserve.cluster.view import FleetView
-from moeserve.frontend.tracing import Trace
+from moeserve.frontend.watch import Trace
 from moeserve.messages import Traced, TraceEvent
 from moeserve.server.admin import check_admin
 from moeserve.server.answer import check_unknown, json_answer
@@ -56,7 +56,7 @@ async def take_trace(call: HttpCall) -> web.StreamResponse:
     check_unknown(call, sorted(query.keys() - {"timeout_s"}))
     timeout_s = number(query, "timeout_s", TIMEOUT_S, 0.1, LONGEST_S)
     view = front.watch.view(front.state, ready)
-    return json_answer(call, trace_file(await front.watch.trace(view, timeout_s), view))
+    return json_answer(call, trace_file(await front.watch.tracing.take(view, timeout_s), view))
 
 
 def trace_file(trace: Trace, view: FleetView) -> TraceFile:

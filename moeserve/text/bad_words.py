@@ -1,4 +1,4 @@
-"""Bad words as the token sequences that the engine must not complete."""
+"""Translates bad words into the token sequences that the engine must not complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_WORD_TOKENS = 64
 
 
 def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word, at the start of a text and after a space, without duplicates.
+    """Returns the token sequences of each word, at the start of a text and after a space, without duplicates.
 
     The form after a space counts only if it is another spelling of as many tokens with another beginning; otherwise
     the space stands for itself (`" " + word`), and banning the word's own tokens is enough.

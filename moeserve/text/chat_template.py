@@ -1,7 +1,8 @@
-"""Chat messages to prompt text, by the model's own Jinja template.
+"""Renders chat messages as prompt text by the model's own Jinja template.
 
-Looked for in this order: the file the user names, `chat_template.jinja`, `chat_template` in tokenizer_config.json (one
-text, or a list of named ones of which "default" is taken). Rendering is bounded (`sandbox.py`); call it in a thread.
+The template is, in this order: the file that the user names, `chat_template.jinja`, or `chat_template` in
+tokenizer_config.json (one text, or a list of named ones of which "default" is taken). Rendering is bounded
+(`sandbox.py`) but may take seconds, so call it in a thread.
 """
 
 from __future__ import annotations
@@ -18,30 +19,19 @@ from moeserve.text.sandbox import MAX_TEMPLATE_CHARS, TemplateRefusal, compile_t
 from moeserve.text.tokenizer import Tokenizer, read_config
 
 _CONTINUE = "\ufdd3"  # ends the message to be continued while the template works on it
-_RESERVED = frozenset(
-    (
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "conversation",
-        "tokenize",
-        "return_dict",
-        "return_tensors",
-        "padding",
-        "truncation",
-        "max_length",
-    )
-)
+# fmt: off
+_RESERVED = frozenset((
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+    "conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
+))
+# fmt: on
 _NO_TOOLS = {"tools": None, "documents": None}
 MAX_KWARGS = 32
 MAX_KWARG_CHARS = 4096
 
 
 class ChatTemplate:
-    """One compiled template. `origin` says where it came from, for messages."""
+    """A compiled template. origin: the file that it came from, for error messages."""
 
     def __init__(self, source: str, *, origin: str = "chat template") -> None:
         """Raises CheckpointError for a template that does not compile or reaches outside the sandbox."""
@@ -56,7 +46,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: Path | str, override: Path | str | None = None) -> ChatTemplate | None:
-        """None if the model has no template: a base model, for completions only."""
+        """Reads a model's template, or the file `override`. Returns None if there is none, as for base models."""
         if override is not None:
             path = Path(override)
             if not path.is_file():
@@ -78,7 +68,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt, with control tokens typed by users marked: give it to `Tokenizer.encode_prompt`.
+        """Returns the prompt for `Tokenizer.encode_prompt`, with control tokens typed by users marked.
 
         Contents are strings or lists of text parts. Raises InvalidRequest if the template rejects the messages.
         """
@@ -102,44 +92,25 @@ class ChatTemplate:
         text = self._run(variables)
         return _cut_at_continuation(text) if continue_final_message else text
 
-    def encode(
-        self,
-        tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """`render` as token ids."""
-        text = self.render(
-            tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            kwargs=kwargs,
-        )
-        return tokenizer.encode_prompt(text)
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Returns the token ids of `render`, which takes the same options."""
+        return tokenizer.encode_prompt(self.render(tokenizer, messages, **options))
 
     def _run(self, variables: dict[str, Any]) -> str:
         try:
             return self._render(_NO_TOOLS | variables)
-        except TemplateRefusal as error:
-            raise InvalidRequest(
-                f"the model's chat template rejects these messages: {str(error)[:200]}", param="messages"
-            ) from error
-        except SecurityError as error:
-            raise InvalidRequest(
-                f"the chat template exceeds its limits: {str(error)[:200]}", param="messages"
-            ) from error
-        except Exception as error:  # a template is a program; whatever it trips over is about these messages
-            raise InvalidRequest(
-                f"the model's chat template fails on these messages ({type(error).__name__})",
-                param="messages",
-            ) from error
+        except Exception as error:  # a template is a program: it may fail in any way on these messages
+            match error:
+                case TemplateRefusal():
+                    what = f"rejects these messages: {str(error)[:200]}"
+                case SecurityError():
+                    what = f"exceeds its limits: {str(error)[:200]}"
+                case _:
+                    what = f"fails on these messages ({type(error).__name__})"
+            raise InvalidRequest(f"the model's chat template {what}", param="messages") from error
 
     def _probe(self) -> None:
-        """A template that leaves the sandbox on the simplest conversation is refused at start."""
+        """Renders the simplest conversation. Raises SecurityError if that leaves the sandbox."""
         hi: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
         try:
             self._render(_NO_TOOLS | hi)
@@ -150,7 +121,7 @@ class ChatTemplate:
 
 
 def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
-    """A copy for the template. An assistant's tags (`<think>`) stay in force: the model wrote them."""
+    """Returns a copy for the template. An assistant's tags (`<think>`) stay in force: the model wrote them."""
     only_special = message.get("role") == "assistant"
     copy = {**message, "content": _flat(message.get("content"))}
     for name, value in copy.items():
@@ -162,7 +133,7 @@ def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[st
 
 
 def _flat(content: Any) -> Any:
-    """Text parts, joined by newlines."""
+    """Joins text parts by newlines."""
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
@@ -177,7 +148,7 @@ def _cut_at_continuation(text: str) -> str:
 
 
 def _checked(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """chat_template_kwargs: scalars under names that are the template's own business."""
+    """Checks chat_template_kwargs: only scalars, under names that the caller may set."""
     if not kwargs:
         return {}
     param = "chat_template_kwargs"

@@ -1,4 +1,4 @@
-"""Keeps control tokens that a user typed (`<|im_end|>`) apart from those that the chat template writes.
+"""Tells control tokens that a user typed (`<|im_end|>`) apart from those that the chat template writes.
 
 `shield` puts an invisible mark inside each control token in user text, so that it no longer matches. After rendering,
 `ControlTokens.encode` gives the template's own control tokens private names in a twin tokenizer that knows only those
@@ -16,13 +16,13 @@ from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import InvalidRequest
 
-MARK = "\ufdd0"  # a Unicode noncharacter: never part of text that means anything, dropped if a user sends it
+MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
 SHORT = 1000  # characters or tokens
 _TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
 
 
 class ControlTokens:
-    """Special tokens, and added tokens that look like a tag (`<think>`, `[INST]`), of one tokenizer."""
+    """One tokenizer's control tokens: special ones, and added ones that look like a tag (`<think>`, `[INST]`)."""
 
     def __init__(self, backend: Backend) -> None:
         added = backend.get_added_tokens_decoder()
@@ -39,12 +39,12 @@ class ControlTokens:
         self._lock = threading.Lock()
 
     def shield(self, text: str, *, only_special: bool = False) -> str:
-        """`text` with its control tokens broken by marks. only_special leaves tags such as `<think>` in force."""
+        """Returns `text` with its control tokens broken by marks. only_special: but not tags such as `<think>`."""
         pattern = self._special if only_special else self._any
         return pattern.sub(lambda match: _mark(match.group()), text.replace(MARK, ""))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a rendered prompt that contains marks. May take a second the first time."""
+        """Returns the ids of a rendered prompt that contains marks. May take a second the first time."""
         named = self._any.sub(lambda match: self._names[match.group()], text)
         return encode_ids(self._get_twin(), unshield(named), special=False)
 
@@ -80,7 +80,7 @@ class ControlTokens:
 
 
 def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
-    """Ids of a text. Only the batched call lets other threads run meanwhile, which matters from some length on."""
+    """Returns the ids of a text. Long texts use the batched call, which releases the GIL."""
     if len(text) < SHORT:
         ids: list[int] = backend.encode(text, add_special_tokens=special).ids
     else:
@@ -89,7 +89,7 @@ def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
 
 
 def unshield(text: str) -> str:
-    """`text` without marks: what a person should see."""
+    """Returns `text` without marks, for display."""
     return text.replace(MARK, "")
 
 

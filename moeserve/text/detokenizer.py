@@ -7,8 +7,8 @@ turn into U+FFFD at once. The prompt's tail is taken into account: the answer co
 from __future__ import annotations
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from moeserve.text.pieces import Pieces
 from moeserve.text.tokenizer import Tokenizer
@@ -17,27 +17,36 @@ _TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at le
 _WINDOW = 32  # tokens held back at most by `WindowDetokenizer`
 
 
-class Detokenizer(Protocol):
+class Detokenizer(ABC):
+    """Turns a sequence's tokens into text as they come."""
+
+    __slots__ = ()
+
+    @abstractmethod
     def push(self, token_id: int) -> str:
-        """The text that is certain now, maybe empty."""
+        """Returns the text that is certain after this token, maybe empty."""
 
-    def extend(self, token_ids: Iterable[int]) -> str: ...
-
+    @abstractmethod
     def flush(self) -> str:
-        """What is still held back, incomplete characters as U+FFFD."""
+        """Returns the text that is still held back, incomplete characters as U+FFFD."""
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """Pushes several tokens and returns their text."""
+        return "".join([self.push(token_id) for token_id in token_ids])
 
 
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
 ) -> Detokenizer:
+    """Returns the fastest detokenizer for this tokenizer. prompt_ids: the prompt, whose text the answer continues."""
     pieces = tokenizer.pieces(skip_special_tokens=skip_special_tokens)
     if pieces is None:
         return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
     return PieceDetokenizer(pieces, prompt_ids)
 
 
-class PieceDetokenizer:
-    """The usual one: a table look-up per token, a UTF-8 decoder only across split characters (0.15 us per token)."""
+class PieceDetokenizer(Detokenizer):
+    """The usual detokenizer: a table look-up per token, and a UTF-8 decoder for split characters (0.15 us a token)."""
 
     __slots__ = ("_pending", "_pieces", "_strip", "_utf8")
 
@@ -50,15 +59,14 @@ class PieceDetokenizer:
         self._strip = pieces.strips_start and not any(pieces[token_id] for token_id in prompt_ids)
 
     def push(self, token_id: int) -> str:
+        """Returns the text that is certain after this token, maybe empty."""
         piece = self._pieces[token_id]
         if self._pending or self._strip or piece.__class__ is bytes:
             return self._slow(piece)
         return piece  # type: ignore[return-value]  # bytes were handled above
 
-    def extend(self, token_ids: Iterable[int]) -> str:
-        return "".join([self.push(token_id) for token_id in token_ids])
-
     def flush(self) -> str:
+        """Returns the text that is still held back."""
         self._pending = False
         return self._utf8.decode(b"", final=True)
 
@@ -73,8 +81,9 @@ class PieceDetokenizer:
         return text
 
 
-class WindowDetokenizer:
-    """For decoders that look at neighbours: decodes the last tokens again and emits what grew (2.5 us per token)."""
+class WindowDetokenizer(Detokenizer):
+    """A detokenizer for decoders that look at neighbours: decodes the last tokens again and returns new text (2.5 us a
+    token)."""
 
     __slots__ = ("_ids", "_read", "_skip", "_tokenizer")
 
@@ -85,13 +94,12 @@ class WindowDetokenizer:
         self._read = len(self._ids)  # ids before this one have been emitted
 
     def push(self, token_id: int) -> str:
+        """Returns the text that is certain after this token, maybe empty."""
         self._ids.append(token_id)
         return self._emit(force=len(self._ids) - self._read > _WINDOW)
 
-    def extend(self, token_ids: Iterable[int]) -> str:
-        return "".join([self.push(token_id) for token_id in token_ids])
-
     def flush(self) -> str:
+        """Returns the text that is still held back."""
         return self._emit(force=True)
 
     def _emit(self, *, force: bool) -> str:

@@ -1,7 +1,7 @@
-"""The bytes behind each token id, worked out on first use, so that streams need no decoder call per token.
+"""The text of each token id, computed on first use, so that streams need no decoder call per token.
 
-Holds for the decoders that language models ship: byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and SentencePiece with
-byte fallback (Llama 2, Mixtral). `Pieces.of` answers None for anything else; `detokenizer.py` then decodes windows.
+Supports the usual decoders: byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and SentencePiece with byte fallback (Llama 2,
+Mixtral). `Pieces.of` returns None for others; `detokenizer.py` then decodes windows of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: printable Latin-1 stands for itself, the rest for U+0100 onwards."""
+    """Returns GPT-2's character of each byte: printable Latin-1 as it is, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -26,7 +26,7 @@ _ALPHABET = _byte_alphabet()
 
 
 class Pieces(dict[int, "str | bytes"]):
-    """id -> its text, or its bytes where they are no whole UTF-8 text by themselves; "" for ids without a token.
+    """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token.
 
     strips_start: the decoder drops one space before the very first word of a text.
     """
@@ -41,7 +41,7 @@ class Pieces(dict[int, "str | bytes"]):
 
     @classmethod
     def of(cls, backend: Backend, hidden: frozenset[int]) -> Pieces | None:
-        """`hidden` ids (special tokens to skip) have empty text. None: this decoder needs whole windows."""
+        """Returns the table of a tokenizer; None if its decoder is not supported. hidden: ids with empty text."""
         if backend.decoder is None:
             return None
         steps = _steps(json.loads(backend.decoder.__getstate__()))

@@ -1,4 +1,4 @@
-"""Stop strings: finds the first one, cuts exactly there, and holds back only what could still become one."""
+"""Stop strings: finds the first one, cuts there, and holds back only text that could still become one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Fed with text as it appears; the text given back, joined, is the same however the input was split.
+    """Finds stop strings in text that comes in pieces. The result does not depend on how the text was split.
 
     The match whose end comes first wins; of several that end together, the one earlier in `stops`. A match counts
     only if it ends in text that was pushed with active=True (min_tokens reached).
@@ -21,7 +21,7 @@ class StopMatcher:
         self._inert = 0  # characters of `_held` in which no match may end
 
     def push(self, text: str, *, active: bool = True) -> tuple[str, str | None]:
-        """(text to give out, the stop string that ended it or None). After a match nothing may be pushed."""
+        """Returns the text to give out and the stop string that ended it, if any. Nothing may follow a match."""
         if not self._stops:
             return text, None
         buffer = self._held + text
@@ -37,7 +37,7 @@ class StopMatcher:
         return given, None
 
     def flush(self) -> str:
-        """What was held back; the text has ended without a stop string."""
+        """Returns the text that was held back. Called when the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -50,7 +50,7 @@ class StopMatcher:
         return best
 
     def _undecided(self, buffer: str) -> int:
-        """Where the longest ending of `buffer` begins that is the beginning of a stop string."""
+        """Returns the start of the longest ending of `buffer` that is the beginning of a stop string."""
         keep = len(buffer)
         for stop in self._stops:
             start = max(len(buffer) - len(stop) + 1, 0)

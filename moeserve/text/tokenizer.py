@@ -1,4 +1,4 @@
-"""One tokenizer: text to ids and back, and the special-token facts of its model directory.
+"""The tokenizer: text to ids and back, and the special tokens of its model directory.
 
 A thin layer over Hugging Face `tokenizers` (tokenizer.json). Thread-safe; for long texts, encode and decode release
 the GIL.
@@ -25,7 +25,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class Tokenizer:
-    """vocab_size counts ids including added tokens; `special_tokens` are the named ones, as chat templates see them."""
+    """A model's tokenizer. vocab_size includes added tokens; special_tokens: the named ones, for chat templates."""
 
     def __init__(self, backend: Backend, special_tokens: dict[str, str], eos_token_ids: tuple[int, ...]) -> None:
         backend.no_padding()
@@ -43,7 +43,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path | str) -> Tokenizer:
-        """Raises CheckpointError, at once, for a missing, huge or damaged file."""
+        """Reads a model directory. Raises CheckpointError for a missing, huge or damaged file."""
         folder = Path(model_dir)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -61,28 +61,29 @@ class Tokenizer:
         return cls(backend, special_tokens, _end_ids(folder, backend, special_tokens))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of `text`. special: add what the tokenizer puts around every text, such as BOS."""
+        """Returns the ids of `text`. special: with the tokens around every text, such as BOS."""
         try:
             return encode_ids(self.backend, text, special=special)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the text contains an unpaired surrogate, which is not Unicode") from error
 
     def encode_prompt(self, rendered: str) -> list[int]:
-        """Ids of a rendered chat: the template's control tokens count, those that a user typed are plain text."""
+        """Returns the ids of a rendered chat. Control tokens that a user typed are plain text."""
         if MARK in rendered:
             return self.control.encode(rendered)
         return self.encode(rendered, special=False)
 
     def warm_up(self) -> None:
-        """Does now what the first unusual request would otherwise wait for; up to a second for a large vocabulary.
+        """Computes tables that the first unusual request would otherwise wait for, up to a second.
 
-        It holds the interpreter for much of that time, so a server calls it before it serves.
+        Holds the GIL for much of that time, so a server calls this before it serves.
         """
         _ = self.longest_token
         with suppress(InvalidRequest):  # a tokenizer without a twin refuses the requests that need one
             self.control.warm_up()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids."""
         if len(token_ids) < SHORT:
             text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:
@@ -90,23 +91,24 @@ class Tokenizer:
         return text
 
     def pieces(self, *, skip_special_tokens: bool) -> Pieces | None:
+        """Returns the table of each token's text; None if this tokenizer's decoder looks at neighbours."""
         return self._skipping if skip_special_tokens else self._visible
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes, which need not be whole characters; empty for an id without a token."""
+        """Returns the token's bytes, which need not be whole characters; empty for an id without a token."""
         if self._visible is None:
             return self.decode([token_id], skip_special_tokens=False).encode()
         piece = self._visible[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
     def token_text(self, token_id: int) -> str:
-        """The token alone, as a person reads it: special tokens by name, broken characters as U+FFFD."""
+        """Returns the token alone as text: special tokens by name, broken characters as U+FFFD."""
         piece = self._visible[token_id] if self._visible is not None else self.token_bytes(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: a text of N characters has at least N / longest_token tokens."""
+        """Length of the longest token: a text of N characters has at least N / longest_token tokens."""
         return max(len(token) for token in self.backend.get_vocab())
 
     def _id_of(self, name: str) -> int | None:
@@ -116,7 +118,7 @@ class Tokenizer:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A JSON object of a model directory; {} if there is no such file."""
+    """Returns a JSON object of a model directory, {} if there is no such file. Raises CheckpointError."""
     if not path.is_file():
         return {}
     if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
@@ -142,7 +144,7 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _end_ids(folder: Path, backend: Backend, named: dict[str, str]) -> tuple[int, ...]:
-    """End-of-text ids: generation_config.json's, else config.json's, and the tokenizer's own eos token."""
+    """Returns the end-of-text ids: generation_config.json's, else config.json's, and the tokenizer's eos token."""
     found = read_config(folder / "generation_config.json").get("eos_token_id")
     if found is None:
         found = read_config(folder / "config.json").get("eos_token_id")

@@ -21,7 +21,7 @@ from moeserve.cluster.fleet import Fleet
 from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError, Conflict, DoesNotFit, EngineDied, InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.messages import Answer, Call
+from moeserve.messages import AdminCall, AdminResult
 from moeserve.sampling import SamplingParams
 
 FAST = RestartPolicy(first_pause_s=0.01, max_pause_s=0.05, max_deaths=30)
@@ -337,24 +337,24 @@ async def test_a_drain_ends_what_runs_at_its_deadline(fleet: Open, ep: str) -> N
 
 async def test_calls_go_to_all_and_are_answered_once(fleet: Open) -> None:
     async with fleet(2) as front:
-        said: list[Answer] = []
+        said: list[AdminResult] = []
         front.fleet._polls._answer = said.append
-        front.fleet.send(Call(9, "audit"))
+        front.fleet.send(AdminCall(9, "audit"))
         await until(lambda: bool(said))
-        assert said == [Answer(9, True)]
+        assert said == [AdminResult(9, True)]
 
 
 async def test_a_call_is_answered_although_an_engine_dies_before_it_has_joined(fleet: Open) -> None:
     async with fleet(2) as front:
-        said: list[Answer] = []
+        said: list[AdminResult] = []
         front.fleet._polls._answer = said.append
         newcomer = front.fleet.engines[1]
         newcomer._served = False
         os.kill(newcomer.pid, signal.SIGSTOP)
-        front.fleet.send(Call(9, "audit"))
+        front.fleet.send(AdminCall(9, "audit"))
         os.kill(newcomer.pid, signal.SIGKILL)
         await until(lambda: bool(said))
-        assert said == [Answer(9, False, "engine 1 ended before it answered")]
+        assert said == [AdminResult(9, False, "engine 1 ended before it answered")]
 
 
 async def test_what_a_leaving_engine_said_last_is_not_computed_twice(fleet: Open, monkeypatch: Any) -> None:

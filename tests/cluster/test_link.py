@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.cluster.link import EngineGone
 from moeserve.errors import DoesNotFit, EngineDied
-from moeserve.messages import Abort, Answer, Call, Phase, Ready, Refused, StepOutput, Stopped
+from moeserve.messages import Abort, AdminCall, AdminResult, Phase, Ready, Refused, StepOutput, Stopped
 
 Open = Callable[..., Any]
 
@@ -115,8 +115,8 @@ async def test_sending_without_an_engine_is_harmless(engine: Open) -> None:
 async def test_calls_are_answered_and_refusals_reach_the_front_end(engine: Open) -> None:
     async with engine("null") as (link, reader):
         await link.until_ready()
-        link.send(Call(7, "audit"))
-        assert await reader.until(lambda msg: isinstance(msg, Answer)) == Answer(7, True)
+        link.send(AdminCall(7, "audit"))
+        assert await reader.until(lambda msg: isinstance(msg, AdminResult)) == AdminResult(7, True)
         reader.submit(2, max_tokens=1, prompt=(999_999,))  # not in the vocabulary
         refused = await reader.until(lambda msg: isinstance(msg, Refused | StepOutput))
         assert isinstance(refused, Refused)

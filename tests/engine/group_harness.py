@@ -188,6 +188,11 @@ class Engine:
         self.task = asyncio.create_task(self.core.run())
         self.dead = False
 
+    def tell(self, msg: EngineIn) -> None:
+        """Sends a message, as the cluster does: one for an engine that has ended is dropped."""
+        if not self.inbox.closed:
+            self.inbox.put(msg, force=True)
+
     def _hear(self, msg: EngineOut) -> None:
         if self.dead:
             return
@@ -226,7 +231,7 @@ class Group:
         directory = f"{self._folder.name}/{self.epoch}"
         os.mkdir(directory, 0o700)
         for rank in range(self.size) if ranks is None else ranks:
-            self.engines[rank].inbox.put(self.join_of(rank, directory), force=True)
+            self.engines[rank].tell(self.join_of(rank, directory))
 
     def join_of(self, rank: int, directory: str, token: str = "t") -> Join:
         return Join(
@@ -242,7 +247,7 @@ class Group:
     def submit(self, rank: int, rid: int, prompt: list[int], **sampling: object) -> Answer:
         msg = submit_of(rid, prompt, **sampling)  # type: ignore[arg-type]
         self.answers[rid] = Answer(msg, rank)
-        self.engines[rank].inbox.put(msg)
+        self.engines[rank].tell(msg)
         return self.answers[rid]
 
     def hear(self, rank: int, msg: EngineOut) -> None:
@@ -278,7 +283,7 @@ class Group:
             if answer.rank == rank and not answer.finish:
                 prompt = np.frombuffer(answer.msg.tokens, "<i4").tolist()
                 again = np.array(prompt + answer.tokens, "<i4").tobytes()
-                self.engines[rank].inbox.put(msgspec.structs.replace(answer.msg, tokens=again))
+                self.engines[rank].tell(msgspec.structs.replace(answer.msg, tokens=again))
 
     async def until(self, condition: Callable[[], bool], what: str = "") -> None:
         for _ in range(20_000):
@@ -299,7 +304,7 @@ class Group:
     async def drained(self, deadline_s: float = 20.0) -> None:
         self.rejoins = False
         for engine in self.engines:
-            engine.inbox.put(Drain(deadline_s), force=True)
+            engine.tell(Drain(deadline_s))
         await asyncio.wait_for(asyncio.gather(*(engine.task for engine in self.engines)), 10.0)
         for engine in self.engines:
             engine.scheduler.audit()

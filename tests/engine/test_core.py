@@ -17,8 +17,8 @@ from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.messages import (
     Abort,
-    Answer,
-    Call,
+    AdminCall,
+    AdminResult,
     Drain,
     EngineIn,
     EngineOut,
@@ -105,7 +105,8 @@ async def engine(limits: Limits | None = None) -> AsyncIterator[Engine]:
     try:
         yield running
     finally:
-        running.inbox.put(Drain(0.0))
+        if not running.inbox.closed:
+            running.inbox.put(Drain(0.0))
         running.runner.let(1000)
         await asyncio.gather(task, return_exceptions=True)
         running.scheduler.audit()
@@ -191,15 +192,15 @@ async def test_calls_are_answered() -> None:
         e.inbox.put(submit_of(0, PROMPT))
         await e.settled()
         assert e.scheduler.kv_manager.pool.num_cached > 0
-        e.inbox.put(Call(7, "reset_prefix_cache"))
-        e.inbox.put(Call(8, "audit"))
+        e.inbox.put(AdminCall(7, "reset_prefix_cache"))
+        e.inbox.put(AdminCall(8, "audit"))
         await e.settled()
         assert e.scheduler.kv_manager.pool.num_cached == 0
         e.scheduler.kv_manager.pool._num_free -= 1
-        e.inbox.put(Call(9, "audit"))
+        e.inbox.put(AdminCall(9, "audit"))
         await e.settled()
         e.scheduler.kv_manager.pool._num_free += 1
-    answers = [msg for msg in e.out if isinstance(msg, Answer)]
+    answers = [msg for msg in e.out if isinstance(msg, AdminResult)]
     assert [(a.id, a.ok) for a in answers] == [(7, True), (8, True), (9, False)]
     assert "state" in answers[2].detail
 

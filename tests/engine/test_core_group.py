@@ -120,7 +120,7 @@ async def test_a_newer_join_is_taken_between_two_steps() -> None:
 
 
 async def test_a_join_that_not_all_get_is_taken_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeserve.engine.group_core.HOLD_S", 0.1)
+    monkeypatch.setattr("moeserve.engine.group_core.PAUSE_TIMEOUT_S", 0.1)
     async with Group(2) as group:
         group.submit(1, 0, PROMPT, max_tokens=50)
         await group.until(lambda: bool(group.answers[0].tokens))
@@ -176,7 +176,7 @@ async def test_messages_are_answered_while_another_engine_is_silent() -> None:
         async def never(coordinator: object) -> None:
             await waiting.wait()
 
-        silent.core._step = never  # type: ignore[method-assign, assignment]
+        silent.core._vote_and_start = never  # type: ignore[method-assign, assignment]
         group.submit(0, 1, PROMPT)
         await asyncio.sleep(0.05)
         group.engines[0].inbox.put(Ping(9))
@@ -257,7 +257,7 @@ async def test_a_group_that_breaks_while_a_sleeping_engine_is_cancelled_leaves_n
 
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-    core: Any = SimpleNamespace(_audit_when_due=lambda: None, _hear=hear, _placing=False, _patience_until_s=0.0)
+    core: Any = SimpleNamespace(_audit_when_due=lambda: None, _handle_until=hear, _placing=False, _leave_deadline_s=0.0)
     core._clock = lambda: 0.0
     with pytest.raises(asyncio.CancelledError):
         await GroupCore._sleep(core, SimpleNamespace(wait_woken=wait_woken))  # type: ignore[arg-type]

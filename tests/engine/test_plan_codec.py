@@ -124,6 +124,6 @@ def test_arrays_can_be_written_to() -> None:
 def test_bytes_that_are_no_plan_are_refused() -> None:
     nothing = np.zeros(0, dtype=np.int32)
     whole = encode_plan(StepPlan(1, nothing, nothing, nothing, np.zeros(0, np.bool_), ()))
-    for data in (b"", b"\x90", b"\xc1", whole[:-1], whole + b"\x00"):
+    for data in (b"", b"\x90", b"\x80", b"\xc1", whole[:-1], whole + b"\x00"):
         with pytest.raises(ValueError, match=r"."):
             decode_plan(data)

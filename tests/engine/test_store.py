@@ -57,10 +57,10 @@ def test_clear_forgets_everything() -> None:
     store.audit()
 
 
-def test_audit_finds_a_lost_cell() -> None:
+def test_audit_finds_a_lost_host_block() -> None:
     store = HostStore(2)
     store._free.pop()
-    with pytest.raises(AssertionError, match="host_blocks"):
+    with pytest.raises(AssertionError, match="do not add up"):
         store.audit()
 
 

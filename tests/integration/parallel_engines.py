@@ -131,7 +131,8 @@ class Engine:
 
     async def stop(self) -> None:
         if hasattr(self, "_task"):
-            self.inbox.put(Drain(0.0), force=True)
+            if not self.inbox.closed:
+                self.inbox.put(Drain(0.0), force=True)
             await asyncio.wait([self._task], timeout=20)
             self._task.cancel()
         await asyncio.to_thread(self.runner.close)

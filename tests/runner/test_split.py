@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeserve.engine.ubatch_split import best_split
+from moeserve.engine.plan import best_split
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.runner.ubatches import split
 

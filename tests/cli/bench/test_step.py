@@ -18,7 +18,7 @@ def test_phases_add_up_and_tables_are_there(tmp_path: Path, capsys: pytest.Captu
     assert [row.split()[0] for row in rows] == ["1", "8"]
     for result in json.loads(file.read_text())["results"]:
         phases = result["phases_us"]
-        assert {"plan", "tables", "settle", "encode", "loop"} == set(phases)
+        assert {"plan", "tables", "update_from_output", "encode", "loop"} == set(phases)
         assert sum(p["mean"] for p in phases.values()) == pytest.approx(result["step_us"]["mean"], abs=1)
         assert phases["tables"]["mean"] > 0
 
