@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 from moeserve.client.stream import Stream
 from moeserve.client.transport import Transport
-from moeserve.client.types import (
+from moeserve.errors import RequestError, Unreachable
+from moeserve.protocol import (
     Aborted,
     Answer,
     ChatCompletion,
@@ -22,7 +23,6 @@ from moeserve.client.types import (
     ModelList,
     Tokenized,
 )
-from moeserve.errors import RequestError, Unreachable
 
 T = TypeVar("T", bound=Answer)
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5

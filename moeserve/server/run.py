@@ -23,11 +23,9 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
 from moeserve.server.app import App
-from moeserve.server.auth import Auth
 from moeserve.server.banner import hello, ready_lines
-from moeserve.server.context import Context
-from moeserve.server.http import bind, listening
-from moeserve.server.sse import watch
+from moeserve.server.context import Auth, Context
+from moeserve.server.http import bind, listening, watch
 
 log = logging.getLogger(__name__)
 

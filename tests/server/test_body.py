@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from moeserve.errors import InvalidRequest
 from moeserve.server.body import MAX_DEPTH, _check_shape, convert, parse_object, unknown_fields
-from moeserve.server.fields import decode
-from moeserve.server.protocol import ChatRequest, CompletionRequest
+from moeserve.server.requests import ChatRequest, CompletionRequest, decode
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(

@@ -15,7 +15,7 @@ from moeserve.cluster.view import EngineView, ExpertsView, FleetView, RebalanceD
 from moeserve.messages import ExpertLoad, StepOutput
 from moeserve.metrics import StepRecord
 from moeserve.moe.placement.placement import Placement
-from moeserve.server.experts_protocol import ExpertsResponse
+from moeserve.protocol import ExpertStatus
 
 EXPERTS = "/v1/experts"
 LOAD_LE = np.array([[10, 30, 0, 0], [5, 5, 5, 5]])
@@ -77,7 +77,7 @@ async def test_one_engine_has_all_experts(sparse):
     await until(lambda: not len(sparse.engine.inbox))
     status, answer = await sparse.get(EXPERTS)
     assert status == 200, answer
-    shown = msgspec.convert(answer, ExpertsResponse)
+    shown = msgspec.convert(answer, ExpertStatus)
     assert shown.load.total == (2 * LOAD_LE).tolist()
     assert shown.load.recent == pytest.approx((2 * LOAD_LE).astype(float), rel=0.01)
     assert (shown.dp, shown.tp, shown.num_layers, shown.num_experts) == (1, 1, 2, 4)
@@ -133,7 +133,7 @@ async def test_several_engines(sparse, monkeypatch):
     sparse.engine.inbox.put(step(1, running=4, device_us=6000))
     await until(lambda: not len(sparse.engine.inbox))
     _, answer = await sparse.get(EXPERTS)
-    shown = msgspec.convert(answer, ExpertsResponse)
+    shown = msgspec.convert(answer, ExpertStatus)
     # Layer 0: expert 0 and two of the three replicas of expert 1 are on rank 0.
     loads = np.array([[10 + 20, 10], [10, 10]]) / 2
     assert [rank.share for rank in shown.ranks] == pytest.approx((loads.sum(0) / loads.sum()).tolist(), abs=1e-4)
@@ -173,7 +173,7 @@ async def test_a_stream_goes_on_until_the_server_drains(sparse, query, headers):
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
-            seen.append(msgspec.json.decode(line[6:], type=ExpertsResponse))
+            seen.append(msgspec.json.decode(line[6:], type=ExpertStatus))
             sparse.engine.inbox.put(load(LOAD_LE))
             if len(seen) == 3:
                 break
@@ -214,5 +214,5 @@ async def test_it_is_in_the_openapi_document(live):
     assert [one["name"] for one in operation["parameters"]] == ["stream", "interval_s"]
     content = operation["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
-    assert content["application/json"]["schema"]["$ref"].endswith("/ExpertsResponse")
+    assert content["application/json"]["schema"]["$ref"].endswith("/ExpertStatus")
     assert "traceEvents" in json.dumps(document["components"]["schemas"]["TraceFile"])
