@@ -17,6 +17,10 @@ def written(default: Any) -> Any:
     return field(default_factory=lambda: default)
 
 
+def _empty() -> list[Any]:
+    return []  # with `list` itself as its default, an empty field would be left out
+
+
 class Answer(Struct, kw_only=True, dict=True):
     """A top-level response."""
 
@@ -122,7 +126,7 @@ class Generated(Answer, kw_only=True, omit_defaults=True):
 class ChatCompletion(Generated, kw_only=True, omit_defaults=True):
     """A whole answer of /v1/chat/completions."""
 
-    choices: list[ChatChoice] = field(default_factory=lambda: [])
+    choices: list[ChatChoice] = field(default_factory=_empty)
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -156,7 +160,7 @@ class ChatChunkChoice(OpenChatChoice, kw_only=True, omit_defaults=True):
 class ChatCompletionChunk(Generated, kw_only=True, omit_defaults=True):
     """An event of a streamed chat answer. usage: in the last chunk, if it was asked for."""
 
-    choices: list[ChatChunkChoice] = field(default_factory=lambda: [])
+    choices: list[ChatChunkChoice] = field(default_factory=_empty)
     usage: Usage | None = None
 
 
@@ -181,7 +185,7 @@ class CompletionChoice(OpenCompletionChoice, kw_only=True, omit_defaults=True):
 class Completion(Generated, kw_only=True, omit_defaults=True):
     """A whole answer of /v1/completions, or one chunk of a streamed one: both have the same shape."""
 
-    choices: list[CompletionChoice] = field(default_factory=lambda: [])
+    choices: list[CompletionChoice] = field(default_factory=_empty)
     usage: Usage | None = None
 
 
@@ -295,7 +299,8 @@ class ExpertEngine(Struct, kw_only=True):
 
     step_s: time in the model of the newest step with requests of its own; mean_step_s: the mean over some 64 such
     steps. vote_s: time until all engines had agreed on the newest step. comm_s: time of rows between ranks, summed over
-    transfers; exposed_comm_s: the part for which the model stood still; overlap_efficiency: 1 - exposed / all.
+    transfers; exposed_comm_s: the part for which the model stood still; overlap_efficiency: 1 - exposed / all. lanes:
+    the former name of ubatches.
     """
 
     engine: int = 0
@@ -312,6 +317,7 @@ class ExpertEngine(Struct, kw_only=True):
     mean_step_s: float = 0.0
     vote_s: float = 0.0
     ubatches: int = 1
+    lanes: int = 1
     comm_s: float = 0.0
     exposed_comm_s: float = 0.0
     overlap_efficiency: float = 1.0
@@ -348,10 +354,11 @@ class ExpertLoads(Struct, kw_only=True):
 
 class ExpertPlacement(Struct, kw_only=True):
     """experts: the logical expert of each physical one, [L][R * experts_per_rank]; physical expert p belongs to rank
-    p // experts_per_rank."""
+    p // experts_per_rank. slots_per_rank: the former name of experts_per_rank."""
 
     version: int = 0
     experts_per_rank: int = 0
+    slots_per_rank: int = 0
     experts: list[list[int]] = []
 
 
@@ -382,12 +389,14 @@ class ExpertStatus(Answer, kw_only=True):
     """What a moeserve server shows of its experts, ranks and engines.
 
     ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and the placement is that of
-    one engine. complete: all engines serve. waiting: requests that wait for an engine. created: Unix time.
+    one engine. complete: all engines serve. waiting: requests that wait for an engine. created: Unix time. dealt_out:
+    the former name of ep_sharded.
     """
 
     object: str = "experts"
     created: float = 0.0
     ep_sharded: bool = False
+    dealt_out: bool = False
     dp: int = 1
     tp: int = 1
     epoch: int = 0

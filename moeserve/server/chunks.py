@@ -37,7 +37,7 @@ from moeserve.text.tokenizer import Tokenizer
 FLOOR = -9999.0  # JSON has no minus infinity
 _MARK = "\0"  # stands for the text of a chunk in its template
 
-encode = msgspec.json.encode
+encode = msgspec.json.Encoder().encode
 
 
 @dataclass
@@ -228,7 +228,7 @@ class ChatChunks(Chunks):
         return out
 
     def _choice(self, index: int, text: str) -> OpenChatChoice:
-        return OpenChatChoice(index=index, delta=ChoiceDelta(content=text))
+        return OpenChatChoice(index=index, delta=ChoiceDelta(content=text), logprobs=None, finish_reason=None)
 
     def _end(self, index: int) -> ChatChunkChoice:
         return ChatChunkChoice(index=index)
@@ -258,7 +258,7 @@ class CompletionChunks(Chunks):
         return out
 
     def _choice(self, index: int, text: str) -> OpenCompletionChoice:
-        return OpenCompletionChoice(index=index, text=text)
+        return OpenCompletionChoice(index=index, text=text, logprobs=None, finish_reason=None)
 
     def _end(self, index: int) -> CompletionChoice:
         return CompletionChoice(index=index)

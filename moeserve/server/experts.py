@@ -76,6 +76,7 @@ def expert_status(front: FrontEnd) -> ExpertStatus:
     return ExpertStatus(
         created=time.time(),
         ep_sharded=view.together,
+        dealt_out=view.together,
         dp=view.dp,
         tp=view.tp,
         epoch=view.epoch,
@@ -90,6 +91,7 @@ def expert_status(front: FrontEnd) -> ExpertStatus:
         placement=ExpertPlacement(
             version=placement.version,
             experts_per_rank=placement.experts_per_rank,
+            slots_per_rank=placement.experts_per_rank,
             experts=placement.experts_LS.tolist(),
         ),
         rebalancing=_rebalancing(front, shown),
@@ -113,6 +115,7 @@ def _engine(engine: EngineView, stats: EngineStats) -> ExpertEngine:
         mean_step_s=stats.mean_step_s,
         vote_s=last.vote_us / 1e6 if last else 0.0,
         ubatches=last.ubatches if last else 1,
+        lanes=last.ubatches if last else 1,
         comm_s=stats.comm_s,
         exposed_comm_s=stats.exposed_comm_s,
         overlap_efficiency=stats.overlap_efficiency,

@@ -32,7 +32,7 @@ Penalty = Annotated[float, _shown(minimum=-2, maximum=2)]
 Fraction = Annotated[float, _shown(minimum=0, maximum=1)]
 PositiveFraction = Annotated[float, _shown(exclusiveMinimum=0, maximum=1)]
 NumLogprobs = Annotated[int, _shown(minimum=0, maximum=MAX_LOGPROBS)]
-Count = Annotated[int, _shown(minimum=0)]
+PositiveCount = Annotated[int, _shown(minimum=1)]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -84,7 +84,6 @@ class Sampling(Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: NumLogprobs | None = None
-    max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
@@ -103,7 +102,8 @@ class ChatRequest(Sampling, kw_only=True):
     messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    max_completion_tokens: Annotated[int, _shown(minimum=1)] | None = None
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -120,6 +120,7 @@ class CompletionRequest(Sampling, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
+    max_tokens: Annotated[int, _shown(minimum=0)] | None = None
     add_special_tokens: bool | None = None
 
 
@@ -184,9 +185,7 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 _MESSAGE_FIELDS = frozenset(["role", "content", "name", "refusal", "reasoning", "reasoning_content"])
 _MESSAGE_REFUSED = ("tool_calls", "tool_call_id", "function_call")
 _ROLES = ("system", "developer", "user", "assistant")
-_PLAIN = [
-    name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__ and name != "max_tokens"
-]
+_PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
 
 R = TypeVar("R", bound=Struct)
 

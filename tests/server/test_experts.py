@@ -8,6 +8,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+import yarl
 from prometheus_client.parser import text_string_to_metric_families
 
 from moeserve.cluster.interface import Resized
@@ -153,6 +154,15 @@ async def test_several_engines(sparse, monkeypatch):
     assert (values["rebalance_decisions_total", "placed"], values["rebalance_decisions_total", "given_up"]) == (1, 1)
 
 
+async def test_former_names_are_shown_beside_the_new_ones(sparse, monkeypatch):
+    placement = Placement.initial(2, 4, 2)
+    monkeypatch.setattr(sparse.front.watch, "view", lambda state, ready: fleet_view(LOAD_LE, placement))
+    _, answer = await sparse.get(EXPERTS)
+    assert answer["dealt_out"] is answer["ep_sharded"] is True
+    assert answer["placement"]["slots_per_rank"] == answer["placement"]["experts_per_rank"] == 2
+    assert [engine["lanes"] for engine in answer["engines"]] == [engine["ubatches"] for engine in answer["engines"]]
+
+
 async def test_thousands_of_experts_are_no_series_of_their_own(sparse, monkeypatch):
     placement = Placement.initial(17, 256, 2)
     view = fleet_view(np.ones((17, 256), np.int64), placement)
@@ -192,6 +202,17 @@ async def test_a_client_that_leaves_ends_its_stream(sparse):
     await until(lambda: not sparse.context.streams)
 
 
+@pytest.mark.parametrize("name", ["%1F", "%0D%0AX-Evil:%201", "%E2%80%A8", "%00" * 99])
+async def test_control_characters_in_a_name_reach_no_header(sparse, launch, name):
+    async with sparse.session.get(yarl.URL(f"{sparse.url}{EXPERTS}?{name}=false", encoded=True)) as response:
+        assert response.status == 200
+        assert "fields ignored: ?" in response.headers["Warning"]
+        assert "X-Evil" not in response.headers
+    async with launch(strict=True) as strict:
+        answer = await strict.raw(f"GET {EXPERTS}?{name}=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 400 ")
+
+
 @pytest.mark.parametrize(
     ("query", "param"), [("interval_s=0", "interval_s"), ("interval_s=61", "interval_s"), ("stream=maybe", "stream")]
 )
@@ -214,5 +235,5 @@ async def test_it_is_in_the_openapi_document(live):
     assert [one["name"] for one in operation["parameters"]] == ["stream", "interval_s"]
     content = operation["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
-    assert content["application/json"]["schema"]["$ref"].endswith("/ExpertStatus")
+    assert all(kind["schema"]["$ref"].endswith("/ExpertStatus") for kind in content.values())
     assert "traceEvents" in json.dumps(document["components"]["schemas"]["TraceFile"])
