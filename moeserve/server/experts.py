@@ -148,21 +148,16 @@ def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> ExpertBalance:
 
 def _rebalancing(front: FrontEnd, shown: ExpertsView) -> ExpertRebalancing:
     fleet, now_s = front.fleet, time.monotonic()
+    decisions = []
+    for decision in reversed(shown.decisions):
+        attempt = msgspec.convert(decision, RebalanceAttempt, from_attributes=True)
+        attempt.age_s = now_s - decision.at_s
+        decisions.append(attempt)
     return ExpertRebalancing(
         mode=fleet.config.parallel.rebalance if fleet is not None and fleet.experts is not None else "off",
         why=shown.why,
         moved_bytes=shown.moved_bytes,
         placed=shown.num_placed,
         given_up=shown.num_given_up,
-        decisions=[
-            RebalanceAttempt(
-                age_s=now_s - one.at_s,
-                version=one.version,
-                forced=one.forced,
-                moved_bytes=one.moved_bytes,
-                took_s=one.took_s,
-                error=one.error,
-            )
-            for one in reversed(shown.decisions)
-        ],
+        decisions=decisions,
     )
