@@ -26,11 +26,12 @@ class Answer(Struct, kw_only=True, dict=True):
 
     @property
     def request_id(self) -> str | None:
-        """The server's X-Request-Id, to be quoted in a bug report; the client sets it."""
+        """The server's X-Request-Id, to be quoted in a bug report."""
         return self.__dict__.get("request_id")
 
     @request_id.setter
     def request_id(self, value: str | None) -> None:
+        """Set by the client."""
         self.__dict__["request_id"] = value
 
 
@@ -190,7 +191,7 @@ class Completion(Generated, kw_only=True, omit_defaults=True):
 
 
 class ErrorBody(Struct):
-    """What went wrong. vLLM sends its code as a number."""
+    """An error. vLLM sends its code as a number."""
 
     message: str = ""
     type: str | None = None
@@ -249,7 +250,7 @@ class RenderedPrompt(Answer, kw_only=True):
 
 
 class Aborted(Answer, kw_only=True):
-    """How many sequences of the request were still running."""
+    """The answer to an abort. aborted: sequences of the request that were still running."""
 
     id: str = ""
     aborted: int = 0
@@ -386,7 +387,7 @@ class ExpertRebalancing(Struct, kw_only=True):
 
 
 class ExpertStatus(Answer, kw_only=True):
-    """What a moeserve server shows of its experts, ranks and engines.
+    """A moeserve server's experts, ranks and engines.
 
     ep_sharded: experts lie on all ranks together; otherwise every engine has all of them, and the placement is that of
     one engine. complete: all engines serve. waiting: requests that wait for an engine. created: Unix time. dealt_out:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 from urllib.parse import quote
 
@@ -62,9 +61,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -127,15 +124,13 @@ class _Resource:
         whole: type[T],
         chunk: type[T],
         body: dict[str, Any],
-        extra_body: Mapping[str, Any] | None,
-        extra_headers: Mapping[str, str] | None,
+        headers: Mapping[str, str] | None,
         timeout_s: float | None,
     ) -> T | Stream[T]:
         url = self._transport.base_url + path
-        body |= extra_body or {}
         if not body.get("stream"):
-            return await self._transport.fetch("POST", url, whole, body, headers=extra_headers, timeout_s=timeout_s)
-        response = await self._transport.open("POST", url, body, headers=extra_headers, timeout_s=timeout_s)
+            return await self._transport.fetch("POST", url, whole, body, headers=headers, timeout_s=timeout_s)
+        response = await self._transport.open("POST", url, body, headers=headers, timeout_s=timeout_s)
         return Stream(response, chunk, timeout_s or self._transport.timeout_s)
 
 
@@ -183,9 +178,9 @@ class ChatCompletions(_Resource):
         `fields` and `extra_body` are further fields of the request's JSON; None is left out of `fields`. `model` may be
         left out where the server has one.
         """
-        body = _without_none(model=model, messages=messages, stream=stream or None, **fields)
-        how = (body, extra_body, extra_headers, timeout_s)
-        return await self._create("/chat/completions", ChatCompletion, ChatCompletionChunk, *how)
+        body = _without_none(model=model, messages=messages, stream=stream or None, **fields) | dict(extra_body or {})
+        path = "/chat/completions"
+        return await self._create(path, ChatCompletion, ChatCompletionChunk, body, extra_headers, timeout_s)
 
 
 class Completions(_Resource):
@@ -221,9 +216,8 @@ class Completions(_Resource):
         **fields: Any,
     ) -> Any:
         """Returns what follows a text, a list of token ids, or several of either. Other arguments are those of chat."""
-        body = _without_none(model=model, prompt=prompt, stream=stream or None, **fields)
-        how = (body, extra_body, extra_headers, timeout_s)
-        return await self._create("/completions", Completion, Completion, *how)
+        body = _without_none(model=model, prompt=prompt, stream=stream or None, **fields) | dict(extra_body or {})
+        return await self._create("/completions", Completion, Completion, body, extra_headers, timeout_s)
 
 
 class Models(_Resource):

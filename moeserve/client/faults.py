@@ -37,7 +37,7 @@ _BY_STATUS: dict[int, type[errors.RequestError]] = {
 
 
 class _Envelope(msgspec.Struct):
-    """What servers other than ours may send; OpenAI's has an object as its error."""
+    """An error's body; some servers send a text instead of OpenAI's object."""
 
     error: ErrorBody | str | None = None
 
@@ -90,7 +90,7 @@ def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> er
 def should_retry(status: int, headers: Mapping[str, str]) -> bool:
     """Returns whether to try again: after 408, 409, 429 and 5xx, unless `x-should-retry` decides.
 
-    Never if the server asks for more than 120 s of patience: the caller learns the number from the error.
+    Never if the server asks for a wait of more than 120 s, which the error tells to the caller.
     """
     asked = retry_after_s(headers)
     if asked is not None and asked > LONGEST_RETRY_AFTER_S:

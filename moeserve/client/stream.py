@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import aiohttp
@@ -132,7 +131,7 @@ class Stream(Generic[T]):
         return chunk
 
     async def _finish(self) -> None:
-        """[DONE] came. Reads the end of the body too, so that the connection may serve the next request."""
+        """Reads the rest of the body after [DONE], so that the connection may serve the next request."""
         self._done = True
         self._waiting.clear()
         try:
@@ -158,9 +157,7 @@ class Stream(Generic[T]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -23,7 +23,7 @@ from moeserve.server.requests import Sampling
 
 
 class _Aborted(RequestError):
-    """Somebody ended the request by its id; its reader is told by finish_reason "abort"."""
+    """The request was ended by its id; its reader gets finish_reason "abort"."""
 
 
 class RunningRequest:

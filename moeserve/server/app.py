@@ -21,7 +21,7 @@ from moeserve.server.http import check_headers, request_id_of
 
 log = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # in the log and in the metrics only: nobody is there to read it
+CLIENT_GONE = 499  # in the log and in the metrics only, because the reader has left
 
 
 @dataclass(frozen=True, slots=True)

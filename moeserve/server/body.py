@@ -106,7 +106,7 @@ def _invalid(message: str, offset: int) -> InvalidRequest:
 
 
 def _check_shape(body: bytes) -> None:
-    """Depth and number of containers, without recursion. A body with few brackets cannot be deep."""
+    """Bounds depth and number of containers, without recursion. A body with few brackets cannot be deep."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     depth = containers = 0

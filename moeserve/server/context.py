@@ -33,7 +33,7 @@ MAX_KEY_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls. owner: names the key without revealing it; "" when the server is open."""
+    """The sender of a request. owner: names the key without revealing it; "" when the server is open."""
 
     owner: str = ""
     is_admin: bool = False
@@ -131,7 +131,7 @@ class Context:
 
     @property
     def phase(self) -> Phase:
-        """How far the start is; once it is over, the name is the state."""
+        """The progress of the start; once the start is over, the phase is named like the state."""
         if self.state in ("ready", "stalled", "draining"):
             return Phase(self.state, 100, time.monotonic() - self.began)
         if self.front is None:
@@ -140,7 +140,7 @@ class Context:
 
     @property
     def state(self) -> str:
-        """The status that the probes tell: see `protocol.StatusResponse`."""
+        """The status that the probes show; see `protocol.StatusResponse`."""
         if self.draining:
             return "draining"
         if self.front is None:

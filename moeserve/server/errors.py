@@ -82,7 +82,7 @@ def error_body(error: RequestError, request_id: str) -> bytes:
 
 
 def as_request_error(error: BaseException, request_id: str) -> RequestError:
-    """Returns our own errors as they are; any other exception is a bug of ours: logged, and told as a plain 500."""
+    """Returns our own errors as they are; others are bugs of ours: logged, and answered with a plain 500."""
     if isinstance(error, RequestError):
         if error.http_status == 500:
             log.error("request %s failed: %s", request_id, shorten_line(error.message))
@@ -100,7 +100,9 @@ def error_response(error: RequestError, request_id: str) -> web.Response:
     """Returns the response with status, body and the headers that belong to the status."""
     headers = {"X-Request-Id": request_id, "Server": SERVER}
     if isinstance(error, Overloaded):
-        wait_s = error.retry_after_s * random.uniform(1.0, 1.5)  # so that those sent away do not return as one
+        wait_s = error.retry_after_s * random.uniform(
+            1.0, 1.5
+        )  # so that refused clients do not return at the same moment
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["Retry-After-Ms"] = str(max(1, round(wait_s * 1000)))
     elif error.http_status == 503:

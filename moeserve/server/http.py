@@ -89,7 +89,7 @@ class Connection(RequestHandler):
     ) -> web.StreamResponse:
         """Returns the answer to a request that the parser refused, or to a fault that the app let through."""
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun, so no error can be told")
+            raise ConnectionError("the answer has begun, so no error can be sent")
         request_id = request_id_of(request)
         error = _parse_error(exc) if status == 400 else as_request_error(exc or RuntimeError(message), request_id)
         response = error_response(error, request_id)
