@@ -119,7 +119,9 @@ class CompletionColumns:
             self._offset += len(token)
         return CompletionLogprobs(
             tokens=tokens,
-            token_logprobs=[None if row is None else max(row.values[0], FLOOR) for row in rows],
+            token_logprobs=[
+                None if row is None else max(row.values[0], FLOOR) for _, row in zip(tokens, rows, strict=True)
+            ],
             top_logprobs=[None if row is None else self._top(row) for row in rows],
             text_offset=offsets,
         )
