@@ -7,7 +7,7 @@ import asyncio
 import sys
 
 from moeserve.cli.connect import add_server_flags, client_from
-from moeserve.client.types import ExpertStatus
+from moeserve.protocol import ExpertStatus
 
 SHADES = " ░▒▓█"
 CLEAR = "\x1b[H\x1b[2J"

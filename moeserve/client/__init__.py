@@ -1,6 +1,6 @@
 """The asyncio client: `AsyncClient`, its streams and its typed answers.
 
-Reading order: client.py (what users call), transport.py (HTTP and retries), stream.py and sse.py (streamed answers).
+Reading order: client.py (what users call), transport.py and faults.py (HTTP, retries, errors), stream.py.
 """
 
 from moeserve.client.client import AsyncClient

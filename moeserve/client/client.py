@@ -1,16 +1,16 @@
-"""AsyncClient: talk to moeserve, or to any OpenAI-compatible server, from asyncio."""
+"""The asyncio client of moeserve and of any other OpenAI-compatible server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 from urllib.parse import quote
 
 from moeserve.client.stream import Stream
 from moeserve.client.transport import Transport
-from moeserve.client.types import (
+from moeserve.errors import RequestError, Unreachable
+from moeserve.protocol import (
     Aborted,
     Answer,
     ChatCompletion,
@@ -22,9 +22,9 @@ from moeserve.client.types import (
     ModelList,
     Tokenized,
 )
-from moeserve.errors import RequestError, Unreachable
 
 T = TypeVar("T", bound=Answer)
+Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
 
 
@@ -61,9 +61,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -73,25 +71,29 @@ class AsyncClient:
     async def tokenize(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **fields: Any
     ) -> Tokenized:
-        """Token ids of a text, or of chat messages after the chat template."""
+        """Returns the token ids of a text, or of chat messages after the chat template."""
         body = _without_none(prompt=prompt, messages=messages) | fields
         return await self.transport.fetch("POST", f"{self.transport.root_url}/tokenize", Tokenized, body)
 
     async def detokenize(self, tokens: Sequence[int], **fields: Any) -> Detokenized:
+        """Returns the text of token ids."""
         body = {"tokens": list(tokens)} | fields
         return await self.transport.fetch("POST", f"{self.transport.root_url}/detokenize", Detokenized, body)
 
     async def experts(self) -> ExpertStatus:
-        """Where a moeserve server's experts are, how busy they are, and how its engines fare. NotFound: it has none."""
+        """Returns where a moeserve server's experts are, how busy they are, and how its engines fare.
+
+        Raises NotFound if the model has no experts.
+        """
         return await self.transport.fetch("GET", f"{self.transport.base_url}/experts", ExpertStatus)
 
     async def watch_experts(self, interval_s: float = 1.0) -> Stream[ExpertStatus]:
-        """`experts` again and again, until the server drains."""
+        """Returns a stream with what `experts` returns, again each `interval_s` seconds until the server drains."""
         url = f"{self.transport.base_url}/experts?stream=true&interval_s={interval_s:g}"
         return Stream(await self.transport.open("GET", url), ExpertStatus, self.transport.timeout_s)
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Returns as soon as the server can answer; raises Unreachable with its last word after timeout_s seconds."""
+        """Returns as soon as the server takes requests; raises Unreachable with its last error after timeout_s."""
         loop = asyncio.get_running_loop()
         deadline, poll_s, path = loop.time() + timeout_s, FIRST_POLL_S, "/readyz"
         while True:
@@ -122,34 +124,32 @@ class _Resource:
         whole: type[T],
         chunk: type[T],
         body: dict[str, Any],
-        extra_body: Mapping[str, Any] | None,
-        extra_headers: Mapping[str, str] | None,
+        headers: Mapping[str, str] | None,
         timeout_s: float | None,
     ) -> T | Stream[T]:
         url = self._transport.base_url + path
-        body |= extra_body or {}
         if not body.get("stream"):
-            return await self._transport.fetch("POST", url, whole, body, headers=extra_headers, timeout_s=timeout_s)
-        response = await self._transport.open("POST", url, body, headers=extra_headers, timeout_s=timeout_s)
+            return await self._transport.fetch("POST", url, whole, body, headers=headers, timeout_s=timeout_s)
+        response = await self._transport.open("POST", url, body, headers=headers, timeout_s=timeout_s)
         return Stream(response, chunk, timeout_s or self._transport.timeout_s)
 
 
 class Chat:
+    """`client.chat`, which has the completions, as in the openai package."""
+
     def __init__(self, transport: Transport) -> None:
         self.completions = ChatCompletions(transport)
 
 
 class ChatCompletions(_Resource):
+    """POST /v1/chat/completions."""
+
     @overload
     async def create(
         self,
         *,
         messages: Sequence[Mapping[str, Any]],
-        model: str | None = None,
         stream: Literal[False] = False,
-        extra_body: Mapping[str, Any] | None = None,
-        extra_headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
         **fields: Any,
     ) -> ChatCompletion: ...
 
@@ -158,11 +158,7 @@ class ChatCompletions(_Resource):
         self,
         *,
         messages: Sequence[Mapping[str, Any]],
-        model: str | None = None,
         stream: Literal[True],
-        extra_body: Mapping[str, Any] | None = None,
-        extra_headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
         **fields: Any,
     ) -> Stream[ChatCompletionChunk]: ...
 
@@ -177,24 +173,25 @@ class ChatCompletions(_Resource):
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Any:
-        """The answer to a conversation. `fields` and `extra_body` are further fields of the request's JSON, None ones
-        left out of `fields`; model may be left out where the server has one."""
-        body = _without_none(model=model, messages=messages, stream=stream or None, **fields)
-        how = (body, extra_body, extra_headers, timeout_s)
-        return await self._create("/chat/completions", ChatCompletion, ChatCompletionChunk, *how)
+        """Returns the answer to a conversation, or its stream of chunks.
+
+        `fields` and `extra_body` are further fields of the request's JSON; None is left out of `fields`. `model` may be
+        left out where the server has one.
+        """
+        body = _without_none(model=model, messages=messages, stream=stream or None, **fields) | dict(extra_body or {})
+        path = "/chat/completions"
+        return await self._create(path, ChatCompletion, ChatCompletionChunk, body, extra_headers, timeout_s)
 
 
 class Completions(_Resource):
+    """POST /v1/completions."""
+
     @overload
     async def create(
         self,
         *,
-        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
-        model: str | None = None,
+        prompt: Prompt,
         stream: Literal[False] = False,
-        extra_body: Mapping[str, Any] | None = None,
-        extra_headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
         **fields: Any,
     ) -> Completion: ...
 
@@ -202,19 +199,15 @@ class Completions(_Resource):
     async def create(
         self,
         *,
-        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
-        model: str | None = None,
+        prompt: Prompt,
         stream: Literal[True],
-        extra_body: Mapping[str, Any] | None = None,
-        extra_headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
         **fields: Any,
     ) -> Stream[Completion]: ...
 
     async def create(
         self,
         *,
-        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompt: Prompt,
         model: str | None = None,
         stream: bool = False,
         extra_body: Mapping[str, Any] | None = None,
@@ -222,23 +215,28 @@ class Completions(_Resource):
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Any:
-        """What follows a text, a list of token ids, or several of either. Other arguments as for chat."""
-        body = _without_none(model=model, prompt=prompt, stream=stream or None, **fields)
-        how = (body, extra_body, extra_headers, timeout_s)
-        return await self._create("/completions", Completion, Completion, *how)
+        """Returns what follows a text, a list of token ids, or several of either. Other arguments are those of chat."""
+        body = _without_none(model=model, prompt=prompt, stream=stream or None, **fields) | dict(extra_body or {})
+        return await self._create("/completions", Completion, Completion, body, extra_headers, timeout_s)
 
 
 class Models(_Resource):
+    """GET /v1/models."""
+
     async def list(self) -> ModelList:
+        """Returns the models that the server has."""
         return await self._transport.fetch("GET", f"{self._transport.base_url}/models", ModelList)
 
     async def retrieve(self, id: str) -> ModelCard:
+        """Returns what the server tells of a model. Raises NotFound."""
         return await self._transport.fetch("GET", f"{self._transport.base_url}/models/{quote(id)}", ModelCard)
 
 
 class Requests(_Resource):
+    """Requests that run on a moeserve server."""
+
     async def abort(self, id: str) -> Aborted:
-        """Ends the running request with this request id; its reader gets finish_reason "abort". NotFound: none runs."""
+        """Ends the running request with this request id; its reader gets finish_reason "abort". Raises NotFound."""
         url = f"{self._transport.base_url}/requests/{quote(id, safe='')}"
         return await self._transport.fetch("DELETE", url, Aborted, max_retries=0)
 

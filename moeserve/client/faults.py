@@ -1,14 +1,20 @@
-"""From an HTTP answer that is not a success to the error of `moeserve.errors` that says the same."""
+"""HTTP answers that are no success: the error of `moeserve.errors` that says the same, and whether to try again."""
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Mapping
+from email.utils import mktime_tz, parsedate_tz
 
 import msgspec
 
 from moeserve import errors
-from moeserve.client.retry import retry_after_s
-from moeserve.client.types import ErrorBody, ErrorEnvelope
+from moeserve.protocol import ErrorBody
+
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 8.0
+LONGEST_RETRY_AFTER_S = 120.0
 
 _BY_CODE: dict[str, type[errors.RequestError]] = {
     "context_length_exceeded": errors.ContextLengthExceeded,
@@ -28,11 +34,19 @@ _BY_STATUS: dict[int, type[errors.RequestError]] = {
     500: errors.RequestFailed,
     503: errors.Overloaded,
 }
-_decode = msgspec.json.Decoder(ErrorEnvelope).decode
+
+
+class _Envelope(msgspec.Struct):
+    """An error's body; some servers send a text instead of OpenAI's object."""
+
+    error: ErrorBody | str | None = None
+
+
+_decode = msgspec.json.Decoder(_Envelope).decode
 
 
 def read_error(body: bytes) -> ErrorBody | None:
-    """The error in a JSON body, or None if it has none."""
+    """Returns the error in a JSON body, or None if there is none."""
     try:
         error = _decode(body).error
     except msgspec.MsgspecError:
@@ -41,7 +55,7 @@ def read_error(body: bytes) -> ErrorBody | None:
 
 
 def request_error(status: int, body: bytes, headers: Mapping[str, str]) -> errors.RequestError:
-    """The exception for an answer with an error status. A body that is not ours becomes the message, cut to 200."""
+    """Returns the exception for an answer with an error status; a body of another shape becomes its message."""
     found = read_error(body)
     if found is None:
         text = body[:200].decode("utf-8", "replace").strip()
@@ -50,7 +64,8 @@ def request_error(status: int, body: bytes, headers: Mapping[str, str]) -> error
 
 
 def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> errors.RequestError:
-    """`status` 0: the error came inside a stream, so its code decides (vLLM puts the status there)."""
+    """Returns the exception for an error. status 0: it came inside a stream, so its code decides, which may be a status
+    (vLLM)."""
     code = None if found.code is None else str(found.code)
     if status == 0 and code is not None and code.isdecimal():
         status = int(code)
@@ -70,3 +85,42 @@ def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> er
         error.http_status = status
     error.request_id = headers.get("x-request-id")
     return error
+
+
+def should_retry(status: int, headers: Mapping[str, str]) -> bool:
+    """Returns whether to try again: after 408, 409, 429 and 5xx, unless `x-should-retry` decides.
+
+    Never if the server asks for a wait of more than 120 s, which the error tells to the caller.
+    """
+    asked = retry_after_s(headers)
+    if asked is not None and asked > LONGEST_RETRY_AFTER_S:
+        return False
+    match headers.get("x-should-retry", "").lower():
+        case "true":
+            return True
+        case "false":
+            return False
+    return status in (408, 409, 429) or status >= 500
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Returns the seconds that the server asks for: `retry-after-ms`, else `Retry-After` as seconds or as a date."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            value = float(headers.get(name, "")) * unit_s
+        except ValueError:
+            continue
+        if 0.0 <= value < float("inf"):
+            return value
+    date = parsedate_tz(headers.get("retry-after", ""))
+    return None if date is None else max(0.0, mktime_tz(date) - time.time())
+
+
+def delay_s(attempt: int, headers: Mapping[str, str]) -> float:
+    """Returns the seconds to wait after try number `attempt` (0 is the first): what the server asks for, else 0.5 s
+    doubling to 8 s, less up to a quarter, so that clients do not come back in step."""
+    asked = retry_after_s(headers)
+    if asked is not None and asked <= LONGEST_RETRY_AFTER_S:
+        return asked
+    backoff_s = min(FIRST_DELAY_S * 2.0**attempt, LONGEST_DELAY_S)
+    return backoff_s * (1.0 - 0.25 * random.random())

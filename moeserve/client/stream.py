@@ -1,11 +1,10 @@
-"""A streamed answer: iterate it; leave it early and the socket closes, which aborts the request on the server."""
+"""A streamed answer, and the server-sent events under it, as the HTML standard defines them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import aiohttp
@@ -13,13 +12,62 @@ import msgspec
 from aiohttp import ClientResponse
 
 from moeserve.client.faults import build_error, read_error
-from moeserve.client.sse import SSEParser
 from moeserve.client.transport import unreachable
-from moeserve.client.types import Answer
 from moeserve.errors import Unreachable
+from moeserve.protocol import Answer
 
 T = TypeVar("T", bound=Answer)
 LONGEST_END_S = 1.0
+MAX_EVENT_BYTES = 64 * 2**20
+
+
+class SSEParser:
+    """Finds the events in a byte stream that comes in pieces of any size.
+
+    Works on bytes, so that a character split over two pieces needs no care. Line ends may be LF, CRLF or CR; comments
+    and fields other than `data` are skipped; several `data` lines of one event are joined by LF. An event that the
+    stream's end cuts off is never returned.
+    """
+
+    def __init__(self) -> None:
+        self._tail = b""  # a line without its end
+        self._data: list[bytes] = []
+        self._size = 0
+        self._skip_lf = False  # the last piece ended in CR: a LF that follows belongs to it
+        self._first = True
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Returns the data of each event that `piece` completes. Raises ValueError if one grows beyond 64 MiB."""
+        if self._skip_lf and piece:
+            self._skip_lf = False
+            piece = piece.removeprefix(b"\n")
+        text = self._tail + piece
+        if self._first and len(text) >= 3:
+            self._first = False
+            text = text.removeprefix(b"\xef\xbb\xbf")
+        if b"\r" in text:
+            self._skip_lf = text.endswith(b"\r")
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        lines = text.split(b"\n")
+        self._tail = lines.pop()
+        if len(self._tail) + self._size > MAX_EVENT_BYTES:
+            raise ValueError(f"an event of the stream is larger than {MAX_EVENT_BYTES} bytes")
+        return self._events(lines)
+
+    def _events(self, lines: list[bytes]) -> list[bytes]:
+        events = []
+        for line in lines:
+            if not line:
+                if self._data:
+                    events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+                    self._data, self._size = [], 0
+            elif line.startswith(b"data:"):
+                value = line[6:] if line.startswith(b" ", 5) else line[5:]
+                self._data.append(value)
+                self._size += len(value)
+            elif line == b"data":
+                self._data.append(b"")
+        return events
 
 
 class Stream(Generic[T]):
@@ -83,7 +131,7 @@ class Stream(Generic[T]):
         return chunk
 
     async def _finish(self) -> None:
-        """[DONE] came. Reads the end of the body too, so that the connection may serve the next request."""
+        """Reads the rest of the body after [DONE], so that the connection may serve the next request."""
         self._done = True
         self._waiting.clear()
         try:
@@ -103,14 +151,13 @@ class Stream(Generic[T]):
             self._response.close()
 
     async def aclose(self) -> None:
+        """Closes the socket at once, like `close`."""
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""HTTP with retries, under the client's resources: a request becomes an answer, a stream, or an error that says why."""
+"""HTTP with retries: a request becomes an answer, an open response, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import aiohttp
 import msgspec
 from aiohttp import ClientResponse, ClientSession, ClientTimeout
 
-from moeserve.client import retry
-from moeserve.client.faults import request_error
-from moeserve.client.types import Answer
+from moeserve.client.faults import delay_s, request_error, should_retry
 from moeserve.errors import Unreachable
+from moeserve.protocol import Answer
 from moeserve.version import __version__
 
 T = TypeVar("T", bound=Answer)
@@ -21,7 +20,7 @@ _BROKEN = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
 
 
 class Transport:
-    """One connection pool to one server."""
+    """A pool of connections to one server."""
 
     def __init__(self, base_url: str, api_key: str | None, timeout_s: float, max_retries: int) -> None:
         self.base_url = base_url.rstrip("/")
@@ -36,13 +35,14 @@ class Transport:
         self._session: ClientSession | None = None
 
     def session(self) -> ClientSession:
-        """Made on first use, because it belongs to the running loop."""
+        """Returns aiohttp's session, made on first use because it belongs to the running loop."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)  # the server bounds concurrency, not a hidden queue here
             self._session = ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
         return self._session
 
     async def close(self) -> None:
+        """Closes all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -57,7 +57,7 @@ class Transport:
         timeout_s: float | None = None,
         max_retries: int | None = None,
     ) -> ClientResponse:
-        """A successful response whose body was not read yet. Retries happen here, before its first byte.
+        """Returns a successful response whose body has not been read yet; retries happen here, before its first byte.
 
         timeout_s bounds the silence between two reads, not the whole answer. Raises RequestError.
         """
@@ -78,21 +78,26 @@ class Transport:
                 answered, status = response.headers, response.status
                 async with response:
                     fault: Exception = request_error(status, await response.read(), answered)
-                again = retry.should_retry(status, answered)
+                again = should_retry(status, answered)
             except _BROKEN as error:
                 fault, again = unreachable(url, error, silence_s), True
             if not again or attempt >= tries_left:
                 raise fault
-            await asyncio.sleep(retry.delay_s(attempt, answered))
+            await asyncio.sleep(delay_s(attempt, answered))
             attempt += 1
 
     async def fetch(self, method: str, url: str, kind: type[T], body: Any = None, **how: Any) -> T:
-        """One whole answer, decoded."""
-        answer: T = decode(await self.read(method, url, body, **how), kind)
+        """Returns one whole answer, decoded."""
+        content, headers = await self.read(method, url, body, **how)
+        try:
+            answer = msgspec.json.decode(content, type=kind)
+        except msgspec.MsgspecError as error:
+            raise Unreachable(f"the server's answer is not a {kind.__name__}: {error}", code="bad_answer") from error
+        answer.request_id = headers.get("x-request-id")
         return answer
 
     async def read(self, method: str, url: str, body: Any = None, **how: Any) -> tuple[bytes, Mapping[str, str]]:
-        """One whole answer as bytes, with its headers."""
+        """Returns one whole answer as bytes, with its headers."""
         async with await self.open(method, url, body, **how) as response:
             try:
                 return await response.read(), response.headers
@@ -100,18 +105,8 @@ class Transport:
                 raise unreachable(url, error, self.timeout_s) from error
 
 
-def decode(answer: tuple[bytes, Mapping[str, str]], kind: type[T]) -> T:
-    body, headers = answer
-    try:
-        decoded = msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise Unreachable(f"the server's answer is not a {kind.__name__}: {error}", code="bad_answer") from error
-    decoded.request_id = headers.get("x-request-id")
-    return decoded
-
-
 def unreachable(url: str, error: BaseException, silence_s: float) -> Unreachable:
-    """Says in a user's words what happened to the connection."""
+    """Returns the error that tells a user what happened to the connection."""
     if isinstance(error, TimeoutError):
         return Unreachable(f"{url}: no byte for {silence_s:g} s", code="timeout")
     if isinstance(error, aiohttp.ClientConnectorError):

@@ -1,4 +1,7 @@
-"""POST /v1/admin/...: changes to the engines behind a server that runs. They need a key of --admin-key-file."""
+"""Changes to a server that runs: a request is aborted; engines are added, removed, or given other experts.
+
+POST /v1/admin/... needs a key of --admin-key-file.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,56 @@ import time
 from aiohttp import web
 
 from moeserve.cluster.fleet import Fleet
-from moeserve.errors import Conflict, Forbidden
-from moeserve.server.answer import check_unknown, json_answer
-from moeserve.server.body import convert, read_json, unknown_fields
+from moeserve.errors import Conflict, Forbidden, NotFound
+from moeserve.protocol import Aborted, RebalanceResponse, ScaleResponse
 from moeserve.server.context import HttpCall
-from moeserve.server.protocol import RebalanceResponse, ScaleRequest, ScaleResponse
+from moeserve.server.errors import shorten
+from moeserve.server.requests import ScaleRequest
+
+
+async def abort_request(call: HttpCall) -> web.StreamResponse:
+    """End a running request by its X-Request-Id, with or without chatcmpl- or cmpl- before it.
+
+    The request's own reader gets what came so far and finish_reason abort.
+    """
+    request_id = call.tail.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    found = call.context.running.get(request_id)
+    if not found:
+        raise NotFound(f"no request {shorten(request_id)} is running")
+    mine = [running for running in found if call.caller.is_admin or running.owner == call.caller.owner]
+    if not mine:
+        raise Forbidden("that request belongs to another key")
+    aborted = 0
+    for running in mine:
+        aborted += await running.abort()
+    return call.answer(Aborted(id=request_id, aborted=aborted))
 
 
 async def scale(call: HttpCall) -> web.StreamResponse:
     """Serve with `dp` engines from now on; running requests go on. Answers when it is done, or taken back (409)."""
     fleet = _fleet(call)
-    raw = await read_json(call.request, call.context.config.max_request_bytes)
-    request = convert(raw, ScaleRequest)
-    check_unknown(call, unknown_fields(raw, frozenset(ScaleRequest.__struct_fields__)))
+    request = await call.read(ScaleRequest)
     began_s = time.monotonic()
     before = await fleet.scaling.scale(request.dp)
-    return json_answer(call, ScaleResponse(dp=request.dp, before=before, took_s=time.monotonic() - began_s))
+    return call.answer(ScaleResponse(dp=request.dp, before=before, took_s=time.monotonic() - began_s))
 
 
 async def rebalance(call: HttpCall) -> web.StreamResponse:
-    """Move experts to where the load of late asks for them, whether or not it pays. Takes no body."""
+    """Move experts to where the recent load asks for them, whether or not it pays. Takes no body."""
     fleet = _fleet(call)
     began_s = time.monotonic()
     decision = await fleet.scaling.rebalance()
     assert fleet.experts is not None
     if decision is not None and decision.error:
         raise Conflict(f"placement {decision.version} did not come into force: {decision.error}")
-    return json_answer(
-        call,
-        RebalanceResponse(
-            moved=decision is not None,
-            version=fleet.experts.placement.version,
-            moved_bytes=decision.moved_bytes if decision is not None else 0,
-            took_s=time.monotonic() - began_s,
-            why=fleet.experts.why,
-        ),
+    answer = RebalanceResponse(
+        moved=decision is not None,
+        version=fleet.experts.placement.version,
+        moved_bytes=decision.moved_bytes if decision is not None else 0,
+        took_s=time.monotonic() - began_s,
+        why=fleet.experts.why,
     )
+    return call.answer(answer)
 
 
 def check_admin(call: HttpCall) -> None:

@@ -1,4 +1,4 @@
-"""What a person reads when the server starts: where it listens, what it serves, and how to talk to it."""
+"""The lines that the server prints when it starts: where it listens, what it serves, and how to talk to it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _OPEN_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 def base_url(sock: socket.socket) -> str:
+    """Returns a URL under which this machine reaches the server."""
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
@@ -20,7 +21,7 @@ def base_url(sock: socket.socket) -> str:
 
 
 def hello(context: Context, sock: socket.socket) -> str:
-    """The first line, while the model is still loading."""
+    """Returns the first line, printed while the model is still loading."""
     warning = ""
     if not context.auth.required and context.config.host not in _OPEN_HOSTS:
         warning = "; ANYONE who reaches this address may use it: set --api-key-file"
@@ -28,6 +29,7 @@ def hello(context: Context, sock: socket.socket) -> str:
 
 
 def ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float) -> list[str]:
+    """Returns the lines for people, printed once the model is ready. seconds: how long the start took."""
     url, model = base_url(sock), front.model_name
     tokens = (ready.num_blocks - 1) * ready.block_size
     lines = [
@@ -52,9 +54,7 @@ def _ranks(front: FrontEnd) -> list[str]:
     view = front.fleet.view
     how = f"experts over {view.dp * view.tp} ranks" if view.together else "each on its own"
     pids = ", ".join(str(engine.pid) for engine in view.engines)
-    return [
-        f"  ranks    {view.dp} engines (dp) of {view.tp} processes (tp), {how}; engine processes {pids}",
-    ]
+    return [f"  ranks    {view.dp} engines (dp) of {view.tp} processes (tp), {how}; engine processes {pids}"]
 
 
 def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:

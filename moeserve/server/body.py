@@ -1,10 +1,11 @@
-"""From the bytes of a request to a checked struct. Everything strange is refused here, before anybody works on it."""
+"""From the bytes of a request to a checked struct. Strange input is refused here, before it costs anything."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -22,18 +23,23 @@ READ_TIMEOUT_S = 30.0  # for each MiB of a body
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r"(.*) - at `(?:key` in `)?\$\.?(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_TYPES = re.compile(r"`([a-z |]+)`")
+_JSON_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "an array",
+    "object": "an object",
+}
+_SWITCHES = {"true": True, "1": True, "": True, "false": False, "0": False}
 
 T = TypeVar("T")
 
 
 async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body. Raises 400, 408, 413 or 415."""
-    check_head(request, max_bytes)
-    body = await _read(request, max_bytes)
-    return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
-
-
-def check_head(request: web.BaseRequest, max_bytes: int) -> None:
+    """Returns the JSON object in the body. Raises a RequestError of status 400, 408, 413 or 415."""
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         raise UnsupportedMedia(f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is")
@@ -43,6 +49,8 @@ def check_head(request: web.BaseRequest, max_bytes: int) -> None:
         raise UnsupportedMedia("the charset must be utf-8")
     if (request.content_length or 0) > max_bytes:
         raise _too_large(max_bytes)
+    body = await _read(request, max_bytes)
+    return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
 
 
 def _too_large(max_bytes: int) -> RequestError:
@@ -72,7 +80,7 @@ async def _read(request: web.BaseRequest, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest with code invalid_json and the byte offset for anything but one clean JSON object."""
+    """Returns the one JSON object in `body`. Raises InvalidRequest with code invalid_json and the byte offset."""
     if body[:3] == b"\xef\xbb\xbf" or body[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise _invalid("the body begins with a byte order mark; send plain UTF-8", 0)
     _check_shape(body)
@@ -98,7 +106,7 @@ def _invalid(message: str, offset: int) -> InvalidRequest:
 
 
 def _check_shape(body: bytes) -> None:
-    """Depth and number of containers, without recursion. A body with few brackets cannot be deep."""
+    """Bounds depth and number of containers, without recursion. A body with few brackets cannot be deep."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     depth = containers = 0
@@ -136,20 +144,56 @@ def _check_unicode(value: Any) -> None:
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:
-    """`value` as a struct; types are strict ("5" is no integer). Raises InvalidRequest naming the field."""
+    """Returns `value` as a struct; types are strict ("5" is no integer). Raises InvalidRequest naming the field."""
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        message, param = str(error), None
+        message, param = str(error), ""
         if match := _PATH.match(message):
-            message, param = match.group(1), shorten(match.group(2)) or None
-        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
+            message, param = match.group(1), shorten(match.group(2))
+        if match := _MISSING.match(message):
+            param = f"{param}.{match.group(1)}" if param else match.group(1)
+            raise InvalidRequest(f"{param} is required", param=param) from error
+        message = _in_json_words(message)
+        raise InvalidRequest(f"{param} {message}" if param else message, param=param or None) from error
 
 
-def unknown_fields(value: dict[str, Any], known: frozenset[str], prefix: str = "") -> list[str]:
-    """Names in `value` that mean nothing to us, at most five, with the nearest name that does."""
+def _in_json_words(message: str) -> str:
+    """Returns msgspec's "Expected `int | null`, got `str`" as "must be an integer or null, got a string"."""
+    if not message.startswith("Expected "):
+        return f"is not accepted: {message}"
+    words = _TYPES.sub(lambda m: " or ".join(_JSON_TYPES.get(name, name) for name in m[1].split(" | ")), message)
+    return words.replace("Expected", "must be", 1)
+
+
+def unknown_fields(names: Iterable[str], known: frozenset[str], prefix: str = "") -> list[str]:
+    """Returns those `names` that mean nothing to us, at most five, printable, with the nearest name that does."""
     described = []
-    for name in [name for name in value if name not in known][:5]:
+    for name in [name for name in names if name not in known][:5]:
         near = get_close_matches(name[:64], known, 1)
         described.append(f"{prefix}{shorten(name)}" + (f" (did you mean {near[0]}?)" if near else ""))
     return described
+
+
+def number(query: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+    """Returns a parameter of the URL's query. Raises InvalidRequest for anything but a number from low to high."""
+    given = query.get(name)
+    if given is None:
+        return default
+    try:
+        value = float(given)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, not {shorten(given)!r}", param=name)
+    return value
+
+
+def switch(query: Mapping[str, str], name: str, default: bool) -> bool:
+    """Returns a parameter of the URL's query. Raises InvalidRequest for anything but true and false."""
+    given = query.get(name)
+    if given is None:
+        return default
+    if given.lower() not in _SWITCHES:
+        raise InvalidRequest(f"{name} must be true or false, not {shorten(given)!r}", param=name)
+    return _SWITCHES[given.lower()]

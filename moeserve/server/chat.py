@@ -3,87 +3,69 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any
 
 from aiohttp import web
 
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Ready
-from moeserve.server.answer import check_unknown, collect, json_answer, run, stream_answer
-from moeserve.server.body import read_json
-from moeserve.server.chunks import ChatChunks, Counts, StreamShape
-from moeserve.server.context import HttpCall, check_model, fingerprint
-from moeserve.server.fields import chat_messages, chat_params, decode
-from moeserve.server.length import check_chars
-from moeserve.server.logprobs import LogprobFormat
-from moeserve.server.protocol import ChatRequest
+from moeserve.protocol import ChatChoice, ChatCompletion, ChatCompletionChunk, ChatMessage, RenderedPrompt
+from moeserve.server.answer import collect, running_request, stream_answer
+from moeserve.server.chunks import ChatChunks, Counts, LogprobFormat
+from moeserve.server.context import HttpCall
+from moeserve.server.requests import ChatRequest, TokenizeRequest, chat_messages, chat_params, check_chars
 from moeserve.text.control import unshield
 
 
 async def chat_completions(call: HttpCall) -> web.StreamResponse:
-    front, ready, request = await _read(call)
+    """Answer a conversation, whole or as a stream of chunks."""
+    request = await call.read(ChatRequest)
+    front, ready = call.context.serving(request.model)
     params = chat_params(request, front.defaults, ready.vocab_size)
     front.admit(params.n)  # before any work on a prompt that may not run anyway
     _, prompt = await chat_prompt(front, ready, request)
     call.counts = counts = Counts(len(prompt))
     form = None
     if request.logprobs:
-        as_ids = bool(request.return_tokens_as_token_ids)
-        form = LogprobFormat(front.tokenizer, params.logprobs or 0, as_ids=as_ids)
-    head = _head(call, front, ready, stream=bool(request.stream))
-    async with run(call, front, [prompt], params, request) as running:
+        form = LogprobFormat(front.tokenizer, params.logprobs or 0, as_ids=request.return_tokens_as_token_ids)
+    async with running_request(call, front, [prompt], params, request) as running:
         if request.stream:
-            options = request.stream_options
-            shape = StreamShape(
-                head,
-                params.n,
-                [prompt],
-                counts,
-                include_usage=options is not None and options.include_usage,
-                running_usage=options is not None and options.continuous_usage_stats,
-                token_ids=bool(request.return_token_ids),
-                logprobs=form,
-            )
-            return await stream_answer(call, running, ChatChunks(shape))
+            head = call.head("chatcmpl", "chat.completion.chunk", front, ready)
+            chunks = ChatChunks(ChatCompletionChunk(**head), request, [prompt], params.n, counts, form)
+            return await stream_answer(call, running, chunks)
         (sequences,) = await collect(running, params.n, counts)
-    answer: dict[str, Any] = {**head, "choices": [], "usage": counts.usage()}
+    answer = ChatCompletion(**call.head("chatcmpl", "chat.completion", front, ready), usage=counts.usage())
     for index, sequence in enumerate(sequences):
-        choice = {
-            "index": index,
-            "message": {"role": "assistant", "content": sequence.text, "refusal": None},
-            "logprobs": None if form is None else form.chat(sequence.logprobs),
-            "finish_reason": sequence.finish_reason,
-            "stop_reason": sequence.stop_reason,
-        }
+        choice = ChatChoice(
+            index=index,
+            message=ChatMessage(content=sequence.text),
+            logprobs=None if form is None else form.chat(sequence.logprobs),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+        )
         if request.return_token_ids:
-            choice["token_ids"] = sequence.token_ids
-        answer["choices"].append(choice)
+            choice.token_ids = sequence.token_ids
+        answer.choices.append(choice)
     if request.return_token_ids:
-        answer["prompt_token_ids"] = prompt
+        answer.prompt_token_ids = prompt
     if sequences[0].prompt_logprobs is not None:
-        answer["prompt_logprobs"] = LogprobFormat(front.tokenizer, 0).prompt(sequences[0].prompt_logprobs)
-    return json_answer(call, answer)
+        answer.prompt_logprobs = LogprobFormat(front.tokenizer, 0).prompt(sequences[0].prompt_logprobs)
+    return call.answer(answer)
 
 
 async def render(call: HttpCall) -> web.StreamResponse:
-    front, ready, request = await _read(call)
+    """Show the prompt that a conversation becomes, as text and as token ids."""
+    request = await call.read(ChatRequest)
+    front, ready = call.context.serving(request.model)
     text, prompt = await chat_prompt(front, ready, request)
-    return json_answer(call, {"prompt": text, "prompt_token_ids": prompt})
+    return call.answer(RenderedPrompt(prompt=text, prompt_token_ids=prompt))
 
 
-async def _read(call: HttpCall) -> tuple[FrontEnd, Ready, ChatRequest]:
-    raw = await read_json(call.request, call.context.config.max_request_bytes)
-    request, unknown = decode(raw, ChatRequest)
-    check_unknown(call, unknown)
-    front, ready = call.context.serving()
-    check_model(front, request.model)
-    return front, ready, request
+async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest | TokenizeRequest) -> tuple[str, list[int]]:
+    """Returns the rendered prompt as people see it, and its ids.
 
-
-async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest) -> tuple[str, list[int]]:
-    """The rendered prompt as people see it, and its ids. Works in a thread: template and text are users' matter."""
+    Works in a thread: template and text come from users and may take long.
+    """
     template, tokenizer = front.chat_template, front.tokenizer
     if template is None or tokenizer is None:
         raise InvalidRequest(
@@ -91,7 +73,7 @@ async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest) -> tu
             param="messages",
             code="no_chat_template",
         )
-    messages = chat_messages(request)
+    messages = chat_messages(request.messages or [])
     continues = bool(request.continue_final_message)
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     check_chars(sum(len(message["content"]) for message in messages), tokenizer, ready.max_model_len, "messages")
@@ -107,13 +89,3 @@ async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest) -> tu
         return unshield(text), tokenizer.encode_prompt(text)
 
     return await asyncio.to_thread(work)
-
-
-def _head(call: HttpCall, front: FrontEnd, ready: Ready, *, stream: bool) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{call.id}",
-        "object": "chat.completion.chunk" if stream else "chat.completion",
-        "created": int(time.time()),
-        "model": front.model_name,
-        "system_fingerprint": fingerprint(ready),
-    }

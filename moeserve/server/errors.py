@@ -1,6 +1,6 @@
-"""Every failure as one JSON shape, OpenAI's: {"error": {"message", "type", "param", "code"}}.
+"""Every failure in OpenAI's JSON shape: {"error": {"message", "type", "param", "code"}}.
 
-A 5xx says nothing about the inside of the server: its text is fixed, and the request id leads to the log line.
+A 500 reveals nothing about the inside of the server: its text is fixed, and the request id leads to the log line.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import logging
 import math
 import random
 import re
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from moeserve.errors import NotFound, Overloaded, RequestError, RequestFailed
+from moeserve.protocol import ErrorBody, ErrorResponse
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ _QUOTED = re.compile(r"'([^']{65,})'|`([^`]{65,})`")
 
 
 class MethodNotAllowed(RequestError):
+    """The path exists, but not for this method."""
+
     http_status = 405
     code = "method_not_allowed"
 
@@ -34,49 +36,53 @@ class MethodNotAllowed(RequestError):
 
 
 class RequestTimeout(RequestError):
+    """The head or the body of the request did not arrive in time."""
+
     http_status = 408
     code = "request_timeout"
 
 
 class HeadersTooLarge(RequestError):
+    """The headers are too many or too long."""
+
     http_status = 431
     code = "headers_too_large"
 
 
 class UriTooLong(RequestError):
+    """The URL is too long."""
+
     http_status = 414
     code = "uri_too_long"
 
 
 class BadHttp(RequestError):
-    """Not HTTP as RFC 9112 has it."""
+    """The bytes are not HTTP/1.1 (RFC 9112)."""
 
     code = "invalid_http"
 
 
 def no_such_path(path: str) -> NotFound:
+    """Returns the error for a path without a route."""
     return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
 
 
 def shorten(value: str) -> str:
-    """A user's value, safe to show in a message: printable and at most 64 characters."""
+    """Returns a user's value, safe to show in a message: printable and at most 64 characters."""
     printable = "".join(char if char.isprintable() else "?" for char in value[: MAX_ECHO + 1])
     return printable if len(printable) <= MAX_ECHO else printable[: MAX_ECHO - 3] + "..."
 
 
-def error_fields(error: RequestError, request_id: str) -> dict[str, Any]:
+def error_body(error: RequestError, request_id: str) -> bytes:
+    """Returns the error as JSON. Quoted values of the user are cut, and a 500 tells the request id only."""
     message = _QUOTED.sub(lambda m: repr(shorten(m.group(1) or m.group(2))), error.message)[:MAX_MESSAGE]
     if error.http_status == 500:
         message = f"internal server error; request id {request_id}"
-    return {"message": message, "type": error.type, "param": error.param, "code": error.code}
-
-
-def error_body(error: RequestError, request_id: str) -> bytes:
-    return msgspec.json.encode({"error": error_fields(error, request_id)})
+    return msgspec.json.encode(ErrorResponse(ErrorBody(message, error.type, error.param, error.code)))
 
 
 def as_request_error(error: BaseException, request_id: str) -> RequestError:
-    """Our own errors as they are; anything else is a fault of ours: logged, and told as a plain 500."""
+    """Returns our own errors as they are; others are bugs of ours: logged, and answered with a plain 500."""
     if isinstance(error, RequestError):
         if error.http_status == 500:
             log.error("request %s failed: %s", request_id, shorten_line(error.message))
@@ -86,14 +92,17 @@ def as_request_error(error: BaseException, request_id: str) -> RequestError:
 
 
 def shorten_line(text: str) -> str:
-    """One log line of it: control characters escaped, at most 500 characters."""
+    """Returns the text as one log line: control characters escaped, at most 500 characters."""
     return text[:500].encode("unicode_escape").decode("ascii")
 
 
 def error_response(error: RequestError, request_id: str) -> web.Response:
+    """Returns the response with status, body and the headers that belong to the status."""
     headers = {"X-Request-Id": request_id, "Server": SERVER}
     if isinstance(error, Overloaded):
-        wait_s = error.retry_after_s * random.uniform(1.0, 1.5)  # so that those sent away do not return as one
+        wait_s = error.retry_after_s * random.uniform(
+            1.0, 1.5
+        )  # so that refused clients do not return at the same moment
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["Retry-After-Ms"] = str(max(1, round(wait_s * 1000)))
     elif error.http_status == 503:

@@ -16,33 +16,31 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import EngineStats
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, rank_loads
-from moeserve.server.answer import check_unknown, json_answer
-from moeserve.server.context import HttpCall
-from moeserve.server.experts_protocol import (
-    BalanceStatus,
-    DecisionStatus,
-    EngineStatus,
-    ExpertsResponse,
-    LoadStatus,
-    PlacementStatus,
-    RankStatus,
-    RebalancingStatus,
+from moeserve.protocol import (
+    ExpertBalance,
+    ExpertEngine,
+    ExpertLoads,
+    ExpertPlacement,
+    ExpertRank,
+    ExpertRebalancing,
+    ExpertStatus,
+    RebalanceAttempt,
 )
-from moeserve.server.query import number, switch
-from moeserve.server.sse import DONE, SseStream
+from moeserve.server.body import number, switch
+from moeserve.server.context import HttpCall
+from moeserve.server.http import DONE, SseStream
 
 INTERVAL_S = (0.1, 60.0)
 
 
 async def experts(call: HttpCall) -> web.StreamResponse:
-    """One answer, or with `stream=true` (or `Accept: text/event-stream`) one every `interval_s` seconds."""
+    """Answers once, or with `stream=true` (or `Accept: text/event-stream`) every `interval_s` seconds."""
     front, _ = call.context.serving()
-    query = call.request.query
-    check_unknown(call, sorted(query.keys() - {"stream", "interval_s"}))
+    query = call.query("stream", "interval_s")
     interval_s = number(query, "interval_s", 1.0, *INTERVAL_S)
     streams = switch(query, "stream", "text/event-stream" in call.request.headers.get("Accept", ""))
-    answer = experts_response(front)
-    return await _stream(call, front, interval_s) if streams else json_answer(call, answer)
+    shown = expert_status(front)
+    return await _stream(call, front, interval_s) if streams else call.answer(shown)
 
 
 async def _stream(call: HttpCall, front: FrontEnd, interval_s: float) -> web.StreamResponse:
@@ -53,7 +51,7 @@ async def _stream(call: HttpCall, front: FrontEnd, interval_s: float) -> web.Str
     try:
         await stream.start()
         while not stopping.done():
-            await stream.send(b"data: " + msgspec.json.encode(experts_response(front)) + b"\n\n")
+            await stream.send(b"data: " + msgspec.json.encode(expert_status(front)) + b"\n\n")
             await asyncio.wait([stopping], timeout=interval_s)
         await stream.send(DONE)
     finally:
@@ -64,8 +62,8 @@ async def _stream(call: HttpCall, front: FrontEnd, interval_s: float) -> web.Str
     return await stream.finish()
 
 
-def experts_response(front: FrontEnd) -> ExpertsResponse:
-    """Raises NotFound for a model without experts."""
+def expert_status(front: FrontEnd) -> ExpertStatus:
+    """Returns where experts are and how busy they are. Raises NotFound for a model without experts."""
     view = front.watch.view(front.state, front.ready)
     if view.experts is None:
         raise NotFound("there are no experts to watch: the model is dense; see /metrics")
@@ -75,9 +73,10 @@ def experts_response(front: FrontEnd) -> ExpertsResponse:
     total_LE = np.frombuffer(shown.counts, "<i8").reshape(shape)
     recent_LE = np.frombuffer(shown.recent, "<f8").reshape(shape)
     loads_LR = rank_loads(recent_LE, placement)
-    return ExpertsResponse(
+    return ExpertStatus(
         created=time.time(),
         ep_sharded=view.together,
+        dealt_out=view.together,
         dp=view.dp,
         tp=view.tp,
         epoch=view.epoch,
@@ -88,19 +87,20 @@ def experts_response(front: FrontEnd) -> ExpertsResponse:
         engines=[_engine(engine, front.stats.engines[engine.rank]) for engine in view.engines],
         ranks=_ranks(view, placement, loads_LR.sum(0)),
         balance=_balance(balance(loads_LR), balance(recent_LE)),
-        load=LoadStatus(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
-        placement=PlacementStatus(
+        load=ExpertLoads(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
+        placement=ExpertPlacement(
             version=placement.version,
             experts_per_rank=placement.experts_per_rank,
+            slots_per_rank=placement.experts_per_rank,
             experts=placement.experts_LS.tolist(),
         ),
         rebalancing=_rebalancing(front, shown),
     )
 
 
-def _engine(engine: EngineView, stats: EngineStats) -> EngineStatus:
+def _engine(engine: EngineView, stats: EngineStats) -> ExpertEngine:
     last = stats.last
-    return EngineStatus(
+    return ExpertEngine(
         engine=engine.rank,
         host=engine.host,
         pid=engine.pid,
@@ -115,17 +115,18 @@ def _engine(engine: EngineView, stats: EngineStats) -> EngineStatus:
         mean_step_s=stats.mean_step_s,
         vote_s=last.vote_us / 1e6 if last else 0.0,
         ubatches=last.ubatches if last else 1,
+        lanes=last.ubatches if last else 1,
         comm_s=stats.comm_s,
         exposed_comm_s=stats.exposed_comm_s,
         overlap_efficiency=stats.overlap_efficiency,
     )
 
 
-def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[RankStatus]:
+def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[ExpertRank]:
     alone = view.dp * view.tp == 1
     counted = loads_R.sum() > 0 and (view.together or alone)
     return [
-        RankStatus(
+        ExpertRank(
             rank=rank,
             engine=rank // view.tp,
             tp_rank=rank % view.tp,
@@ -136,8 +137,8 @@ def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[R
     ]
 
 
-def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> BalanceStatus:
-    return BalanceStatus(
+def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> ExpertBalance:
+    return ExpertBalance(
         ranks=round(float(ranks_L.mean()), 4),
         experts=round(float(experts_L.mean()), 4),
         ranks_by_layer=ranks_L.round(4).tolist(),
@@ -145,23 +146,18 @@ def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> BalanceStatus:
     )
 
 
-def _rebalancing(front: FrontEnd, shown: ExpertsView) -> RebalancingStatus:
+def _rebalancing(front: FrontEnd, shown: ExpertsView) -> ExpertRebalancing:
     fleet, now_s = front.fleet, time.monotonic()
-    return RebalancingStatus(
+    decisions = []
+    for decision in reversed(shown.decisions):
+        attempt = msgspec.convert(decision, RebalanceAttempt, from_attributes=True)
+        attempt.age_s = now_s - decision.at_s
+        decisions.append(attempt)
+    return ExpertRebalancing(
         mode=fleet.config.parallel.rebalance if fleet is not None and fleet.experts is not None else "off",
         why=shown.why,
         moved_bytes=shown.moved_bytes,
         placed=shown.num_placed,
         given_up=shown.num_given_up,
-        decisions=[
-            DecisionStatus(
-                age_s=now_s - one.at_s,
-                version=one.version,
-                forced=one.forced,
-                moved_bytes=one.moved_bytes,
-                took_s=one.took_s,
-                error=one.error,
-            )
-            for one in reversed(shown.decisions)
-        ],
+        decisions=decisions,
     )

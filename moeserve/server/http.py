@@ -1,4 +1,4 @@
-"""The HTTP server under the app: aiohttp's connection handling with every limit set, and its errors in our shape.
+"""HTTP under the app: aiohttp's connection handling with every limit set, its errors in our shape, and event streams.
 
 aiohttp's own defaults would inflate compressed bodies, wait for ever for a request's head, keep idle connections for
 an hour, and go on computing for a client that has left.
@@ -7,10 +7,11 @@ an hour, and go on computing for a client that has left.
 from __future__ import annotations
 
 import asyncio
-import logging
+import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -19,7 +20,6 @@ from aiohttp.web_protocol import RequestHandler
 
 from moeserve.config import ServerConfig
 from moeserve.errors import AddressInUse, ConfigError, RequestError
-from moeserve.server.app import MAX_HEADER_BYTES, request_id_of
 from moeserve.server.errors import (
     BadHttp,
     HeadersTooLarge,
@@ -30,27 +30,50 @@ from moeserve.server.errors import (
     error_response,
 )
 
-log = logging.getLogger(__name__)
-
 HEAD_TIMEOUT_S = 30.0
 KEEPALIVE_S = 75.0
 MAX_PATH_BYTES = 8190
 MAX_HEADERS = 128
+MAX_HEADER_BYTES = 16 * 1024
 BACKLOG = 1024
+STALL_S = 30.0  # a reader of events that takes nothing for so long is gone
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+_SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
+def request_id_of(request: web.BaseRequest) -> str:
+    """Returns the client's own id if it is a harmless one, otherwise a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def check_headers(request: web.BaseRequest) -> None:
+    """Raises HeadersTooLarge; the parser limits only each header by itself."""
+    size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
+    if size > MAX_HEADER_BYTES:
+        raise HeadersTooLarge(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed")
+
+
 class Connection(RequestHandler):
-    """One client connection. `head_since`: when an unfinished request head began to arrive."""
+    """One client connection. head_since: when an unfinished request head began to arrive."""
 
     __slots__ = ("head_since",)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio when the client has connected."""
         self.head_since: float | None = None
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
+        """Called by asyncio; notes whether a request's head is on its way."""
         super().data_received(data)
         if self._messages or self._request_in_progress:
             self.head_since = None
@@ -64,9 +87,9 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """A request that the parser refused, or a fault that the app let through."""
+        """Returns the answer to a request that the parser refused, or to a fault that the app let through."""
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun, so no error can be told")
+            raise ConnectionError("the answer has begun, so no error can be sent")
         request_id = request_id_of(request)
         error = _parse_error(exc) if status == 400 else as_request_error(exc or RuntimeError(message), request_id)
         response = error_response(error, request_id)
@@ -74,6 +97,7 @@ class Connection(RequestHandler):
         return response
 
     def refuse_slow_head(self) -> None:
+        """Answers 408 and closes the connection."""
         error = RequestTimeout(f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s")
         body = error_body(error, "")
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -94,7 +118,7 @@ def _parse_error(exc: BaseException | None) -> RequestError:
 
 
 class HttpServer(web.Server):
-    """Makes a `Connection` for each client."""
+    """aiohttp's server with a `Connection` for each client."""
 
     def __init__(self, handler: Handler) -> None:
         super().__init__(handler, handler_cancellation=True, request_factory=self._request)
@@ -116,7 +140,7 @@ class HttpServer(web.Server):
         return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=0)
 
     async def watch_heads(self, timeout_s: float = HEAD_TIMEOUT_S) -> None:
-        """Ends connections that dribble their request's head. Runs until cancelled."""
+        """Ends connections whose request heads take longer than `timeout_s` to arrive. Runs until cancelled."""
         while True:
             await asyncio.sleep(timeout_s / 8)
             now = self._loop.time()
@@ -126,8 +150,72 @@ class HttpServer(web.Server):
                     connection.refuse_slow_head()
 
 
+class SseStream:
+    """One response of server-sent events. The status line goes out with `start`: until then an error can set it.
+
+    While the socket takes data, each delta is one write. When the socket is full, `send` waits, and the front end
+    merges the deltas that come meanwhile into one, so a slow reader costs at most its own answer in memory.
+    sending, sent_at: whether a write waits for the reader, and when the last one began; `watch` reads both.
+    """
+
+    def __init__(self, request: web.BaseRequest, headers: Mapping[str, str]) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers={**_SSE_HEADERS, **headers})
+        self._loop = asyncio.get_running_loop()
+        self.sent_at = self._loop.time()
+        self.sending = False
+
+    @property
+    def started(self) -> bool:
+        """Whether the status line has been sent."""
+        return self._response.prepared
+
+    async def start(self) -> None:
+        """Sends the status line and the headers."""
+        await self._response.prepare(self._request)
+
+    async def send(self, frames: bytes) -> None:
+        """Sends whole frames. Waits while the reader is behind; raises ConnectionError when the reader is gone."""
+        self.sent_at = self._loop.time()
+        self.sending = True
+        await self._response.write(frames)
+        self.sending = False
+
+    async def finish(self) -> web.StreamResponse:
+        """Ends the body and returns the response, as aiohttp's handlers do."""
+        self.sent_at = self._loop.time()
+        self.sending = True
+        await self._response.write_eof()
+        return self._response
+
+    def drop(self) -> None:
+        """Closes the connection at once, which cancels the handler and so aborts the generation."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+async def watch(streams: set[SseStream], ping_s: float, stall_s: float = STALL_S) -> None:
+    """Pings silent streams and drops stalled ones, all with one timer. Runs until cancelled."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as pings:
+        while True:
+            await asyncio.sleep(min(ping_s, stall_s, 4.0) / 4)
+            now = loop.time()
+            for stream in streams:
+                silent_s = now - stream.sent_at
+                if stream.sending and silent_s > stall_s:
+                    stream.drop()
+                elif stream.started and not stream.sending and silent_s > ping_s:
+                    pings.create_task(_ping(stream))  # a task: it ends when the reader takes it
+
+
+async def _ping(stream: SseStream) -> None:
+    with suppress(ConnectionError):  # its own handler is being cancelled
+        await stream.send(PING)
+
+
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket. Raises AddressInUse or ConfigError, before anything is loaded."""
+    """Returns a listening socket. Raises AddressInUse or ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -152,7 +240,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 @asynccontextmanager
 async def listening(sock: socket.socket, handler: Handler) -> AsyncIterator[HttpServer]:
-    """Answers on `sock` inside the block; at its end what still runs is cut off."""
+    """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
     loop = asyncio.get_running_loop()
     server = HttpServer(handler)
     acceptor = await loop.create_server(server, sock=sock, backlog=BACKLOG)

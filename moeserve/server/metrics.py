@@ -1,21 +1,31 @@
-"""GET /metrics for Prometheus: the front end's counters under vLLM's names where the meaning is the same."""
+"""GET /metrics for Prometheus: the front end's counters under vLLM's names where the meaning is the same.
+
+Labels: `engine` is an engine's data-parallel rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from moeserve.cluster.view import ExpertsView, FleetView
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import FrontStats, Histogram
 from moeserve.server.context import Context, HttpCall
-from moeserve.server.engine_metrics import PREFIX, engine_metrics, expert_metrics
+
+PREFIX = "moeserve:"
+MAX_SERIES = 4096  # layers x experts; beyond it, rows per expert are in /v1/experts only
+
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+Gauge, Counter = GaugeMetricFamily, CounterMetricFamily
 
 
 async def metrics(call: HttpCall) -> web.StreamResponse:
+    """Returns all metrics in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(call.context))
     headers = call.headers() | {"Content-Type": CONTENT_TYPE_LATEST}
@@ -23,52 +33,64 @@ async def metrics(call: HttpCall) -> web.StreamResponse:
 
 
 class _Collector:
-    """Made for one scrape: reads the numbers where they already are, so that counting costs nothing extra."""
+    """Reads the numbers of one scrape where they already are, so that counting costs nothing extra."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
 
     def collect(self) -> Iterator[Metric]:
-        yield _up("engine_ready", "1 while requests are taken", float(self._context.state == "ready"))
-        yield from self._responses()
-        if self._context.front is not None:
-            yield from _front_metrics(self._context.front)
+        context = self._context
+        yield _family(Gauge, "engine_ready", "1 while requests are taken", [], [([], context.state == "ready")])
+        answers = list(context.responses.items())
+        yield _family(Counter, "http_responses", "answers by route and status", ["route", "status"], answers)
+        if context.front is not None:
+            yield from _front_metrics(context.front)
 
-    def _responses(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            PREFIX + "http_responses", "answers by route and status", labels=["route", "status"]
-        )
-        for (route, status), count in self._context.responses.items():
-            family.add_metric([route, str(status)], count)
-        yield family
+
+def _family(
+    kind: Family, suffix: str, help: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[object], float]]
+) -> Metric:
+    """Returns a metric; each row has the values of its labels and its number."""
+    family = kind(PREFIX + suffix, help, labels=labels)
+    for values, number in rows:
+        family.add_metric([str(value) for value in values], float(number))
+    return family
 
 
 def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
     stats, name = front.stats, front.model_name
-    view, total = front.watch.view(front.state, front.ready), stats.total
-    yield from _gauges(stats, name)
-    yield from engine_metrics(view, stats, name)
-    if view.experts is not None:
-        yield from expert_metrics(view.experts, name)
-    for suffix, help, value in (
-        ("prompt_tokens", "prompt tokens taken up, cached ones included", stats.prompt_tokens),
-        ("generation_tokens", "tokens given out", stats.generation_tokens),
-        ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prompt_tokens),
-        ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.cached_prompt_tokens),
-        ("num_preemptions", "sequences sent back to wait for blocks", stats.preemptions),
-        ("comm_seconds", "rows on their way between ranks, summed over transfers", total.comm_s),
-        ("exposed_comm_seconds", "the part of it for which the model stood still", total.exposed_comm_s),
-        ("requests_rejected", "requests refused because the queue was full", stats.rejected),
-    ):
-        family = CounterMetricFamily(PREFIX + suffix, help, labels=["model_name"])
-        family.add_metric([name], value)
-        yield family
-    ended = CounterMetricFamily(
-        PREFIX + "request_success", "sequences ended, by reason", labels=["model_name", "finished_reason"]
-    )
-    for reason in sorted({"stop", "length", "abort", "error"} | stats.finished.keys()):
-        ended.add_metric([name, reason], stats.finished.get(reason, 0))
-    yield ended
+    view, last, total = front.watch.view(front.state, front.ready), stats.last, stats.total
+    usable = max(last.num_blocks - 1, 1) if last else 1  # one block is the null block
+    used = usable - last.num_free_blocks if last else 0
+    singles: list[tuple[Family, str, str, float]] = [
+        (Gauge, "num_requests_running", "sequences in the engine's batch", last.num_running if last else 0),
+        (Gauge, "num_requests_waiting", "sequences waiting in the engine", last.num_waiting if last else 0),
+        (Gauge, "num_requests_active", "sequences that a client is waiting for", stats.num_active),
+        (Gauge, "overlap_efficiency", "1 - exposed / all communication; 1: all is hidden", total.overlap_efficiency),
+        (Gauge, "kv_cache_usage_perc", "share of KV blocks in use; 1 is all", min(max(used / usable, 0.0), 1.0)),
+        (Counter, "prompt_tokens", "prompt tokens taken up, cached ones included", stats.prompt_tokens),
+        (Counter, "generation_tokens", "tokens given out", stats.generation_tokens),
+        (Counter, "prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prompt_tokens),
+        (Counter, "prefix_cache_hits", "prompt tokens found in the prefix cache", stats.cached_prompt_tokens),
+        (Counter, "num_preemptions", "sequences sent back to wait for blocks", stats.preemptions),
+        (Counter, "comm_seconds", "time of rows between ranks, summed over transfers", total.comm_s),
+        (Counter, "exposed_comm_seconds", "the part for which the model stood still", total.exposed_comm_s),
+        (Counter, "requests_rejected", "requests refused because the queue was full", stats.rejected),
+    ]
+    if (shown := view.experts) is not None:
+        singles += [
+            (Gauge, "expert_balance", "mean over fullest rank, for the recent load; 1 is even", shown.balance),
+            (Gauge, "expert_placement_version", "placement in force", shown.placement.version),
+            (Counter, "expert_moved_bytes", "expert weights that ranks fetched", shown.moved_bytes),
+        ]
+    for kind, suffix, help, value in singles:
+        yield _family(kind, suffix, help, ["model_name"], [([name], value)])
+    reasons = sorted({"stop", "length", "abort", "error"} | stats.finished.keys())
+    ended = [((name, reason), stats.finished.get(reason, 0)) for reason in reasons]
+    yield _family(Counter, "request_success", "sequences ended, by reason", ["model_name", "finished_reason"], ended)
+    yield from _engine_metrics(view, stats, name)
+    if shown is not None:
+        yield from _expert_metrics(shown, name)
     for suffix, help, histogram in (
         ("time_to_first_token_seconds", "from submission to the first token", stats.ttft_s),
         ("inter_token_latency_seconds", "between two tokens of a sequence", stats.itl_s),
@@ -80,30 +102,39 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
         yield _histogram(suffix, help, histogram, name)
 
 
-def _gauges(stats: FrontStats, name: str) -> Iterator[Metric]:
-    last = stats.last
-    usable = max(last.num_blocks - 1, 1) if last else 1  # one block is the null block
-    used = usable - last.num_free_blocks if last else 0
-    for suffix, help, value in (
-        ("num_requests_running", "sequences in the engine's batch", last.num_running if last else 0),
-        ("num_requests_waiting", "sequences waiting in the engine", last.num_waiting if last else 0),
-        ("num_requests_active", "sequences that a client is waiting for", stats.num_active),
-        (
-            "overlap_efficiency",
-            "1 - exposed / all communication; 1 is all of it hidden",
-            stats.total.overlap_efficiency,
-        ),
-        ("kv_cache_usage_perc", "share of KV blocks in use; 1 is all", min(max(used / usable, 0.0), 1.0)),
+def _engine_metrics(view: FleetView, stats: FrontStats, name: str) -> Iterator[Metric]:
+    """Returns gauges of the engines that exist; counters also of those that have gone."""
+    labels = ["model_name", "engine"]
+    shown = [(engine, stats.engines[engine.rank].last) for engine in view.engines]
+    for suffix, help, values in (
+        ("engine_up", "1 while the engine serves", [engine.state == "serving" for engine, _ in shown]),
+        ("engine_epoch", "the epoch in which the engine serves; 0: in none", [engine.epoch for engine, _ in shown]),
+        ("engine_requests_running", "sequences in its batch", [last.num_running if last else 0 for _, last in shown]),
+        ("engine_requests_waiting", "sequences that it holds", [last.num_waiting if last else 0 for _, last in shown]),
     ):
-        family = GaugeMetricFamily(PREFIX + suffix, help, labels=["model_name"])
-        family.add_metric([name], value)
-        yield family
+        rows = [((name, engine.rank), value) for (engine, _), value in zip(shown, values, strict=True)]
+        yield _family(Gauge, suffix, help, labels, rows)
+    for suffix, help, field in (
+        ("engine_restarts", "times that the engine was lost and replaced", "restarts"),
+        ("engine_steps", "steps with requests of its own", "steps"),
+        ("engine_step_seconds", "time of these steps in the model", "step_s"),
+        ("engine_vote_seconds", "time until all engines had agreed on these steps", "vote_s"),
+        ("engine_comm_seconds", "time of rows between ranks, summed over transfers", "comm_s"),
+        ("engine_exposed_comm_seconds", "the part for which the model stood still", "exposed_comm_s"),
+    ):
+        counts = [((name, rank), getattr(stats.engines[rank], field)) for rank in sorted(stats.engines)]
+        yield _family(Counter, suffix, help, labels, counts)
 
 
-def _up(suffix: str, help: str, value: float) -> Metric:
-    family = GaugeMetricFamily(PREFIX + suffix, help)
-    family.add_metric([], value)
-    return family
+def _expert_metrics(experts: ExpertsView, name: str) -> Iterator[Metric]:
+    outcomes = [((name, "placed"), experts.num_placed), ((name, "given_up"), experts.num_given_up)]
+    labels = ["model_name", "outcome"]
+    yield _family(Counter, "rebalance_decisions", "attempts to move experts, by outcome", labels, outcomes)
+    counts = memoryview(experts.counts).cast("q")
+    if len(counts) <= MAX_SERIES:
+        num_experts = experts.placement.num_experts
+        rows = [((name, *divmod(index, num_experts)), count) for index, count in enumerate(counts)]
+        yield _family(Counter, "expert_rows", "rows sent to each expert", ["model_name", "layer", "expert"], rows)
 
 
 def _histogram(suffix: str, help: str, histogram: Histogram, name: str) -> Metric:

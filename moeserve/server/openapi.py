@@ -1,31 +1,43 @@
-"""GET /openapi.json, made from the route table and the structs of `protocol.py`."""
+"""GET /openapi.json, made from the route table and the structs of requests and answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from moeserve.server.protocol import ErrorResponse
+from moeserve import protocol
+from moeserve.protocol import ErrorResponse
 from moeserve.version import __version__
 
 if TYPE_CHECKING:
-    from moeserve.server.routes import Route
+    from moeserve.server.app import Route
 
 _REF = "#/components/schemas/{name}"
 
 
 @cache
 def document(routes: tuple[Route, ...]) -> bytes:
-    """The document as JSON."""
-    kinds = [kind for route in routes for kind in (route.takes, route.gives) if kind is not None]
-    _, components = msgspec.json.schema_components([*kinds, ErrorResponse], ref_template=_REF)
+    """Returns the document as JSON."""
+    kinds = [kind for route in routes for kind in (route.takes, route.gives, route.event) if kind is not None]
+    _, components = msgspec.json.schema_components({*kinds, ErrorResponse}, ref_template=_REF)
+    for name, schema in components.items():
+        if kind := vars(protocol).get(name):
+            schema["required"] = _always_written(kind)
+    paths: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
+    for route in routes:
+        path = route.path + "{id}" if route.path.endswith("/") else route.path
+        name = route.handler.__name__.strip("_")
+        if name in names:  # a handler with several paths
+            name = path.strip("/").replace("/", "_")
+        names.add(name)
+        paths.setdefault(path, {})[route.method.lower()] = {"operationId": name} | _operation(route)
     spec = {
         "openapi": "3.1.0",
         "info": {"title": "moeserve", "version": __version__, "license": {"name": "Apache-2.0"}},
-        "paths": _paths(routes),
+        "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
@@ -35,12 +47,10 @@ def document(routes: tuple[Route, ...]) -> bytes:
     return msgspec.json.encode(spec)
 
 
-def _paths(routes: Iterable[Route]) -> dict[str, dict[str, Any]]:
-    paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        path = route.path + "{id}" if route.path.endswith("/") else route.path
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route)
-    return paths
+def _always_written(kind: type[msgspec.Struct]) -> list[str]:
+    """Returns the fields of an answer that are never left out."""
+    partial = kind.__struct_config__.omit_defaults
+    return [f.encode_name for f in msgspec.structs.fields(kind) if not partial or f.default is msgspec.NODEFAULT]
 
 
 def _operation(route: Route) -> dict[str, Any]:
@@ -49,10 +59,9 @@ def _operation(route: Route) -> dict[str, Any]:
         content["application/json"] = _schema(route.gives)
     else:
         content["application/json" if route.path.endswith(".json") else "text/plain"] = {"schema": {}}
-    if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if route.event is not None:
+        content["text/event-stream"] = _schema(route.event)  # of each event's data; the last one is [DONE]
     operation: dict[str, Any] = {
-        "operationId": route.handler.__name__.strip("_"),
         "summary": (route.handler.__doc__ or "").strip().partition("\n")[0],
         "responses": {
             "200": {"description": "OK", "content": content},
@@ -73,5 +82,5 @@ def _operation(route: Route) -> dict[str, Any]:
     return operation
 
 
-def _schema(kind: type[Any]) -> dict[str, Any]:
+def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"schema": {"$ref": _REF.format(name=kind.__name__)}}

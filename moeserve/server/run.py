@@ -1,7 +1,7 @@
-"""`moeserve serve`: listens first, loads behind it, and ends in order.
+"""`moeserve serve`: listens first, loads the model meanwhile, and ends in order.
 
 The first SIGTERM or Ctrl-C drains: /readyz says 503 at once, running requests may finish for `shutdown_timeout`
-seconds, then they end with finish_reason "abort"; exit code 0. A second signal stops now.
+seconds, then they end with finish_reason "abort"; the exit code is 0. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
 from moeserve.server.app import App
-from moeserve.server.auth import Auth
 from moeserve.server.banner import hello, ready_lines
-from moeserve.server.context import Context
-from moeserve.server.http import bind, listening
-from moeserve.server.sse import watch
+from moeserve.server.context import Auth, Context
+from moeserve.server.http import bind, listening, watch
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 5.0  # for answers that have ended to reach their clients
+FLUSH_S = 5.0  # for the ends of answers to reach their clients
 
 T = TypeVar("T")
 OpenFrontEnd = Callable[[], AbstractAsyncContextManager[FrontEnd]]
 
 
 def serve(config: Config) -> int:
-    """Runs until told to stop; returns the exit code. Raises ConfigError or EngineDied if it cannot go on."""
+    """Runs until a signal comes; returns the exit code. Raises ConfigError or EngineDied if the server cannot go on."""
     set_up_logging(config.server.log_level, config.server.log_format)
     auth = Auth(config.server)
     sock = bind(config.server)
@@ -60,7 +58,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> int:
-    """The server's whole life on one loop."""
+    """Runs the server on one loop, from listening to the last answer; returns the exit code."""
     stop = StopSignals()
     stop.install()
     async with listening(sock, App(context)):
@@ -94,17 +92,17 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: S
     context.draining = True
     log.info("stopping: %d requests may finish within %g s", len(context.running), context.config.shutdown_timeout)
     await front.drain(context.config.shutdown_timeout)
-    await _last_words(context)
+    await _flush(context)
 
 
-async def _last_words(context: Context) -> None:
-    deadline = time.monotonic() + LAST_WORDS_S
-    while (context.running or context.streams) and time.monotonic() < deadline:  # noqa: ASYNC110  # once in a life
+async def _flush(context: Context) -> None:
+    deadline = time.monotonic() + FLUSH_S
+    while (context.running or context.streams) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
 async def _unless(stop: StopSignals, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None if a stop is asked for first."""
+    """Returns the result of `work`, or None if a stop is asked for first."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.asked.wait())
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -123,10 +121,12 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
 
     def install(self) -> None:
+        """Takes over both signals."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
 
     def remove(self) -> None:
+        """Gives both signals back."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 

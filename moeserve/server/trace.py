@@ -15,9 +15,8 @@ from moeserve.cluster.view import FleetView
 from moeserve.frontend.watch import Trace
 from moeserve.messages import Traced, TraceEvent
 from moeserve.server.admin import check_admin
-from moeserve.server.answer import check_unknown, json_answer
+from moeserve.server.body import number
 from moeserve.server.context import HttpCall
-from moeserve.server.query import number
 
 TIMEOUT_S, LONGEST_S = 10.0, 60.0
 
@@ -43,6 +42,8 @@ class TraceNotes(msgspec.Struct, kw_only=True):
 
 
 class TraceFile(msgspec.Struct, kw_only=True, rename="camel"):
+    """A file for ui.perfetto.dev."""
+
     trace_events: list[TraceItem]
     display_time_unit: str = "ms"
     other_data: TraceNotes
@@ -52,15 +53,13 @@ async def take_trace(call: HttpCall) -> web.StreamResponse:
     """Trace the next step on all ranks, for ui.perfetto.dev. Takes no body; waits for a step up to `timeout_s`."""
     check_admin(call)
     front, ready = call.context.serving()
-    query = call.request.query
-    check_unknown(call, sorted(query.keys() - {"timeout_s"}))
-    timeout_s = number(query, "timeout_s", TIMEOUT_S, 0.1, LONGEST_S)
+    timeout_s = number(call.query("timeout_s"), "timeout_s", TIMEOUT_S, 0.1, LONGEST_S)
     view = front.watch.view(front.state, ready)
-    return json_answer(call, trace_file(await front.watch.tracing.take(view, timeout_s), view))
+    return call.answer(trace_file(await front.watch.tracing.take(view, timeout_s), view))
 
 
 def trace_file(trace: Trace, view: FleetView) -> TraceFile:
-    """One process per rank, one thread per track; time 0 is when the first span began."""
+    """Returns a trace with one process per rank and one thread per track; time 0 is when the first span began."""
     hosts = {engine.rank: engine.host for engine in view.engines}
     zeros_ns = _zeros_ns(trace.ranks, hosts)
     starts_ns = [event.start_ns - zeros_ns[hosts[rank.dp_rank]] for rank in trace.ranks for event in rank.events]
@@ -77,8 +76,8 @@ def trace_file(trace: Trace, view: FleetView) -> TraceFile:
 
 
 def _zeros_ns(ranks: Iterable[Traced], hosts: Mapping[int, str]) -> dict[str, int]:
-    """A moment that is the same on all machines, on the clock of each: clocks count from different zeros, but all
-    engines know at about the same time that the step runs."""
+    """Returns one moment on the clock of each machine: clocks count from different zeros, but all engines know at about
+    the same time that the step runs."""
     zeros_ns: dict[str, int] = {}
     for rank in ranks:
         begun_ns = [event.start_ns for event in rank.events if (event.track, event.name) == ("engine", "run")]
@@ -110,5 +109,5 @@ def _rank_items(rank: Traced, number: int, start_ns: int) -> Iterator[TraceItem]
 
 
 def _tracks(events: Iterable[TraceEvent]) -> list[str]:
-    """The engine's own first, then each micro-batch with its transfers below it."""
+    """Returns the engine's own track, then each micro-batch with its transfers below it."""
     return sorted({event.track for event in events}, key=lambda track: (track.partition(" ")[2], track))

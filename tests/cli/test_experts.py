@@ -9,8 +9,8 @@ import pytest
 
 from moeserve.cli import main
 from moeserve.cli.experts import picture
-from moeserve.client.types import ExpertEngine, ExpertLoads, ExpertPlacement, ExpertStatus
 from moeserve.cluster.link import Resized
+from moeserve.protocol import ExpertEngine, ExpertLoads, ExpertPlacement, ExpertStatus
 from tests.server.conftest import live_server, make_tokenizer
 
 

@@ -76,9 +76,9 @@ def test_what_is_answered_is_not_asked_again(fake: FakeOpenAI, tmp_path: Path) -
 def test_a_server_that_goes_away_ends_the_run_and_the_next_run_resumes(
     fake: FakeOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moeserve.client import retry
+    from moeserve.client import faults
 
-    monkeypatch.setattr(retry, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(faults, "FIRST_DELAY_S", 0.001)
     source = write(tmp_path, *(chat(str(i), f"word {i}") for i in range(10)))
     fake.refuse_after = 4
     assert batch(fake, source, "--max-concurrency", "1") == 1

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from moeserve import AsyncClient
-from moeserve.client import retry
+from moeserve.client import faults
 from tests.client.scripted import Server
 
 
@@ -30,7 +30,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncClient]:
-    monkeypatch.setattr(retry, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(faults, "FIRST_DELAY_S", 0.001)
     async with AsyncClient(server.url, timeout_s=5) as client:
         yield client
 

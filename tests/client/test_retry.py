@@ -7,7 +7,7 @@ from email.utils import formatdate
 
 import pytest
 
-from moeserve.client.retry import delay_s, retry_after_s, should_retry
+from moeserve.client.faults import delay_s, retry_after_s, should_retry
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.client import sse
-from moeserve.client.sse import SSEParser
+from moeserve.client import stream as stream_module
+from moeserve.client.stream import SSEParser
 
 CASES = {
     "plain": (b"data: one\n\ndata: two\n\n", [b"one", b"two"]),
@@ -53,7 +53,7 @@ def test_random_events_survive_random_cuts(texts: list[str], end: bytes, cuts: l
 
 
 def test_an_endless_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(stream_module, "MAX_EVENT_BYTES", 100)
     parser = SSEParser()
     parser.feed(b"data: " + b"x" * 90)
     with pytest.raises(ValueError, match="larger than 100 bytes"):

@@ -35,10 +35,8 @@ from moeserve.messages import (
 )
 from moeserve.metrics import StepRecord
 from moeserve.server.app import App
-from moeserve.server.auth import Auth
-from moeserve.server.context import Context
-from moeserve.server.http import bind, listening
-from moeserve.server.sse import watch
+from moeserve.server.context import Auth, Context
+from moeserve.server.http import bind, listening, watch
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
 

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from moeserve.config import ServerConfig
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.messages import Phase
-from moeserve.server.auth import Auth
+from moeserve.server.app import ROUTES
+from moeserve.server.context import Auth
 from moeserve.server.http import bind
-from moeserve.server.routes import ROUTES
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
@@ -108,11 +108,14 @@ async def test_while_loading_probes_tell_the_phase_and_requests_are_put_off(laun
 
 
 async def test_when_ready_and_when_draining(live):
-    for path in ("/livez", "/readyz", "/health", "/startupz"):
-        assert (await live.get(path))[0] == 200
+    for path in ("/livez", "/ping", "/readyz", "/health", "/startupz"):
+        status, body = await live.get(path)
+        assert (status, body["status"], body["phase"], body["percent"]) == (200, "ready", "ready", 100)
     live.context.draining = True
-    assert (await live.get("/readyz"))[1]["status"] == "draining"
-    assert (await live.get("/livez"))[0] == 200
+    _, body = await live.get("/readyz")
+    assert (body["status"], body["phase"]) == ("draining", "draining")
+    for path in ("/livez", "/ping"):
+        assert (await live.get(path))[0] == 200
     status, body, _ = await live.post(CHAT, ASK)
     assert (status, body["error"]["code"]) == (503, "server_draining")
 
@@ -237,6 +240,42 @@ async def test_openapi_lists_every_route(live):
     assert "temperature" in schemas["ChatRequest"]["properties"]
     for ref in _refs(spec):
         assert ref.removeprefix("#/components/schemas/") in schemas
+
+
+async def test_openapi_names_and_sums_up_every_operation(live):
+    _, spec = await live.get("/openapi.json")
+    operations = [operation for path in spec["paths"].values() for operation in path.values()]
+    names = [operation["operationId"] for operation in operations]
+    assert len(set(names)) == len(names) == len(ROUTES)
+    assert all(operation["summary"].endswith((".", "(409).")) for operation in operations)
+    chat = spec["paths"][CHAT]["post"]["responses"]["200"]["content"]
+    assert chat["text/event-stream"]["schema"]["$ref"].endswith("/ChatCompletionChunk")
+    schemas = spec["components"]["schemas"]
+    assert {"id", "object", "created", "model", "choices"} <= set(schemas["ChatCompletion"]["required"])
+    assert "prompt_token_ids" not in schemas["ChatCompletion"]["required"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_openapi_bounds_are_the_real_ones(live, path):
+    _, spec = await live.get("/openapi.json")
+    kind = "ChatRequest" if path == CHAT else "CompletionRequest"
+    needed = ASK if path == CHAT else {"prompt": "a", "max_tokens": 3}
+    seen = 0
+    for name, schema in spec["components"]["schemas"][kind]["properties"].items():
+        shown = next((one for one in schema.get("anyOf", []) if one.get("type") in ("integer", "number")), {})
+        extra = {"logprobs": True} if name == "top_logprobs" else {"echo": True} if path != CHAT else {}
+        for bound, side in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0)):
+            if bound in shown:
+                seen += 1
+                for value, status in ((shown[bound], 200), (shown[bound] + side, 400)):
+                    if (name, bound, status) in ALLOWED_ELSEWHERE or (bound == "exclusiveMinimum" and status == 200):
+                        continue
+                    got, answer, _ = await live.post(path, needed | extra | {name: value})
+                    assert got == status, (name, bound, value, answer)
+    assert seen > 20
+
+
+ALLOWED_ELSEWHERE = {("min_tokens", "maximum", 200)}  # max_tokens bounds it, too
 
 
 def _refs(node: object) -> list[str]:

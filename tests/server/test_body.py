@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from moeserve.errors import InvalidRequest
 from moeserve.server.body import MAX_DEPTH, _check_shape, convert, parse_object, unknown_fields
-from moeserve.server.fields import decode
-from moeserve.server.protocol import ChatRequest, CompletionRequest
+from moeserve.server.requests import ChatRequest, CompletionRequest, decode
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(
@@ -82,7 +81,26 @@ def test_fields_are_named_by_path():
     with pytest.raises(InvalidRequest) as caught:
         convert({"rows": [{"x": 1}, {"x": "no"}]}, Outer)
     assert caught.value.param == "rows[1].x"
+    assert caught.value.message == "rows[1].x must be an integer, got a string"
     assert unknown_fields({"rowz": 1}, frozenset(["rows"])) == ["rowz (did you mean rows?)"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "messages", "messages is required"),
+        ({"max_tokens": "5"}, "max_tokens", "max_tokens must be an integer or null, got a string"),
+        ({"stop": 5}, "stop", "stop must be a string or an array or null, got an integer"),
+        ({"stream": []}, "stream", "stream must be true or false or null, got an array"),
+        ({"priority": 2**40}, "priority", "priority must be an integer <= 2147483647"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role is required"),
+        ({"messages": 1}, "messages", "messages must be an array, got an integer"),
+    ],
+)
+def test_refusals_are_in_the_words_of_json(fields, param, message):
+    with pytest.raises(InvalidRequest) as caught:
+        convert(({"messages": []} if fields else {}) | fields, ChatRequest)
+    assert (caught.value.param, caught.value.message) == (param, message)
 
 
 @pytest.mark.parametrize("filling", [rb"\n", rb"a\n", b"a", rb"\\"])

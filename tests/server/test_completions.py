@@ -102,8 +102,10 @@ async def test_tokenize_and_detokenize(live, tokenizer):
         "tokens": ids,
         "token_strs": [tokenizer.token_text(i) for i in ids],
     }
-    _, body, _ = await live.post("/detokenize", {"tokens": ids})
-    assert body == {"prompt": "a fox"}
+    assert (await live.post("/v1/tokenize", {"prompt": "a fox", "return_token_strs": True}))[1] == body
+    for path in ("/detokenize", "/v1/detokenize"):
+        _, body, _ = await live.post(path, {"tokens": ids})
+        assert body == {"prompt": "a fox"}
     _, chat, _ = await live.post("/tokenize", {"messages": [{"role": "user", "content": "a fox"}]})
     assert tokenizer.decode(chat["tokens"], skip_special_tokens=False).startswith("<|im_start|>user\na fox<|im_end|>")
     for bad in ({}, {"prompt": "a", "messages": []}, {"tokens": [-1]}, {"tokens": ["1"]}):

@@ -8,6 +8,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+import yarl
 from prometheus_client.parser import text_string_to_metric_families
 
 from moeserve.cluster.link import Resized
@@ -15,7 +16,7 @@ from moeserve.cluster.view import EngineView, ExpertsView, FleetView, RebalanceD
 from moeserve.messages import ExpertLoad, StepOutput
 from moeserve.metrics import StepRecord
 from moeserve.moe.placement.placement import Placement
-from moeserve.server.experts_protocol import ExpertsResponse
+from moeserve.protocol import ExpertStatus
 
 EXPERTS = "/v1/experts"
 LOAD_LE = np.array([[10, 30, 0, 0], [5, 5, 5, 5]])
@@ -77,7 +78,7 @@ async def test_one_engine_has_all_experts(sparse):
     await until(lambda: not len(sparse.engine.outbox))
     status, answer = await sparse.get(EXPERTS)
     assert status == 200, answer
-    shown = msgspec.convert(answer, ExpertsResponse)
+    shown = msgspec.convert(answer, ExpertStatus)
     assert shown.load.total == (2 * LOAD_LE).tolist()
     assert shown.load.recent == pytest.approx((2 * LOAD_LE).astype(float), rel=0.01)
     assert (shown.dp, shown.tp, shown.num_layers, shown.num_experts) == (1, 1, 2, 4)
@@ -133,7 +134,7 @@ async def test_several_engines(sparse, monkeypatch):
     sparse.engine.outbox.put(step(1, running=4, device_us=6000))
     await until(lambda: not len(sparse.engine.outbox))
     _, answer = await sparse.get(EXPERTS)
-    shown = msgspec.convert(answer, ExpertsResponse)
+    shown = msgspec.convert(answer, ExpertStatus)
     # Layer 0: expert 0 and two of the three replicas of expert 1 are on rank 0.
     loads = np.array([[10 + 20, 10], [10, 10]]) / 2
     assert [rank.share for rank in shown.ranks] == pytest.approx((loads.sum(0) / loads.sum()).tolist(), abs=1e-4)
@@ -151,6 +152,15 @@ async def test_several_engines(sparse, monkeypatch):
     assert values["num_requests_running",] == 7, "engines add up"
     assert values["expert_moved_bytes_total",] == 4096
     assert (values["rebalance_decisions_total", "placed"], values["rebalance_decisions_total", "given_up"]) == (1, 1)
+
+
+async def test_former_names_are_shown_beside_the_new_ones(sparse, monkeypatch):
+    placement = Placement.initial(2, 4, 2)
+    monkeypatch.setattr(sparse.front.watch, "view", lambda state, ready: fleet_view(LOAD_LE, placement))
+    _, answer = await sparse.get(EXPERTS)
+    assert answer["dealt_out"] is answer["ep_sharded"] is True
+    assert answer["placement"]["slots_per_rank"] == answer["placement"]["experts_per_rank"] == 2
+    assert [engine["lanes"] for engine in answer["engines"]] == [engine["ubatches"] for engine in answer["engines"]]
 
 
 async def test_thousands_of_experts_are_no_series_of_their_own(sparse, monkeypatch):
@@ -173,7 +183,7 @@ async def test_a_stream_goes_on_until_the_server_drains(sparse, query, headers):
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
-            seen.append(msgspec.json.decode(line[6:], type=ExpertsResponse))
+            seen.append(msgspec.json.decode(line[6:], type=ExpertStatus))
             sparse.engine.outbox.put(load(LOAD_LE))
             if len(seen) == 3:
                 break
@@ -190,6 +200,17 @@ async def test_a_client_that_leaves_ends_its_stream(sparse):
         assert len(sparse.context.streams) == 1
         response.close()
     await until(lambda: not sparse.context.streams)
+
+
+@pytest.mark.parametrize("name", ["%1F", "%0D%0AX-Evil:%201", "%E2%80%A8", "%00" * 99])
+async def test_control_characters_in_a_name_reach_no_header(sparse, launch, name):
+    async with sparse.session.get(yarl.URL(f"{sparse.url}{EXPERTS}?{name}=false", encoded=True)) as response:
+        assert response.status == 200
+        assert "fields ignored: ?" in response.headers["Warning"]
+        assert "X-Evil" not in response.headers
+    async with launch(strict=True) as strict:
+        answer = await strict.raw(f"GET {EXPERTS}?{name}=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize(
@@ -214,5 +235,5 @@ async def test_it_is_in_the_openapi_document(live):
     assert [one["name"] for one in operation["parameters"]] == ["stream", "interval_s"]
     content = operation["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
-    assert content["application/json"]["schema"]["$ref"].endswith("/ExpertsResponse")
+    assert all(kind["schema"]["$ref"].endswith("/ExpertStatus") for kind in content.values())
     assert "traceEvents" in json.dumps(document["components"]["schemas"]["TraceFile"])

@@ -12,7 +12,7 @@ import pytest
 
 from moeserve.server import body as body_module
 from moeserve.server import http as http_module
-from moeserve.server.sse import watch
+from moeserve.server.http import watch
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).encode()

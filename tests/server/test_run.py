@@ -16,8 +16,7 @@ from moeserve.config import ServerConfig
 from moeserve.errors import CheckpointError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Drain
-from moeserve.server.auth import Auth
-from moeserve.server.context import Context
+from moeserve.server.context import Auth, Context
 from moeserve.server.http import bind
 from moeserve.server.run import run
 from moeserve.text.chat_template import ChatTemplate

@@ -195,3 +195,9 @@ async def test_who_did_not_answer_is_named(monkeypatch):
     assert (await take(alone, Traced(5, 0, 0, []))).missing == [], "nobody waits for an engine that is not there"
     with suppress(TimeoutError):
         await asyncio.wait_for(take(alone, timeout_s=30), 0.01)  # the client leaves
+
+
+async def test_a_control_character_in_a_name_reaches_no_header(launch, admin_key_file):
+    async with launch(admin_key_file=admin_key_file, strict=True) as live:
+        status, answer, _ = await live.post(f"{TRACE}?%1F=1", {}, **ADMIN)
+        assert (status, answer["error"]["message"]) == (400, "unknown fields: ?")

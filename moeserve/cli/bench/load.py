@@ -13,8 +13,8 @@ from typing import Any
 
 from moeserve.cli.bench.datasets import Sample
 from moeserve.client import AsyncClient, Stream
-from moeserve.client.types import ChatCompletionChunk, Completion
 from moeserve.errors import RequestError
+from moeserve.protocol import ChatCompletionChunk, Completion
 
 
 @dataclass(slots=True)
