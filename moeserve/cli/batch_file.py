@@ -100,7 +100,7 @@ def open_output(path: Path) -> BinaryIO:
 
 
 def read_done(path: Path) -> set[Key]:
-    """Returns the keys of the results in the output file. A last line that an earlier run left unfinished is cut off."""
+    """Returns the keys of the results in the output file; cuts off a last line that an earlier run left unfinished."""
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
     if not path.exists():

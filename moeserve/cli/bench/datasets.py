@@ -84,7 +84,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 
 
 async def build_samples(args: argparse.Namespace, tokens: Tokens, *, text_only: bool) -> list[Sample]:
-    """Returns the samples that the flags describe, the same for the same seed. text_only: prompts are texts, not ids."""
+    """Returns the samples that the flags describe, the same for the same seed. text_only: no prompts of token ids."""
     if args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     samples: list[Sample] = await BUILDERS[args.dataset_name](args, tokens, random.Random(args.seed))
