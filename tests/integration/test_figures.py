@@ -1,7 +1,7 @@
 """Every measured figure in README.md, docs/*.md and CHANGELOG.md is what its result file holds, rounded as shown.
 
 A claim is a sentence with {} for the figures, and the result file that holds them. The claim's paragraph or table row,
-or the first paragraph of the comparison, links that file. Two things fail besides a wrong figure: a digit in README.md's
+or the first paragraph of the comparison, links that file. Two more things fail: a digit in README.md's
 comparison that is in no claim and no fact, and a figure with a unit anywhere else.
 """
 
