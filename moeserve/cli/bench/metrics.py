@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from moeserve.cli.bench.load import Outcome
-from moeserve.errors import ConfigError
 
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 METRICS = {
@@ -19,27 +18,8 @@ METRICS = {
 }
 
 
-def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """Returns limits in milliseconds by metric: ["ttft:200"] -> {"ttft": 200.0}. Raises ConfigError."""
-    limits: dict[str, float] = {}
-    for pair in pairs:
-        name, _, value = pair.partition(":")
-        try:
-            limits[name] = float(value)
-        except ValueError:
-            raise ConfigError(f"--goodput takes pairs such as ttft:200 (milliseconds), got {pair!r}") from None
-        if name not in ("ttft", "tpot", "e2el") or not limits[name] >= 0:
-            raise ConfigError(f"--goodput knows ttft, tpot and e2el with a limit >= 0, got {pair!r}")
-    return limits
-
-
 def summarize(
-    outcomes: Sequence[Outcome],
-    duration_s: float,
-    *,
-    metrics: Sequence[str],
-    percentiles: Sequence[float],
-    goodput_ms: Mapping[str, float],
+    outcomes: Sequence[Outcome], duration_s: float, metrics: Sequence[str], percentiles: Sequence[float]
 ) -> dict[str, Any]:
     """Returns all result keys, details included. TPOT is vLLM's: (latency - TTFT) / (tokens - 1) of a request."""
     good = [o for o in outcomes if o.success]
@@ -52,7 +32,6 @@ def summarize(
         "total_input_tokens": total_in,
         "total_output_tokens": total_out,
         "request_throughput": len(good) / duration_s,
-        "request_goodput": _num_within(good, goodput_ms) / duration_s if goodput_ms else None,
         "output_throughput": total_out / duration_s,
         "total_token_throughput": (total_in + total_out) / duration_s,
         "input_lens": [o.prompt_len for o in outcomes],
@@ -65,7 +44,7 @@ def summarize(
     }
     seconds: dict[str, list[float]] = {
         "ttft": [o.ttft_s for o in good],
-        "tpot": [_tpot_s(o) for o in good if o.output_tokens > 1],
+        "tpot": [(o.latency_s - o.ttft_s) / (o.output_tokens - 1) for o in good if o.output_tokens > 1],
         "itl": [gap for o in good for gap in o.itl_s],
         "e2el": [o.latency_s for o in good],
     }
@@ -79,17 +58,6 @@ def summarize(
     return result
 
 
-def _tpot_s(outcome: Outcome) -> float:
-    if outcome.output_tokens < 2:
-        return 0.0
-    return (outcome.latency_s - outcome.ttft_s) / (outcome.output_tokens - 1)
-
-
-def _num_within(good: Sequence[Outcome], limits_ms: Mapping[str, float]) -> int:
-    times_s = [{"ttft": o.ttft_s, "tpot": _tpot_s(o), "e2el": o.latency_s} for o in good]
-    return sum(all(1e3 * found[name] <= limit for name, limit in limits_ms.items()) for found in times_s)
-
-
 def table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:
     """Returns the result as text in the layout of `vllm bench serve`."""
     rows: list[tuple[str, Any]] = [
@@ -100,7 +68,6 @@ def table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:
         ("Total input tokens", result["total_input_tokens"]),
         ("Total generated tokens", result["total_output_tokens"]),
         ("Request throughput (req/s)", result["request_throughput"]),
-        ("Request goodput (req/s)", result["request_goodput"]),
         ("Output token throughput (tok/s)", result["output_throughput"]),
         ("Total token throughput (tok/s)", result["total_token_throughput"]),
     ]

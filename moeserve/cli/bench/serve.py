@@ -14,7 +14,7 @@ from typing import Any
 
 from moeserve.cli.bench.datasets import Sample, Tokens, add_dataset_flags, build_samples
 from moeserve.cli.bench.load import Outcome, Target, arrival_times, run_load, send
-from moeserve.cli.bench.metrics import DETAILS, METRICS, parse_goodput, summarize, table
+from moeserve.cli.bench.metrics import DETAILS, METRICS, summarize, table
 from moeserve.cli.connect import add_server_flags, client_from, model_name
 from moeserve.client import AsyncClient
 from moeserve.errors import ConfigError
@@ -51,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="always generate the full length (random: always on)")
     group.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields of each request")
     group = parser.add_argument_group("results")
-    group.add_argument("--goodput", nargs="+", default=[], metavar="M:MS", help="limits of ttft: tpot: e2el: to count")
     group.add_argument("--percentile-metrics", default=",".join(METRICS), metavar="M,M", help="[ttft,tpot,itl,e2el]")
     group.add_argument("--metric-percentiles", default="99", metavar="P,P", help="[99]")
     group.add_argument("--save-result", action="store_true", help="write a JSON file")
@@ -93,7 +92,6 @@ def _check(args: argparse.Namespace) -> list[str]:
         raise ConfigError("--extra-body must be a JSON object")
     if args.host or args.port:
         args.base_url = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
-    parse_goodput(args.goodput)
     _percentiles(args)
     return metrics
 
@@ -117,10 +115,7 @@ async def _bench(args: argparse.Namespace, metrics: list[str]) -> dict[str, Any]
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }
-    goodput_ms = parse_goodput(args.goodput)
-    return head | summarize(
-        outcomes, duration_s, metrics=metrics, percentiles=_percentiles(args), goodput_ms=goodput_ms
-    )
+    return head | summarize(outcomes, duration_s, metrics, _percentiles(args))
 
 
 async def _measure(
