@@ -96,6 +96,7 @@ def instruction_set(flags: Sequence[str]) -> str:
 
 
 def git(*words: str) -> str:
+    """Returns what a git command prints."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
@@ -180,6 +181,7 @@ def running_server(model: str, *flags: str, config: str = "", cores: set[int] | 
 
 
 def stop(process: psutil.Popen, within_s: float = 40.0) -> None:
+    """Ends a process by SIGTERM, and by SIGKILL after `within_s` seconds."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -190,6 +192,7 @@ def stop(process: psutil.Popen, within_s: float = 40.0) -> None:
 
 
 def free_port() -> int:
+    """Returns a TCP port of 127.0.0.1 that nobody uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
