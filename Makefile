@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+# With a terminal pip shows its progress; without one it prints errors only, which keeps CI logs short.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $$([ -t 2 ] || echo -q)
 ARGS ?=
 WORKERS ?= 2
 FULL ?=
@@ -41,14 +42,16 @@ format: $(VENV)/.dev
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "moeserve needs Python 3.11 or newer; try: make PYTHON=python3.12"; exit 1; }
-	@echo "setting up $(VENV) (once)"
+	@echo "creating the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: $(VENV)/bin/python $(BUILT_FROM)
+	@echo "installing moeserve and its dependencies in $(VENV) and compiling its kernels; some minutes, once"
 	@$(PIP) -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python $(BUILT_FROM)
+	@echo "installing moeserve, its dependencies and the development tools in $(VENV); some minutes, once"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.serve
 

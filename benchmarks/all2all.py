@@ -36,6 +36,8 @@ EXPERTS = 16  # per rank
 
 @dataclass(frozen=True, slots=True)
 class Size:
+    """One case: tokens per rank, model width, experts per token."""
+
     tokens: int
     hidden: int
     top_k: int
@@ -89,6 +91,7 @@ def measure(backend: str, ranks: int, size: Size, samples: int) -> dict[str, Any
 def one_rank(
     rank: int, backend: str, ranks: int, size: dict[str, int], samples: int, directory: str, store: str
 ) -> dict[str, Any]:
+    """Measures one case on one rank, pinned to a core, and returns its times."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -125,6 +128,7 @@ def inputs(rank: int, num_experts: int, size: Size) -> tuple[Tensor, Routing]:
 
 
 def round_trips(backend: All2All, x_TD: Tensor, routing: Routing, samples: int) -> dict[str, Any]:
+    """Returns the times of dispatch and combine on this rank, without warm-up."""
     ubatch, out_TD = UBatch(), torch.empty_like(x_TD)
     marks_ns = []
     for _ in range(samples):

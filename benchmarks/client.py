@@ -47,6 +47,7 @@ def answer(listener: socket.socket, chunks: int) -> None:
 
 
 async def measure(url: str, chunks: int, repeat: int) -> dict[str, list[float]]:
+    """Returns microseconds of CPU time per chunk, by client, a sample per repetition."""
     from openai import AsyncOpenAI
 
     rounds: dict[str, list[float]] = {"moeserve": [], "openai": []}

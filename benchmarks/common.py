@@ -40,7 +40,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def save(what: str, args: argparse.Namespace, results: Any, shown: str | None = None) -> None:
-    """Prints the results, or `shown`; writes them to results/<what>_<hardware>_<yyyymm>.json unless --no-save."""
+    """Prints the results, or `shown`; writes results/<what>_<hardware_name()>_<yyyymm>.json unless --no-save."""
     now = datetime.now(UTC)
     record = {
         "what": what,
@@ -82,12 +82,21 @@ def command_line() -> str:
 
 
 def hardware_name() -> str:
+    """Returns CPU, allowed cores and instruction set, such as amd-epyc-2c-avx512bf16: the part of a file's name."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    model = re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", "", collect_env.cpu()["model"].lower())
-    return "-".join([*re.findall(r"[a-z0-9]+", model), f"{cores}c"])
+    cpu = collect_env.cpu()
+    model = re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", "", cpu["model"].lower())
+    return "-".join([*re.findall(r"[a-z0-9]+", model), f"{cores}c", instruction_set(cpu["flags"])])
+
+
+def instruction_set(flags: Sequence[str]) -> str:
+    """Returns the widest vector instructions that decide how fast the native kernels are."""
+    sets = {"avx512_bf16": "avx512bf16", "avx512f": "avx512", "avx2": "avx2"}
+    return next((name for flag, name in sets.items() if flag in flags), platform.machine().lower())
 
 
 def git(*words: str) -> str:
+    """Returns what a git command prints."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
@@ -172,6 +181,7 @@ def running_server(model: str, *flags: str, config: str = "", cores: set[int] | 
 
 
 def stop(process: psutil.Popen, within_s: float = 40.0) -> None:
+    """Ends a process by SIGTERM, and by SIGKILL after `within_s` seconds."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -182,6 +192,7 @@ def stop(process: psutil.Popen, within_s: float = 40.0) -> None:
 
 
 def free_port() -> int:
+    """Returns a TCP port of 127.0.0.1 that nobody uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

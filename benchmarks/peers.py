@@ -147,6 +147,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
+    """Returns the parsed flags."""
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
     flags.add_argument("--engine", action="append", required=True, metavar="NAME[=PYTHON]", help=", ".join(ENGINES))

@@ -33,6 +33,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
+    """What the machine's memory and cores deliver at this moment."""
+
     read_gb_s: float
     gflop_s: float
 

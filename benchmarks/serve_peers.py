@@ -46,9 +46,11 @@ class Server:
     log: Path
 
     def signal(self, number: int) -> None:
+        """Sends a signal to all processes of the server."""
         os.killpg(self.process.pid, number)
 
     def wait_ready(self) -> None:
+        """Waits until /health answers 200. Raises SystemExit with the end of the log if it does not."""
         deadline_s = time.perf_counter() + START_TIMEOUT_S
         while self._status() != 200:
             if self.process.poll() is not None or time.perf_counter() > deadline_s:
@@ -89,6 +91,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
+    """Returns the parsed flags."""
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
     flags.add_argument("--vllm", required=True, metavar="PYTHON", help="interpreter with vLLM")
@@ -103,6 +106,7 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def started(name: str, args: argparse.Namespace) -> Iterator[Server]:
+    """Yields a server that is warm and stopped by SIGSTOP; kills it at the end."""
     port = free_port()
     common = ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "256", "--no-enable-prefix-caching"]
     if name == "vllm":

@@ -8,20 +8,48 @@ Target: <= 300 us at 256 running and <= 1.2 ms at 1,024, p99 <= 2 x median. On a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from benchmarks.common import parser, save
-from moeserve.cli.bench.step import runner_tables
-from moeserve.engine.step_bench import measure
+from moeserve.engine.groups import KVGroup
+from moeserve.engine.plan import StepPlan
+from moeserve.engine.step_bench import BLOCK_SIZE, PROMPT_LENGTHS, WARM_UP_STEPS, measure
+from moeserve.runner.inputs import HostRows, prepare_inputs
+from moeserve.runner.tables import Tables
+from moeserve.runner.upload import HostUpload
 
 NUM_RUNNING = [1, 64, 256, 1024]
+
+
+def runner_tables(num_slots: int, steps: int) -> Callable[[StepPlan], None]:
+    """Returns what a model runner's host side does with a step plan, on CPU, for up to num_slots running requests."""
+    torch.set_num_threads(1)
+    groups, upload = (KVGroup("full", BLOCK_SIZE, (0,)),), HostUpload()
+    max_len = PROMPT_LENGTHS[1] + 2 * (WARM_UP_STEPS + steps)
+    tables = Tables(num_slots, max_len, groups, torch.device("cpu"), upload)
+
+    @torch.inference_mode()
+    def prepare(plan: StepPlan) -> None:
+        for request in plan.new_requests:
+            tables.add(request.slot, request.tokens)
+        for group, diff in enumerate(plan.diffs):
+            tables.update(group, diff)
+        tables.apply()
+        if len(plan.slots_R):
+            prepare_inputs(plan, HostRows.of(plan), tables, groups, upload)
+
+    return prepare
 
 
 def main() -> None:
     args = parser(__doc__)
     args.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     args.add_argument("--steps", type=int, default=1000)
-    asked = args.parse_args()
-    tables = runner_tables(max(NUM_RUNNING), asked.steps)
-    save("step", asked, measure(NUM_RUNNING, steps=asked.steps, tables=tables, clock=asked.clock))
+    given = args.parse_args()
+    tables = runner_tables(max(NUM_RUNNING), given.steps)
+    save("step", given, measure(NUM_RUNNING, steps=given.steps, tables=tables, clock=given.clock))
 
 
 if __name__ == "__main__":

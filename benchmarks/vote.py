@@ -103,6 +103,7 @@ async def sleep_and_wake(coordinator: DPCoordinator, members: Members, wakes: li
 
 
 def percentiles(times: list[int]) -> dict[str, float]:
+    """Returns p50, p90 and p99 in microseconds, from times in nanoseconds."""
     ordered = sorted(times)
     return {f"p{p}": round(ordered[len(ordered) * p // 100] / 1e3, 1) for p in (50, 90, 99)}
 

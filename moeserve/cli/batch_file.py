@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -13,79 +13,99 @@ from moeserve.errors import ConfigError
 ID_PREFIX = "batch_req_"
 _BEGINNING = b'{"id":"' + ID_PREFIX.encode()  # of each result line, also of one that an earlier run left unfinished
 URLS = ("/v1/chat/completions", "/v1/completions")
+Key = tuple[str, str | None]  # id and custom_id of a result line
 
 
-class BatchLine(msgspec.Struct):
-    """One request of the input file. `fault` says why it cannot be sent."""
+class BatchLine(NamedTuple):
+    """One line of the input file. `fault` says why it cannot be sent; without a usable custom_id that is None."""
 
-    custom_id: str
-    method: str = "POST"
+    custom_id: str | None
+    number: int
     url: str = ""
-    body: dict[str, Any] = {}
+    body: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
     fault: str | None = None
+
+    @property
+    def key(self) -> Key:
+        """The id and custom_id of the line's result."""
+        return ID_PREFIX + (f"line_{self.number}" if self.custom_id is None else self.custom_id), self.custom_id
+
+    def result(self, status: int, request_id: str | None, body: bytes) -> bytes:
+        """Returns the result line of a server's answer, success or not; `body` is its JSON."""
+        return self._encode({"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}, None)
+
+    def refusal(self) -> bytes:
+        """Returns the result line of a line that was never sent."""
+        return self._encode(None, {"code": "invalid_request", "message": f"line {self.number}: {self.fault}"})
+
+    def _encode(self, response: Any, error: Any) -> bytes:
+        line_id, custom_id = self.key
+        line = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
+        return msgspec.json.encode(line) + b"\n"
 
 
 def read_input(path: Path) -> list[BatchLine]:
-    """All lines. Raises ConfigError if one has no custom_id, or the same as another: its answer would have no name."""
+    """Returns all lines but empty ones. The second line with the same custom_id is a fault."""
     lines: list[BatchLine] = []
     first_seen: dict[str, int] = {}
     for number, text in enumerate(_text_lines(path), 1):
         if not text.strip():
             continue
-        line = _parse(text, f"{path}:{number}")
-        if line.custom_id in first_seen:
-            raise ConfigError(
-                f"{path}:{number}: custom_id {line.custom_id!r:.64} is already on line {first_seen[line.custom_id]}"
-            )
-        first_seen[line.custom_id] = number
+        line = _parse(text, number)
+        if line.custom_id is not None and first_seen.setdefault(line.custom_id, number) != number:
+            first = first_seen[line.custom_id]
+            line = BatchLine(None, number, fault=f"custom_id {line.custom_id!r:.64} is already on line {first}")
         lines.append(line)
     return lines
 
 
-def _parse(text: bytes, where: str) -> BatchLine:
+def _parse(text: bytes, number: int) -> BatchLine:
     try:
         raw = msgspec.json.decode(text)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+        return BatchLine(None, number, fault=f"not JSON: {error}")
     custom_id = raw.get("custom_id") if isinstance(raw, dict) else None
     if not isinstance(custom_id, str) or not custom_id:
-        raise ConfigError(f'{where}: expected {{"custom_id": "...", "method": "POST", "url": ..., "body": {{...}}}}')
+        expected = '{"custom_id": "...", "method": "POST", "url": ..., "body": {...}}'
+        return BatchLine(None, number, fault=f"expected {expected}")
     method, url, body = raw.get("method", "POST"), raw.get("url"), raw.get("body")
     if method != "POST":
-        return BatchLine(custom_id, fault=f"method must be POST, got {method!r:.64}")
-    if url not in URLS:
-        return BatchLine(custom_id, fault=f"url must be one of {', '.join(URLS)}, got {url!r:.64}")
-    if not isinstance(body, dict):
-        return BatchLine(custom_id, fault="body must be an object")
-    if body.get("stream"):
-        return BatchLine(custom_id, fault="stream is not possible in a batch")
-    return BatchLine(custom_id, method, url, body)
+        fault = f"method must be POST, got {method!r:.64}"
+    elif url not in URLS:
+        fault = f"url must be one of {', '.join(URLS)}, got {url!r:.64}"
+    elif not isinstance(body, dict):
+        fault = "body must be an object"
+    elif body.get("stream"):
+        fault = "stream is not possible in a batch"
+    else:
+        return BatchLine(custom_id, number, url, body)
+    return BatchLine(custom_id, number, fault=fault)
 
 
 class _Result(msgspec.Struct):
-    """A line that we wrote, as far as it matters here."""
+    """The fields that every result line has."""
 
     id: str
-    custom_id: str
+    custom_id: str | None
     response: msgspec.Raw
     error: msgspec.Raw
 
 
 def open_output(path: Path) -> BinaryIO:
-    """For adding results at its end. Raises ConfigError."""
+    """Opens the output file to append results. Raises ConfigError."""
     try:
         return path.open("ab")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def read_done(path: Path) -> set[str]:
-    """custom_ids that the output file already answers. A last line that an earlier run left unfinished is cut off."""
+def read_done(path: Path) -> set[Key]:
+    """Returns the keys of the results in the output file; cuts off a last line that an earlier run left unfinished."""
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
     if not path.exists():
         return set()
-    done: set[str] = set()
+    done: set[Key] = set()
     good_bytes = 0
     for number, text in enumerate(_text_lines(path), 1):
         strange = ConfigError(f"{path}:{number} is no result line; is this the right output file?")
@@ -94,29 +114,14 @@ def read_done(path: Path) -> set[str]:
                 raise strange
             break
         try:
-            done.add(msgspec.json.decode(text, type=_Result).custom_id)
+            found = msgspec.json.decode(text, type=_Result)
         except msgspec.MsgspecError:
             raise strange from None
+        done.add((found.id, found.custom_id))
         good_bytes += len(text)
     with path.open("r+b") as file:
         file.truncate(good_bytes)
     return done
-
-
-def result_line(custom_id: str, status: int, request_id: str | None, body: bytes) -> bytes:
-    """An answer of the server, success or not; `body` is its JSON."""
-    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
-    return _encode(custom_id, response, None)
-
-
-def fault_line(custom_id: str, code: str, message: str) -> bytes:
-    """A line that was never sent."""
-    return _encode(custom_id, None, {"code": code, "message": message})
-
-
-def _encode(custom_id: str, response: Any, error: Any) -> bytes:
-    line = {"id": ID_PREFIX + custom_id, "custom_id": custom_id, "response": response, "error": error}
-    return msgspec.json.encode(line) + b"\n"
 
 
 def _text_lines(path: Path) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""`moeserve collect-env`: what a maintainer asks first. Torch is imported here and nowhere else in the command line."""
+"""`moeserve collect-env`: versions and hardware for a bug report. No other command imports torch by itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,34 +15,26 @@ from typing import Any
 from moeserve.version import __version__
 
 PACKAGES = ("torch", "numpy", "aiohttp", "msgspec", "pyzmq", "uvloop", "tokenizers", "safetensors", "transformers")
-CPU_FLAGS = (
-    "avx2",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_vnni",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "sve",
-)
+CPU_FLAGS = tuple("avx2 avx512f avx512_bf16 avx512_vnni amx_tile amx_bf16 amx_int8 asimd bf16 sve".split())  # noqa: SIM905
 VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "LD_PRELOAD", "MALLOC_", "MOESERVE_")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the report."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--no-torch", action="store_true", help="leave torch and the GPUs out (it is quicker)")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Prints the report."""
     found = collect(torch=not args.no_torch)
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0
 
 
 def collect(*, torch: bool = True) -> dict[str, Any]:
-    """Everything, by topic; sizes in bytes."""
+    """Returns the report by topic; sizes in bytes. Environment variables with a KEY are not shown."""
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     found = {
         "moeserve": __version__,
         "python": sys.version.split()[0],
@@ -49,41 +42,41 @@ def collect(*, torch: bool = True) -> dict[str, Any]:
         "packages": versions(),
         "cpu": cpu(),
         "memory": memory(),
-        "environment": variables(),
+        "environment": {name: "(not shown)" if "KEY" in name else value for name, value in variables.items()},
     }
     return found | ({"torch": torch_facts()} if torch else {})
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    """Returns the installed versions of the packages that matter, None for those that are not there."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
     return found
 
 
 def cpu() -> dict[str, Any]:
+    """Returns model, cores, load and the vector instructions among CPU_FLAGS."""
     import psutil
 
-    info = _read("/proc/cpuinfo") or ""
-    fields = dict(line.split(":", 1) for line in info.split("\n\n")[0].splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    first = (_read("/proc/cpuinfo") or "").split("\n\n")[0]
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
     have = (fields.get("flags") or fields.get("Features") or "").split()
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "logical_cores": psutil.cpu_count(),
         "physical_cores": psutil.cpu_count(logical=False),
-        "allowed_cores": allowed,
-        "cgroup_cores": _cgroup_cores(),
+        "allowed_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cgroup_cores": None if quota == "max" or not period else int(quota) / int(period),
         "load_average": list(os.getloadavg()),
         "flags": [flag for flag in CPU_FLAGS if flag in have],
     }
 
 
 def memory() -> dict[str, Any]:
+    """Returns the host's memory, the cgroup's limit if that is lower, and the free space of /dev/shm."""
     import psutil
 
     limit = _read("/sys/fs/cgroup/memory.max") or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -98,33 +91,29 @@ def memory() -> dict[str, Any]:
     }
 
 
-def variables() -> dict[str, str]:
-    """Variables that change how we run; keys are not shown."""
-    mine = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
-    return {name: "(not shown)" if "KEY" in name else value for name, value in mine.items()}
-
-
 def torch_facts() -> dict[str, Any]:
+    """Returns torch's version, threads, build and GPUs, or the error of its import."""
     try:
         import torch
     except ImportError as error:
         return {"error": str(error)}
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        gpus.append({"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"})
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.version.cuda,
-        "gpus": gpus,
+        "gpus": [
+            {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+            for gpu in gpus
+        ],
         "build": [line.strip(" -") for line in torch.__config__.show().splitlines() if "settings" not in line],
     }
 
 
 def as_text(found: dict[str, Any], indent: int = 0) -> str:
+    """Returns the report as indented `name: value` lines, sizes in GiB."""
     lines = []
     for name, value in found.items():
         head = " " * indent + f"{name}:"
@@ -139,13 +128,7 @@ def as_text(found: dict[str, Any], indent: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _cgroup_cores() -> float | None:
-    quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
-    return None if quota == "max" or not period else int(quota) / int(period)
-
-
 def _read(path: str) -> str | None:
-    try:
+    with suppress(OSError):
         return Path(path).read_text("utf-8").strip()
-    except OSError:
-        return None
+    return None

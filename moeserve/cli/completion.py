@@ -9,18 +9,32 @@ import argparse
 
 from moeserve.cli.main import COMMANDS, build_parser
 
+BASH = """# bash completion for moeserve
+_moeserve() {{
+  local current="${{COMP_WORDS[COMP_CWORD]}}" command="${{COMP_WORDS[1]}}" words=""
+  case "$command" in {groups})
+    [ "$COMP_CWORD" -gt 2 ] && command="$command ${{COMP_WORDS[2]}}" ;; esac
+  if [ "$COMP_CWORD" -eq 1 ]; then words="{first_words} --version --help"; else case "$command" in
+{arms}
+  esac; fi
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _moeserve moeserve"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the name of the shell."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Prints the script."""
     print({"bash": bash, "zsh": zsh, "fish": fish}[args.shell]())
     return 0
 
 
 def flags_of(name: str) -> dict[str, str]:
-    """Each long or short flag of a command with its help, secrets of argparse included, hidden ones not."""
+    """Returns a command's flags with their help, without those that --help leaves out."""
     flags: dict[str, str] = {}
     for action in build_parser(name)._actions:
         if action.help != argparse.SUPPRESS:
@@ -28,52 +42,40 @@ def flags_of(name: str) -> dict[str, str]:
     return flags
 
 
-def _first_words() -> list[str]:
-    return list(dict.fromkeys(name.split()[0] for name in COMMANDS))
-
-
-def _second_words(first: str) -> list[str]:
-    return [name.split()[1] for name in COMMANDS if name.startswith(first + " ")]
+def _second_words() -> dict[str, list[str]]:
+    """Returns each command's first word with the words that may follow it."""
+    found: dict[str, list[str]] = {}
+    for name in COMMANDS:
+        first, _, second = name.partition(" ")
+        found.setdefault(first, []).extend([second] if second else [])
+    return found
 
 
 def bash() -> str:
-    arms = [f'    "{name}") words="{" ".join(flags_of(name))}" ;;' for name in COMMANDS]
-    groups = {first: _second_words(first) for first in _first_words()}
-    arms += [f'    "{first}") words="{" ".join(seconds)}" ;;' for first, seconds in groups.items() if seconds]
-    first_words = " ".join([*groups, "--version", "--help"])
-    two_words = "|".join(first for first, seconds in groups.items() if seconds)
-    return "\n".join(
-        [
-            "# bash completion for moeserve",
-            "_moeserve() {",
-            '  local current="${COMP_WORDS[COMP_CWORD]}" command="${COMP_WORDS[1]}" words=""',
-            f'  case "$command" in {two_words})',
-            '    [ "$COMP_CWORD" -gt 2 ] && command="$command ${COMP_WORDS[2]}" ;; esac',
-            f'  if [ "$COMP_CWORD" -eq 1 ]; then words="{first_words}"; else case "$command" in',
-            *arms,
-            "  esac; fi",
-            '  COMPREPLY=($(compgen -W "$words" -- "$current"))',
-            "}",
-            "complete -o default -F _moeserve moeserve",
-        ]
-    )
+    """Returns the script for bash."""
+    groups = {first: seconds for first, seconds in _second_words().items() if seconds}
+    words = {name: flags_of(name) for name in COMMANDS} | groups
+    arms = [f'    "{name}") words="{" ".join(choices)}" ;;' for name, choices in words.items()]
+    return BASH.format(groups="|".join(groups), first_words=" ".join(_second_words()), arms="\n".join(arms))
 
 
 def zsh() -> str:
-    """zsh runs bash completions by itself."""
+    """Returns the script for zsh, which runs bash completions by itself."""
     return "#compdef moeserve\nautoload -U +X bashcompinit && bashcompinit\n" + bash()
 
 
 def fish() -> str:
+    """Returns the script for fish."""
     lines = ["# fish completion for moeserve"]
-    for first in _first_words():
-        help = COMMANDS[first].help if first in COMMANDS else f"{', '.join(_second_words(first))}"
+    groups = _second_words()
+    for first, seconds in groups.items():
+        help = COMMANDS[first].help if first in COMMANDS else ", ".join(seconds)
         lines.append(f"complete -c moeserve -f -n __fish_use_subcommand -a {first} -d {_quoted(help)}")
     for name, command in COMMANDS.items():
         first, _, second = name.partition(" ")
         seen = f"__fish_seen_subcommand_from {first}"
         if second:
-            fresh = f"{seen}; and not __fish_seen_subcommand_from {' '.join(_second_words(first))}"
+            fresh = f"{seen}; and not __fish_seen_subcommand_from {' '.join(groups[first])}"
             lines.append(f"complete -c moeserve -f -n '{fresh}' -a {second} -d {_quoted(command.help)}")
             seen += f"; and __fish_seen_subcommand_from {second}"
         for flag, help in flags_of(name).items():

@@ -1,17 +1,24 @@
-"""`moeserve config check FILE`: is this --config file right?"""
+"""`moeserve config check FILE`: validates a --config file without starting anything."""
 
 from __future__ import annotations
 
 import argparse
 
 from moeserve.cli.settings import settle
+from moeserve.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="FILE", help="YAML file for --config")
+    """Adds FILE, which may also be given as --config FILE."""
+    parser.add_argument("file", nargs="?", metavar="FILE", help="YAML file for --config")
+    parser.add_argument("--config", metavar="FILE", help="the same")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Prints how many settings the file has. Raises ConfigError for the first bad one."""
+    if (args.file is None) == (args.config is None):
+        raise ConfigError("name one file: moeserve config check FILE")
+    args.config = args.config or args.file
     settled = settle(args, env={})
     print(f"{args.config}: ok, {len(settled.origins)} settings")
     return 0

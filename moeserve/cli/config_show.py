@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from moeserve.cli.settings import SECRET, Settled, add_flags, settings, settle
 from moeserve.cli.yaml_file import dump_value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Print every setting with its value and origin. Takes --config and all flags of `moeserve serve`."
-    )
+    """Adds the flags of `moeserve serve` without help."""
+    parser.description = "Print every setting with its value and origin. FILE is short for --config FILE."
     add_flags(parser, shown=False)
-    parser.usage = "%(prog)s [MODEL] [flags of `moeserve serve`]"
+    parser.usage = "%(prog)s [FILE | MODEL] [flags of `moeserve serve`]"
 
 
 def run(args: argparse.Namespace) -> int:
+    """Prints the settings."""
+    if args.model and not args.config and (Path(args.model).is_file() or args.model.endswith((".yaml", ".yml"))):
+        args.model, args.config = None, args.model  # a model is a directory
     print(rendered(settle(args)))
     return 0
 
 
 def rendered(settled: Settled) -> str:
-    """The whole tree as YAML, origins as comments. Secrets are not shown."""
+    """Returns all settings as YAML, with origins as comments and without secrets."""
     lines: list[str] = []
     section = ""
     for setting in settings():

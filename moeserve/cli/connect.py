@@ -1,39 +1,48 @@
-"""Flags that every command which talks to a running server shares, and the client made from them."""
+"""The flags of every command that talks to a running server, and the client made from them."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from moeserve.client import AsyncClient
 from moeserve.errors import ConfigError
 
-DEFAULT_URL = "http://localhost:8000/v1"
+DEFAULT_URL = "http://localhost:8000"
 
 
-def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    add_server_flags(parser)
-    parser.add_argument("--model-name", "--model", metavar="NAME", help="model to ask (default: the server's first)")
+def add_url_flag(parser: argparse.ArgumentParser, default: str | None = DEFAULT_URL) -> None:
+    """Adds --base-url, and --url as another spelling that --help leaves out."""
+    shown = f"running server, with or without /v1 [{default}]" if default else "running server, with or without /v1"
+    parser.add_argument("--base-url", default=default, metavar="URL", help=shown)
+    parser.add_argument("--url", dest="base_url", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"the server's API [{DEFAULT_URL}]")
+    """Adds --base-url and --api-key."""
+    add_url_flag(parser)
     parser.add_argument("--api-key", metavar="KEY", help="key for the server (default: $MOESERVE_API_KEY)")
 
 
-def client_from(args: argparse.Namespace) -> AsyncClient:
-    """Raises ConfigError for a URL that is none."""
+def client_from(args: argparse.Namespace, **options: Any) -> AsyncClient:
+    """Returns a client of the server that the flags name. Raises ConfigError for a malformed URL."""
     key = args.api_key or os.environ.get("MOESERVE_API_KEY", "").split(",")[0] or None
+    return client_of(args.base_url, key, **options)
+
+
+def client_of(url: str, key: str | None, **options: Any) -> AsyncClient:
+    """Returns a client of `url`, which may end with /v1 or not. Raises ConfigError for a malformed URL."""
     try:
-        return AsyncClient(args.url, key)
+        return AsyncClient(url.rstrip("/").removesuffix("/v1") + "/v1", key, **options)
     except ValueError as error:
-        raise ConfigError(f"--url: {error}") from None
+        raise ConfigError(f"--base-url: {error}") from None
 
 
-async def model_name(client: AsyncClient, asked: str | None) -> str:
-    """The name that was asked for, else the first that the server lists."""
-    if asked:
-        return asked
+async def model_name(client: AsyncClient, wanted: str | None) -> str:
+    """Returns `wanted`, or else the first model that the server lists."""
+    if wanted:
+        return wanted
     listed = (await client.models.list()).data
     if not listed:
         raise ConfigError("the server lists no models; is it still loading?")

@@ -1,4 +1,4 @@
-"""`moeserve experts`: how evenly a server's ranks are loaded, layer by layer, in the terminal."""
+"""`moeserve experts`: shows how evenly a server's ranks are loaded, layer by layer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the server and of repetition."""
     add_server_flags(parser)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks [1]")
-    parser.add_argument("--once", action="store_true", help="look once (default where the output is no terminal)")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures [1]")
+    parser.add_argument(
+        "--once", action="store_true", help="print one picture (default where the output is no terminal)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Prints the picture once, or again and again on a terminal."""
     return asyncio.run(_run(args))
 
 
@@ -35,7 +39,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def picture(shown: ExpertStatus) -> str:
-    """One line per rank, one character per layer: blank is no load, full is twice the layer's mean or more."""
+    """Returns a line per rank with a character per layer: blank is no load, full is twice the layer's mean or more."""
     loads = rank_loads(shown)
     lines = [
         f"{len(shown.engines)} engines, epoch {shown.epoch}, placement {shown.placement.version}, "
@@ -55,11 +59,11 @@ def picture(shown: ExpertStatus) -> str:
 
 
 def rank_loads(shown: ExpertStatus) -> list[list[float]]:
-    """Rows of late by layer and rank; an expert's are spread evenly over its slots."""
+    """Returns recent rows by layer and rank. An expert's rows count evenly for each of its physical experts."""
     per_rank = shown.placement.experts_per_rank
     loads = []
-    for slots, recent in zip(shown.placement.experts, shown.load.recent, strict=True):
-        rows = [recent[expert] / slots.count(expert) for expert in slots]
+    for physical, recent in zip(shown.placement.experts, shown.load.recent, strict=True):
+        rows = [recent[expert] / physical.count(expert) for expert in physical]
         loads.append([sum(rows[at : at + per_rank]) for at in range(0, len(rows), per_rank)])
     return loads
 

@@ -1,7 +1,7 @@
-"""A server of our own on a loopback port, for as long as a `with` block: the offline side of run-batch.
+"""A private server on a loopback port for the time of a `with` block: the offline side of run-batch.
 
-The parent hands settings and a random key over stdin, so that neither shows in `ps`; the child ends when the parent
-does, however that ends (actor/guard.py).
+The parent sends settings and a random key over stdin, so that neither shows in `ps`. The child ends with the parent,
+however that ends (actor/guard.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ STOP_WITHIN_S = 40.0
 
 @asynccontextmanager
 async def local_server(config: Config, start_timeout_s: float = 1800.0) -> AsyncIterator[AsyncClient]:
-    """A client of a fresh server with this config; the server's address, port and keys are replaced by private ones.
+    """Yields a client of a new server with this config; address, port and keys are replaced by private ones.
 
-    Raises ConfigError with the server's last words and its exit code if it does not start.
+    Raises ConfigError with the server's last log lines and its exit code if it does not start.
     """
     key, port = secrets.token_urlsafe(24), _free_port()
     server = replace(config.server, host="127.0.0.1", port=port, api_key=(key,), api_key_file=None, admin_key_file=None)
@@ -72,9 +72,9 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """The child process: serves the config that the parent wrote into our stdin."""
+    """The child process: serves the config that the parent writes to stdin."""
     config = msgspec.json.decode(adopt(), type=Config)
-    os.setsid()  # a Ctrl-C in the terminal is for the parent; it stops us itself
+    os.setsid()  # a Ctrl-C in the terminal is for the parent, which stops this process
     from moeserve.server.run import serve
 
     try:

@@ -1,4 +1,4 @@
-"""The command line: finds the command, imports only its module, and turns errors into one line and an exit code.
+"""The command line. It imports the chosen command's module only, and turns errors into one line and an exit code.
 
 Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 model files, 4 port, 5 memory, 130 Ctrl-C.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """module has `add_arguments(parser)` and `run(args) -> int` (exit code)."""
+    """One command. Its module has `add_arguments(parser)` and `run(args) -> int` (exit code)."""
 
     group: str
     module: str
@@ -32,7 +32,6 @@ COMMANDS = {
     "bench serve": Command("Measure", "bench.serve", "load a running server, as `vllm bench serve` does"),
     "bench latency": Command("Measure", "bench.latency", "time one batch, offline"),
     "bench throughput": Command("Measure", "bench.throughput", "time many prompts, offline"),
-    "bench step": Command("Measure", "bench.step", "host time per engine step with a null runner"),
     "tune": Command("Measure", "tune", "find launch parameters of the GPU kernels for a model"),
     "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
     "config show": Command("Look", "config_show", "print every setting with its origin"),
@@ -45,42 +44,45 @@ USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # a reader that has gone (`| head`) is noticed here, not when the interpreter exits
+    except BrokenPipeError:
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+        return FAILURE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0 if words else USAGE_ERROR
     if words[0] in ("-V", "--version"):
         print(f"moeserve {__version__}")
         return 0
-    name, rest = find_command(words)
+    two = " ".join(words[:2])
+    name, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
     if name not in COMMANDS:
         return _no_command(name, rest)
     try:
         return _run(name, rest)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        _forget_stdout()
-        return FAILURE
     except Exception as error:
         return report(error, name)
 
 
 def report(error: Exception, name: str) -> int:
-    """Prints an error that we raise on purpose and returns its exit code; any other one is our bug and goes on."""
+    """Prints an error that moeserve raises on purpose and returns its exit code; raises any other one again."""
     from moeserve.errors import ConfigError, MoeserveError
 
     if not isinstance(error, MoeserveError):
         raise error
     print(f"moeserve {name}: {error}", file=sys.stderr)
     return error.exit_code if isinstance(error, ConfigError) else FAILURE
-
-
-def find_command(words: list[str]) -> tuple[str, list[str]]:
-    """The command's name (one word or two) and what follows it."""
-    if " ".join(words[:2]) in COMMANDS:
-        return " ".join(words[:2]), words[2:]
-    return words[0], words[1:]
 
 
 def _run(name: str, rest: list[str]) -> int:
@@ -94,7 +96,7 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of one command; also what shell completion is made from."""
+    """Returns the parser of one command; shell completion reads it too."""
     import argparse
 
     class Formatter(argparse.HelpFormatter):
@@ -111,9 +113,17 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
     from difflib import get_close_matches
 
+    from moeserve.cli.vllm_flags import HINTS
+
+    known = parser._option_string_actions
     word = unknown[0].split("=", 1)[0]
-    near = get_close_matches(word, parser._option_string_actions, 1)
-    hint = f"; did you mean {near[0]}?" if near else f"; `{parser.prog} --help` lists what is"
+    spelled = word.replace("_", "-")
+    if "--max-num-seqs" in known and spelled in HINTS:  # a command with the flags of `moeserve serve`
+        hint = f"; {HINTS[spelled]}"
+    elif near := get_close_matches(word, known, 1):
+        hint = f"; did you mean {near[0]}?"
+    else:
+        hint = f"; `{parser.prog} --help` lists the flags"
     parser.exit(USAGE_ERROR, f"{parser.prog}: {word!r} is not known here{hint}\n")
 
 
@@ -132,7 +142,7 @@ def _no_command(word: str, rest: list[str]) -> int:
 
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
-    """One screen: what there is, by purpose."""
+    """Returns the list of commands by purpose, one screen long."""
     lines = ["moeserve serves Mixture-of-Experts language models.", "", "usage: moeserve COMMAND [--help] ..."]
     group = ""
     for name in names:
@@ -142,13 +152,6 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
         lines.append(f"  {name:<18} {COMMANDS[name].help}")
     lines += ["", "First steps: `moeserve serve` serves the built-in demo model; `moeserve chat` talks to it."]
     return "\n".join(lines)
-
-
-def _forget_stdout() -> None:
-    """The reader of our output has gone (`| head`): nothing more may be flushed to it at exit."""
-    import os
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`moeserve serve [MODEL]`: settings in, server up, exit code out."""
+"""`moeserve serve [MODEL]`: the server, on this machine or as one of several."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from moeserve.cli.settings import add_flags, settle, unknown_variables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each setting."""
     add_flags(parser)
     parser.usage = "%(prog)s [MODEL] [flags]"
     parser.epilog = (
@@ -18,9 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Serves until it is stopped. Returns the exit code."""
     settled = settle(args)
-    for strange in unknown_variables():
-        print(f"moeserve serve: ignoring the unknown environment variable {strange}", file=sys.stderr)
+    for name in unknown_variables():
+        print(f"moeserve serve: ignoring the unknown environment variable {name}", file=sys.stderr)
     if settled.config.parallel.node_rank:
         from moeserve.cluster.node import serve_node
 

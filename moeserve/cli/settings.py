@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -48,10 +48,11 @@ class Setting:
 
     @property
     def path(self) -> str:
+        """The setting's place in a YAML file: section.name."""
         return f"{self.section}.{self.name}"
 
     def read(self, value: Any, origin: str) -> Any:
-        """`value` checked and converted; raises ConfigError that names where it came from."""
+        """Returns `value` converted and checked. Raises ConfigError that names its origin."""
         try:
             found = convert(self.kind, value)
         except ValueError as error:
@@ -62,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The config that was asked for, and per "section.name" the origin of each value that is not the default."""
+    """A config, and by "section.name" the origin of each value that is not the default."""
 
     config: Config
     origins: Mapping[str, str]
@@ -70,10 +71,8 @@ class Settled:
 
 @functools.cache
 def settings() -> tuple[Setting, ...]:
-    return tuple(_settings())
-
-
-def _settings() -> Iterator[Setting]:
+    """Returns every setting, in the order of the config tree."""
+    found = []
     for section, kind in SECTIONS.items():
         hints = get_type_hints(kind)
         for field in dataclasses.fields(kind):
@@ -82,25 +81,24 @@ def _settings() -> Iterator[Setting]:
                 flag = "--" + field.name.replace("_", "-")
             env = PREFIX + field.name.upper() if flag or field.name == "model" else None
             help = field.metadata["help"]
-            yield Setting(section, field.name, hints[field.name], field.default, help, flag, env, field)
+            found.append(Setting(section, field.name, hints[field.name], field.default, help, flag, env, field))
+    return tuple(found)
 
 
 def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: bool = True) -> None:
-    """The flags of all settings, grouped by section. shown=False keeps them out of --help.
+    """Adds the flags of all settings, grouped by section. shown=False keeps them out of --help.
 
-    model: also the positional MODEL. Values stay text until `settle`, so that every origin is checked alike.
+    model: adds the positional MODEL too. Values stay text until `settle`, so that every origin is checked alike.
     """
     if model:
         parser.add_argument("model", nargs="?", metavar="MODEL", help=_by_name()["model"].help)
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with settings by section (see `moeserve config show`)"
     )
-    groups: dict[str, Any] = {}
+    groups = {section: parser.add_argument_group(title) for section, title in TITLES.items()}
     for setting in settings():
         if setting.flag is None:
             continue
-        if setting.section not in groups:
-            groups[setting.section] = parser.add_argument_group(TITLES[setting.section])
         help = _help(setting) if shown else argparse.SUPPRESS
         kind, _ = strip_optional(setting.kind)
         how: dict[str, Any] = {"default": None, "dest": setting.name, "help": help}
@@ -130,7 +128,7 @@ def _metavar(setting: Setting, kind: Any) -> str:
 
 
 def settle(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Settled:
-    """The config from flags, environment and file. Raises ConfigError naming the origin of the first bad value."""
+    """Returns the config from flags, environment and file. Raises ConfigError with the origin of a bad value."""
     path = getattr(args, "config", None)
     file = read_file(Path(path)) if path else {}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
@@ -140,7 +138,12 @@ def settle(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Set
         if given is not None:
             value, origin = given, f"flag {setting.flag}" if setting.flag else "argument MODEL"
         elif setting.env and env.get(setting.env):
-            value, origin = _from_env(setting, env[setting.env]), f"environment {setting.env}"
+            value, origin = env[setting.env], f"environment {setting.env}"
+            if setting.name == "port" and value.startswith("tcp://"):
+                raise ConfigError(
+                    f"{origin}={value!r} was set by Kubernetes for a service named 'moeserve'; "
+                    "give the pod enableServiceLinks: false, or pass --port"
+                )
         elif setting.path in file:
             value, origin = file[setting.path], f"{path}: {setting.path}"
         else:
@@ -151,22 +154,11 @@ def settle(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Set
     return Settled(config, origins)
 
 
-def _from_env(setting: Setting, text: str) -> str:
-    if setting.name == "port" and text.startswith("tcp://"):
-        raise ConfigError(
-            f"environment {setting.env}={text!r} was set by Kubernetes for a service named 'moeserve'; "
-            "give the pod enableServiceLinks: false, or pass --port"
-        )
-    return text
-
-
 def read_file(path: Path) -> dict[str, Any]:
-    """The values of a YAML file by "section.name". Raises ConfigError for unknown keys, with the nearest known one."""
+    """Returns a YAML file's values by "section.name". Raises ConfigError for an unknown key, with the nearest one."""
     from moeserve.cli.yaml_file import load_mapping
 
-    known: dict[str, dict[str, Setting]] = {section: {} for section in SECTIONS}
-    for setting in settings():
-        known[setting.section][setting.name] = setting
+    known = {section: [s.name for s in settings() if s.section == section] for section in SECTIONS}
     found: dict[str, Any] = {}
     for section, body in load_mapping(path).items():
         if section not in known:
@@ -187,14 +179,14 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
-    """MOESERVE_* variables that mean nothing, each with a hint: most likely a slip of the pen."""
+    """Returns the MOESERVE_* variables that no setting has, each with a hint: most likely typing errors."""
     known = [s.env for s in settings() if s.env]
-    strange = [n for n in env if n.startswith(PREFIX) and n not in known]
-    return [name + nearest(name, known) for name in strange if "_SERVICE_" not in name and "_PORT_" not in name]
+    unknown = [n for n in env if n.startswith(PREFIX) and n not in known]
+    return [name + nearest(name, known) for name in unknown if "_SERVICE_" not in name and "_PORT_" not in name]
 
 
 def nearest(word: Any, known: Any) -> str:
-    """Half a sentence that helps after a wrong name."""
+    """Returns the end of an error message about an unknown name: the nearest known one, or all."""
     near = get_close_matches(str(word), list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 

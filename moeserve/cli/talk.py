@@ -7,115 +7,124 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TextIO
 
-from moeserve.cli.connect import add_connection_flags, client_from, model_name
+from moeserve.cli.connect import add_server_flags, client_from, model_name
 from moeserve.client import AsyncClient, Stream
 from moeserve.errors import RequestError
 
 
-class Talk(Protocol):
-    """One command's way to answer a line. help: one line for people at the start."""
-
-    help: str
-
-    async def answer(self, line: str) -> str:
-        """Prints the answer and returns it."""
-        ...
-
-    def command(self, line: str) -> bool:
-        """Handles a line that is not a question; False if it is one."""
-        ...
-
-
 def add_talk_flags(parser: argparse.ArgumentParser, quick: str, max_tokens: int | None = None) -> None:
-    add_connection_flags(parser)
+    """Adds the flags of server, model and sampling. quick: the help of -q."""
+    add_server_flags(parser)
+    parser.add_argument("--model", "--model-name", metavar="NAME", help="model to ask (default: the server's first)")
     parser.add_argument("-q", "--quick", metavar="TEXT", help=quick)
-    limit = f"longest answer in tokens [{max_tokens or 'as the server likes'}]"
+    limit = f"longest answer in tokens [{max_tokens or 'up to the context length'}]"
     parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=limit)
     parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--stats", action="store_true", help="print time to first token and tokens per second")
 
 
-def talk(args: argparse.Namespace, make: Callable[[AsyncClient, str, argparse.Namespace], Talk]) -> int:
+class Session:
+    """One conversation with a model. `help` is shown at the start and by /help."""
+
+    help = ""
+
+    def __init__(self, client: AsyncClient, model: str, args: argparse.Namespace) -> None:
+        self.client = client
+        self.args = args
+        self.options: dict[str, Any] = {
+            "model": model,
+            "stream_options": {"include_usage": True},
+            "max_tokens": args.max_tokens,
+            "temperature": args.temperature,
+            "seed": args.seed,
+        }
+
+    def command(self, line: str) -> bool:
+        """Handles a line that is a command of this session; returns False if the line is a question."""
+        return False
+
+    async def answer(self, line: str) -> None:
+        """Prints the answer to a line as it comes."""
+        raise NotImplementedError
+
+
+def talk(args: argparse.Namespace, kind: type[Session]) -> int:
     """Answers --quick, or line after line from the terminal or a pipe. Returns the exit code."""
     with asyncio.Runner() as runner:
         client = client_from(args)
         try:
-            name = runner.run(model_name(client, args.model_name))
-            here = make(client, name, args)
-            if args.quick is None:
-                return _each_line(runner, here, name)
-            runner.run(here.answer(args.quick))
-            return 0
+            name = runner.run(model_name(client, args.model))
+            session = kind(client, name, args)
+            if args.quick is not None:
+                runner.run(session.answer(args.quick))
+                return 0
+            return _each_line(runner, session, name)
         finally:
             runner.run(client.close())
 
 
-def _each_line(runner: asyncio.Runner, here: Talk, name: str) -> int:
+def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
     prompt = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - line editing and history for input()
 
-        prompt = "> "
-        print(f"{name}: {here.help}", file=sys.stderr)
+        # \x01 and \x02 enclose what takes no room on the line, so that readline counts columns right.
+        prompt = "\x01\x1b[1;36m\x02> \x01\x1b[0m\x02" if _has_colour(sys.stdout) else "> "
+        note(f"{name}: {session.help}")
     while True:
         try:
             line = input(prompt).strip()
         except EOFError:
             return 0
-        if line == "/exit":
+        if line in ("/quit", "/exit"):
             return 0
-        if not line or here.command(line):
+        if line == "/help":
+            note(session.help)
+        if not line or line == "/help" or session.command(line):
             continue
         try:
-            runner.run(here.answer(line))
+            runner.run(session.answer(line))
         except KeyboardInterrupt:
-            print("\n[stopped]", file=sys.stderr)
+            note("\n[stopped]")
         except RequestError as error:
             print(f"\n{error}", file=sys.stderr)
 
 
-@dataclass(slots=True)
-class Clock:
-    """Times of one answer on the monotonic clock, in seconds."""
-
-    started: float = field(default_factory=time.perf_counter)
-    first: float | None = None
-    last: float = 0.0
-    tokens: int = 0
-
-    def saw_text(self) -> None:
-        self.last = time.perf_counter()
-        if self.first is None:
-            self.first = self.last
-
-    def __str__(self) -> str:
-        if self.first is None:
-            return "no tokens"
-        decode_s = self.last - self.first
-        rate = f"{(self.tokens - 1) / decode_s:.1f} tok/s" if self.tokens > 1 and decode_s > 0 else "- tok/s"
-        return f"TTFT {1e3 * (self.first - self.started):.0f} ms, {self.tokens} tokens, {rate}"
+def note(text: str) -> None:
+    """Prints a remark to stderr, dim on a terminal unless NO_COLOR is set."""
+    print(f"\x1b[2m{text}\x1b[0m" if _has_colour(sys.stderr) else text, file=sys.stderr)
 
 
-async def print_stream(stream: Stream[Any], text_of: Callable[[Any], str | None], clock: Clock, *, stats: bool) -> str:
-    """Writes each piece to stdout at once, then the times to stderr if asked for; returns the whole text."""
-    pieces: list[str] = []
+def _has_colour(out: TextIO) -> bool:
+    return out.isatty() and not os.environ.get("NO_COLOR")
+
+
+async def print_stream(stream: Stream[Any], text_of: Callable[[Any], str | None], *, stats: bool) -> tuple[str, str]:
+    """Prints each piece at once, then the times if `stats`. Returns the whole text and the finish reason."""
+    begin_s = first_s = last_s = time.perf_counter()
+    num_tokens, text, reason = 0, "", ""
     async with stream:
         async for chunk in stream:
             if chunk.usage is not None:
-                clock.tokens = chunk.usage.completion_tokens
+                num_tokens = chunk.usage.completion_tokens
             for choice in chunk.choices:
-                if text := text_of(choice):
-                    clock.saw_text()
-                    pieces.append(text)
-                    print(text, end="", flush=True)
+                reason = choice.finish_reason or reason
+                if piece := text_of(choice):
+                    last_s = time.perf_counter()
+                    first_s = first_s if text else last_s
+                    text += piece
+                    print(piece, end="", flush=True)
     print(flush=True)
-    if stats:
-        print(f"[{clock}]", file=sys.stderr)
-    return "".join(pieces)
+    if stats and text:
+        rate = f"{(num_tokens - 1) / (last_s - first_s):.1f}" if num_tokens > 1 and last_s > first_s else "-"
+        note(f"[TTFT {1e3 * (first_s - begin_s):.0f} ms, {num_tokens} tokens, {rate} tok/s]")
+    elif stats:
+        note("[no tokens]")
+    return text, reason

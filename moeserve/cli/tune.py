@@ -25,19 +25,28 @@ _SHAPE = re.compile(r"E(\d+) +I(\d+) +D(\d+) +K(\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="model directory, of which config.json is read")
+    """Adds the model or its shape, and what to measure."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="model directory; only its config.json is read")
     parser.add_argument("--shape", metavar="'E128 I768 D2048 K8'", help="experts, their width, model width, top-k")
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations [the model's own, or bfloat16]")
-    parser.add_argument("--weights", choices=WEIGHTS, help="of experts; fp8: in blocks of 128 x 128 [as 16 bits]")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="type of weights and activations [the model's own, or bfloat16]"
+    )
+    parser.add_argument("--weights", choices=WEIGHTS, help="weights of experts; fp8: in blocks of 128 x 128 [16 bits]")
     parser.add_argument("--only", choices=FAMILIES, help="one family of kernels")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the tables [the user's cache: they are used]")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder of the tables [the user's cache, where kernels find them]"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measures on the present GPU. Raises ConfigError if there is none."""
     experts = read_shape(args.shape) if args.shape else None
     if (args.model is None) == (experts is None):
         raise ConfigError("tune needs a model directory or --shape, and not both")
-    spec = read_spec(args.model) if args.model else None
+    from moeserve.loader.model_dir import resolve_model_dir
+    from moeserve.models.hf_config import read_model_spec
+
+    spec = read_model_spec(resolve_model_dir(args.model)) if args.model else None
     import torch
 
     if not torch.cuda.is_available():
@@ -54,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShapes:
+    """The experts of a layer: how many, their inner width, the model's width, and experts per token."""
+
     count: int
     width: int
     dim: int
@@ -61,7 +72,7 @@ class ExpertShapes:
 
 
 def read_shape(text: str) -> ExpertShapes:
-    """'E128 I768 D2048 K8' -> ExpertShapes(128, 768, 2048, 8)"""
+    """Parses a shape: 'E128 I768 D2048 K8' -> ExpertShapes(128, 768, 2048, 8). Raises ConfigError."""
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"--shape {text!r} is not like 'E128 I768 D2048 K8'")
@@ -71,15 +82,8 @@ def read_shape(text: str) -> ExpertShapes:
     return found
 
 
-def read_spec(model: str) -> ModelSpec:
-    from moeserve.loader.model_dir import resolve_model_dir
-    from moeserve.models.hf_config import read_model_spec
-
-    return read_model_spec(resolve_model_dir(model))
-
-
 def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the dense products of a model, as one rank has them."""
+    """Returns (outputs, inputs) of a model's dense products on one rank."""
     dim, heads = spec.hidden_size, spec.num_heads * spec.head_dim
     found = [(heads + 2 * spec.num_kv_heads * spec.head_dim, dim), (dim, heads), (spec.vocab_size, dim)]
     found += [(spec.num_experts, dim)] if spec.num_experts else []
@@ -97,6 +101,7 @@ def jobs_of(
     only: str | None,
     weights: str,
 ) -> Iterator[Job]:
+    """Yields what to measure: grouped products of experts, dense products, attention; `only` names one of them."""
     from moeserve.kernels import tuning
     from moeserve.kernels.paged_attention import AttentionShape
 
@@ -114,7 +119,7 @@ def jobs_of(
 
 
 def check_weights(experts: ExpertShapes, weights: str) -> None:
-    """Raises ConfigError for widths that kernels of such weights do not take."""
+    """Raises ConfigError for widths that the kernels of these weights do not take."""
     step = {"plain": 1, "int8": 16, "int4": 128, "fp8": 128}[weights]
     if experts.width % step or experts.dim % step:
         raise ConfigError(
@@ -123,7 +128,7 @@ def check_weights(experts: ExpertShapes, weights: str) -> None:
 
 
 def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:
-    """Keeps each result as soon as it is there, so that an interrupted search is not lost."""
+    """Runs the jobs and writes each result as soon as it is there, so that an interrupted search is not lost."""
     from moeserve.kernels.configs import keep
     from moeserve.kernels.devices import facts_of
     from moeserve.kernels.tuning import search

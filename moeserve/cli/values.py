@@ -1,10 +1,11 @@
-"""From what people write (25.6k, 2GiB, yes, YAML scalars) to the value that a setting's type wants."""
+"""Converts what people write (25.6k, 2GiB, yes, YAML scalars) to the type of a setting."""
 
 from __future__ import annotations
 
 import math
 import re
 import types
+from contextlib import suppress
 from typing import Any, Literal, Union, get_args, get_origin
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -13,7 +14,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def parse_int(text: str) -> int:
-    """A whole number: 4096, 1_000, 25.6k (decimal: k m g t), 4K (binary: K M G T, also KiB, MiB, ...; kB, MB decimal).
+    """Reads a whole number: 4096, 1_000, 25.6k (decimal: k m g t), 4K (binary: K M G T, KiB, ...; kB, MB decimal).
 
     Raises ValueError with an example if `text` is no such number or has a fraction left.
     """
@@ -35,7 +36,7 @@ def parse_int(text: str) -> int:
 
 
 def strip_optional(kind: Any) -> tuple[Any, bool]:
-    """int | None -> (int, True); int -> (int, False)."""
+    """Splits a type: int | None -> (int, True); int -> (int, False)."""
     if get_origin(kind) in (Union, types.UnionType):
         inner = [k for k in get_args(kind) if k is not type(None)]
         assert len(inner) == 1, kind
@@ -44,26 +45,22 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """`value` (text from a flag or a variable, or a YAML value) as `kind`; ValueError says what was expected."""
+    """Returns `value` (text from a flag or variable, or a YAML value) as `kind`. ValueError says what was expected."""
     kind, optional = strip_optional(kind)
     if value is None:
         if optional:
             return None
         raise ValueError("a value is missing")
     if get_origin(kind) is Literal:
-        return _choice(get_args(kind), value)
+        if value in get_args(kind):
+            return value
+        raise _unexpected(f"one of {', '.join(map(str, get_args(kind)))}", value)
     if get_origin(kind) is tuple:
         parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p for p in parts):
-            raise ValueError(f"expected a list of words, got {_shown(value)}")
-        return tuple(parts)
+        if isinstance(parts, list | tuple) and all(isinstance(p, str) and p for p in parts):
+            return tuple(parts)
+        raise _unexpected("a list of words", value)
     return _SCALARS[kind](value)
-
-
-def _choice(choices: tuple[Any, ...], value: Any) -> Any:
-    if value in choices:
-        return value
-    raise ValueError(f"expected one of {', '.join(map(str, choices))}, got {_shown(value)}")
 
 
 def _bool(value: Any) -> bool:
@@ -71,7 +68,7 @@ def _bool(value: Any) -> bool:
         return value
     if isinstance(value, str) and value.lower() in _TRUE + _FALSE:
         return value.lower() in _TRUE
-    raise ValueError(f"expected true or false, got {_shown(value)}")
+    raise _unexpected("true or false", value)
 
 
 def _int(value: Any) -> int:
@@ -79,27 +76,25 @@ def _int(value: Any) -> int:
         return parse_int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise ValueError(f"expected a whole number, got {_shown(value)}")
+    raise _unexpected("a whole number", value)
 
 
 def _float(value: Any) -> float:
-    try:
+    with suppress(ValueError):
         if isinstance(value, str | int | float) and not isinstance(value, bool) and math.isfinite(float(value)):
             return float(value)
-    except ValueError:
-        pass
-    raise ValueError(f"expected a number, got {_shown(value)}")
+    raise _unexpected("a number", value)
 
 
 def _str(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
-    raise ValueError(f"expected a text (in quotes, if YAML reads it otherwise), got {_shown(value)}")
+    raise _unexpected("a text (in quotes, if YAML reads it otherwise)", value)
 
 
 _SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _str}
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 64 else text[:61] + "..."
+def _unexpected(what: str, value: Any) -> ValueError:
+    shown = repr(value)
+    return ValueError(f"expected {what}, got {shown if len(shown) <= 64 else shown[:61] + '...'}")

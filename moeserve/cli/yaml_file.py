@@ -11,7 +11,7 @@ from moeserve.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a key that occurs twice; YAML itself would drop the first value without a word."""
+    """A safe loader that refuses a key that occurs twice, whose first value YAML drops silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_mapping(path: Path) -> dict[Any, Any]:
-    """The top-level mapping of a file; an empty file is an empty one. Raises ConfigError with line and column."""
+    """Returns the top-level mapping of a file, {} if it is empty. Raises ConfigError with line and column."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -42,7 +42,7 @@ def load_mapping(path: Path) -> dict[Any, Any]:
 
 
 def dump_value(value: Any) -> str:
-    """One value as it would stand in the file, on one line."""
+    """Returns a value as YAML on one line."""
     plain = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6)
     return text.removesuffix("\n...\n").rstrip("\n")

@@ -83,7 +83,7 @@ def build_decoder(
             kernels = [TritonExperts(), *([] if ops.exact else kernels)]
         build.moe = plan_moe(needs, backends or [LocalAll2All(placement.experts_per_rank)], kernels)
         for line in build.moe.table().splitlines():
-            log.log(logging.DEBUG if world.rank else logging.INFO, "MoE kernels: %s", line)  # alike on all ranks
+            log.debug("MoE kernels: %s", line)
     layers = [build.layer(index) for index in range(spec.num_layers)]
     embed = params.pop("embed")
     if spec.tie_embeddings:

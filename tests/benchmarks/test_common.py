@@ -41,7 +41,18 @@ def test_the_median_of_an_even_count_lies_between() -> None:
 
 
 def test_hardware_names_are_file_names() -> None:
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*-\d+c", common.hardware_name())
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*-\d+c-\w+", common.hardware_name())
+
+
+def test_machines_with_other_instructions_write_other_files() -> None:
+    sets = [["avx2"], ["avx2", "avx512f"], ["avx2", "avx512f", "avx512_bf16"]]
+    assert [common.instruction_set(flags) for flags in sets] == ["avx2", "avx512", "avx512bf16"]
+
+
+def test_committed_results_are_named_by_their_machine() -> None:
+    for file in common.RESULTS.glob("*.json"):
+        cpu = json.loads(file.read_text())["environment"]["cpu"]
+        assert file.stem.split("_")[1].endswith("c-" + common.instruction_set(cpu["flags"])), file.name
 
 
 def test_peak_memory_is_of_the_past() -> None:

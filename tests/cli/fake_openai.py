@@ -82,7 +82,9 @@ class FakeOpenAI:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            words = words[: body.get("max_tokens") or body.get("max_completion_tokens") or len(words)]
+            limit = body.get("max_tokens") or body.get("max_completion_tokens") or len(words)
+            reason = "length" if limit < len(words) or whole == "text" else "stop"
+            words = words[:limit]
             usage = {"prompt_tokens": 2, "completion_tokens": len(words), "total_tokens": 2 + len(words)}
             if not body.get("stream"):
                 text: Any = " ".join(words)
@@ -90,14 +92,16 @@ class FakeOpenAI:
                 return web.json_response(
                     {"id": "x", "choices": [choice], "usage": usage}, headers={"X-Request-Id": "r"}
                 )
-            return await self._stream(request, words, piece, usage)
+            return await self._stream(request, words, piece, usage, reason)
         except (asyncio.CancelledError, ConnectionError):
             self.vanished.set()
             raise
         finally:
             self.running -= 1
 
-    async def _stream(self, request: web.Request, words: list[str], piece: str, usage: Any) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, words: list[str], piece: str, usage: Any, reason: str
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
 
@@ -109,7 +113,7 @@ class FakeOpenAI:
         for i, word in enumerate(words):
             text = word if i == 0 else " " + word
             inside: Any = {"content": text} if piece == "delta" else text
-            last = "length" if piece == "text" and i == len(words) - 1 else None
+            last = reason if i == len(words) - 1 else None
             await send({"choices": [{"index": 0, piece: inside, "finish_reason": last}]})
             if word == "SLOW":
                 await asyncio.Event().wait()

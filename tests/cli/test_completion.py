@@ -17,7 +17,7 @@ from moeserve.cli.main import COMMANDS
     [
         (["moeserve", ""], {"serve", "chat", "bench", "config", "--version"}),
         (["moeserve", "ser"], {"serve"}),
-        (["moeserve", "bench", ""], {"serve", "latency", "throughput", "step"}),
+        (["moeserve", "bench", ""], {"serve", "latency", "throughput"}),
         (["moeserve", "serve", "--max-m"], {"--max-model-len"}),
         (["moeserve", "bench", "serve", "--num-p"], {"--num-prompts"}),
         (["moeserve", "config", "check", "--he"], {"--help"}),

@@ -96,22 +96,29 @@ def test_concurrency_is_bounded(fake: FakeOpenAI, tmp_path: Path) -> None:
     assert len(results(tmp_path)) == 30
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (["{nonsense"], "in.jsonl:1: not JSON"),
-        ([chat("a", "x"), {"url": "/v1/completions"}], "in.jsonl:2: expected"),
-        ([chat("a", "x"), [1]], "in.jsonl:2: expected"),
-        ([chat("", "x")], "in.jsonl:1: expected"),
-        ([chat("a", "x"), chat("b", "x"), chat("a", "y")], "'a' is already on line 1"),
-    ],
-)
-def test_a_file_whose_answers_would_have_no_name_is_refused(
-    fake: FakeOpenAI, tmp_path: Path, lines: list[Any], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert batch(fake, write(tmp_path, *lines)) == 2
-    assert words in capsys.readouterr().err
-    assert fake.seen == []
+def test_bad_lines_get_an_error_and_the_others_go_on(fake: FakeOpenAI, tmp_path: Path) -> None:
+    lines = [
+        "{nonsense",
+        chat("a", "x"),
+        {"url": "/v1/completions"},
+        [1],
+        chat("", "x"),
+        chat("a", "y"),
+        chat("b", "z"),
+    ]
+    source = write(tmp_path, *lines)
+    assert batch(fake, source) == 0
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {line["custom_id"] for line in results if line["error"] is None} == {"a", "b"}
+    bad = {line["id"]: line["error"]["message"] for line in results if line["custom_id"] is None}
+    words = {1: "not JSON", 3: "expected", 4: "expected", 5: "expected", 6: "'a' is already on line 2"}
+    assert bad.keys() == {f"batch_req_line_{number}" for number in words}
+    assert all(
+        f"line {n}: " in bad[f"batch_req_line_{n}"] and w in bad[f"batch_req_line_{n}"] for n, w in words.items()
+    )
+    assert len(fake.seen) == 2
+    assert batch(fake, source) == 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(lines)
 
 
 @pytest.mark.parametrize("diary", ["my diary\n", "my diary", '{"custom_id": "a", "method": "POST"}\n', "{}\n", "{}"])

@@ -175,6 +175,19 @@ def test_check_says_ok_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "did you mean 'server'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["FILE"], ["--config", "FILE"]])
+def test_show_and_check_take_a_file_alike(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, "server: {port: 7}\n")
+    words = [file if word == "FILE" else word for word in words]
+    assert main.main(["config", "check", *words]) == 0
+    assert capsys.readouterr().out == f"{file}: ok, 1 settings\n"
+    assert main.main(["config", "show", *words]) == 0
+    assert f"# {file}: server.port" in capsys.readouterr().out
+    assert main.main(["config", "show", "org/model"]) == 0
+    assert "model: org/model" in capsys.readouterr().out
+    assert main.main(["config", "check"]) == main.main(["config", "check", "--config", file, file]) == 2
+
+
 def test_flags_are_spelled_as_the_fields() -> None:
     for setting in settings():
         if setting.flag is not None:

@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from moeserve.cli import main
+from moeserve.cli.talk import note
 from tests.cli.fake_openai import FakeOpenAI
 
 
@@ -20,7 +22,7 @@ def test_one_question_is_answered(fake: FakeOpenAI, capsys: pytest.CaptureFixtur
     assert main.main(argv) == 0
     printed = capsys.readouterr()
     assert printed.out == "a b\n"
-    assert re.fullmatch(r"\[TTFT \d+ ms, 2 tokens, [\d.]+ tok/s\]\n", printed.err)
+    assert re.fullmatch(r"\[TTFT \d+ ms, 2 tokens, [\d.]+ tok/s\]\n\[cut off at --max-tokens 2\]\n", printed.err)
     path, body = fake.seen[0]
     assert path == "/v1/chat/completions"
     assert body["model"] == "org/fake"
@@ -28,16 +30,18 @@ def test_one_question_is_answered(fake: FakeOpenAI, capsys: pytest.CaptureFixtur
     assert "temperature" not in body
 
 
+@pytest.mark.parametrize("leave", ["/quit", "/exit"])
 def test_a_conversation_remembers_clears_and_survives_errors(
-    fake: FakeOpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    leave: str, fake: FakeOpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = "one\n\nFAIL\ntwo\n/help\n/clear\nthree\n/exit\nnever\n"
+    lines = f"one\n\nFAIL\ntwo\n/help\n/clear\nthree\n{leave}\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert main.main(["chat", "--url", fake.url]) == 0
     printed = capsys.readouterr()
     assert printed.out == "one\ntwo\nthree\n"
     assert "told to fail" in printed.err
-    assert "/clear forgets" in printed.err
+    assert printed.err.count("/clear forgets") == 1
+    assert "\x1b" not in printed.err
     contents = [[m["content"] for m in body["messages"]] for _, body in fake.seen]
     assert contents == [["one"], ["one", "one", "FAIL"], ["one", "one", "two"], ["three"]]
 
@@ -56,6 +60,33 @@ def test_complete_continues_each_line(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_remarks_are_dim_on_a_terminal_unless_no_color_is_set(
+    no_color: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    note("hello")
+    assert capsys.readouterr().err == ("hello\n" if no_color else "\x1b[2mhello\x1b[0m\n")
+
+
+@pytest.mark.parametrize("flag", ["--base-url", "--url"])
+@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
+@pytest.mark.parametrize("command", ["chat", "complete", "bench", "run-batch"])
+def test_every_command_takes_both_url_flags_with_and_without_v1(
+    command: str, flag: str, tail: str, fake: FakeOpenAI, tmp_path: Path
+) -> None:
+    (tmp_path / "in").write_text('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}\n')
+    words = {
+        "chat": ["chat", "-q", "x"],
+        "complete": ["complete", "-q", "x"],
+        "bench": ["bench", "serve", "--num-prompts", "1", "--random-vocab-size", "9", "--disable-tqdm"],
+        "run-batch": ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--disable-tqdm"],
+    }[command]
+    assert main.main([*words, flag, fake.root + tail]) == 0
+    assert [path for path, _ in fake.seen] == ["/v1/chat/completions" if command == "chat" else "/v1/completions"]
+
+
 @pytest.mark.parametrize("command", ["chat", "complete"])
 def test_no_server_is_one_line_and_exit_code_1(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([command, "--url", "http://127.0.0.1:9/v1", "-q", "hi"]) == 1
@@ -63,7 +94,7 @@ def test_no_server_is_one_line_and_exit_code_1(command: str, capsys: pytest.Capt
     assert "cannot connect" in error
     assert "is the server running" in error
     assert main.main([command, "--url", "localhost:8000", "-q", "hi"]) == 2
-    assert "--url: base_url must start with http://" in capsys.readouterr().err
+    assert "--base-url: base_url must start with http://" in capsys.readouterr().err
 
 
 def test_a_failed_question_is_exit_code_1(fake: FakeOpenAI, capsys: pytest.CaptureFixture[str]) -> None:

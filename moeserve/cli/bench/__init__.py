@@ -1,1 +1,1 @@
-"""The benchmarks of the command line. Flags and JSON keys are those of `vllm bench`, so that scripts move over."""
+"""The benchmarks of the command line. Flags and JSON keys are those of `vllm bench`."""

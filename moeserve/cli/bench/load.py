@@ -1,4 +1,4 @@
-"""Sends a benchmark's requests at their times and notes what came back and when."""
+"""Sends a benchmark's requests at their times and records what the client sees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ class Outcome:
     success: bool = False
     output_tokens: int = 0
     start_s: float = 0.0
-    queue_s: float = 0.0  # waited on this side for --max-concurrency
     ttft_s: float = 0.0
     latency_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)  # every gap between two chunks
@@ -33,23 +32,32 @@ class Outcome:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how to ask. `fields` are JSON fields of every request."""
+    """The route and model under load. `fields` are further JSON fields of every request."""
 
     url: str
     chat: bool
     model: str
     fields: Mapping[str, Any]
-    headers: Mapping[str, str]
-    request_id_prefix: str
+
+    def body(self, sample: Sample) -> dict[str, Any]:
+        """Returns the JSON body of a sample's streamed request."""
+        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        if self.chat:
+            body["messages"] = [{"role": "user", "content": sample.prompt}]
+        else:
+            body["prompt"] = sample.prompt
+        if sample.output_len is not None:
+            body["max_completion_tokens" if self.chat else "max_tokens"] = sample.output_len
+        return {**body, **self.fields}
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Seconds after the start at which each request is sent. rate inf: all at once.
+    """Returns the seconds after the start at which each request is sent. rate inf: all at once.
 
     Gaps are gamma distributed with mean 1/rate and shape `burstiness` (1: a Poisson process; inf: even), then scaled so
-    that the last comes at count/rate: another seed moves requests about, but not the offered load.
+    that the last request comes at count/rate: the seed changes the order of gaps, not the offered load.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -65,35 +73,19 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random
     return times
 
 
-async def send(client: AsyncClient, target: Target, sample: Sample, number: int) -> Outcome:
-    """One streamed request from first byte sent to last byte received. An error is an outcome, not an exception."""
-    outcome = Outcome(sample.prompt_len)
-    headers = {**target.headers, "X-Request-Id": f"{target.request_id_prefix}{number}"}
-    outcome.start_s = time.perf_counter()
+async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
+    """Streams one request, from first byte sent to last byte received. An error is an outcome, not an exception."""
+    outcome = Outcome(sample.prompt_len, start_s=time.perf_counter())
+    kind: Any = ChatCompletionChunk if target.chat else Completion
     try:
-        response = await client.transport.open("POST", target.url, _body(target, sample), headers=headers)
-        stream: Stream[Any] = Stream(
-            response, ChatCompletionChunk if target.chat else Completion, client.transport.timeout_s
-        )
-        await _follow(stream, outcome, chat=target.chat)
+        response = await client.transport.open("POST", target.url, target.body(sample))
+        await _follow(Stream(response, kind, client.transport.timeout_s), outcome, chat=target.chat)
     except RequestError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     return outcome
 
 
-def _body(target: Target, sample: Sample) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
-    if target.chat:
-        body["messages"] = [{"role": "user", "content": sample.prompt}]
-    else:
-        body["prompt"] = sample.prompt
-    if sample.output_len is not None:
-        body["max_completion_tokens" if target.chat else "max_tokens"] = sample.output_len
-    return {**body, **target.fields, **sample.overrides}
-
-
 async def _follow(stream: Stream[Any], outcome: Outcome, *, chat: bool) -> None:
-    pieces: list[str] = []
     last_s = outcome.start_s
     async with stream:
         async for chunk in stream:
@@ -110,9 +102,8 @@ async def _follow(stream: Stream[Any], outcome: Outcome, *, chat: bool) -> None:
                 else:
                     outcome.itl_s.append(now_s - last_s)
                 last_s = now_s
-                pieces.append(text or "")
+                outcome.text += text or ""
     outcome.latency_s = last_s - outcome.start_s
-    outcome.text = "".join(pieces)
     outcome.success = outcome.ttft_s > 0.0
     if not outcome.success:
         outcome.error = "the answer had no tokens"
@@ -130,24 +121,20 @@ async def run_load(
     on_done: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Outcome], float]:
     """Sends every sample at its time; returns the outcomes in that order and the seconds until the last was done."""
-    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
 
-    async def one(number: int, sample: Sample) -> Outcome:
-        arrived_s = time.perf_counter()
-        async with AsyncExitStack() as stack:
-            if gate is not None:
-                await stack.enter_async_context(gate)
-            outcome = await send(client, target, sample, number)
-        outcome.queue_s = outcome.start_s - arrived_s
+    async def send_one(sample: Sample) -> Outcome:
+        async with gate:
+            outcome = await send(client, target, sample)
         on_done()
         return outcome
 
-    begun_s = time.perf_counter()
+    begin_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         tasks = []
-        for number, (sample, at_s) in enumerate(zip(samples, times_s, strict=True)):
-            wait_s = begun_s + at_s - time.perf_counter()
+        for sample, at_s in zip(samples, times_s, strict=True):
+            wait_s = begin_s + at_s - time.perf_counter()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
-            tasks.append(group.create_task(one(number, sample)))
-    return [task.result() for task in tasks], time.perf_counter() - begun_s
+            tasks.append(group.create_task(send_one(sample)))
+    return [task.result() for task in tasks], time.perf_counter() - begin_s

@@ -13,33 +13,34 @@ from moeserve.cli.settings import add_flags, settle
 from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moeserve import LLM
+    from moeserve import LLM, SamplingParams
 
 
 def add_llm_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds model, lengths, seed and output file, and the flags of `moeserve serve` without help."""
     parser.usage = "%(prog)s [--model MODEL] [flags] [flags of `moeserve serve`]"
     parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory (default: demo)")
     parser.add_argument("--input-len", type=int, default=32, metavar="N", help="prompt tokens [32]")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="answer tokens [128]")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts [0]")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the prompts [0]")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
     add_flags(parser, shown=False, model=False)
 
 
-def open_llm(args: argparse.Namespace) -> LLM:
-    """Raises ConfigError. Text is left out: prompts and answers are token ids."""
+def open_llm(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
+    """Returns an LLM without a tokenizer (token ids in and out) and sampling of exactly --output-len tokens."""
     for name in ("input_len", "output_len"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     config = settle(args).config
-    config = replace(config, model=replace(config.model, skip_tokenizer_init=True))
-    from moeserve import LLM
+    from moeserve import LLM, SamplingParams
 
-    return LLM(config=config)
+    llm = LLM(config=replace(config, model=replace(config.model, skip_tokenizer_init=True)))
+    return llm, SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=args.output_len)
 
 
 def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
-    """`count` prompts of `length` token ids each, over the model's whole vocabulary."""
+    """Returns `count` prompts of `length` token ids each, drawn from the model's whole vocabulary."""
     ready = llm.ready
     assert ready is not None
     rng = random.Random(seed)
@@ -47,9 +48,10 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
     return [{"prompt_token_ids": rng.choices(ids, k=length)} for _ in range(count)]
 
 
-def report(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """The result as JSON on stdout, and in --output-json."""
-    text = json.dumps(result, indent=2)
+def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
+    """Prints the result and the lengths as JSON, writes them to --output-json too, and returns exit code 0."""
+    text = json.dumps({**result, "input_len": args.input_len, "output_len": args.output_len}, indent=2)
     print(text)
     if args.output_json is not None:
         args.output_json.write_text(text + "\n", "utf-8")
+    return 0

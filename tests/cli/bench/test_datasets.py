@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from moeserve.cli.bench.datasets import Sample, build_samples
-from moeserve.cli.bench.tokens import LocalTokens, NumberTokens
+from moeserve.cli.bench.datasets import Sample, Tokens, build_samples
 from moeserve.cli.main import build_parser
 from moeserve.errors import ConfigError
 
 
-class WordTokens(NumberTokens):
+class WordTokens(Tokens):
     """A word is a token; its id is its length."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
 
     async def encode(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
@@ -55,18 +57,6 @@ async def test_chat_gets_text() -> None:
     assert all(isinstance(s.prompt, str) for s in samples)
 
 
-async def test_prefixes_repeat() -> None:
-    argv = ["--dataset-name", "prefix_repetition", "--num-prompts", "10", "--prefix-repetition-num-prefixes", "3"]
-    argv += ["--prefix-repetition-prefix-len", "6", "--prefix-repetition-suffix-len", "4"]
-    samples = await build(*argv)
-    assert all(s.prompt_len == 10 and s.output_len == 128 for s in samples)
-    assert len({tuple(s.prompt[:6]) for s in samples}) == 3
-    assert len({tuple(s.prompt) for s in samples}) == 10
-    unshuffled = await build(*argv, "--disable-shuffle")
-    heads = [tuple(s.prompt[:6]) for s in unshuffled]
-    assert heads == sorted(heads, key=heads.index)
-
-
 def talk(question: int, answer: int) -> dict[str, Any]:
     return {"conversations": [{"from": "human", "value": "q " * question}, {"from": "gpt", "value": "a " * answer}]}
 
@@ -104,7 +94,6 @@ async def test_custom_lines(tmp_path: Path) -> None:
         (["--random-input-len", "0"], "must be at least 1, got 0"),
         (["--dataset-name", "sharegpt"], "needs --dataset-path"),
         (["--dataset-name", "custom", "--dataset-path", "/nowhere"], "No such file"),
-        (["--dataset-name", "prefix_repetition", "--num-prompts", "3"], "must be in 1..3"),
     ],
 )
 async def test_bad_flags_are_refused(argv: list[str], words: str) -> None:
@@ -128,22 +117,3 @@ async def test_bad_files_are_refused(tmp_path: Path, name: str, text: str, words
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         await build("--dataset-name", name, "--dataset-path", str(path))
-
-
-async def test_a_local_tokenizer(tmp_path: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    tokens = LocalTokens(tmp_path)
-    assert await tokens.encode("b c") == [1, 2]
-    assert await tokens.decode([1, 2]) == "b c"
-    assert await tokens.pool() == [0, 1, 2]
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for path, words in ((tmp_path, "--tokenizer"), (tmp_path / "none", "does not exist")):
-        with pytest.raises(ConfigError, match=words):
-            LocalTokens(path)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeserve.cli.bench.load import Outcome
-from moeserve.cli.bench.metrics import METRICS, parse_goodput, summarize, table
-from moeserve.errors import ConfigError
+from moeserve.cli.bench.metrics import METRICS, summarize, table
 
 A = Outcome(10, True, 3, start_s=100.0, ttft_s=0.1, latency_s=0.5, itl_s=[0.1, 0.3], text="abc")
 B = Outcome(20, True, 1, start_s=100.2, ttft_s=0.3, latency_s=0.3, text="x")
@@ -15,13 +14,12 @@ D = Outcome(5, True, 2, start_s=101.0, ttft_s=0.2, latency_s=0.25, itl_s=[0.05],
 
 
 def test_every_number_by_hand() -> None:
-    got = summarize([A, B, C, D], 2.0, metrics=list(METRICS), percentiles=[50, 99.9], goodput_ms={"ttft": 200})
+    got = summarize([A, B, C, D], 2.0, metrics=list(METRICS), percentiles=[50, 99.9])
     assert (got["completed"], got["failed"]) == (3, 1)
     assert (got["total_input_tokens"], got["total_output_tokens"]) == (35, 6)
     assert got["request_throughput"] == 1.5
     assert got["output_throughput"] == 3.0
     assert got["total_token_throughput"] == 20.5
-    assert got["request_goodput"] == 1.0  # A and D
     assert got["output_lens"] == [3, 1, 0, 2]
     assert got["errors"] == ["", "", "Overloaded: full", ""]
     assert got["mean_ttft_ms"] == pytest.approx(200)
@@ -32,38 +30,17 @@ def test_every_number_by_hand() -> None:
     assert got["p50_itl_ms"] == pytest.approx(100)
     assert got["mean_e2el_ms"] == pytest.approx(350)
     assert "p99.9_e2el_ms" in got
-    assert got["max_concurrent_requests"] == 2  # A and B overlap, D comes later
-    assert got["max_output_tokens_per_s"] == 4.0  # A's three chunks and B's one
-
-
-def test_an_end_comes_before_a_start_at_the_same_moment() -> None:
-    one = Outcome(1, True, 1, start_s=1.0, ttft_s=1.0, latency_s=1.0)
-    two = Outcome(1, True, 1, start_s=2.0, ttft_s=1.0, latency_s=1.0)
-    got = summarize([one, two], 2.0, metrics=[], percentiles=[], goodput_ms={})
-    assert got["max_concurrent_requests"] == 1
 
 
 def test_nothing_completed_is_zeros_not_a_crash() -> None:
-    got = summarize([C], 1.0, metrics=list(METRICS), percentiles=[99], goodput_ms={})
-    assert (got["completed"], got["failed"], got["request_goodput"], got["p99_ttft_ms"]) == (0, 1, None, 0.0)
+    got = summarize([C], 1.0, metrics=list(METRICS), percentiles=[99])
+    assert (got["completed"], got["failed"], got["p99_ttft_ms"]) == (0, 1, 0.0)
     assert "Failed requests" in table(got, list(METRICS))
 
 
-def test_goodput_takes_a_one_token_answer_as_tpot_0() -> None:
-    got = summarize([B], 1.0, metrics=[], percentiles=[], goodput_ms={"tpot": 1, "e2el": 300})
-    assert got["request_goodput"] == 1.0
-
-
-@pytest.mark.parametrize("pair", ["ttft", "ttft:", "ttft:fast", "itl:3", "ttft:-1", "ttft:nan"])
-def test_bad_goodput_is_refused(pair: str) -> None:
-    with pytest.raises(ConfigError, match="--goodput"):
-        parse_goodput([pair])
-
-
 def test_table_shows_what_was_asked() -> None:
-    got = summarize([A, B], 2.0, metrics=["ttft"], percentiles=[99], goodput_ms={})
+    got = summarize([A, B], 2.0, metrics=["ttft"], percentiles=[99])
     text = table(got | {"max_concurrency": 4}, ["ttft"])
     assert "P99 TTFT (ms):" in text
     assert "Maximum request concurrency:             4" in text
-    assert "goodput" not in text
     assert "TPOT" not in text

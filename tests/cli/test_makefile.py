@@ -1,0 +1,29 @@
+"""`make serve` says what it does, with pip's progress bar where there is a terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_first_start_shows_what_it_installs(terminal: bool, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    ours, theirs = os.openpty()
+    stderr = theirs if terminal else subprocess.DEVNULL
+    command = ["make", f"VENV={tmp_path}", f"{tmp_path}/.serve"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True)
+    os.close(ours)
+    os.close(theirs)
+    said, pip = done.stdout.splitlines()
+    assert said.startswith("installing moeserve and its dependencies")
+    assert pip.startswith("-m pip install")
+    assert ("-q" in pip.split()) is not terminal

@@ -1,0 +1,180 @@
+"""Every measured figure in README.md, docs/*.md and CHANGELOG.md is what its result file holds, rounded as shown.
+
+A claim is a sentence with {} for the figures, and the result file that holds them. The claim's paragraph or table row,
+or the first paragraph of the comparison, links that file. Two more things fail: a digit in README.md's
+comparison that is in no claim and no fact, and a figure with a unit anywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CHANGELOG.md"]
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+MEASURED = re.compile(rf"{NUMBER} (?:ms|µs|us|s|minutes|seconds|tok/s|GB/s|times|%|×)(?![\w-])")
+
+
+class Claim(NamedTuple):
+    """A sentence of README.md, the result file named in its paragraph, and the figures from that file's results."""
+
+    text: str
+    file: str
+    figures: Callable[[Any], Sequence[float]]
+
+
+def _step_us(found: Any) -> list[float]:
+    p50 = {result["num_running"]: result["step_us"]["p50"] for result in found["results"]}
+    return [p50[256], p50[1024]]
+
+
+def _decode_rounds(found: Any, engine: str, key: str) -> list[float]:
+    rows = [x for x in found["samples"] if (x["case"], x["engine"]) == ("decode-1", engine)]
+    return [x[key] for x in sorted(rows, key=lambda x: x["round"])]
+
+
+def _memory_rates(found: Any) -> list[float]:
+    rates = sorted(_decode_rounds(found, "moeserve", "read_gb_s"))
+    return [rates[2], rates[4], rates[0], rates[1]]
+
+
+def _beside_llamacpp(found: Any) -> list[float]:
+    ours, theirs = (_decode_rounds(found, name, "tokens_per_s") for name in ("moeserve", "llamacpp"))
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return [median(ratios), min(ratios), max(ratios)]
+
+
+def _beside_vllm(found: Any) -> list[float]:
+    by = {(x["engine"], x["streams"]): x for x in found["samples"]}
+    assert len(by) == len(found["samples"])  # one round
+    keys = ("output_throughput", "p99_ttft_ms")
+    return [by["moeserve", n][key] / by["vllm", n][key] for key in keys for n in (16, 64)]
+
+
+def _quantized(found: Any) -> list[float]:
+    speeds = next(case for case in found["cases"] if case["case"] == "decode-1")["tokens_per_s"]
+    return [speeds["moeserve-int8"] / speeds["moeserve"], speeds["moeserve-int4"] / speeds["moeserve"]]
+
+
+CLAIMS = [
+    Claim(
+        "{} s from a new server to its first answer instead of {}",
+        "startup-hf",
+        lambda r: [r["packed_cache_first_token_s"]["median"], r["first_token_s"]["median"]],
+    ),
+    Claim("fast in three of the five rounds ({} to {} GB/s) and slow in two ({} to {})", "peers", _memory_rates),
+    Claim("about even, {} times at the median and {} to {} by the round", "peers", _beside_llamacpp),
+    Claim(
+        "to its first answer: {} s (llama.cpp {}, which maps the file; vLLM {}; transformers {})",
+        "peers",
+        lambda r: [r["start_s"][name] for name in ("moeserve", "llamacpp", "vllm", "transformers")],
+    ),
+    Claim("{} s with `packed_cache`", "startup-hf", lambda r: [r["packed_cache_first_token_s"]["median"]]),
+    Claim("decodes a single request {} times as fast as bf16, `int4` {} times", "quantized", _quantized),
+    Claim(
+        "{} and {} times the output tokens per second of vLLM, {} and {} times its p99 time",
+        "serve-peers",
+        _beside_vllm,
+    ),
+    Claim("| {} µs / {} µs |", "step", _step_us),
+    Claim("| {} s; {} s |", "startup-demo", lambda r: [r["ready_s"]["median"], r["listening_s"]["median"]]),
+    Claim("on one core | {} |", "streaming", lambda r: [r["events_per_s"]["median"]]),
+    Claim("| {} % of a core |", "idle", lambda r: [100 * r["core_share_total"]["median"]]),
+]
+FACTS = (  # digits of the comparison that name a case or a format
+    "1.29 billion parameters (0.38 active)", "Zen 5", "Qwen3-MoE", "bf16", "`--quantization int8`", "`int4`", "p99",
+    "16 and 64 streams", "256 / 1,024 running requests", "64 streams", "AVX2", "AVX-512",
+)  # fmt: skip
+NOT_FROM_A_FILE = {  # figures with a unit elsewhere, and why no result file has them
+    "12 to 21 minutes on two cores": "the test suite's own time: pytest prints it",
+    "within 5 s:": "a limit, which tests/integration/test_machines.py checks",
+    "silence after 5 s": "a limit, which tests/integration/test_machines.py checks",
+}
+
+
+def _blocks(page: Path) -> list[str]:
+    """Returns paragraphs and table rows, each on one line, without code blocks."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    blocks = re.split(r"\n\s*\n|\n(?=\|)", text)
+    return [" ".join(block.split()) for block in blocks]
+
+
+def _pattern(claim: Claim) -> re.Pattern[str]:
+    return re.compile(re.escape(claim.text).replace(r"\{\}", f"({NUMBER})"))
+
+
+def _rounded_alike(shown: str, value: float) -> bool:
+    plain = shown.replace(",", "")
+    if "." in plain:
+        half_unit = 0.5 * 10 ** -len(plain.partition(".")[2])
+    else:  # trailing zeros of a whole number are not significant
+        half_unit = 0.5 * 10 ** (len(plain) - len(plain.rstrip("0")))
+    return abs(float(plain) - value) <= half_unit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text)
+def test_a_figure_is_what_its_file_holds(claim: Claim) -> None:
+    ((block, match),) = [(b, m) for b in _blocks(ROOT / "README.md") for m in [_pattern(claim).search(b)] if m]
+    near = block if block.startswith("|") or block not in _comparison() else " ".join([*_comparison()[:1], block])
+    (file,) = set(re.findall(rf"\((benchmarks/results/{claim.file}_[\w-]+\.json)\)", near))
+    figures = claim.figures(json.loads((ROOT / file).read_text("utf-8"))["results"])
+    shown = match.groups()
+    assert len(shown) == len(figures)
+    wrong = [f"{text} is {value:g} in {file}" for text, value in zip(shown, figures, strict=True)
+             if not _rounded_alike(text, value)]  # fmt: skip
+    assert wrong == []
+
+
+def _comparison() -> list[str]:
+    blocks = _blocks(ROOT / "README.md")
+    begin = blocks.index("## How it compares")
+    end = next(i for i in range(begin + 1, len(blocks)) if blocks[i].startswith("## "))
+    return blocks[begin + 1 : end]
+
+
+def _unknown(block: str, facts: Sequence[str]) -> str:
+    for claim in CLAIMS:
+        block = _pattern(claim).sub("", block)
+    for fact in sorted(facts, key=len, reverse=True):
+        block = block.replace(fact, "")
+    return re.sub(r"\]\([^)]*\)", "]", block)  # addresses of links
+
+
+def test_no_digit_of_the_comparison_is_unknown() -> None:
+    unknown = {block: digits for block in _comparison() if (digits := re.findall(NUMBER, _unknown(block, FACTS)))}
+    assert unknown == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_figure_with_a_unit_is_unknown(page: Path) -> None:
+    known = [*NOT_FROM_A_FILE, *FACTS]
+    assert {b: found for b in _blocks(page) if (found := MEASURED.findall(_unknown(b, known)))} == {}
+
+
+def test_links_to_results_lead_to_files() -> None:
+    pages = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
+    links = {
+        link for page in pages for link in re.findall(r"\((?:benchmarks/)?(results/[^)]*)\)", page.read_text("utf-8"))
+    }
+    assert [link for link in links if not (ROOT / "benchmarks" / link).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "value", "alike"),
+    [
+        ("1.9", 1.861, True),
+        ("1.9", 1.84, False),
+        ("582", 581.7, True),
+        ("24,800", 24_772, True),
+        ("24,800", 24_700, False),
+    ],
+)
+def test_figures_are_compared_as_they_are_rounded(shown: str, value: float, alike: bool) -> None:
+    assert _rounded_alike(shown, value) is alike
