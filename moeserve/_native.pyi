@@ -201,7 +201,7 @@ class Channel:
         self,
         index: int,
         ranks: Sequence[int],
-        lane: int,
+        ubatch: int,
         sockets: Sequence[int],
         own: Region,
         regions: Sequence[int],
@@ -210,7 +210,7 @@ class Channel:
 
 class Shape:
     def __init__(
-        self, *, slots_per_rank: int, max_tokens: int, top_k: int, x_row_bytes: int, y_row_bytes: int
+        self, *, experts_per_rank: int, max_tokens: int, top_k: int, x_row_bytes: int, y_row_bytes: int
     ) -> None: ...
 
 class Exchange:

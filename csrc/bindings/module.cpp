@@ -60,10 +60,10 @@ void bind_shm(py::module_& m) {
         });
     py::class_<Channel, std::shared_ptr<Channel>>(m, "Channel")
         .def(py::init<int, std::vector<int>, int, std::vector<int>, std::shared_ptr<Region>, std::vector<int>>(),
-             py::arg("index"), py::arg("ranks"), py::arg("lane"), py::arg("sockets"), py::arg("own"), py::arg("regions"))
+             py::arg("index"), py::arg("ranks"), py::arg("ubatch"), py::arg("sockets"), py::arg("own"), py::arg("regions"))
         .def("leave", &Channel::leave);
     py::class_<Shape>(m, "Shape")
-        .def(py::init<size_t, size_t, size_t, size_t, size_t>(), py::kw_only(), py::arg("slots_per_rank"),
+        .def(py::init<size_t, size_t, size_t, size_t, size_t>(), py::kw_only(), py::arg("experts_per_rank"),
              py::arg("max_tokens"), py::arg("top_k"), py::arg("x_row_bytes"), py::arg("y_row_bytes"));
     py::class_<Exchange>(m, "Exchange")
         .def(py::init<std::shared_ptr<Channel>, Shape>(), py::arg("channel"), py::arg("shape"))

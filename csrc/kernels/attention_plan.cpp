@@ -13,7 +13,7 @@ constexpr int64_t kPartials = 16ll << 20;  // floats: beyond this, blocks stay w
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Memory that a calling thread keeps: two lanes may call at once.
+/// Memory that a calling thread keeps: two micro-batches may call at once.
 float* kept_memory(size_t floats) {
     struct Free {
         void operator()(float* p) const { ::operator delete(p, std::align_val_t{64}); }

@@ -1,7 +1,7 @@
 // The innermost tile of matrix products: a few rows against a few blocks of 16 columns of packed weights.
 //
 // An output is one chain of fused multiply-adds over the inputs in ascending order, from zero, whatever the tile: a row's
-// bits depend neither on its company nor on how columns are dealt out. (Weights in groups: one such chain per group,
+// bits depend neither on its company nor on how columns are shared out. (Weights in groups: one such chain per group,
 // times its scale added in order.)
 #pragma once
 

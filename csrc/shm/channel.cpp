@@ -49,9 +49,9 @@ int64_t now_ns() {
     return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
-Channel::Channel(int index, std::vector<int> ranks, int lane, const std::vector<int>& sockets,
+Channel::Channel(int index, std::vector<int> ranks, int ubatch, const std::vector<int>& sockets,
                  std::shared_ptr<Region> own, const std::vector<int>& regions)
-    : index_(index), ranks_(std::move(ranks)), lane_(lane), peers_(ranks_.size()), regions_(ranks_.size()),
+    : index_(index), ranks_(std::move(ranks)), ubatch_(ubatch), peers_(ranks_.size()), regions_(ranks_.size()),
       look_ns_(look_ns(ranks_.size())) {
     int member = 0;
     try {
@@ -147,7 +147,7 @@ void Channel::check(int member, uint64_t number) const {
 }
 
 void Channel::diverged(int member, const std::string& theirs, const std::string& ours) const {
-    throw Lost("ranks diverged on lane " + std::to_string(lane_) + ": rank " + std::to_string(ranks_[member]) + " did " +
+    throw Lost("ranks diverged on micro-batch " + std::to_string(ubatch_) + ": rank " + std::to_string(ranks_[member]) + " did " +
                    theirs + " where rank " + std::to_string(ranks_[index_]) + " did " + ours,
                {});
 }

@@ -22,13 +22,13 @@ struct Lost : std::runtime_error {
 
 int64_t now_ns();  // CLOCK_MONOTONIC, the same for all processes of a host
 
-/// One lane's connections. Every member rings the same calls in the same order; a rank that rings another one is told
+/// One micro-batch's connections. Every member rings the same calls in the same order; a rank that rings another one is told
 /// apart at the first wait. Used by one thread at a time, except `leave`.
 class Channel {
 public:
     /// ranks: the members' names in messages, by index. sockets[i], regions[i]: the connection to member i and the memory
     /// that it sent, taken over; ignored at `index`, which is this rank.
-    Channel(int index, std::vector<int> ranks, int lane, const std::vector<int>& sockets,
+    Channel(int index, std::vector<int> ranks, int ubatch, const std::vector<int>& sockets,
             std::shared_ptr<Region> own, const std::vector<int>& regions);
     ~Channel();
     Channel(const Channel&) = delete;
@@ -86,7 +86,7 @@ private:
 
     const int index_;
     const std::vector<int> ranks_;
-    const int lane_;
+    const int ubatch_;
     std::vector<Peer> peers_;
     std::vector<std::shared_ptr<Region>> regions_;
     const int64_t look_ns_;  // how long to look before going to sleep

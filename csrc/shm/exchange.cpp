@@ -24,7 +24,7 @@ struct Places {
 };
 
 Places places(size_t num_ranks, const Shape& shape) {
-    const size_t slots = num_ranks * shape.slots_per_rank, pairs = shape.max_tokens * shape.top_k;
+    const size_t slots = num_ranks * shape.experts_per_rank, pairs = shape.max_tokens * shape.top_k;
     Places at{};
     at.first = 64;
     at.tokens = at.first + aligned((slots + 1) * 4, 64);
@@ -38,7 +38,7 @@ Places places(size_t num_ranks, const Shape& shape) {
 }  // namespace
 
 /// first[g]: how many of the rank's pairs go to global slots before g. tokens[j]: token of the pair at sorted place j.
-/// start[r * slots_per_rank + s]: row of this rank's y where source r's rows for local slot s begin.
+/// start[r * experts_per_rank + s]: row of this rank's y where source r's rows for local slot s begin.
 struct Exchange::View {
     Head* head;
     uint32_t *first, *tokens, *start;
@@ -74,7 +74,7 @@ Exchange::Turn& Exchange::expect(int turn, Stage stage, const char* what) {
 size_t Exchange::y_capacity() const { return channel_->size() * shape_.max_tokens * shape_.top_k; }
 
 int Exchange::dispatch(const int32_t* ids, size_t tokens, size_t top_k, const void* x) {
-    const uint32_t num_slots = static_cast<uint32_t>(channel_->size() * shape_.slots_per_rank);
+    const uint32_t num_slots = static_cast<uint32_t>(channel_->size() * shape_.experts_per_rank);
     if (tokens > shape_.max_tokens || top_k > shape_.top_k) {
         throw std::length_error("a dispatch of " + std::to_string(tokens) + " tokens x " + std::to_string(top_k) +
                                 " experts; agreed were at most " + std::to_string(shape_.max_tokens) + " x " +
@@ -82,7 +82,7 @@ int Exchange::dispatch(const int32_t* ids, size_t tokens, size_t top_k, const vo
     }
     check_ids(ids, tokens * top_k, num_slots);
     const auto free = std::find_if(turns_.begin(), turns_.end(), [](const Turn& t) { return t.stage == Stage::free; });
-    if (free == turns_.end()) throw std::logic_error("two dispatches of this lane are in flight; combine one first");
+    if (free == turns_.end()) throw std::logic_error("two dispatches of this micro-batch are in flight; combine one first");
     const int turn = static_cast<int>(free - turns_.begin());
     const View own = view(channel_->index(), turn);
 
@@ -106,7 +106,7 @@ size_t Exchange::await_rows(int turn, double timeout_s, int64_t* counts, int64_t
     mine.stage = Stage::broken;  // until all went well
     channel_->wait(mine.call, timeout_s);
     const int num_ranks = channel_->size();
-    const size_t slots = shape_.slots_per_rank, begin = channel_->index() * slots;
+    const size_t slots = shape_.experts_per_rank, begin = channel_->index() * slots;
     const View own = view(channel_->index(), turn);
     mine.arrived_ns = 0;
     for (int source = 0; source < num_ranks; ++source) {
@@ -134,7 +134,7 @@ size_t Exchange::await_rows(int turn, double timeout_s, int64_t* counts, int64_t
 }
 
 void Exchange::take_rows(int turn, void* out) const {
-    const size_t slots = shape_.slots_per_rank, begin = channel_->index() * slots;
+    const size_t slots = shape_.experts_per_rank, begin = channel_->index() * slots;
     std::byte* to = static_cast<std::byte*>(out);
     for (size_t slot = begin; slot < begin + slots; ++slot) {
         for (int source = 0; source < channel_->size(); ++source) {
@@ -162,7 +162,7 @@ void Exchange::await_sums(int turn, double timeout_s, const float* weights, Elem
         if (source == channel_->index()) continue;
         mine.arrived_ns = std::max(mine.arrived_ns, view(source, turn).head->combined_ns);
     }
-    if (view(channel_->index(), turn).first[channel_->size() * shape_.slots_per_rank] == 0) {
+    if (view(channel_->index(), turn).first[channel_->size() * shape_.experts_per_rank] == 0) {
         std::fill_n(static_cast<std::byte*>(out), mine.tokens * shape_.y_row_bytes, std::byte{0});
     } else {
         find_rows(turn, rows_);
@@ -174,7 +174,7 @@ void Exchange::await_sums(int turn, double timeout_s, const float* weights, Elem
 void Exchange::find_rows(int turn, std::vector<const void*>& rows) const {
     const Turn& mine = turns_[turn];
     const View own = view(channel_->index(), turn);
-    const size_t slots = shape_.slots_per_rank;
+    const size_t slots = shape_.experts_per_rank;
     rows.assign(mine.tokens * mine.top_k, zeros_.data());
     for (int owner = 0; owner < channel_->size(); ++owner) {
         const View from = view(owner, turn);

@@ -1,5 +1,5 @@
 #pragma once
-// Dispatch and combine of one lane over shared memory; docs/decisions/0007 says why rows are pulled.
+// Dispatch and combine of one micro-batch over shared memory; docs/decisions/0007 says why rows are pulled.
 #include <array>
 #include <memory>
 #include <vector>
@@ -11,7 +11,7 @@ namespace moeserve {
 
 /// What all members agreed on when they met. Row sizes in bytes: x as dispatched, y as the experts write it.
 struct Shape {
-    size_t slots_per_rank, max_tokens, top_k, x_row_bytes, y_row_bytes;
+    size_t experts_per_rank, max_tokens, top_k, x_row_bytes, y_row_bytes;
 };
 
 /// Each rank's region holds two turns. A turn belongs to one dispatch until its combine was waited for, and holds the
@@ -41,7 +41,7 @@ public:
     /// Where in the own region the experts' results for this turn go, in the same order.
     size_t y_offset(int turn) const { return Channel::kHead + turn * turn_bytes_ + y_at_; }
     size_t y_capacity() const;
-    size_t slots() const { return shape_.slots_per_rank; }
+    size_t slots() const { return shape_.experts_per_rank; }
 
     /// Says that y is written.
     void combine(int turn);

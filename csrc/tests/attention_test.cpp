@@ -225,11 +225,11 @@ void borders() {
 }
 
 /// Two threads attend at once: to the same cache, on the same workers.
-void lanes() {
+void ubatches() {
     const Step<Bf16> step({4, 2, 16, 16, kEverything}, {{1100, 1}, {90, 90}, {2100, 1}}, 1);
     const Exact<float> expected = step.reference(true);
     std::vector<std::thread> threads;
-    for (int lane = 0; lane < 2; ++lane) {
+    for (int ubatch = 0; ubatch < 2; ++ubatch) {
         threads.emplace_back([&] {
             for (int i = 0; i < 4; ++i) CHECK(step.run(true, static_cast<size_t>(i)) == expected);
         });
@@ -246,7 +246,7 @@ int main(int argc, char**) {
             widths_and_windows();
             borders();
         }
-        lanes();
+        ubatches();
     }
     std::puts("ok");
 }

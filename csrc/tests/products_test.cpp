@@ -98,7 +98,7 @@ ProductArgs arguments(const Packing& packing, size_t num_blocks) {
     return args;
 }
 
-/// Runs a product, its tasks dealt out as bindings/products.cpp does.
+/// Runs a product, its tasks shared out as bindings/products.cpp does.
 void run(ProductArgs args, const std::vector<Part>& parts) {
     args.parts = parts.data();
     for (const Part& part : parts) args.most_rows = std::max(args.most_rows, part.count);
@@ -202,12 +202,12 @@ void every_format(size_t offset) {
 }
 
 /// Two threads multiply at once on the same workers, whose scratch memory both products use.
-void lanes() {
+void ubatches() {
     std::vector<std::thread> threads;
-    for (size_t lane = 0; lane < 2; ++lane) {
-        threads.emplace_back([lane] {
-            const Packing packing{Type::bf16, 40 + 20 * lane, 150};
-            const Matrix matrix(packing, lane);
+    for (size_t ubatch = 0; ubatch < 2; ++ubatch) {
+        threads.emplace_back([ubatch] {
+            const Packing packing{Type::bf16, 40 + 20 * ubatch, 150};
+            const Matrix matrix(packing, ubatch);
             const size_t rows = 30, depth = packing.depth;
             const auto x = random<float>(rows * depth);
             Exact<float> expected(rows * packing.columns);
@@ -234,7 +234,7 @@ int main(int argc, char**) {
     for (size_t workers : {1, 2, 3}) {
         set_pool(std::make_shared<Pool>(std::vector<int>(workers, -1)));
         if (argc == 1 && workers < 3) every_format(workers - 1);  // with an argument: what threads share, and no more
-        lanes();
+        ubatches();
     }
     std::puts("ok");
 }

@@ -1,9 +1,9 @@
-"""Two ranks on one card: experts dealt out, with dual-batch overlap and without, must give one rank's tokens.
+"""Two ranks on one card: experts sharded, with dual-batch overlap and without, must give one rank's tokens.
 
     python -m tools.gpu.ranks RESULT.json [--smoke]
 
-The built-in model, since random weights would be dealt out before they are thrown. --smoke: CPU ranks over shared
-memory. A process of its own for each way, so that nothing of one is left for the next.
+The built-in model: each rank draws dummy weights for its own share, so two ranks would not have those of one. --smoke: CPU
+ranks over shared memory. A process of its own for each way, so that nothing of one is left for the next.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ShmAll2All:
         self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
         row_bytes = self._hidden * self._dtype.itemsize
         facts = {
-            "slots_per_rank": experts_per_rank,
+            "experts_per_rank": experts_per_rank,
             "max_tokens": self.caps.max_tokens,
             "top_k": self._top_k,
             "x_row_bytes": row_bytes if self._wire is None else self._wire.row_bytes(self._hidden),
