@@ -38,17 +38,17 @@ class StepArrays:
     def empty(cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device) -> StepArrays:
         """Uninitialised arrays of these sizes."""
 
-        def array(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        def _array(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         return cls(
-            array(tokens),
-            array(tokens),
-            array(groups, tokens),
-            array(groups, rows, blocks, dtype=torch.int32),
-            array(samples),
-            array(rows + 1, dtype=torch.int32),
-            array(rows, dtype=torch.int32),
+            _array(tokens),
+            _array(tokens),
+            _array(groups, tokens),
+            _array(groups, rows, blocks, dtype=torch.int32),
+            _array(samples),
+            _array(rows + 1, dtype=torch.int32),
+            _array(rows, dtype=torch.int32),
         )
 
 

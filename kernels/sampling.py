@@ -143,15 +143,15 @@ def sample(
     assert logits_SV.stride(1) == 1, logits_SV.stride()
     device = logits_SV.device
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    tokens_S, status_S = new(num_rows, dtype=torch.int32), new(num_rows, dtype=torch.uint8)
+    tokens_S, status_S = _new(num_rows, dtype=torch.int32), _new(num_rows, dtype=torch.uint8)
     if not num_rows:
         return tokens_S, status_S
     num_tiles, num_parts = triton.cdiv(width, TILE), triton.cdiv(width, RACED)
-    tile_peaks_SB, ids_SB = new(num_rows, num_tiles), new(num_rows, num_tiles, dtype=torch.int32)
-    peaks_S, farthest_S, near_S = new(num_rows), new(num_rows), new(num_rows)
+    tile_peaks_SB, ids_SB = _new(num_rows, num_tiles), _new(num_rows, num_tiles, dtype=torch.int32)
+    peaks_S, farthest_S, near_S = _new(num_rows), _new(num_rows), _new(num_rows)
     tile_peaks_kernel[(num_rows, triton.cdiv(num_tiles, TILES))](
         logits_SV, tile_peaks_SB, ids_SB, logits_SV.stride(0), width, num_tiles, TILE=TILE, TILES=TILES, num_warps=4
     )
@@ -163,7 +163,7 @@ def sample(
     if draws and cuts:
         cut(logits_SV, peaks_S, rows.temperature_S, rows.top_k_S, rows.top_p_S, near_S, farthest_S)
     if draws:
-        times_SP, ids_SP = new(num_rows, num_parts), new(num_rows, num_parts, dtype=torch.int32)
+        times_SP, ids_SP = _new(num_rows, num_parts), _new(num_rows, num_parts, dtype=torch.int32)
         race_kernel[(num_rows, num_parts)](
             logits_SV, peaks_S, rows.temperature_S, farthest_S, rows.low_S, rows.high_S, times_SP, ids_SP,
             logits_SV.stride(0), width, num_parts, HOPELESS=HOPELESS, BLOCK=RACED, num_warps=4,

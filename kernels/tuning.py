@@ -78,6 +78,7 @@ def search(job: Job, timer: Timer) -> Found:
     wrong: list[Config] = []
 
     def measured(config: Config) -> float:
+        """Returns the configuration's time; infinity where it cannot run or gives other bits."""
         key = tuple(config[name] for name in job.choices)
         if key not in times:
             times[key] = math.inf
@@ -108,11 +109,11 @@ def grouped_jobs(
         x = random(tokens, dim, dtype=dtype, device=device)
         ids = torch.rand(tokens, experts, device=device).topk(top_k).indices.int()
 
-        def run(config: Config, x: Tensor = x, ids: Tensor = ids) -> Tensor:
+        def _run(config: Config, x: Tensor = x, ids: Tensor = ids) -> Tensor:
             return products.run(x, align(ids, experts, config["block_m"]), config, top_k)
 
         size = tokens * top_k
-        yield Job(products.family, products.shape, size, products.default(size), products.choices, run)
+        yield Job(products.family, products.shape, size, products.default(size), products.choices, _run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,30 +131,30 @@ def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch
     w13, w2 = (random(experts, *size, dtype=dtype, device=device) for size in ((2 * width, dim), (dim, width)))
     about, name = (experts, width, dim, dtype), facts_of(device).name
 
-    def run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
+    def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
 
     default = partial(_default, grouped_gemm.launch_of, *about, name)
-    return _Products("grouped_gemm", grouped_gemm.shape_of(*about), GROUPED, default, run)
+    return _Products("grouped_gemm", grouped_gemm.shape_of(*about), GROUPED, default, _run)
 
 
 def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
-    def weights(rows: int, columns: int) -> grouped_fp8.Scaled:
+    def _weights(rows: int, columns: int) -> grouped_fp8.Scaled:
         values = random(experts, rows, columns, dtype=dtype, device=device).to(E4M3)
         return grouped_fp8.Scaled(values, torch.ones((experts, rows // BLOCK, columns // BLOCK), device=device))
 
-    w13, w2 = weights(2 * width, dim), weights(dim, width)
+    w13, w2 = _weights(2 * width, dim), _weights(dim, width)
 
-    def run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
+    def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         hidden = grouped_fp8.gate_up_fp8(grouped_fp8.Scaled(*quantise(x)), w13, to, config, top_k)
         return grouped_fp8.down_fp8(hidden, w2, to, config, x.new_zeros((len(hidden.values), dim)))
 
     default = partial(_default, grouped_fp8.launch_fp8_of, experts, width, dim, facts_of(device).name)
-    return _Products("grouped_fp8", grouped_fp8.shape_of(experts, width, dim), FP8, default, run)
+    return _Products("grouped_fp8", grouped_fp8.shape_of(experts, width, dim), FP8, default, _run)
 
 
 def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
-    def weights(rows: int, columns: int) -> narrow.Narrow:
+    def _weights(rows: int, columns: int) -> narrow.Narrow:
         values = torch.randint(0, 16, (experts, rows, columns), dtype=torch.uint8, device=device)
         group = 128 if kind == "int4" else columns
         scales = torch.full((experts, rows, -(-columns // group)), columns**-0.5 / 8, device=device)
@@ -161,15 +162,15 @@ def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, d
             return narrow.pack_int4(values, scales, None, group)
         return narrow.Narrow(group, values.view(torch.int8), scales.transpose(1, 2).contiguous())
 
-    w13, w2 = weights(2 * width, dim), weights(dim, width)
+    w13, w2 = _weights(2 * width, dim), _weights(dim, width)
 
-    def run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
+    def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         hidden = narrow.gate_up_narrow(x, w13, to, config, top_k)
         return narrow.down_narrow(hidden, w2, to, config, x.new_zeros((len(hidden), dim)))
 
     about = experts, width, dim, kind, w2.group, dtype
     default = partial(_default, narrow.launch_narrow_of, *about, facts_of(device).name)
-    return _Products("grouped_weight_only", narrow.shape_of(*about), GROUPED, default, run)
+    return _Products("grouped_weight_only", narrow.shape_of(*about), GROUPED, default, _run)
 
 
 def _default(launch: Callable[..., Config], *rest: Any) -> Config:
@@ -184,10 +185,10 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
         x = random(rows, inner, dtype=dtype, device=device)
         default = dense.launch_of(rows, width, inner, dtype, facts_of(device).name)
 
-        def run(config: Config, x: Tensor = x) -> Tensor:
+        def _run(config: Config, x: Tensor = x) -> Tensor:
             return dense.linear(x, w, config=config)
 
-        yield Job("linear", dense.shape_of(width, inner, dtype), rows, default, LINEAR, run)
+        yield Job("linear", dense.shape_of(width, inner, dtype), rows, default, LINEAR, _run)
 
 
 def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]:
@@ -207,12 +208,12 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
             continue
         seen.add(block_m)
 
-        def run(config: Config, q: Tensor = q, plan: paged_attention.AttentionMetadata = plan) -> Tensor:
+        def _run(config: Config, q: Tensor = q, plan: paged_attention.AttentionMetadata = plan) -> Tensor:
             return paged_attention.attention(q, k, v, plan, config=config)
 
         default = paged_attention.launch_of(shape, k.dtype, block_m, facts_of(device).name)
         name = paged_attention.shape_of(shape, k.dtype)
-        yield Job("paged_attention", name, block_m, default, ATTENTION, run)
+        yield Job("paged_attention", name, block_m, default, ATTENTION, _run)
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

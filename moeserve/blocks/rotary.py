@@ -44,6 +44,7 @@ def _yarn(freqs: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
     """Dimensions that turn often within the original context are kept, slow ones interpolated, a ramp between."""
 
     def dimension(turns: float) -> float:
+        """Returns the dimension that turns this often within the original context."""
         return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low = max(math.floor(dimension(rope.beta_fast)), 0)

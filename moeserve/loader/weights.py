@@ -207,6 +207,7 @@ class Reader:
     @torch.inference_mode()
     def _carry_out_stored(self, piece: Piece, param: Quantised, limit: int | None) -> int:
         def read(tensor: TensorInfo, take: Index) -> Tensor:
+            """Returns a part of a stored tensor."""
             raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
             for part in reads_of(Piece(tensor.name, tensor.shape, "", take=take), tensor, raw, limit):
                 self.carry_out(part)

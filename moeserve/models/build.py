@@ -28,7 +28,6 @@ from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.plan import MoENeeds, MoEPlan, plan_moe
 from moeserve.moe.routing import Router
-from moeserve.moe.ubatch import UBatch
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
@@ -174,10 +173,7 @@ class _Build:
         """The dense feed-forward block of a layer."""
         mlp = self.gated(name, self.spec.intermediate_size, self.tp)
 
-        def run(x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
-            return mlp(x_TD, ubatch.index)
-
-        return run
+        return lambda x_TD, num_tokens, ubatch: mlp(x_TD, ubatch.index)
 
     def experts(self, name: str) -> FeedForward:
         """The MoE block of a layer."""

@@ -66,6 +66,7 @@ def plain_packer(pad: int) -> PackLinear:
     """Linear layers by torch, rows padded to a multiple of `pad`."""
 
     def pack(weight: Tensor, bias: Tensor | None) -> Linear:
+        """Returns a linear layer that owns its weight."""
         if weight.untyped_storage().nbytes() > weight.nbytes:
             weight = weight.clone()  # a part of a larger tensor would keep all of it in memory
         return PlainLinear(weight, bias, pad=pad)

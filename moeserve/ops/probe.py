@@ -83,6 +83,7 @@ def probe_attention(dtype: torch.dtype) -> None:
     blocks = torch.arange(tokens // size)[None]
 
     def run(start: int, end: int) -> Tensor:
+        """Attends with the queries of tokens start .. end - 1 to all keys up to theirs."""
         plan = plan_attention(
             blocks, size, None, np.array([start], np.int32), np.array([0, end - start], np.int32), heads, kv_heads, d
         )

@@ -107,6 +107,7 @@ def planner(dtype: torch.dtype, exact: bool) -> PlanAttention:
     def plan_attention(
         group: GroupInputs, step: StepInputs, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> AttentionMetadata:
+        """See `PlanAttention`."""
         starts_R, offsets_R1 = step.rows_on_device
         counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
         bounds = Bounds(

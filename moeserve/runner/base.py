@@ -67,7 +67,7 @@ ONE = World()
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """What a device is. name: for log messages. memory: measures anew at each call. own: the device serves nobody but
+    """A device and its memory. name: for log messages. memory: measures anew at each call. own: the device serves only
     the ranks of this launch, `sharers` of them."""
 
     name: str
@@ -278,7 +278,7 @@ class ModelRunnerBase(ABC):
 
     @property
     def inflow(self) -> Inflow | None:
-        """What other ranks may send to this one, once the model is loaded; None if experts are not sharded."""
+        """The most that other ranks may send to this one, once the model is loaded; None if experts are not sharded."""
         if not self.shards_experts:
             return None
         assert self.placement is not None
@@ -383,6 +383,7 @@ class ModelRunnerBase(ABC):
         wait = self._fetch(outputs.tensors())
 
         def collect() -> StepResult:
+            """Waits for the step's results and returns them."""
             fetched, elapsed_us = wait(), self._elapsed_us(start, end)
             self.peers.check()  # raises PeerLost if a rank was lost meanwhile
             return to_result(outputs, fetched, elapsed_us)

@@ -20,7 +20,7 @@ CONNECT_S = 60.0  # limit on connecting; a machine that starts many processes at
 
 
 class WorkerBirth(msgspec.Struct, frozen=True):
-    """What a worker reads from its stdin. address: the Unix socket on which its leader listens."""
+    """The first message, which a worker reads from stdin. address: the Unix socket on which its leader listens."""
 
     address: str
     token: str
@@ -81,14 +81,14 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
-    """How far the start is: a phase in a human's words, and percent of the whole."""
+    """Progress of the start: the name of a phase for people, and percent of the whole."""
 
     name: str
     percent: int
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """How far the pending placement is prepared."""
+    """Progress of the pending placement; see `ExpertStore.placed`."""
 
     placed: int
 

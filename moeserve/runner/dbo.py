@@ -29,6 +29,7 @@ class _Average:
     count: int = 0
 
     def add(self, sample: float) -> None:
+        """Adds a sample. Recent samples count more, once there are enough."""
         self.count += 1
         self.value += max(WEIGHT, 1 / self.count) * (sample - self.value)
 
@@ -44,6 +45,7 @@ class _Bucket:
 
     @property
     def two_pay(self) -> bool:
+        """Whether two micro-batches save enough of a step's time."""
         return self.two.count > 0 and self.two.value < (1 - WORTH) * self.one.value
 
     @property

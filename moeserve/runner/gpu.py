@@ -150,6 +150,7 @@ class GPUModelRunner(ModelRunnerBase):
             copied.record()
 
         def wait() -> Sequence[Tensor]:
+            """Returns the copies on the host, once they are complete."""
             copied.synchronize()
             return on_host
 

@@ -32,7 +32,7 @@ Forward = Callable[[StepInputs, Agreed | None], Tensor]
 
 
 class Mode(enum.Enum):
-    """What a recording leaves out: nothing, or attention."""
+    """The extent of a recording: the whole forward pass, or all of the pass but attention."""
 
     PIECEWISE = "piecewise"
     FULL = "full"
@@ -152,6 +152,7 @@ class GraphManager:
         pieces = descriptor.mode is Mode.PIECEWISE
 
         def work(pause: Pause) -> Sequence[Tensor]:
+            """Computes the step that is recorded, and returns the tensors that a replay rewrites."""
             inputs = replace(step, cut=partial(self._cut, pause)) if pieces else step
             hidden_TD = self._forward(inputs, agreed)
             load = self._ubatch.take_load()
@@ -172,6 +173,7 @@ class GraphManager:
         q.copy_(q_THd)
 
         def aside() -> None:
+            """Plans attention once per step, and attends."""
             if plan not in self._plans:
                 self._plans[plan] = plan(self._now)
             attend(q, self._plans[plan], out)

@@ -52,6 +52,7 @@ class GroupedRunner(ThreadedRunner):
 
     @on_placed.setter
     def on_placed(self, hear: Callable[[Placed], None] | None) -> None:
+        """Sets the listener."""
         self.model.on_placed = hear
 
     def prepare_model(self, progress: Progress) -> Limits:
@@ -81,7 +82,7 @@ class GroupedRunner(ThreadedRunner):
 
     @property
     def placed(self) -> int:
-        """How far all ranks of the engine have prepared the pending placement."""
+        """The progress of the engine's slowest rank with the pending placement."""
         own = self.model.peers.placed
         return own if self.team is None else min(own, self.team.placed)
 
@@ -164,6 +165,7 @@ class GroupedRunner(ThreadedRunner):
         collect = super()._begin(plan)
 
         def wait() -> StepResult:
+            """Returns this rank's result. Raises EngineDied if another rank's differs."""
             result = collect()
             done = all_done(asked)
             mine = checksum(result)

@@ -101,6 +101,7 @@ def load_model(
         ops, params_of = ops.packing_into(cache.room), partial(CachedParams, cache)
 
     def read(done: int, total: int) -> None:
+        """Reports each new percent of the bytes that were read."""
         nonlocal last
         percent = READ_FROM + (READ_TO - READ_FROM) * done // max(1, total)
         if percent > last:

@@ -109,7 +109,7 @@ class Peers:
 
     @property
     def copies(self) -> int:
-        """How many copies the all2all backend keeps of received rows while experts compute on them."""
+        """The number of copies that the all2all backend keeps of received rows while experts compute on them."""
         return 0 if self._all2all is None else self._all2all.caps.copies
 
     def leave(self) -> None:
@@ -134,7 +134,7 @@ class Peers:
 
     @property
     def placed(self) -> int:
-        """How far the pending placement is prepared, for the vote; see `ExpertStore`."""
+        """This rank's progress with the pending placement, for the vote; see `ExpertStore`."""
         return 0 if self._store is None else self._store.placed
 
     @property

@@ -43,6 +43,7 @@ class HostRecorder:
         results: list[Tensor] = []
 
         def replay() -> None:
+            """Runs the work again."""
             fresh = work(_now)
             if not results:
                 results.extend(result.clone() for result in fresh)
@@ -82,6 +83,7 @@ class CudaRecorder:
         graph = self._begin()
 
         def pause(aside: Callable[[], None]) -> None:
+            """Ends one graph, keeps `aside` for the replay, and begins another graph."""
             nonlocal graph
             graph.capture_end()
             pieces.extend((graph.replay, aside))
@@ -97,6 +99,7 @@ class CudaRecorder:
         pieces.append(graph.replay)
 
         def replay() -> None:
+            """Replays the graphs and the calls between them, in order."""
             for piece in pieces:
                 piece()
 

@@ -116,7 +116,7 @@ class Team:
 
     @property
     def placed(self) -> int:
-        """How far the slowest worker has prepared the pending placement."""
+        """The progress of the slowest worker with the pending placement."""
         return min(worker.placed for worker in self._workers)
 
     def traced(self, done: Sequence[CommandDone], step: int, dp_rank: int) -> list[Traced]:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """What the thread needs of a model runner."""
+    """A model runner as its thread uses it."""
 
     @property
     def device_is_async(self) -> bool:
@@ -125,6 +125,7 @@ class ThreadedRunner:
         handle: StepFuture[T] = StepFuture()
 
         def job() -> None:
+            """Runs the function and passes on its result or its error."""
             try:
                 handle.resolve(function(*args, **kwargs))
             except BaseException as exc:

@@ -81,11 +81,7 @@ class UBatchRunner:
 
     def serve(self, model: Model, agreed: Agreed) -> None:
         """Takes part in a step in which this rank has no tokens."""
-
-        def work(ubatch: UBatch) -> None:
-            model.serve(ubatch)
-
-        self._run(agreed, [work] * agreed.ubatches)
+        self._run(agreed, [model.serve] * agreed.ubatches)
 
     def take_meter(self) -> Meter:
         """Returns what was measured since the last call; to be called after each step."""
@@ -131,6 +127,7 @@ class UBatchRunner:
         results: dict[int, T] = {}
 
         def run(ubatch: UBatch) -> None:
+            """Runs one micro-batch in its turns; an error ends both."""
             try:
                 ubatch.enter()
                 results[ubatch.index] = _timed(works[ubatch.index], ubatch)
@@ -187,13 +184,13 @@ def _part(
 def _work(model: Model, part: StepInputs, kv: Sequence[LayerKV]) -> Callable[[UBatch], Tensor | None]:
     """Returns the work of one half. A half without tokens still takes part in what other ranks do."""
 
-    def run(ubatch: UBatch) -> Tensor | None:
+    def _run(ubatch: UBatch) -> Tensor | None:
         if len(part.ids_T):
             return model.forward(part, kv, ubatch)
         model.serve(ubatch)
         return None
 
-    return run
+    return _run
 
 
 def _timed(work: Callable[[UBatch], T], ubatch: UBatch) -> T:
@@ -207,13 +204,13 @@ def _like_here(job: Callable[[], None]) -> Callable[[], None]:
     """Returns the job wrapped for another thread, with this thread's torch settings, which are all per thread."""
     threads, inference, place = torch.get_num_threads(), torch.is_inference_mode_enabled(), here()
 
-    def run() -> None:
+    def _run() -> None:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         with torch.inference_mode(inference), place():
             job()
 
-    return run
+    return _run
 
 
 class _UBatchThread:
@@ -237,6 +234,7 @@ class _UBatchThread:
         self._done.get()
 
     def stop(self) -> None:
+        """Ends the thread, if it was started."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()

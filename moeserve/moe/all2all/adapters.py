@@ -52,12 +52,15 @@ class _Grouped(Pending[Ticket]):
 
     @property
     def arrived_ns(self) -> int:
+        """See `Pending`."""
         return self.inner.arrived_ns
 
     def arrive(self) -> None:
+        """See `Pending`."""
         self.inner.arrive()
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
+        """See `Pending`."""
         ticket = self.inner.wait(deadline_s)
         inbound = ticket.inbound
         counts_e = inbound.host_counts_e

@@ -82,6 +82,7 @@ class _IpcPending(Pending[T]):
     arrived_ns = ON_DEVICE
 
     def wait(self, deadline_s: float | None = None) -> T:
+        """See `Pending`."""
         return self.launched.join()
 
 

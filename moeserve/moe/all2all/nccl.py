@@ -72,6 +72,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         home = _sorted(rank_TK, size, ours[:, :-1].sum(1))
 
         def receive() -> Ticket:
+            """Decodes the rows that have arrived and sorts them by expert."""
             inbound, order_P = self._inbound(taken_NB, ids_TK.shape[1], theirs[:, :-1].sum(0))
             return Ticket(inbound, routing, _NcclHandle(channel, theirs[:, :-1].sum(1), order_P.argsort(), home))
 
@@ -118,6 +119,7 @@ class _NcclPending(Pending[T]):
     arrived_ns: int = ON_DEVICE
 
     def wait(self, deadline_s: float | None = None) -> T:
+        """See `Pending`."""
         self.collective.wait()
         return self.then()
 

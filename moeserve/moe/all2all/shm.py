@@ -180,6 +180,7 @@ class _ShmRows(Pending[Ticket]):
     arrived_ns: int = 0
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
+        """See `Pending`."""
         channel, turn = self.channel, self.turn
         counts_e, ends_e = counts_and_ends = np.empty((2, channel.num_local), np.int64)
         timeout_s = channel.deadline_s if deadline_s is None else deadline_s
@@ -201,6 +202,7 @@ class _ShmSums(Pending[Tensor]):
     arrived_ns: int = 0
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
+        """See `Pending`."""
         exchange, turn, asked_TD = self.channel.exchange, self.turn, self.asked_TD
         out_TD = asked_TD if asked_TD.is_contiguous() else asked_TD.new_empty(asked_TD.shape)
         timeout_s = self.channel.deadline_s if deadline_s is None else deadline_s

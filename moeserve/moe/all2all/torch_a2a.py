@@ -237,9 +237,11 @@ class _TorchDispatched(Pending[Ticket]):
 
     @property
     def arrived_ns(self) -> int:
+        """See `Pending`."""
         return self.exchange.arrived_ns
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
+        """See `Pending`."""
         self.exchange.wait(deadline_s)
         counts_Re, place_M = self.owner.read(self.taken_RNB)
         order_P, place_P = _by_expert(counts_Re)
@@ -260,9 +262,11 @@ class _TorchCombined(Pending[Tensor]):
 
     @property
     def arrived_ns(self) -> int:
+        """See `Pending`."""
         return self.handle.exchange.arrived_ns
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
+        """See `Pending`."""
         handle = self.handle
         handle.exchange.wait(deadline_s)
         out_TD = weighted_sum(handle.home_ND, handle.rows, self.routing, self.out_TD)

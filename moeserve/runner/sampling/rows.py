@@ -10,7 +10,7 @@ from moeserve.sampling import GREEDY_BELOW
 
 
 class Trait:
-    """What a request needs beyond an argmax over its logits: bits of one byte."""
+    """The needs of a request beyond an argmax over its logits, as bits of one byte."""
 
     RANDOM = 1
     MIN_P = 2

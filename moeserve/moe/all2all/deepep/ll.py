@@ -140,9 +140,11 @@ class _Received:
 
     @property
     def arrived_ns(self) -> int:
+        """See `Pending`."""
         return ON_DEVICE
 
     def arrive(self) -> None:
+        """See `Pending`."""
         hook, self.hook = self.hook, None
         if hook is not None:
             with self.owner.calling(self.buffer), self.collective:
@@ -158,6 +160,7 @@ class _LLDispatched(_Received):
     width: int
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
+        """See `Pending`."""
         self.arrive()
         counts_e = self.counts_e.cpu().numpy().astype(np.int64)
         x_eCD = _rows(self.rows, counts_e, self.width)
@@ -170,6 +173,7 @@ class _LLCombined(_Received):
     out_TD: Tensor
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
+        """See `Pending`."""
         self.arrive()
         if self.home_TW.data_ptr() != self.out_TD.data_ptr():
             self.out_TD.copy_(self.home_TW[:, : self.out_TD.shape[1]])

@@ -157,6 +157,7 @@ class _V2Dispatched(Pending[Ticket]):
     arrived_ns: int = ON_DEVICE
 
     def wait(self, deadline_s: float | None = None) -> Ticket:
+        """See `Pending`."""
         rows, _, weights_P, handle, event = self.received
         with self.owner.calling(self.buffer), self.collective:
             event.current_stream_wait()
@@ -179,6 +180,7 @@ class _V2Combined(Pending[Tensor]):
     arrived_ns: int = ON_DEVICE
 
     def wait(self, deadline_s: float | None = None) -> Tensor:
+        """See `Pending`."""
         with self.owner.calling(self.buffer), self.collective:
             self.event.current_stream_wait()
         tokens, width = self.out_TD.shape
