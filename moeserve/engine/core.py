@@ -271,7 +271,7 @@ def _spans(step: Step, start_s: float, updated_s: float) -> list[TraceEvent]:
     planned_s = step.at_s + step.plan_us / 1e6
     voted_s = planned_s + step.vote_us / 1e6
     times_s = {"plan": (step.at_s, planned_s), "vote": (planned_s, voted_s), "run": (voted_s, start_s)}
-    times_s["update_from_output"] = (start_s, updated_s)
+    times_s["update"] = (start_s, updated_s)
     return [
         TraceEvent(name, "engine", round(begin * 1e9), round(end * 1e9))
         for name, (begin, end) in times_s.items()

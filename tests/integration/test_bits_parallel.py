@@ -172,7 +172,7 @@ async def test_ranks_change_no_bit_of_a_quantised_checkpoint(form: str, make_che
 
 
 @pytest.mark.parametrize("dp", [3, 6])
-async def test_ranks_that_experts_cannot_be_dealt_out_to_evenly(dp: int, make_checkpoint: Any) -> None:
+async def test_ranks_that_experts_cannot_be_sharded_over_evenly(dp: int, make_checkpoint: Any) -> None:
     """Of four experts; some ranks get replicas, and some would have none otherwise."""
     path = make_checkpoint("mixtral", num_local_experts=4).path
     await play(path, "bfloat16", Shape(dp, backend=BACKENDS[-1], redundant=1))

@@ -81,7 +81,7 @@ class Machines:
 
     def _start(self, log: Path, prefix: tuple[str, ...], flags: list[str]) -> subprocess.Popen[bytes]:
         flags = ["--dp", "2", "--nnodes", "2", "--threads", "1", "--max-model-len", "512", *flags]
-        flags += ["--kv-cache-bytes", "64MiB", "--rebalance", "off"]
+        flags += ["--kv-cache-bytes", "64MiB", "--rebalance", "off", "--log-level", "debug"]
         command = [*prefix, sys.executable, "-m", "moeserve.cli.main", "serve", *flags]
         with log.open("wb") as out:
             self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
@@ -173,7 +173,7 @@ def test_an_address_without_a_route_is_named(machines: Machines) -> None:
     assert f"tcp://{OURS[:-1]}3:29500" in machines.why("silent", rendezvous=f"{OURS[:-1]}3:29500")
 
 
-def test_the_engines_are_dealt_out(pair: Pair, machines: Machines) -> None:
+def test_the_engines_are_on_both_machines(pair: Pair, machines: Machines) -> None:
     assert machines.engine_of(pair.node).is_running()
     assert "shm serves one machine, these ranks are on 2" in machines.log.read_text()
 

@@ -133,7 +133,7 @@ def test_over_gloo(tmp_path: Path, make_checkpoint: Any) -> None:
 @pytest.mark.parametrize(("engines", "tp_size"), [(1, 4), (2, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
-def test_with_experts_dealt_out_over_all_ranks(
+def test_with_experts_sharded_over_all_ranks(
     name: str, dtype: torch.dtype, engines: int, tp_size: int, redundant: int, tmp_path: Path, make_checkpoint: Any
 ) -> None:
     """Engine 1 begins one step later, and each serves the other meanwhile; dispatches take 16 tokens at most."""

@@ -27,7 +27,7 @@ def admin_key_file(tmp_path):
 
 
 def rank_events(zero_ns: int) -> list[TraceEvent]:
-    spans = [("engine", "plan", 0, 500, -1), ("engine", "run", 500, 9000, -1), ("engine", "settle", 9000, 9100, -1)]
+    spans = [("engine", "plan", 0, 500, -1), ("engine", "run", 500, 9000, -1), ("engine", "update", 9000, 9100, -1)]
     for ubatch, at in ((0, 1000), (1, 2000)):
         spans += [
             (f"micro-batch {ubatch}", "attention", at, at + 900, 0),

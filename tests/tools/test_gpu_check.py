@@ -75,7 +75,7 @@ def test_a_section_leaves_the_later_ones_their_time(tmp_path: Path, monkeypatch:
     assert "skipped" not in found["rows"]
 
 
-def test_cases_end_with_the_time_of_a_section_and_are_dealt_out_to_compilers() -> None:
+def test_cases_end_with_the_time_of_a_section_and_are_shared_out_to_compilers() -> None:
     late = Bench(torch.device("cpu"), smoke=True, deadline_s=time.monotonic() - 1)
     assert list(late.cases("ab")) == []
     assert late.left_out == ["a", "b"]
