@@ -97,6 +97,7 @@ class Balancer:
         hits = self._hits(request, roomy or among)
 
         def cost(rank: int) -> tuple[float, int, int]:
+            """Returns the engine's work with this request, and the tie breakers."""
             load = self.loads[rank]
             return load.work + num_tokens - hits.get(rank, 0), len(load.live), rank
 

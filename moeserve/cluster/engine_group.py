@@ -28,7 +28,7 @@ MAX_FAILURES = 6  # meetings in a row that fail although nobody died
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where groups meet.
+    """The place where groups meet.
 
     folder: for sockets, private (mode 0700). epochs: rising numbers, shared by all groups. address: of this machine,
     as the other machines know it.

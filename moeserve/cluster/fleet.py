@@ -164,7 +164,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
 
     @property
     def view(self) -> FleetView:
-        """What the fleet looks like now."""
+        """A snapshot of the fleet."""
         loads = self.traffic.balancer.loads
         return FleetView(
             dp=self.dp,

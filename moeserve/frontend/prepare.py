@@ -26,6 +26,7 @@ async def token_ids(tokenizer: Tokenizer | None, texts: list[str], *, special: b
         raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
 
     def work() -> list[list[int]]:
+        """Encodes the texts, in this thread."""
         return [tokenizer.encode(text, special=special) for text in texts]
 
     return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)

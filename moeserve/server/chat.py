@@ -79,6 +79,7 @@ async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest | Toke
     check_chars(sum(len(message["content"]) for message in messages), tokenizer, ready.max_model_len, "messages")
 
     def work() -> tuple[str, list[int]]:
+        """Renders and encodes the conversation, in this thread."""
         text = template.render(
             tokenizer,
             messages,
