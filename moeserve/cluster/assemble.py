@@ -18,8 +18,8 @@ from moeserve.config import Config, Limits
 from moeserve.messages import EngineIn, EngineOut, Phase, Ready, Traced
 
 if TYPE_CHECKING:
+    from moeserve.engine.blocks import KVGroup
     from moeserve.engine.core import EngineCore
-    from moeserve.engine.groups import KVGroup
     from moeserve.engine.plan import Runner
     from moeserve.engine.vote import GroupRunner
 

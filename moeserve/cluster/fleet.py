@@ -20,17 +20,16 @@ import msgspec
 from moeserve.actor.actor import Actor
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster.balance import Polls, Traffic
 from moeserve.cluster.check_parallel import check_parallel
-from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, MeetingPlace
+from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, MeetingPlace, combined, labelled
 from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid, ForFleet
-from moeserve.cluster.facts import combined, labelled, slowest
 from moeserve.cluster.heartbeat import UNHEALTHY_S
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, RequestsLost, Resized
 from moeserve.cluster.order import role_of
 from moeserve.cluster.rendezvous import Rendezvous
 from moeserve.cluster.rundir import RunDir
 from moeserve.cluster.scaling import Scaling
-from moeserve.cluster.traffic import Polls, Traffic
 from moeserve.cluster.view import FleetView
 from moeserve.config import Config
 from moeserve.errors import ConfigError
@@ -382,7 +381,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
             self._emit(msg)
 
     def _on_phase(self) -> None:
-        phase = slowest([engine.phase for engine in self.engines])
+        phase = min((engine.phase for engine in self.engines), key=lambda phase: phase.percent)
         if phase != self.phase and (self.ready is None or not self._serving()):
             self.phase = phase
             self._emit(phase)

@@ -23,8 +23,8 @@ import numpy as np
 
 from moeserve.actor.inbox import Inbox
 from moeserve.config import Limits
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.core import EngineCore
-from moeserve.engine.groups import KVGroup
 from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler

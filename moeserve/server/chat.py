@@ -14,7 +14,7 @@ from moeserve.server.answer import collect, running_request, stream_answer
 from moeserve.server.chunks import ChatChunks, Counts, LogprobFormat
 from moeserve.server.context import HttpCall
 from moeserve.server.requests import ChatRequest, TokenizeRequest, chat_messages, chat_params, check_chars
-from moeserve.text.control import unshield
+from moeserve.text.tokenizer import unshield
 
 
 async def chat_completions(call: HttpCall) -> web.StreamResponse:

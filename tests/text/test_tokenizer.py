@@ -9,8 +9,7 @@ import time
 import pytest
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.text.control import SHORT
-from moeserve.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer
+from moeserve.text.tokenizer import MAX_TOKENIZER_BYTES, SHORT, Tokenizer
 
 TEXTS = [
     "Once upon a time",
