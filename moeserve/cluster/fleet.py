@@ -94,7 +94,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         self.scaling = Scaling(self)
         self._options = ({} if self.single else {"policy": POLICY}) | options
         self._polls = Polls(self._emit)
-        self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._run_dir: RunDir | None = None
         self._life: asyncio.Task[None] | None = None
         self._machines: Rendezvous | None = None
@@ -131,10 +130,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
 
         parallel = self.config.parallel
         return Rebalancing(sum(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts)
-
-    async def until_ready(self) -> Ready:
-        """Returns once all engines serve for the first time. Raises `EngineGone.error()` if they never will."""
-        return await asyncio.shield(self._first_ready)
 
     @property
     def together(self) -> bool:
@@ -296,8 +291,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         known, self.ready = self.ready, facts
         if known is None:
             self._emit(facts)
-            if not self._first_ready.done():
-                self._first_ready.set_result(facts)
         elif known != facts:
             self._emit(Resized(facts))
 
@@ -433,9 +426,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         self._over, self.ready = True, None
         self._failure = gone.cause if gone.exit_code else ""
         self._emit(gone)
-        if not self._first_ready.done():
-            self._first_ready.set_exception(gone.error())
-            self._first_ready.exception()  # nobody has to await it
 
     def _spawn(self, owner: EngineGroup | None, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)

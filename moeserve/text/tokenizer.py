@@ -40,7 +40,6 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
-        self.bos_token_id = self._id_of("bos_token")
         self.control = ControlTokens(backend)
         self._visible = Pieces.of(backend, frozenset())
         self._skipping = Pieces.of(backend, self.special_ids)
@@ -114,11 +113,6 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Length of the longest token: a text of N characters has at least N / longest_token tokens."""
         return max(len(token) for token in self.backend.get_vocab())
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        token_id: int | None = self.backend.token_to_id(token) if token is not None else None
-        return token_id
 
 
 def read_config(path: Path) -> dict[str, Any]:
