@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import parser, save
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.step_bench import BLOCK_SIZE, PROMPT_LENGTHS, WARM_UP_STEPS, measure
 from moeserve.runner.inputs import HostRows, prepare_inputs

@@ -1,4 +1,4 @@
-"""How anything talks to anything: inboxes, actors, wires between them, and the supervision of child processes.
+"""Messages between tasks and processes: inboxes, actors, wires between them, and the supervision of child processes.
 
 Read inbox.py, actor.py, zmq_wire.py; then guard.py, process.py, supervisor.py, forking.py.
 """

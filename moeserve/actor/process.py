@@ -34,7 +34,7 @@ _CONTROL |= {code: f"\\u{code:04x}" for code in [*range(0x2028, 0x202F), *range(
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a process ended. exit_code as in `subprocess`: negative is minus the signal. log_tail: its last lines."""
+    """The end of a process. exit_code as in `subprocess`: negative is minus the signal. log_tail: its last lines."""
 
     name: str
     pid: int
@@ -267,6 +267,7 @@ class _LogLines(asyncio.Protocol):
         self._rest = b""
 
     def data_received(self, data: bytes) -> None:
+        """Keeps the complete lines of `data`; a line longer than MAX_LINE_BYTES is kept in parts."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._keep(line)
@@ -275,6 +276,7 @@ class _LogLines(asyncio.Protocol):
             self._rest = b""
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Keeps the unfinished last line and resolves `ended`."""
         if self._rest:
             self._keep(self._rest)
         if not self.ended.done():

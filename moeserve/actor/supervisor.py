@@ -35,7 +35,7 @@ class RestartPolicy:
 
 
 class Owner(Protocol):
-    """What a supervisor works for. It calls `Supervisor.serving` once its process is ready."""
+    """The user of a supervisor, which calls `Supervisor.serving` once its process is ready."""
 
     name: str
 

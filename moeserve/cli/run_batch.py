@@ -78,6 +78,7 @@ async def answer(
     failed = 0
 
     async def worker() -> None:
+        """Sends one line after the other until none is left."""
         nonlocal failed
         for line in waiting:  # shared: each worker takes the next line that nobody has
             good, result = await _send(client, line)

@@ -1,4 +1,4 @@
-"""What chat and complete share: flags, the loop over lines, and printing an answer as it comes.
+"""The shared part of chat and complete: flags, the loop over lines, and printing an answer as it comes.
 
 Ctrl-C stops an answer, on the server too; at the prompt it ends the command.
 """

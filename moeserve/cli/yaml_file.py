@@ -14,6 +14,7 @@ class _Loader(yaml.SafeLoader):
     """A safe loader that refuses a key that occurs twice, whose first value YAML drops silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raises ConstructorError at a repeated key; see PyYAML."""
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)

@@ -146,21 +146,15 @@ class ChatCompletions(_Resource):
 
     @overload
     async def create(
-        self,
-        *,
-        messages: Sequence[Mapping[str, Any]],
-        stream: Literal[False] = False,
-        **fields: Any,
-    ) -> ChatCompletion: ...
+        self, *, messages: Sequence[Mapping[str, Any]], stream: Literal[False] = False, **fields: Any
+    ) -> ChatCompletion:
+        """Returns the whole answer."""
 
     @overload
     async def create(
-        self,
-        *,
-        messages: Sequence[Mapping[str, Any]],
-        stream: Literal[True],
-        **fields: Any,
-    ) -> Stream[ChatCompletionChunk]: ...
+        self, *, messages: Sequence[Mapping[str, Any]], stream: Literal[True], **fields: Any
+    ) -> Stream[ChatCompletionChunk]:
+        """Returns the answer's stream of chunks."""
 
     async def create(
         self,
@@ -187,22 +181,12 @@ class Completions(_Resource):
     """POST /v1/completions."""
 
     @overload
-    async def create(
-        self,
-        *,
-        prompt: Prompt,
-        stream: Literal[False] = False,
-        **fields: Any,
-    ) -> Completion: ...
+    async def create(self, *, prompt: Prompt, stream: Literal[False] = False, **fields: Any) -> Completion:
+        """Returns the whole answer."""
 
     @overload
-    async def create(
-        self,
-        *,
-        prompt: Prompt,
-        stream: Literal[True],
-        **fields: Any,
-    ) -> Stream[Completion]: ...
+    async def create(self, *, prompt: Prompt, stream: Literal[True], **fields: Any) -> Stream[Completion]:
+        """Returns the answer's stream of chunks."""
 
     async def create(
         self,

@@ -7,18 +7,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast, runtime_checkable
 
 from moeserve.actor.inbox import Inbox
-from moeserve.cluster.group import forming
+from moeserve.cluster.group import form
 from moeserve.cluster.order import Role
 from moeserve.config import Config, Limits
 from moeserve.messages import EngineIn, EngineOut, Phase, Ready, Traced
 
 if TYPE_CHECKING:
+    from moeserve.engine.blocks import KVGroup
     from moeserve.engine.core import EngineCore
-    from moeserve.engine.groups import KVGroup
     from moeserve.engine.plan import Runner
     from moeserve.engine.vote import GroupRunner
 
@@ -57,13 +58,16 @@ async def assemble(
     abandoned = False
 
     def tell(name: str, percent: int) -> None:
+        """Emits a Phase unless the build is over."""
         if not abandoned:
             emit(Phase(name, percent, time.monotonic() - born_s))
 
     def progress(name: str, percent: int) -> None:
+        """Emits a Phase from the building thread."""
         loop.call_soon_threadsafe(tell, name, percent)
 
     def build() -> Built:
+        """Builds the runner; runs in a thread."""
         import moeserve.engine.group_core
         import moeserve.engine.scheduler  # noqa: F401  (slow: here, so that the loop stays free)
 
@@ -86,7 +90,7 @@ async def assemble(
     if isinstance(runner, SeveralRanks):
         runner.on_traced = lambda traced: loop.call_soon_threadsafe(emit, traced)
     grouped = cast("GroupRunner", runner)
-    return GroupCore(scheduler, grouped, inbox, emit, forming(grouped)), ready
+    return GroupCore(scheduler, grouped, inbox, emit, partial(form, grouped)), ready
 
 
 def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
@@ -98,6 +102,7 @@ def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
     done: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
+        """Resolves the future, on the loop."""
         if done.cancelled():
             return
         if error is not None:
@@ -106,6 +111,7 @@ def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
             done.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
+        """Calls the function; runs in the thread."""
         try:
             outcome: tuple[T | None, BaseException | None] = (function(), None)
         except BaseException as exc:

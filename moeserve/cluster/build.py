@@ -17,7 +17,7 @@ from moeserve.cluster.command import command_of
 from moeserve.cluster.order import Role
 from moeserve.cluster.rundir import RunDir
 from moeserve.config import Config, Limits
-from moeserve.engine.groups import KVGroup, groups_of
+from moeserve.engine.blocks import KVGroup, groups_of
 from moeserve.engine.null_runner import NullRunner
 from moeserve.loader.heads import local_heads
 from moeserve.loader.model_dir import resolve_model_dir

@@ -1,4 +1,4 @@
-"""Brings the engines of a group together: one Join to each per epoch, again after every loss."""
+"""Brings the engines of a group together: one Join to each per epoch, again after every loss. Combines their facts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,33 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 
 from moeserve.cluster.engine_handle import EngineHandle
-from moeserve.cluster.facts import combined
 from moeserve.cluster.rendezvous import bracketed
 from moeserve.errors import ConfigError, Overloaded
-from moeserve.messages import Join, PlacementTable
+from moeserve.messages import Join, PlacementTable, Ready, StepOutput, Traced
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 600.0  # loading weights that a new placement asks for included
 SETTLE_S = 0.1  # survivors often tell of a death before its own notice comes
 MAX_FAILURES = 6  # meetings in a row that fail although nobody died
+FromOne = TypeVar("FromOne", StepOutput, Traced)
+_EQUAL = (
+    "version", "architecture", "dtype", "vocab_size", "block_size", "eos_token_ids", "num_params", "num_moe_layers",
+    "num_experts", "checkpoint",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where groups meet.
+    """The place where groups meet.
 
     folder: for sockets, private (mode 0700). epochs: rising numbers, shared by all groups. address: of this machine,
     as the other machines know it.
@@ -217,6 +224,40 @@ class EngineGroup:
         for engine in late:
             engine.kill(f"did not join epoch {epoch} within {JOIN_S:g} s")
         return f"{', '.join(engine.name for engine in late)} did not join within {JOIN_S:g} s"
+
+
+def combined(facts: Sequence[Ready]) -> Ready:
+    """Returns the facts of all engines together: capacities add up, limits are the smallest.
+
+    Raises ConfigError if the models are not the same.
+    """
+    first = facts[0]
+    for other in facts[1:]:
+        for name in _EQUAL:
+            ours, theirs = getattr(first, name), getattr(other, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"the engines disagree: {name} is {ours!r} in process {first.pid}, {theirs!r} in {other.pid}; "
+                    "the model's files are not the same on all machines, or changed since the first of them read them"
+                )
+    return msgspec.structs.replace(
+        first,
+        max_model_len=min(engine.max_model_len for engine in facts),
+        max_num_seqs=sum(engine.max_num_seqs for engine in facts),
+        num_blocks=1 + sum(engine.num_blocks - 1 for engine in facts),  # each has a null block
+        startup_s=max(engine.startup_s for engine in facts),
+        step_s=max(engine.step_s for engine in facts),
+        notes=tuple(dict.fromkeys(note for engine in facts for note in engine.notes)),
+    )
+
+
+def labelled(msg: FromOne, rank: int) -> FromOne:
+    """Returns a message under the engine's rank in the fleet: with ep off, each is rank 0 of a group of its own."""
+    if isinstance(msg, Traced):
+        return msgspec.structs.replace(msg, dp_rank=rank)
+    if msg.record is None or msg.record.dp_rank == rank:
+        return msg
+    return msgspec.structs.replace(msg, record=msgspec.structs.replace(msg.record, dp_rank=rank))
 
 
 def _free_addresses(address: str, count: int) -> list[str]:

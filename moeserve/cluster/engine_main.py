@@ -110,6 +110,7 @@ async def _live(order: EngineOrder, inbox: Inbox[EngineIn], wire: ZmqWire[Engine
     over = False  # the last word is said
 
     def emit(msg: EngineOut) -> None:
+        """Sends a message to the front end unless the final one was sent."""
         if not over:
             _emit(wire, msg)
 

@@ -20,17 +20,16 @@ import msgspec
 from moeserve.actor.actor import Actor
 from moeserve.actor.inbox import Inbox
 from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster.balance import Polls, Traffic
 from moeserve.cluster.check_parallel import check_parallel
-from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, MeetingPlace
+from moeserve.cluster.engine_group import EngineGroup, GroupFailed, GroupMet, MeetingPlace, combined, labelled
 from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid, ForFleet
-from moeserve.cluster.facts import combined, labelled, slowest
 from moeserve.cluster.heartbeat import UNHEALTHY_S
 from moeserve.cluster.link import INBOX_LIMIT, EngineGone, FromEngine, RequestsLost, Resized
 from moeserve.cluster.order import role_of
 from moeserve.cluster.rendezvous import Rendezvous
 from moeserve.cluster.rundir import RunDir
 from moeserve.cluster.scaling import Scaling
-from moeserve.cluster.traffic import Polls, Traffic
 from moeserve.cluster.view import FleetView
 from moeserve.config import Config
 from moeserve.errors import ConfigError
@@ -95,7 +94,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         self.scaling = Scaling(self)
         self._options = ({} if self.single else {"policy": POLICY}) | options
         self._polls = Polls(self._emit)
-        self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._run_dir: RunDir | None = None
         self._life: asyncio.Task[None] | None = None
         self._machines: Rendezvous | None = None
@@ -133,10 +131,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         parallel = self.config.parallel
         return Rebalancing(sum(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts)
 
-    async def until_ready(self) -> Ready:
-        """Returns once all engines serve for the first time. Raises `EngineGone.error()` if they never will."""
-        return await asyncio.shield(self._first_ready)
-
     @property
     def together(self) -> bool:
         """Whether the engines form one group."""
@@ -164,7 +158,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
 
     @property
     def view(self) -> FleetView:
-        """What the fleet looks like now."""
+        """A snapshot of the fleet."""
         loads = self.traffic.balancer.loads
         return FleetView(
             dp=self.dp,
@@ -297,8 +291,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         known, self.ready = self.ready, facts
         if known is None:
             self._emit(facts)
-            if not self._first_ready.done():
-                self._first_ready.set_result(facts)
         elif known != facts:
             self._emit(Resized(facts))
 
@@ -382,7 +374,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
             self._emit(msg)
 
     def _on_phase(self) -> None:
-        phase = slowest([engine.phase for engine in self.engines])
+        phase = min((engine.phase for engine in self.engines), key=lambda phase: phase.percent)
         if phase != self.phase and (self.ready is None or not self._serving()):
             self.phase = phase
             self._emit(phase)
@@ -434,9 +426,6 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         self._over, self.ready = True, None
         self._failure = gone.cause if gone.exit_code else ""
         self._emit(gone)
-        if not self._first_ready.done():
-            self._first_ready.set_exception(gone.error())
-            self._first_ready.exception()  # nobody has to await it
 
     def _spawn(self, owner: EngineGroup | None, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -11,21 +11,14 @@ from moeserve.errors import PeerLost
 from moeserve.messages import Join
 
 if TYPE_CHECKING:
-    from moeserve.engine.group_core import Form
     from moeserve.engine.vote import DPCoordinator, GroupRunner
 
 
-def forming(runner: GroupRunner) -> Form:
-    """Returns the function with which a `GroupCore` around this runner joins its groups."""
+async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
+    """Connects a runner's ranks and returns the coordinator's connection, which `GroupCore` votes over.
 
-    async def form(join: Join) -> DPCoordinator:
-        return await _form(runner, join)
-
-    return form
-
-
-async def _form(runner: GroupRunner, join: Join) -> DPCoordinator:
-    """Raises PeerLost as soon as coordinator or runner fails, or another engine gives up before both are connected."""
+    Raises PeerLost as soon as coordinator or runner fails, or another engine gives up before both are connected.
+    """
     from moeserve.comm.dp_coordinator import open_coordinator
     from moeserve.comm.members import Members
     from moeserve.engine.group_core import drop_coordinator

@@ -1,4 +1,4 @@
-"""Where engine processes run: on this machine, or on another one whose agent (node.py) starts them for us.
+"""The machines that engine processes run on: this one, or another one whose agent (node.py) starts them for us.
 
 Each engine talks to the front end over a wire of its own; the agent's wire carries starts, deaths and log lines only.
 """

@@ -105,10 +105,6 @@ class EngineLink(Protocol):
         """Starts the engine and returns before it is ready. Raises ConfigError if it cannot be started."""
         ...
 
-    async def until_ready(self) -> Ready:
-        """Returns once the engine serves. Raises `EngineGone.error()` if there will be none."""
-        ...
-
     def send(self, msg: EngineIn) -> None:
         """Sends the engine a message. Raises Overloaded if it does not keep up.
 

@@ -38,16 +38,11 @@ class LocalEngine:
         self._engine_inbox: Inbox[EngineIn] = Inbox("engine", INBOX_LIMIT)
         self._heart = Heartbeat(time.monotonic())
         self._task: asyncio.Task[None] | None = None
-        self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         """Starts the engine as a task of this loop."""
         assert self._task is None, "a link is started once"
         self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
-
-    async def until_ready(self) -> Ready:
-        """Returns once the engine serves. Raises `EngineGone.error()` if it fails to start."""
-        return await asyncio.shield(self._first_ready)
 
     @property
     def stalled_s(self) -> float:
@@ -105,16 +100,12 @@ class LocalEngine:
         self._heart = Heartbeat(time.monotonic(), ready.step_s)
         self.ready = ready
         self._hear(ready)
-        self._first_ready.set_result(ready)
 
     def _end(self, gone: EngineGone) -> None:
         self.ready = None
         self._engine_inbox.close()  # the front end answers for what was in there: see EngineGone
         if not self.outbox.closed:
             self.outbox.put(gone, force=True)
-        if not self._first_ready.done():
-            self._first_ready.set_exception(gone.error())
-            self._first_ready.exception()  # nobody has to await it
 
     def _hear(self, msg: EngineOut) -> None:
         match msg:

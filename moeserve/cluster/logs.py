@@ -23,6 +23,7 @@ def set_up_logging(level: str = "info", format: Literal["text", "json"] = "text"
 
 class _TextLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        """Returns the record as text, each line of a traceback indented."""
         at = time.strftime("%H:%M:%S", time.localtime(record.created))
         source = record.name.removeprefix("moeserve.")
         lines = [f"{at}.{int(record.msecs):03d} {record.levelname:<7} {source}: {one_line(record.getMessage())}"]
@@ -31,6 +32,7 @@ class _TextLine(logging.Formatter):
 
 class _JsonLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        """Returns the record as one JSON object."""
         line = {
             "time": record.created,
             "level": record.levelname.lower(),

@@ -191,6 +191,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
     def _relay(self, id: int) -> Callable[[str], None]:
         def forward(line: str) -> None:
+            """Prints a child's line here and sends it to the front end."""
             to_stderr(line)
             self._tell(LogLine(id, line))
 

@@ -9,8 +9,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeserve.cluster.check_parallel import check_scale
-from moeserve.cluster.engine_group import EngineGroup
-from moeserve.cluster.facts import combined
+from moeserve.cluster.engine_group import EngineGroup, combined
 from moeserve.cluster.view import RebalanceDecision
 from moeserve.errors import ConfigError, Conflict, InvalidRequest, MoeserveError
 from moeserve.messages import Place

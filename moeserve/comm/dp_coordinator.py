@@ -58,7 +58,7 @@ async def open_coordinator(members: Members) -> DPCoordinator:
 
 
 class _Coordinator:
-    """What leader and follower share: one open vote, its deadline, the wake-up, and how the group ends."""
+    """The shared part of leader and follower: one open vote, its deadline, the wake-up, and how the group ends."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -73,16 +73,20 @@ class _Coordinator:
 
     @property
     def woken(self) -> bool:
+        """Whether, after a PARK, another engine has voted on the next step and waits for this one."""
         return self._woken.is_set() and not self._lost.done()
 
     @property
     def lost(self) -> PeerLost | None:
+        """The error that broke the group; None while it works."""
         return self._lost.result() if self._lost.done() else None
 
     async def broken(self) -> None:
+        """Returns once the group is broken."""
         await asyncio.shield(self._lost)
 
     async def decide(self, vote: Vote) -> Decision:
+        """Votes, waits for all votes, and returns the common decision. Raises PeerLost or StepSkew."""
         assert self._open is None, "one vote at a time"
         assert vote.epoch == self.epoch, (vote.epoch, self.epoch)
         self._raise_if_lost()
@@ -98,10 +102,12 @@ class _Coordinator:
             self._open = None
 
     async def wait_woken(self) -> None:
+        """Returns once `woken` is true. Raises PeerLost."""
         await self._woken.wait()
         self._raise_if_lost()
 
     def close(self, cause: str = "", missing: tuple[int, ...] = ()) -> None:
+        """Drops the connections; the other engines learn the cause and the ranks known to be missing."""
         self._end(PeerLost(cause or "this engine left the vote", missing))
 
     def _cast(self, vote: Vote) -> None:

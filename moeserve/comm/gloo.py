@@ -241,10 +241,6 @@ class Channel:
         """Starts to fill out [R * N, B] with every rank's [N, B]. Raises PeerLost."""
         return self._collective(lambda group: group._allgather_base(out, mine))
 
-    def reduce_scatter(self, out: Tensor, parts: Tensor) -> Collective:
-        """Starts to fill out [N, B] with the sum over ranks of this rank's part of [R * N, B]. Raises PeerLost."""
-        return self._collective(lambda group: group._reduce_scatter_base(out, parts))
-
     def _number(self, tag: int) -> int:
         """The exchange's tag among those of all channels."""
         return tag * self.mesh.num_channels + self._index

@@ -33,7 +33,7 @@ GATHER_PART_BYTES = 16 << 20
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What must be the same on all ranks. A rank's memory comes along with it."""
+    """The settings that must be the same on all ranks. A rank's memory comes along with it."""
 
     text: str
 

@@ -96,6 +96,7 @@ class CudaMemory:
         return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
     def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
+        """Queues the kernel that waits for all ranks; see kernels/exchange.py."""
         meet(bases_R, state, rank, control, timeout_s, call)
 
 

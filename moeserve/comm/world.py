@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank among `size`: dp_size engines of tp_size processes each, an engine's ranks side by side.
+    """One rank among `size`: engines of tp_size processes each, an engine's ranks side by side.
 
     ep: experts are sharded over all ranks; otherwise each rank has all of them. ranks_on_host: the number of ranks that
     share this machine's cores and memory.
@@ -34,11 +34,6 @@ class World:
     def dp_rank(self) -> int:
         """The number of this rank's engine."""
         return self.rank // self.tp_size
-
-    @property
-    def dp_size(self) -> int:
-        """The number of engines."""
-        return self.size // self.tp_size
 
     @property
     def num_expert_ranks(self) -> int:

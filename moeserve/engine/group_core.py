@@ -101,6 +101,7 @@ class GroupCore(EngineCore):
         loop = asyncio.get_running_loop()
 
         def on_placed(placed: Placed) -> None:
+            """Passes a notice to the core's loop."""
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._placed, placed)
 

@@ -22,7 +22,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, Slots
 from moeserve.engine.requests import Request
 

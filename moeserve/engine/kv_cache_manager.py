@@ -9,11 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import BlockPool, Key
-from moeserve.engine.groups import KVGroup, blocks_needed, first_live_token
+from moeserve.engine.blocks import BlockPool, Key, KVGroup, blocks_needed, first_live_token
 from moeserve.engine.input_batch import InputBatch
-from moeserve.engine.plan import I32, BlockMove, Slots
-from moeserve.engine.plan_builder import BlockChanges
+from moeserve.engine.plan import I32, BlockChanges, BlockMove, Slots
 from moeserve.engine.prefix_cache import Hit, PrefixCache
 from moeserve.engine.requests import Request
 from moeserve.engine.store import HostStore

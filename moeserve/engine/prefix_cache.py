@@ -13,8 +13,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from moeserve.engine.blocks import BlockPool, Key
-from moeserve.engine.groups import KVGroup, first_live_token, longest_hit
+from moeserve.engine.blocks import BlockPool, Key, KVGroup, first_live_token, longest_hit
 from moeserve.engine.plan import I32, BlockMove
 from moeserve.engine.requests import Request
 from moeserve.engine.store import HostStore

@@ -5,7 +5,7 @@ made before the results of earlier ones are known (`Limits.depth`); results come
 here waits for the device, and blocks are reused at once: the runner executes plans strictly in order, so a block that
 one plan gives up is read for the last time before any later plan writes it.
 
-One step: `Scheduler.plan` grants rows in a PlanBuilder (plan_builder.py) and takes blocks from the KVCacheManager
+One step: `Scheduler.plan` grants rows in a PlanBuilder (plan.py) and takes blocks from the KVCacheManager
 (kv_cache_manager.py), whose rows are the InputBatch (input_batch.py); update.py applies the step's result.
 """
 
@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.config import Limits
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.kv_cache_manager import KVCacheManager
-from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
-from moeserve.engine.plan_builder import InFlightStep, PlanBuilder, concat_columns
+from moeserve.engine.plan import I32, InFlightStep, NewRequest, PlanBuilder, Slots, StepPlan, StepResult, concat_columns
 from moeserve.engine.prefix_cache import Hit
 from moeserve.engine.requests import Request, WaitingQueue, request_of
 from moeserve.engine.store import HostStore

@@ -23,8 +23,8 @@ import numpy as np
 
 from moeserve.actor.inbox import Inbox
 from moeserve.config import Limits
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.core import EngineCore
-from moeserve.engine.groups import KVGroup
 from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler
@@ -62,7 +62,10 @@ class _Timed:
         self._clock = clock
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `function` with each call timed."""
+
         def timed(*args: Any) -> Any:
+            """Calls the function and adds the nanoseconds to `spent`."""
             began = self._clock()
             result = function(*args)
             self.spent.append(self._clock() - began)
@@ -77,6 +80,7 @@ class _BenchRunner(NullRunner):
         self._tables = tables
 
     def start(self, plan: StepPlan) -> NullHandle:
+        """Runs `tables`, then starts the step that does nothing."""
         if self._tables is not None:
             self._tables(plan)
         return super().start(plan)
@@ -107,6 +111,7 @@ class _Bench:
         self.ends: list[int] = []
 
     async def run(self) -> dict[str, Any]:
+        """Submits all requests, runs the core until enough steps are timed, and returns the summary."""
         rng = random.Random(self.num_running)
         for rid in range(self.num_running):
             tokens = np.array([rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(*PROMPT_LENGTHS))], "<i4")
@@ -121,6 +126,7 @@ class _Bench:
         return self.summary()
 
     def emit(self, msg: EngineOut) -> None:
+        """Encodes a step's output and notes its end; drains the core after the last step."""
         if not isinstance(msg, StepOutput) or msg.record is None or len(self.ends) > WARM_UP_STEPS + self.steps:
             return
         self.encode(msg)
@@ -134,6 +140,7 @@ class _Bench:
             self.inbox.put(Drain(0.0))
 
     def summary(self) -> dict[str, Any]:
+        """Returns the times of the steps after the warm-up, in microseconds."""
         whole = np.diff(self.ends)[WARM_UP_STEPS:] / 1e3
         spent = {name: np.array(phase.spent) / 1e3 for name, phase in self.phases.items() if phase.spent}
         spent = {name: times[WARM_UP_STEPS : WARM_UP_STEPS + self.steps] for name, times in spent.items()}

@@ -7,8 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from moeserve.engine.kv_cache_manager import KVCacheManager
-from moeserve.engine.plan import I32, Slots, StepResult
-from moeserve.engine.plan_builder import InFlightStep
+from moeserve.engine.plan import I32, InFlightStep, Slots, StepResult
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput
 
 NO_TOKEN = -1

@@ -29,9 +29,10 @@ from moeserve.errors import (
     RequestError,
     RequestFailed,
 )
-from moeserve.frontend.generation import Generation, Sequence
-from moeserve.frontend.prepare import (
+from moeserve.frontend.generation import (
     Admission,
+    Generation,
+    Sequence,
     check_priority,
     check_prompt,
     submission,

@@ -98,7 +98,8 @@ class LLM:
         room = asyncio.Semaphore(max(1, IN_FLIGHT // max((p.n for p in params), default=1)))
         bar = tqdm(total=len(batch), unit="req", delay=BAR_DELAY_S, disable=not use_tqdm, dynamic_ncols=True)
 
-        async def one(i: int) -> RequestOutput:
+        async def answer(i: int) -> RequestOutput:
+            """Generates all answers to prompt i."""
             async with room:
                 text, tokens = await read_prompt(front, batch[i])
                 async with await front.generate(tokens, params[i], priority=priorities[i]) as deltas:
@@ -111,7 +112,7 @@ class LLM:
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(i)) for i in range(len(batch))]
+                tasks = [group.create_task(answer(i)) for i in range(len(batch))]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__  # without the group, which is an internal detail

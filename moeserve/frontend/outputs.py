@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moeserve.frontend.delta import Delta
+from moeserve.frontend.generation import Delta
 from moeserve.messages import Logprobs
 
 

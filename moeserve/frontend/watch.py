@@ -142,6 +142,7 @@ class _Answers:
         self._steps: dict[int, dict[Rank, Traced]] = {}
 
     def add(self, msg: Traced) -> None:
+        """Adds an answer of a wanted rank; sets `some`, and `all` once a step has every wanted rank."""
         rank = msg.dp_rank, msg.tp_rank
         if rank in self._wanted:
             answers = self._steps.setdefault(msg.step if self._together else 0, {})

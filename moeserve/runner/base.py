@@ -25,7 +25,7 @@ from torch import Tensor
 from moeserve.comm.members import Members
 from moeserve.comm.world import World
 from moeserve.config import Config, Limits
-from moeserve.engine.groups import groups_of
+from moeserve.engine.blocks import groups_of
 from moeserve.engine.plan import Agreed, NewRequest, StepPlan, StepResult
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Placed, PlacementTable

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, StepPlan
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.runner.tables import I64, Tables

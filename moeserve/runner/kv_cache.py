@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockMove
 from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.spec import ModelSpec

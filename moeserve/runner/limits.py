@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moeserve.config import INT4_GROUPS, Config, Limits
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
 from moeserve.runner.memory import KVAsked, KVPlan, plan_kv

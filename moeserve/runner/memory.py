@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeserve.engine.groups import KVGroup, blocks_needed
+from moeserve.engine.blocks import KVGroup, blocks_needed
 from moeserve.errors import DoesNotFit
 from moeserve.runner.host import MemoryFacts
 

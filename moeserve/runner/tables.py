@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, BlockDiff
 from moeserve.errors import ConfigError
 from moeserve.runner.upload import Upload

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import numpy as np
 from torch import Tensor
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, StepPlan
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
 from moeserve.kernels.staged import pack, write

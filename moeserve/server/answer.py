@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from moeserve.errors import RequestError
-from moeserve.frontend.delta import Delta
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.generation import Generation
+from moeserve.frontend.generation import Delta, Generation
 from moeserve.messages import Logprobs
 from moeserve.sampling import SamplingParams
 from moeserve.server.chunks import Chunks, Counts

@@ -14,7 +14,7 @@ from moeserve.server.answer import collect, running_request, stream_answer
 from moeserve.server.chunks import ChatChunks, Counts, LogprobFormat
 from moeserve.server.context import HttpCall
 from moeserve.server.requests import ChatRequest, TokenizeRequest, chat_messages, chat_params, check_chars
-from moeserve.text.control import unshield
+from moeserve.text.tokenizer import unshield
 
 
 async def chat_completions(call: HttpCall) -> web.StreamResponse:
@@ -79,6 +79,7 @@ async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest | Toke
     check_chars(sum(len(message["content"]) for message in messages), tokenizer, ready.max_model_len, "messages")
 
     def work() -> tuple[str, list[int]]:
+        """Renders and encodes the conversation, in this thread."""
         text = template.render(
             tokenizer,
             messages,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from moeserve.frontend.delta import Delta
+from moeserve.frontend.generation import Delta
 from moeserve.messages import Logprobs
 from moeserve.protocol import (
     CachedTokens,

@@ -1,4 +1,4 @@
-"""What the handlers share: the keys, the settings, the front end once it exists, and the requests that run now."""
+"""The state that the handlers share: keys, settings, the front end once it exists, and the requests that run now."""
 
 from __future__ import annotations
 

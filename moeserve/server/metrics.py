@@ -39,6 +39,7 @@ class _Collector:
         self._context = context
 
     def collect(self) -> Iterator[Metric]:
+        """Yields all metrics of this scrape; see prometheus_client."""
         context = self._context
         yield _family(Gauge, "engine_ready", "1 while requests are taken", [], [([], context.state == "ready")])
         answers = list(context.responses.items())

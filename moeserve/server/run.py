@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 from moeserve.cluster.logs import set_up_logging
@@ -41,9 +42,7 @@ def serve(config: Config) -> int:
     auth = Auth(config.server)
     sock = bind(config.server)
 
-    def open_it() -> AbstractAsyncContextManager[FrontEnd]:
-        return open_front_end(config, child=True, max_queued=config.server.max_queued_requests)
-
+    open_it = partial(open_front_end, config, child=True, max_queued=config.server.max_queued_requests)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run(Context(config.server, auth), sock, open_it))
 

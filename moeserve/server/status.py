@@ -1,4 +1,4 @@
-"""What the server tells of itself: probes, version and models."""
+"""The handlers that describe the server: probes, version and models."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from moeserve.text.pieces import Pieces
-from moeserve.text.tokenizer import Tokenizer
+from moeserve.text.tokenizer import Pieces, Tokenizer
 
 _TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at least one
 _WINDOW = 32  # tokens held back at most by `WindowDetokenizer`

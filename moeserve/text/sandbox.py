@@ -63,6 +63,7 @@ def compile_template(source: str) -> Callable[[dict[str, Any]], str]:
     template = _ENVIRONMENT.from_string(source)
 
     def render(variables: dict[str, Any]) -> str:
+        """Returns the rendered text. Raises LimitExceeded."""
         token = _deadline_s.set(time.monotonic() + MAX_SECONDS)
         try:
             return _join(template.generate(variables))
@@ -76,11 +77,13 @@ class _Bounded(NodeTransformer):
     """Makes loops count their iterations, and `a ~ b` a join, which looks at sizes."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
+        """Counts the loop's iterations."""
         self.generic_visit(node)
         node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        """Replaces `a ~ b` by a join."""
         self.generic_visit(node)
         return nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None)
 
@@ -93,6 +96,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Runs an operator, unless its result would be too large."""
         _check_time()
         sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
         numbers = [abs(side) for side in (left, right) if isinstance(side, int | float)]
@@ -107,17 +111,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Returns whether a template may read this attribute: of strings, only those in _TEXT_METHODS."""
         if isinstance(obj, str):
             return attr in _TEXT_METHODS
         return not isinstance(obj, bytes | int | float) and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        """Raises SecurityError; jinja2's own Undefined would fail only when used."""
         raise SecurityError(f"access to attribute {attribute[:64]!r} of {type(obj).__name__!r} is unsafe")
 
     def wrap_str_format(self, value: Any) -> None:
         """Returns None, so that `is_safe_attribute` decides on str.format, and denies it."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function or method; str.join and str.replace are bounded."""
         _check_time()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "join":
@@ -198,6 +205,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Returns the body's nodes."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -1,12 +1,14 @@
 """The tokenizer: text to ids and back, and the special tokens of its model directory.
 
 A thin layer over Hugging Face `tokenizers` (tokenizer.json). Thread-safe; for long texts, encode and decode release
-the GIL.
+the GIL. `ControlTokens` keeps control tokens that a user typed plain text; `Pieces` is the text of each id.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -16,12 +18,14 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.text.control import MARK, SHORT, ControlTokens, encode_ids
-from moeserve.text.pieces import Pieces
 
 MAX_TOKENIZER_BYTES = 200 * 2**20
 MAX_CONFIG_BYTES = 16 * 2**20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
+SHORT = 1000  # characters or tokens
+_TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -36,7 +40,6 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
-        self.bos_token_id = self._id_of("bos_token")
         self.control = ControlTokens(backend)
         self._visible = Pieces.of(backend, frozenset())
         self._skipping = Pieces.of(backend, self.special_ids)
@@ -111,11 +114,6 @@ class Tokenizer:
         """Length of the longest token: a text of N characters has at least N / longest_token tokens."""
         return max(len(token) for token in self.backend.get_vocab())
 
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        token_id: int | None = self.backend.token_to_id(token) if token is not None else None
-        return token_id
-
 
 def read_config(path: Path) -> dict[str, Any]:
     """Returns a JSON object of a model directory, {} if there is no such file. Raises CheckpointError."""
@@ -152,3 +150,174 @@ def _end_ids(folder: Path, backend: Backend, named: dict[str, str]) -> tuple[int
     if "eos_token" in named:
         ids = [*ids, backend.token_to_id(named["eos_token"])]
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and not isinstance(i, bool)))
+
+
+class ControlTokens:
+    """One tokenizer's control tokens: special ones, and added ones that look like a tag (`<think>`, `[INST]`).
+
+    Keeps those that a user typed (`<|im_end|>`) apart from those that the chat template writes. `shield` puts an
+    invisible mark inside each control token in user text, so that the token no longer matches. After rendering,
+    `encode` gives the template's own control tokens private names in a twin tokenizer that knows only those names,
+    removes the marks, and encodes: typed ones become ordinary text, everything else gets the same ids as ever.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        added = backend.get_added_tokens_decoder()
+        self._backend = backend
+        self._names = {
+            token.content: f"\ufdd1{token_id}\ufdd2"
+            for token_id, token in added.items()
+            if token.special or _TAG.fullmatch(token.content)
+        }
+        special = [token.content for token in added.values() if token.special]
+        self._any = _alternatives(list(self._names))
+        self._special = _alternatives(special)
+        self._twin: Backend | None = None
+        self._lock = threading.Lock()
+
+    def shield(self, text: str, *, only_special: bool = False) -> str:
+        """Returns `text` with its control tokens broken by marks. only_special: but not tags such as `<think>`."""
+        pattern = self._special if only_special else self._any
+        return pattern.sub(lambda match: _mark(match.group()), text.replace(MARK, ""))
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a rendered prompt that contains marks. May take a second the first time."""
+        named = self._any.sub(lambda match: self._names[match.group()], text)
+        return encode_ids(self._get_twin(), unshield(named), special=False)
+
+    def warm_up(self) -> None:
+        """Makes the twin tokenizer. Raises InvalidRequest if this tokenizer cannot have one."""
+        self._get_twin()
+
+    def _get_twin(self) -> Backend:
+        with self._lock:
+            if self._twin is None:
+                self._twin = self._make_twin()
+            return self._twin
+
+    def _make_twin(self) -> Backend:
+        spec: dict[str, Any] = json.loads(self._backend.to_str())
+        names = self._names
+        for token in spec["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = spec["model"]
+        vocab = model["vocab"]
+        if isinstance(vocab, dict):
+            model["vocab"] = {names.get(token, token): i for token, i in vocab.items()}
+        else:
+            model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        spec["post_processor"] = None
+        twin = Backend.from_str(json.dumps(spec))
+        for content, name in names.items():
+            if twin.encode(name, add_special_tokens=False).ids != [self._backend.token_to_id(content)]:
+                raise InvalidRequest("this model's tokenizer cannot take control tokens as plain text")
+        return twin
+
+
+def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
+    """Returns the ids of a text. Long texts use the batched call, which releases the GIL."""
+    if len(text) < SHORT:
+        ids: list[int] = backend.encode(text, add_special_tokens=special).ids
+    else:
+        ids = backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return ids
+
+
+def unshield(text: str) -> str:
+    """Returns `text` without marks, for display."""
+    return text.replace(MARK, "")
+
+
+def _mark(token: str) -> str:
+    return token[:1] + MARK + token[1:]
+
+
+def _alternatives(tokens: list[str]) -> re.Pattern[str]:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Returns GPT-2's character of each byte: printable Latin-1 as it is, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class Pieces(dict[int, "str | bytes"]):
+    """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token.
+
+    Computed on first use, so that streams need no decoder call per token. strips_start: the decoder drops one space
+    before the very first word of a text.
+    """
+
+    def __init__(self, backend: Backend, kind: str, replacements: dict[str, str], hidden: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._byte_level = kind == "byte_level"
+        self._replacements = replacements
+        self._hidden = hidden
+        self.strips_start = kind == "sentencepiece"
+
+    @classmethod
+    def of(cls, backend: Backend, hidden: frozenset[int]) -> Pieces | None:
+        """Returns the table of a tokenizer. hidden: ids with empty text.
+
+        Supports byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and SentencePiece with byte fallback (Llama 2, Mixtral);
+        returns None for other decoders, and `detokenizer.py` then decodes windows of tokens.
+        """
+        if backend.decoder is None:
+            return None
+        steps = _steps(json.loads(backend.decoder.__getstate__()))
+        kinds = [step["type"] for step in steps]
+        if kinds == ["ByteLevel"]:
+            return cls(backend, "byte_level", {}, hidden)
+        replacements: dict[str, str] = {}
+        strips = False
+        for step in steps:
+            match step:
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    replacements[old] = new
+                case {"type": "Metaspace", "replacement": str(mark)}:
+                    replacements[mark] = " "
+                    strips |= step.get("prepend_scheme", "always") != "never"
+                case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
+                    strips |= start == 1
+                case {"type": "ByteFallback" | "Fuse"}:
+                    pass
+                case _:
+                    return None
+        return cls(backend, "sentencepiece" if strips else "plain", replacements, hidden)
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        raw = b"" if token_id in self._hidden else self._bytes(token_id)
+        try:
+            piece: str | bytes = raw.decode()
+        except UnicodeDecodeError:
+            piece = raw
+        self[token_id] = piece
+        return piece
+
+    def _bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes([_ALPHABET[char] for char in token])
+            except KeyError:
+                return token.encode()
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        for old, new in self._replacements.items():
+            token = token.replace(old, new)
+        return token.encode()
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

@@ -16,7 +16,7 @@ from moeserve.cluster.fleet import Fleet
 from moeserve.cluster.link import EngineGone, EngineLink, FromEngine
 from moeserve.cluster.local_engine import LocalEngine
 from moeserve.config import Config
-from moeserve.messages import FinishReason, StepOutput, Submit
+from moeserve.messages import FinishReason, Ready, StepOutput, Submit
 from moeserve.sampling import TokenSampling
 
 
@@ -40,6 +40,11 @@ class Reader:
                 if condition(msg):
                     return msg
         raise AssertionError("the link's outbox was closed")
+
+    async def ready(self) -> Ready:
+        """The facts of the next engine that serves."""
+        ready: Ready = await self.until(lambda msg: isinstance(msg, Ready))
+        return ready
 
     async def gone(self) -> EngineGone:
         gone: EngineGone = await self.until(lambda msg: isinstance(msg, EngineGone))

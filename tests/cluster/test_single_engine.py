@@ -38,7 +38,7 @@ def gone(pid: int) -> bool:
 
 async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end(child: Open) -> None:
     async with child("endless", policy=FAST) as (link, reader):
-        first = await link.until_ready()
+        first = await reader.ready()
         reader.submit(1, max_tokens=10_000)
         await reader.until(lambda msg: isinstance(msg, StepOutput))
         os.kill(first.pid, signal.SIGKILL)
@@ -51,7 +51,7 @@ async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end
         assert not link.healthy
 
         after = len(reader.seen)
-        second = await reader.until(lambda msg: isinstance(msg, Ready))
+        second = await reader.ready()
         assert second.pid != first.pid
         assert {type(msg) for msg in reader.seen[after:-1]} == {Phase}
         reader.submit(2, max_tokens=3)
@@ -63,7 +63,7 @@ async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
 ) -> None:
     monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
     async with child("stuck", policy=FAST, stall_s=0.6) as (link, reader):
-        first = await link.until_ready()
+        first = await reader.ready()
         await asyncio.sleep(0.7)  # idle is not stalled
         assert link.healthy
         reader.submit(1, max_tokens=100)
@@ -77,21 +77,21 @@ async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
 
 async def test_a_stopped_engine_counts_as_stalled(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
-    async with child("null", policy=FAST, stall_s=0.6) as (link, reader):
-        ready = await link.until_ready()
+    async with child("null", policy=FAST, stall_s=0.6) as (_, reader):
+        ready = await reader.ready()
         os.kill(ready.pid, signal.SIGSTOP)
         assert (await reader.gone()).exit_code == -signal.SIGKILL
 
 
 async def test_a_crash_loop_ends_with_giving_up(child: Open) -> None:
-    async with child("crashing", policy=FAST) as (link, reader):
-        await link.until_ready()
+    async with child("crashing", policy=FAST) as (_, reader):
+        await reader.ready()
         for expected in (True, True, False):
             reader.submit(1, max_tokens=100)
             end = await reader.gone()
             assert (end.exit_code, end.restarting) == (-signal.SIGABRT, expected)
             if expected:
-                await reader.until(lambda msg: isinstance(msg, Ready))
+                await reader.ready()
 
 
 async def test_a_start_that_hangs_is_cut_short(child: Open) -> None:
@@ -111,8 +111,8 @@ async def test_an_engine_of_another_version_is_refused_for_good(child: Open, mon
 
 
 async def test_ctrl_c_is_the_front_ends_and_sigterm_drains(child: Open) -> None:
-    async with child("endless", policy=FAST) as (link, reader):
-        ready = await link.until_ready()
+    async with child("endless", policy=FAST) as (_, reader):
+        ready = await reader.ready()
         reader.submit(1, max_tokens=50)
         await reader.until(lambda msg: isinstance(msg, StepOutput))
         os.kill(ready.pid, signal.SIGINT)
@@ -125,7 +125,7 @@ async def test_ctrl_c_is_the_front_ends_and_sigterm_drains(child: Open) -> None:
 
 async def test_an_engine_that_obeys_an_order_to_stop_is_not_replaced(child: Open) -> None:
     async with child("endless", policy=FAST) as (link, reader):
-        await link.until_ready()
+        await reader.ready()
         link.send(Drain(5.0))
         end = await reader.gone()
         assert (end.exit_code, end.restarting) == (0, False)
@@ -133,26 +133,26 @@ async def test_an_engine_that_obeys_an_order_to_stop_is_not_replaced(child: Open
 
 async def test_an_engine_that_dies_on_its_way_to_a_stop_is_replaced(child: Open) -> None:
     async with child("endless", policy=FAST) as (link, reader):
-        ready = await link.until_ready()
+        ready = await reader.ready()
         reader.submit(1, max_tokens=10_000)
         link.send(Drain(5.0))
         await reader.until(lambda msg: isinstance(msg, StepOutput))
         os.kill(ready.pid, signal.SIGKILL)
         assert (await reader.gone()).restarting
-        assert await reader.until(lambda msg: isinstance(msg, Ready))
+        assert await reader.ready()
 
 
 async def test_an_engine_whose_steps_take_long_is_given_the_time(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
-    async with child("slow_steps", policy=FAST, stall_s=0.1) as (link, reader):
-        await link.until_ready()
+    async with child("slow_steps", policy=FAST, stall_s=0.1) as (_, reader):
+        await reader.ready()
         reader.submit(1, max_tokens=2)
         assert len(await reader.finished(1)) == 2
 
 
 async def test_the_engine_process_collects_no_garbage_of_its_start(child: Open) -> None:
-    async with child("frozen") as (link, reader):
-        await link.until_ready()
+    async with child("frozen") as (_, reader):
+        await reader.ready()
         reader.submit(1, max_tokens=1)  # fails unless what was there at the start is frozen
         assert len(await reader.finished(1)) == 1
 
@@ -160,7 +160,7 @@ async def test_the_engine_process_collects_no_garbage_of_its_start(child: Open) 
 async def test_the_front_end_never_sees_heartbeats(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.02)
     async with child("null") as (link, reader):
-        await link.until_ready()
+        await reader.ready()
         await asyncio.sleep(0.2)
         assert link.stalled_s < 0.15
         await link.close(1.0)
@@ -186,7 +186,8 @@ async def main():
     link = Fleet(Config(), builder="builders:" + sys.argv[1])
     await link.start()
     if sys.argv[1] == "stuck":
-        ready = await link.until_ready()
+        while link.ready is None:
+            await asyncio.sleep(0.01)
         link.send(Submit(rid=1, tokens=bytes(4), num_prompt=1, sampling=TokenSampling(seed=1, max_tokens=9)))
     while link.engines[0].pid is None:
         await asyncio.sleep(0)

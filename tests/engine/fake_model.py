@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.config import Limits
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.sampling import TokenSampling

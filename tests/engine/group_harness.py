@@ -10,12 +10,13 @@ import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from moeserve.actor.inbox import Inbox
-from moeserve.cluster.group import forming
+from moeserve.cluster.group import form
 from moeserve.config import Limits
 from moeserve.engine.group_core import GroupCore
 from moeserve.engine.plan import Agreed, StepPlan, StepResult
@@ -184,7 +185,7 @@ class Engine:
         self.out: list[EngineOut] = []
         self.scheduler = Scheduler(group.limits, FULL, eos_ids=(EOS,), vocab_size=VOCAB)
         self.runner = GroupModel(group.limits, rank, group.exchanges, group.rng)
-        self.core = GroupCore(self.scheduler, self.runner, self.inbox, self._hear, forming(self.runner))
+        self.core = GroupCore(self.scheduler, self.runner, self.inbox, self._hear, partial(form, self.runner))
         self.task = asyncio.create_task(self.core.run())
         self.dead = False
 

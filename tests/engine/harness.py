@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import Key
-from moeserve.engine.groups import KVGroup, groups_of
+from moeserve.engine.blocks import Key, KVGroup, groups_of
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.prefix_cache import chain, root_of
 from moeserve.engine.scheduler import Scheduler

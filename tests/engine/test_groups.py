@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moeserve.engine.groups import KVGroup, blocks_needed, first_live_token, groups_of, longest_hit
+from moeserve.engine.blocks import KVGroup, blocks_needed, first_live_token, groups_of, longest_hit
 
 
 def group_of(window: int | None, block_size: int) -> KVGroup:

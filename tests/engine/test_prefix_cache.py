@@ -7,8 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from moeserve.engine.blocks import BlockPool
-from moeserve.engine.groups import groups_of
+from moeserve.engine.blocks import BlockPool, groups_of
 from moeserve.engine.prefix_cache import IN_STORE, PrefixCache, chain, root_of
 from moeserve.engine.requests import Request, request_of
 from moeserve.engine.store import HostStore

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import UNEVEN, StepPlan, best_split
 from tests.engine.fake_model import VOCAB
 from tests.engine.harness import FULL, HYBRID, WINDOWS, Harness, limits_of, submit_of

@@ -64,8 +64,6 @@ class ScriptedEngine:
 
     async def start(self) -> None: ...
     async def close(self, deadline_s: float) -> None: ...
-    async def until_ready(self) -> Ready:
-        raise NotImplementedError
 
 
 def ready(**changes: Any) -> Ready:

@@ -16,7 +16,7 @@ from moeserve.errors import (
     RequestError,
     RequestFailed,
 )
-from moeserve.frontend.delta import Delta
+from moeserve.frontend.generation import Delta
 from moeserve.messages import Abort, Drain, FinishReason, Logprobs, PromptLogprobs, Refused, StepOutput, Submit
 from moeserve.metrics import StepRecord
 from moeserve.sampling import SamplingParams

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 
 from moeserve.actor.inbox import Inbox
-from moeserve.cluster.group import forming
+from moeserve.cluster.group import form
 from moeserve.cluster.tp_worker import Worker
 from moeserve.comm.world import World
 from moeserve.config import Config, config_of
@@ -121,7 +122,7 @@ class Engine:
     async def start(self) -> None:
         limits = await asyncio.to_thread(self.runner.prepare_model, lambda name, percent: None)
         scheduler = Scheduler(limits, self.model.groups, eos_ids=(), vocab_size=self._spec.vocab_size)
-        self.core = GroupCore(scheduler, self.runner, self.inbox, self._hear, forming(self.runner))
+        self.core = GroupCore(scheduler, self.runner, self.inbox, self._hear, partial(form, self.runner))
         self._task = asyncio.create_task(self.core.run())
 
     def check(self) -> None:

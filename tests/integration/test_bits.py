@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moeserve import LLM, SamplingParams
-from moeserve.engine.groups import groups_of
+from moeserve.engine.blocks import groups_of
 from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.native import native
 from moeserve.runner import kv_cache

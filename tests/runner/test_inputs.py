@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockDiff, StepPlan
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.tables import Tables

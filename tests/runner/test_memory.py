@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moeserve.engine.groups import KVGroup, groups_of
+from moeserve.engine.blocks import KVGroup, groups_of
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.runner.host import MemoryFacts, host_memory
 from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import NewRequest
 from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise, reference

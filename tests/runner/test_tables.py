@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockDiff, NewRequest
 from moeserve.errors import ConfigError
 from moeserve.runner.tables import Tables, _last_writes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.engine.groups import KVGroup
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import NewRequest
 from moeserve.runner.sampling.reference import ReferenceSampler
 from moeserve.runner.sampling.rules import Rules

@@ -9,7 +9,7 @@ import pytest
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
 from moeserve.text.chat_template import ChatTemplate
-from moeserve.text.control import unshield
+from moeserve.text.tokenizer import unshield
 
 CHATS = [
     [{"role": "user", "content": "Tell me a story about a fox."}],

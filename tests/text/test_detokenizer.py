@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from moeserve.text.detokenizer import PieceDetokenizer, WindowDetokenizer, make_detokenizer
-from moeserve.text.pieces import Pieces
+from moeserve.text.tokenizer import Pieces
 
 TEXTS = [
     "Once upon a time a fox",

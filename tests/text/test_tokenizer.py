@@ -9,8 +9,7 @@ import time
 import pytest
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.text.control import SHORT
-from moeserve.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer
+from moeserve.text.tokenizer import MAX_TOKENIZER_BYTES, SHORT, Tokenizer
 
 TEXTS = [
     "Once upon a time",
@@ -40,9 +39,7 @@ def test_ids_equal_transformers(kind, request):
 
 
 def test_special_facts(byte_level, sentencepiece):
-    assert sentencepiece.bos_token_id == 1
     assert sentencepiece.eos_token_ids == (2,)
-    assert byte_level.bos_token_id is None
     assert byte_level.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 

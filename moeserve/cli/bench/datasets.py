@@ -62,6 +62,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
 
     def number(flag: str, default: Any, help: str) -> None:
+        """Adds an integer flag."""
         group.add_argument(flag, type=int, default=default, metavar="N", help=help)
 
     group.add_argument("--dataset-name", default="random", choices=tuple(BUILDERS), help="source of prompts [random]")
@@ -105,6 +106,7 @@ async def _random(args: argparse.Namespace, tokens: Tokens, rng: random.Random) 
         raise ConfigError(f"input and output lengths must be at least 1, got {input_len} and {output_len}")
 
     def spread(length: int) -> int:
+        """Returns a random length in len*(1-R..1+R)."""
         return rng.randint(max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio))))
 
     pool = await tokens.pool()

@@ -124,6 +124,7 @@ async def run_load(
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
 
     async def send_one(sample: Sample) -> Outcome:
+        """Sends a sample once fewer than `max_concurrency` others are under way."""
         async with gate:
             outcome = await send(client, target, sample)
         on_done()

@@ -1,4 +1,4 @@
-"""What the offline benchmarks share: an LLM from the flags of `moeserve serve`, and random prompts for it."""
+"""The shared part of the offline benchmarks: an LLM from the flags of `moeserve serve`, and random prompts for it."""
 
 from __future__ import annotations
 
