@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parser, save
-from moeserve.ops.kv_entries import entry_width, to_entries
+from moeserve.ops.inputs import entry_width, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.native_attention import attention, plan_attention
 

@@ -23,7 +23,7 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import NativeLinear
+from moeserve.ops.native_layer import NativeLinear
 
 WIDTH, HIDDEN, SLOTS = 1024, 512, 32
 EXPERTS = ((1, 1), (8, 1), (32, 1), (32, 2), (32, 4), (32, 8), (32, 32), (32, 128), (32, 256))  # experts, rows of each

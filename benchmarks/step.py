@@ -17,8 +17,7 @@ from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.step_bench import BLOCK_SIZE, PROMPT_LENGTHS, WARM_UP_STEPS, measure
 from moeserve.runner.inputs import HostRows, prepare_inputs
-from moeserve.runner.tables import Tables
-from moeserve.runner.upload import HostUpload
+from moeserve.runner.tables import HostUpload, Tables
 
 NUM_RUNNING = [1, 64, 256, 1024]
 

@@ -1,4 +1,4 @@
-// Matrix products with packed weights. moeserve/ops/native_linear.py, moe/experts/native.py and loader/packed_cache.py are
+// Matrix products with packed weights. moeserve/ops/native_layer.py, moe/experts/native.py and loader/packed_cache.py are
 // the only callers.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

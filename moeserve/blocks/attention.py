@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.blocks.columns import ColumnLinear
+from moeserve.blocks.linear import ColumnLinear
 from moeserve.comm.tensor import TensorParallel
 from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec

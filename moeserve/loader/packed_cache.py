@@ -32,7 +32,7 @@ from moeserve.loader.load_plan import LoadPlan, Param, is_packed
 from moeserve.loader.safetensors_file import read_header
 from moeserve.loader.weights import Params
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import HUGE, LAYOUT, new_room
+from moeserve.ops.native_layer import HUGE, LAYOUT, new_room
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)

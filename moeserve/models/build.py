@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.attention import Attention
-from moeserve.blocks.columns import ColumnLinear, widened
-from moeserve.blocks.mlp import GatedMLP, SigmoidGatedMLP
+from moeserve.blocks.linear import ColumnLinear, GatedMLP, SigmoidGatedMLP, widened
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.comm.tensor import ALONE, TensorParallel, share
 from moeserve.comm.world import World

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.attention import Attention, AttentionStep
-from moeserve.blocks.columns import ColumnLinear
+from moeserve.blocks.linear import ColumnLinear
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.loader.heads import Heads
 from moeserve.loader.spec import ModelSpec

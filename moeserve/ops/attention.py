@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.kv_entries import from_entries
+from moeserve.ops.inputs import from_entries
 
 TILE = 64
 QUERY_BLOCK = 64

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.ops.kv_entries import to_entries
+from moeserve.ops.inputs import to_entries
 
 TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
 LANES = 64  # torch's vectorised loops work on this many elements at a time, or on half or a quarter of them

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.kv_entries import entry_width
+from moeserve.ops.inputs import entry_width
 from moeserve.ops.native import native
 from moeserve.ops.qk_norm_rope_cache import HeadRule
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.attention import TILE, attention, plan_attention
-from moeserve.ops.kv_entries import to_entries
+from moeserve.ops.inputs import to_entries
 from moeserve.ops.linear import PackLinear
-from moeserve.ops.native_linear import NativeLinear
+from moeserve.ops.native_layer import NativeLinear
 
 log = logging.getLogger(__name__)
 

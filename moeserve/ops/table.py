@@ -19,7 +19,6 @@ from moeserve.ops import (
     elementwise,
     native_attention,
     native_layer,
-    native_linear,
     native_rows,
     qk_norm_rope_cache,
 )
@@ -61,7 +60,7 @@ class Ops:
     native: bool = False
     triton: bool = False
     exact: bool = True
-    room: native_linear.Room = native_linear.new_room
+    room: native_layer.Room = native_layer.new_room
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = elementwise.add_rms_norm
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
@@ -74,10 +73,10 @@ class Ops:
     opaque: Callable[[Any], Any] = _as_it_is
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
-    def packing_into(self, room: native_linear.Room) -> Ops:
+    def packing_into(self, room: native_layer.Room) -> Ops:
         """Returns the native kernels with packed weights in memory from `room`."""
         assert self.native
-        return replace(self, room=room, pack_linear=partial(native_linear.NativeLinear, room=room))
+        return replace(self, room=room, pack_linear=partial(native_layer.NativeLinear, room=room))
 
     def describe(self) -> str:
         """Each kernel with the implementation that serves it, on one line."""
@@ -208,7 +207,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         chosen=(("all", f"native, {module.serving_isa()}"),),
         native=True,
         pad_rows=lambda rows: max(1, rows),
-        pack_linear=native_linear.NativeLinear,
+        pack_linear=native_layer.NativeLinear,
         silu_mul=native_rows.silu_mul,
         sigmoid_gate=native_rows.sigmoid_gate,
         rms_norm=native_rows.rms_norm,

@@ -29,6 +29,7 @@ from moeserve.engine.blocks import groups_of
 from moeserve.engine.plan import Agreed, NewRequest, StepPlan, StepResult
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Placed, PlacementTable
+from moeserve.models.decoder import Decoder
 from moeserve.models.workspace import Inflow
 from moeserve.moe.all2all.registry import make_backends
 from moeserve.moe.all2all.rounds import most_rows
@@ -44,17 +45,15 @@ from moeserve.runner.graphs import GraphManager, common_sizes, obstacle, sizes_o
 from moeserve.runner.host import MemoryFacts
 from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
+from moeserve.runner.limits import workspace_bytes
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.memory import kv_budget
-from moeserve.runner.model import Model
 from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import make_sampler
-from moeserve.runner.tables import Tables
+from moeserve.runner.tables import Tables, Upload
 from moeserve.runner.ubatches import UBatchRunner
-from moeserve.runner.upload import Upload
-from moeserve.runner.workspace import workspace_bytes
 from moeserve.sampling import TokenSampling
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class ModelRunnerBase(ABC):
     busy_tokens: int  # of a step that keeps the device busy
     device_is_async = False  # whether a launched step runs on while the host goes on
     properties: DeviceProperties
-    model: Model
+    model: Decoder
     upload: Upload
     limits: Limits
     step_s = 0.0

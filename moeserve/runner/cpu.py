@@ -13,7 +13,7 @@ from moeserve.runner.host import allowed_cores, cores_of_rank, host_memory, usef
 from moeserve.runner.load import Progress
 from moeserve.runner.recorder import HostRecorder
 from moeserve.runner.sampling import noise
-from moeserve.runner.upload import HostUpload
+from moeserve.runner.tables import HostUpload
 
 logger = logging.getLogger(__name__)
 

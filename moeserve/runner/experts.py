@@ -30,13 +30,41 @@ from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Weight
-from moeserve.runner.pace import Cancelled, Pace
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = "another rank gave it up"
+SHARE = 0.1  # of one core's time, for background work
+BYTES_PER_S = 256e6  # memory traffic that a step does not notice
 
 # (layer, expert, work) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
 Read = Callable[[int, int, Work], tuple[Weight, Weight]]
+
+
+class Cancelled(Exception):
+    """Raised in background work that is no longer wanted."""
+
+
+class Pace:
+    """Limits background work to a share of one core and to a memory bandwidth, so that it does not slow steps.
+
+    To be called after each small piece of work; sleeps until the thread is within its limits again.
+
+    The thread keeps its normal priority: with a low one it could be suspended while it holds the interpreter's lock,
+    which would delay steps, too.
+    """
+
+    def __init__(self, cancelled: threading.Event, share: float, bytes_per_s: float) -> None:
+        self._cancelled = cancelled
+        self._share = share
+        self._bytes_per_s = bytes_per_s
+        self._mark_s = time.thread_time()
+
+    def __call__(self, num_bytes: int) -> None:
+        """Sleeps as needed. num_bytes: read or written since the last call. Raises Cancelled as soon as it is set."""
+        used_s = time.thread_time() - self._mark_s
+        if self._cancelled.wait(max(used_s / self._share - used_s, num_bytes / self._bytes_per_s)):
+            raise Cancelled
+        self._mark_s = time.thread_time()
 
 
 @dataclass(slots=True)
@@ -313,7 +341,7 @@ class ExpertStore:
                 f"it is for (ranks, experts of a rank) {shape}, this group has {here}: only a Join changes that"
             )
         move.target = target
-        pace = Pace(move.cancelled)
+        pace = Pace(move.cancelled, SHARE, BYTES_PER_S)
         for index, layer in enumerate(self._layers):
             local = target.local(index, self._rank)
             changed, num_bytes = self._bring(index, local, pace)

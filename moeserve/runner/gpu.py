@@ -24,10 +24,9 @@ from moeserve.runner.dummy import dummy_plan, every_way, largest_step
 from moeserve.runner.graphs import MOST_TOKENS
 from moeserve.runner.host import MemoryFacts
 from moeserve.runner.inputs import HostRows
+from moeserve.runner.limits import workspace_bytes
 from moeserve.runner.recorder import CudaRecorder
-from moeserve.runner.tables import Tables
-from moeserve.runner.upload import RingUpload
-from moeserve.runner.workspace import workspace_bytes
+from moeserve.runner.tables import RingUpload, Tables
 
 logger = logging.getLogger(__name__)
 FP32 = 4

@@ -14,8 +14,7 @@ from torch import Tensor
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, StepPlan
 from moeserve.ops.inputs import GroupInputs, StepInputs
-from moeserve.runner.tables import I64, Tables
-from moeserve.runner.upload import Upload
+from moeserve.runner.tables import I64, Tables, Upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ largest group has layers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +18,14 @@ from torch import Tensor
 
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockMove
+from moeserve.errors import ConfigError
 from moeserve.loader.heads import local_kv_heads
 from moeserve.loader.spec import ModelSpec
-from moeserve.ops.inputs import LayerKV
-from moeserve.ops.kv_entries import entry_width
-from moeserve.runner.upload import HostUpload, Upload
-from moeserve.runner.zeros import lazy_zeros, page_locked
+from moeserve.ops.inputs import LayerKV, entry_width
+from moeserve.runner.tables import HostUpload, Upload, lazy_zeros
 
 AT_ONCE = 64  # blocks that are moved together: their buffer is no larger than a step's work space
+PORTABLE = 1  # of cudaHostRegister: for all contexts
 
 
 def num_positions(groups: Sequence[KVGroup]) -> int:
@@ -100,3 +101,18 @@ class KVCache:
 
 def _batches(moves: Sequence[BlockMove]) -> Iterator[Sequence[BlockMove]]:
     return (moves[i : i + AT_ONCE] for i in range(0, len(moves), AT_ONCE))
+
+
+def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns zeros in page-locked host memory. Raises ConfigError if it cannot be locked.
+
+    Registered, since torch's own allocator rounds page-locked memory up to powers of two: 64 GiB for 40.
+    """
+    memory = lazy_zeros(shape, dtype, torch.device("cpu"))
+    runtime: Any = torch.cuda.cudart
+    if memory.nbytes and int(code := runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)):
+        raise ConfigError(
+            f"{memory.nbytes >> 20:,} MiB of host memory cannot be locked for the GPU (CUDA error {int(code)}); lower "
+            "cache.host_store_bytes, or raise the limit on locked memory (ulimit -l)"
+        )
+    return memory

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from moeserve.config import INT4_GROUPS, Config, Limits
 from moeserve.engine.blocks import KVGroup
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
+from moeserve.models import workspace as model_workspace
 from moeserve.runner.memory import KVAsked, KVPlan, plan_kv
+from moeserve.runner.outputs import PROMPT_ELEMENTS
+from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
+_F32 = 4  # bytes
 ROOM = 256  # tokens of prompts in a step in which all requests that may run decode, at least
 TILE = 64  # tokens: attention works on tiles of this many, so that blocks must divide them or be made of them
 
@@ -97,3 +103,19 @@ def resolve(
         num_store_blocks=config.cache.host_store_bytes // bytes_per_block,
     )
     return limits, plan.notes
+
+
+def workspace_bytes(
+    spec: ModelSpec, config: Config, dtype: torch.dtype, inflow: model_workspace.Inflow | None = None
+) -> int:
+    """Returns the bytes of a forward pass of a full step, all requests' logits in fp32 with one copy, and the
+    sampler's chunks.
+
+    inflow: what other ranks send here, None where experts compute for this rank alone.
+    """
+    tokens = step_tokens(config)
+    rows = min(config.scheduler.max_num_seqs, tokens)
+    max_len = config.model.max_model_len or spec.max_position
+    forward = model_workspace.workspace_bytes(spec, tokens, rows, max_len, dtype, config.parallel.tp, inflow)
+    logits = 2 * max(rows * spec.vocab_size, PROMPT_ELEMENTS)
+    return forward + _F32 * (logits + 8 * 4 * CHUNK_ELEMENTS)

@@ -24,6 +24,7 @@ from moeserve.loader.size import bytes_per_weight
 from moeserve.loader.spec import ModelSpec
 from moeserve.loader.weights import Params
 from moeserve.models.build import build_decoder
+from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
@@ -32,7 +33,6 @@ from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
 from moeserve.runner.host import MemoryFacts
 from moeserve.runner.memory import check_weights_fit
-from moeserve.runner.model import Model
 
 log = logging.getLogger(__name__)
 _DUMMY = (
@@ -68,7 +68,7 @@ def load_model(
     shard: Shard,
     memory: MemoryFacts,
     progress: Progress,
-) -> tuple[Model, ExpertFiles, int]:
+) -> tuple[Decoder, ExpertFiles, int]:
     """Returns the model, the files that single experts can be read from, and how many bytes of weights are mapped.
 
     asked: how to quantise linear layers. memory: of the device. Packed weights are cached for the first placement only:

@@ -16,9 +16,8 @@ from moeserve.runner.inputs import HostRows
 from moeserve.runner.sampling.logprobs import LogprobRows, join, logprob_rows, to_messages
 from moeserve.runner.sampling.rows import SamplingRows, Trait
 from moeserve.runner.sampling.sampler import Sampled, Status
-from moeserve.runner.tables import Tables
+from moeserve.runner.tables import Tables, Upload
 from moeserve.runner.ubatches import Meter
-from moeserve.runner.upload import Upload
 
 I64 = NDArray[np.int64]
 PROMPT_ELEMENTS = 1 << 24  # most logits of prompt positions that are computed at once

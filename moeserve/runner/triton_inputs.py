@@ -16,8 +16,7 @@ from moeserve.engine.plan import I32, StepPlan
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
 from moeserve.kernels.staged import pack, write
 from moeserve.ops.inputs import GroupInputs, StepInputs
-from moeserve.runner.tables import I64, Tables
-from moeserve.runner.upload import Upload
+from moeserve.runner.tables import I64, Tables, Upload
 
 
 def scatter(arena: Tensor, upload: Upload, offsets_N: I64, values_N: I32) -> None:

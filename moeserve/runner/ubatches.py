@@ -18,11 +18,11 @@ from torch import Tensor
 
 from moeserve.engine.plan import I32, Agreed
 from moeserve.messages import TraceEvent
+from moeserve.models.decoder import Decoder
 from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.streams import CommStream, InFlightTransfer, here
 from moeserve.moe.ubatch import Load, UBatch
 from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
-from moeserve.runner.model import Model
 
 T = TypeVar("T")
 ALONE = Agreed(step=0)
@@ -64,7 +64,7 @@ class UBatchRunner:
         self._second = _UBatchThread()
 
     def forward(
-        self, model: Model, step: StepInputs, split_at: int, agreed: Agreed | None, kv: Sequence[LayerKV]
+        self, model: Decoder, step: StepInputs, split_at: int, agreed: Agreed | None, kv: Sequence[LayerKV]
     ) -> Tensor:
         """Returns the hidden states [T, D] of all tokens, in order. With two micro-batches agreed, the first one has
         `split_at` of the tokens.
@@ -79,7 +79,7 @@ class UBatchRunner:
         parts = [hidden for hidden in self._run(agreed, works) if hidden is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def serve(self, model: Model, agreed: Agreed) -> None:
+    def serve(self, model: Decoder, agreed: Agreed) -> None:
         """Takes part in a step in which this rank has no tokens."""
         self._run(agreed, [model.serve] * agreed.ubatches)
 
@@ -181,7 +181,7 @@ def _part(
     return StepInputs(ids_T, positions_T, groups, step.sample_S[:0], offsets_R1, starts_R, on_device)
 
 
-def _work(model: Model, part: StepInputs, kv: Sequence[LayerKV]) -> Callable[[UBatch], Tensor | None]:
+def _work(model: Decoder, part: StepInputs, kv: Sequence[LayerKV]) -> Callable[[UBatch], Tensor | None]:
     """Returns the work of one half. A half without tokens still takes part in what other ranks do."""
 
     def _run(ubatch: UBatch) -> Tensor | None:

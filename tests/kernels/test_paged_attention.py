@@ -19,7 +19,7 @@ from moeserve.kernels.paged_attention import (
     plan_attention,
     space_floats,
 )
-from moeserve.ops.kv_entries import from_entries, to_entries
+from moeserve.ops.inputs import from_entries, to_entries
 from tests.kernels.aot import Case, Report, compile_all
 from tests.kernels.device import DEVICE
 

@@ -24,7 +24,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import LAYOUT, Room, new_room, pack, packing_of
+from moeserve.ops.native_layer import LAYOUT, Room, new_room, pack, packing_of
 from moeserve.ops.quantised import Quantised
 from moeserve.ops.table import pick_ops
 from tests.comm.board import Board, BoardTensor
@@ -431,7 +431,7 @@ def test_no_bit_changes_without_the_checksum() -> None:
 
 
 def test_another_layout_needs_another_number() -> None:
-    """If this fails and packed bytes are meant to be others now, LAYOUT must be, too: see ops/native_linear.py."""
+    """If this fails and packed bytes are meant to be others now, LAYOUT must be, too: see ops/native_layer.py."""
     w_NK = (torch.arange(19 * 40).view(19, 40) % 251).to(torch.uint8)
     scales = torch.arange(19.0).unsqueeze(1)
     weights = [w_NK.float(), w_NK.bfloat16(), w_NK.half()]

@@ -15,7 +15,7 @@ from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import NativeLinear
+from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.table import pick_ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

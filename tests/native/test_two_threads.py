@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.ops import native_attention, native_rows
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import NativeLinear
+from moeserve.ops.native_layer import NativeLinear
 
 module: Any = native()
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="no native kernels for this machine")

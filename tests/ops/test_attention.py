@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import attention as a
-from moeserve.ops.kv_entries import entry_width, from_entries, to_entries
+from moeserve.ops.inputs import entry_width, from_entries, to_entries
 
 
 @dataclass

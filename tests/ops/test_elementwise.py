@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moeserve.ops import elementwise as e
-from moeserve.ops.kv_entries import entry_width, from_entries, to_entries
+from moeserve.ops.inputs import entry_width, from_entries, to_entries
 
 
 @pytest.fixture(params=[1, 2, 3])

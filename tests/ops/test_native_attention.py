@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.ops import attention as torch_attention
 from moeserve.ops import native_attention
 from moeserve.ops.elementwise import write_kv
-from moeserve.ops.kv_entries import to_entries
+from moeserve.ops.inputs import to_entries
 from moeserve.ops.native import native
 from tests.ops.test_attention import Cache, make_cache, query_type
 

@@ -17,9 +17,9 @@ from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Routing
 from moeserve.ops import native_attention, native_layer, native_rows
-from moeserve.ops.kv_entries import to_entries
+from moeserve.ops.inputs import to_entries
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import NativeLinear
+from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.qk_norm_rope_cache import HeadRule
 
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 from moeserve.ops.native import native
-from moeserve.ops.native_linear import NativeLinear, native_type
+from moeserve.ops.native_layer import NativeLinear, native_type
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 QUANTISED = [  # kind, inputs of a group, whether there are zero points

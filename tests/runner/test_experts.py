@@ -24,17 +24,16 @@ from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import rescaled
-from moeserve.runner import pace
-from moeserve.runner.experts import ExpertStore, Read
-from moeserve.runner.pace import Cancelled, Pace
+from moeserve.runner import experts
+from moeserve.runner.experts import Cancelled, ExpertStore, Pace, Read
 from tests.runner.expert_checkpoint import DTYPES, D, E, write_experts
 from tests.runner.expert_group import Group, L, Rank, no_router, ops_of, shuffled
 
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "SHARE", 1.0)
-    monkeypatch.setattr(pace, "BYTES_PER_S", 1e12)
+    monkeypatch.setattr(experts, "SHARE", 1.0)
+    monkeypatch.setattr(experts, "BYTES_PER_S", 1e12)
 
 
 @pytest.fixture
@@ -310,7 +309,7 @@ def test_load_all_of_a_broken_checkpoint_can_be_tried_again(group: Group) -> Non
 
 
 def test_closing_does_not_wait_for_what_is_on_its_way(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "BYTES_PER_S", 1.0)  # years
+    monkeypatch.setattr(experts, "BYTES_PER_S", 1.0)  # years
     store = group.ranks[0].store
     store.prepare(shuffled(Placement.initial(L, E, 2, redundant=2), 1, seed=1).to_table())
     time.sleep(0.02)
@@ -333,7 +332,7 @@ def test_the_background_keeps_to_its_share() -> None:
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(Cancelled):
-        Pace(cancelled)(0)
+        Pace(cancelled, share=1.0, bytes_per_s=1e6)(0)
 
 
 def test_torch_keeps_its_threads_for_others(group: Group) -> None:

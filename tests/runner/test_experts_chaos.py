@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeserve.messages import PlacementTable
 from moeserve.moe.placement.placement import Placement
-from moeserve.runner import pace
+from moeserve.runner import experts
 from moeserve.runner.experts import Read
 from tests.runner.expert_checkpoint import E, write_experts
 from tests.runner.expert_group import Group, L, shuffled
@@ -21,8 +21,8 @@ from tests.runner.expert_group import Group, L, shuffled
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "SHARE", 1.0)
-    monkeypatch.setattr(pace, "BYTES_PER_S", 1e12)
+    monkeypatch.setattr(experts, "SHARE", 1.0)
+    monkeypatch.setattr(experts, "BYTES_PER_S", 1e12)
 
 
 class Chaos:

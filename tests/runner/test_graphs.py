@@ -34,8 +34,7 @@ from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
 from moeserve.runner.sampling.reference import ReferenceSampler
 from moeserve.runner.sampling.sampler import Sampler
-from moeserve.runner.tables import Tables
-from moeserve.runner.upload import RingUpload, Upload
+from moeserve.runner.tables import RingUpload, Tables, Upload
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
 from tests.runner.harness import Driver, Request, fake_runner, greedy, spec_of

@@ -9,8 +9,7 @@ import torch
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockDiff, StepPlan
 from moeserve.runner.inputs import HostRows, prepare_inputs
-from moeserve.runner.tables import Tables
-from moeserve.runner.upload import HostUpload, RingUpload, Upload
+from moeserve.runner.tables import HostUpload, RingUpload, Tables, Upload
 
 CPU = torch.device("cpu")
 GROUPS = (KVGroup("full", 4, (0,)), KVGroup("window", 4, (1,), 8))

@@ -12,7 +12,7 @@ import torch
 from moeserve.engine.blocks import KVGroup, groups_of
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.runner.host import MemoryFacts, host_memory
-from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions
+from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions, page_locked
 from moeserve.runner.memory import (
     KVAsked,
     blocks_for,
@@ -21,7 +21,6 @@ from moeserve.runner.memory import (
     longest_context,
     plan_kv,
 )
-from moeserve.runner.zeros import page_locked
 from tests.runner.harness import spec_of
 
 GIB = 2**30

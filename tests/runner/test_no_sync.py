@@ -17,7 +17,7 @@ from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.gpu import GPUModelRunner
 from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
-from moeserve.runner.upload import RingUpload
+from moeserve.runner.tables import RingUpload
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch
 from tests.runner.harness import Request

@@ -16,10 +16,9 @@ from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise, reference
 from moeserve.runner.sampling.native import NativeSampler
 from moeserve.runner.sampling.reference import ReferenceSampler
-from moeserve.runner.sampling.rules import NEG_INF
+from moeserve.runner.sampling.rows import NEG_INF
 from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
-from moeserve.runner.tables import Tables
-from moeserve.runner.upload import HostUpload
+from moeserve.runner.tables import HostUpload, Tables
 from moeserve.sampling import TokenSampling
 
 CPU = torch.device("cpu")

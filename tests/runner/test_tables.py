@@ -10,8 +10,7 @@ import torch
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockDiff, NewRequest
 from moeserve.errors import ConfigError
-from moeserve.runner.tables import Tables, _last_writes
-from moeserve.runner.upload import HostUpload, RingUpload, Upload
+from moeserve.runner.tables import HostUpload, RingUpload, Tables, Upload, _last_writes
 from moeserve.sampling import TokenSampling
 
 CPU = torch.device("cpu")

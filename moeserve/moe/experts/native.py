@@ -18,8 +18,7 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import ExpertsBlock
-from moeserve.ops.native_linear import NativeLinear, Room, native_type, new_room, pack, packing_of
+from moeserve.ops.native_layer import ExpertsBlock, NativeLinear, Room, native_type, new_room, pack, packing_of
 from moeserve.ops.quantised import Weight
 
 

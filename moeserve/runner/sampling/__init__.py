@@ -6,8 +6,7 @@ from importlib.util import find_spec
 
 from moeserve.ops import native_rows
 from moeserve.runner.sampling.sampler import Sampler
-from moeserve.runner.tables import Tables
-from moeserve.runner.upload import Upload
+from moeserve.runner.tables import Tables, Upload
 
 
 def make_sampler(vocab_size: int, tables: Tables, upload: Upload, kernels: str, *, is_async: bool) -> Sampler:

@@ -16,8 +16,7 @@ from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
 from moeserve.runner.sampling.reference import ReferenceSampler, top_p_cutoff
-from moeserve.runner.sampling.rows import Trait
-from moeserve.runner.sampling.rules import NEG_INF
+from moeserve.runner.sampling.rows import NEG_INF, Trait
 from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks that a row is narrowed to

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
-from moeserve.runner.sampling.rows import Trait
-from moeserve.runner.sampling.rules import NEG_INF
+from moeserve.runner.sampling.rows import NEG_INF, Trait
 from moeserve.runner.sampling.sampler import Failures, Sampler, Status
-from moeserve.runner.tables import I64, Tables
-from moeserve.runner.upload import Upload
+from moeserve.runner.tables import I64, Tables, Upload
 
 CHUNK_ELEMENTS = 1 << 18  # logits that are worked on at once: they and their temporaries stay in a core's cache
 

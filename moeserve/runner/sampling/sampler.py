@@ -19,10 +19,8 @@ from torch import Tensor
 
 from moeserve.engine.plan import NewRequest
 from moeserve.runner.sampling.logprobs import LogprobRows, logprob_rows
-from moeserve.runner.sampling.rows import SamplingRows, Trait
-from moeserve.runner.sampling.rules import Rules, unknown_token
-from moeserve.runner.tables import I64, Tables
-from moeserve.runner.upload import Upload
+from moeserve.runner.sampling.rows import Rules, SamplingRows, Trait, unknown_token
+from moeserve.runner.tables import I64, Tables, Upload
 
 logger = logging.getLogger(__name__)
 Failures = dict[int, str]  # row -> message of an exception in its sampling

@@ -16,8 +16,7 @@ from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.logprobs import LogprobRows
 from moeserve.runner.sampling.rows import Trait
 from moeserve.runner.sampling.sampler import Failures, Sampler
-from moeserve.runner.tables import I64, Tables
-from moeserve.runner.upload import Upload
+from moeserve.runner.tables import I64, Tables, Upload
 
 COUNTED_ROWS = 16  # rows whose histories are counted at a time
 
