@@ -22,7 +22,7 @@ import msgspec
 from moeserve.actor.guard import Birth
 from moeserve.errors import ConfigError
 
-TAIL_LINES = 50
+TAIL_LINES = 20
 MAX_LINE_BYTES = 4096
 PIPE_BYTES = 65536  # that fit into any pipe
 LOG_GRACE_S = 0.5  # for the last log lines after the exit; a grandchild may hold the pipe open for ever
@@ -41,15 +41,15 @@ class Death:
     exit_code: int
     lived_s: float
     log_tail: tuple[str, ...]
-    verdict: str = ""  # why we ended it, if we did
+    reason: str = ""  # why we ended it, if we did
     stranded: bool = False  # its machine was lost, which is no fault of the process
 
     @property
     def summary(self) -> str:
         """One line: which process ended, how, when and, if we killed it, why."""
         summary = f"{self.name} (pid {self.pid}) {describe_exit(self.exit_code)} after {self.lived_s:.1f} s"
-        if self.verdict:
-            return f"{summary}: it {self.verdict}"
+        if self.reason:
+            return f"{summary}: it {self.reason}"
         if self.exit_code == -signal.SIGKILL:
             return f"{summary}; not by us: the kernel does that when memory runs out"
         return summary
@@ -111,21 +111,21 @@ class Process(ABC):
         return await asyncio.shield(self._death)
 
     @abstractmethod
-    def kill(self, verdict: str) -> None:
-        """Sends SIGKILL. verdict: the reason, for log and error: the rest of a sentence that begins with "it"."""
+    def kill(self, reason: str) -> None:
+        """Sends SIGKILL. reason: for log and error, the rest of a sentence that begins with "it"."""
 
     @abstractmethod
     def terminate(self) -> None:
         """Sends SIGTERM."""
 
-    async def stop(self, term_s: float, verdict: str = "") -> Death:
+    async def stop(self, term_s: float) -> Death:
         """Sends SIGTERM, and SIGKILL if the process still runs `term_s` later."""
         self.terminate()
         try:
             async with asyncio.timeout(term_s):
                 return await self.death()
         except TimeoutError:
-            self.kill(verdict or f"did not end within {term_s:g} s of SIGTERM")
+            self.kill(f"did not end within {term_s:g} s of SIGTERM")
             return await self.death()
 
 
@@ -136,7 +136,7 @@ class Child(Process):
         self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None] | None
     ) -> None:
         super().__init__(name, process.pid)
-        self.verdict = ""  # why we killed it
+        self.reason = ""  # why we killed it
         self._process = process
         self._born_s = time.monotonic()
         self._log = _LogLines(forward)
@@ -193,10 +193,6 @@ class Child(Process):
             raise
         return cls(name, process, forward)
 
-    def log_tail(self, lines: int = 20) -> tuple[str, ...]:
-        """Returns the last lines of its output so far."""
-        return tuple(self._log.tail)[-lines:]
-
     @property
     def alive(self) -> bool:
         """Whether the process has not been reaped yet."""
@@ -207,9 +203,9 @@ class Child(Process):
         """Seconds since the start."""
         return time.monotonic() - self._born_s
 
-    def kill(self, verdict: str) -> None:
-        """Sends SIGKILL; the first verdict counts."""
-        self.verdict = self.verdict or verdict
+    def kill(self, reason: str) -> None:
+        """Sends SIGKILL; the first reason counts."""
+        self.reason = self.reason or reason
         self._process.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
@@ -236,7 +232,7 @@ class Child(Process):
                 transport.close()
         finally:
             process.stdin.close()  # the lifeline: a child whose watcher is cancelled ends too
-        return Death(self.name, self.pid, code, lived_s, self.log_tail(), self.verdict)
+        return Death(self.name, self.pid, code, lived_s, tuple(self._log.tail), self.reason)
 
 
 def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name: str) -> None:

@@ -174,11 +174,11 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
         with suppress(Overloaded):  # then it is stopped with the fleet
             self.send(Drain(deadline_s))
 
-    def kill(self, verdict: str) -> None:
-        """Ends the process at once; verdict: see `Process.kill`."""
+    def kill(self, reason: str) -> None:
+        """Ends the process at once; reason: see `Process.kill`."""
         child = self._supervisor.child
         if child is not None and child.alive:
-            child.kill(verdict)
+            child.kill(reason)
 
     def join(self, epoch: int) -> None:
         """The engine serves in this epoch."""

@@ -44,10 +44,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Orders the end of a process: by SIGTERM, or at once if there is a verdict (see `Process.kill`)."""
+    """Orders the end of a process: by SIGTERM, or at once if there is a reason (see `Process.kill`)."""
 
     id: int
-    verdict: str = ""
+    reason: str = ""
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
@@ -249,14 +249,14 @@ class RemoteProcess(Process):
             case Ended(death=death):
                 self._end(death)
 
-    def strand(self, verdict: str) -> None:
+    def strand(self, reason: str) -> None:
         """The machine is gone, and the process with it."""
         lived_s = time.monotonic() - self._begun_s
-        self._end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, tuple(self._tail), verdict, stranded=True))
+        self._end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, tuple(self._tail), reason, stranded=True))
 
-    def kill(self, verdict: str) -> None:
+    def kill(self, reason: str) -> None:
         """Tells the agent to send SIGKILL."""
-        self._host.tell(Signal(self.id, verdict or "was killed"))
+        self._host.tell(Signal(self.id, reason or "was killed"))
 
     def terminate(self) -> None:
         """Tells the agent to send SIGTERM."""

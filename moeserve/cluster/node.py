@@ -215,10 +215,10 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             if life is not None:  # its start is under way
                 del self._lives[msg.id]
                 life.cancel()
-                verdict = msg.verdict or "was stopped before it began"
-                self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), verdict)))
-        elif msg.verdict:
-            child.kill(msg.verdict)
+                reason = msg.reason or "was stopped before it began"
+                self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), reason)))
+        elif msg.reason:
+            child.kill(msg.reason)
         else:
             stop = asyncio.get_running_loop().create_task(child.stop(TERM_S))
             self._stops.add(stop)

@@ -67,7 +67,7 @@ class WorkerThread:
     async def death(self) -> None:
         await asyncio.to_thread(self._thread.join, 20)
 
-    def kill(self, verdict: str) -> None:
+    def kill(self, reason: str) -> None:
         """Threads end by themselves."""
 
 
