@@ -54,12 +54,13 @@ async def _run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     async with AsyncExitStack() as stack:
-        output = stack.enter_context(open_output(args.output_file))
         if args.base_url:
             key = args.base_url_key or (args.api_key[0] if args.api_key else None)
             client = await stack.enter_async_context(client_of(args.base_url, key))
         else:
             client = await stack.enter_async_context(local_server(settle(args).config))
+        # Last: a server that did not start leaves no empty file behind.
+        output = stack.enter_context(open_output(args.output_file))
         failed = await answer(client, todo, output, args.max_concurrency, quiet=args.disable_tqdm)
     print(f"{len(todo)} lines answered, {failed} of them with an error", file=sys.stderr)
     return 0
