@@ -59,7 +59,8 @@ async def _run(args: argparse.Namespace) -> int:
             client = await stack.enter_async_context(client_of(args.base_url, key))
         else:
             client = await stack.enter_async_context(local_server(settle(args).config))
-        output = stack.enter_context(open_output(args.output_file))  # not before the server: a failed start leaves no file
+        # Last: a server that did not start leaves no empty file behind.
+        output = stack.enter_context(open_output(args.output_file))
         failed = await answer(client, todo, output, args.max_concurrency, quiet=args.disable_tqdm)
     print(f"{len(todo)} lines answered, {failed} of them with an error", file=sys.stderr)
     return 0
