@@ -1,6 +1,6 @@
 """Alignment of the router's choices for a grouped product: pairs sorted by expert, cut into tiles of rows.
 
-T tokens, K experts per token, N = T * K (token, k) pairs, e local experts (slots), C chunks of pairs, Z tiles.
+T tokens, K experts per token, N = T * K (token, k) pairs, e local experts, C chunks of pairs, Z tiles.
 """
 
 from __future__ import annotations
@@ -16,181 +16,183 @@ from torch import Tensor
 FEW = 4096  # pairs that one launch sorts
 CHUNK = 1024  # pairs that one program sorts where there are more
 MOST_ROWS = 1 << 16  # of a dense product, if no larger one comes
-COLUMNS = 32  # slots that one program adds up over the chunks
+COLUMNS = 32  # experts that one program adds up over the chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Pairs sorted by slot, in tiles of rows. All tensors are int32 on the device, so no host waits for them.
+    """Pairs sorted by expert, in tiles of rows. All tensors are int32 on the device, so no host waits for them.
 
     order_N: the pair t * K + k of each sorted row; stable, undefined from the last end on. None: rows came sorted.
-    counts_e, ends_e: rows of each slot, and their inclusive sums. slot_Z, row_Z: the slot and the first row of each
-    tile of block_m rows, in the order of rows; slot -1 marks tiles that the bound on their number left over.
+    counts_e, ends_e: rows of each expert, and their inclusive sums. expert_Z, row_Z: the expert and the first row of
+    each tile of block_m rows, in the order of rows; expert -1 marks tiles that the bound on their number left over.
     """
 
     block_m: int
     order_N: Tensor | None
     counts_e: Tensor
     ends_e: Tensor
-    slot_Z: Tensor
+    expert_Z: Tensor
     row_Z: Tensor
 
 
 @triton.jit
 def _describe(
-    slot, counts, counts_ptr, ends_ptr, slot_ptr, row_ptr, num_slots, num_tiles, block_m, SLOTS: tl.constexpr
+    expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr
 ):
-    """Writes the tables of one slot; for the slot after the last, marks the tiles that are left over."""
-    slots = tl.arange(0, SLOTS)
+    """Writes the tables of one expert; for the expert after the last, marks the tiles that are left over."""
+    experts = tl.arange(0, EXPERTS)
     tiles = tl.cdiv(counts, block_m)
-    first = tl.sum(tl.where(slots < slot, tiles, 0), 0)
-    start = tl.sum(tl.where(slots < slot, counts, 0), 0)
-    count = tl.sum(tl.where(slots == slot, counts, 0), 0)
-    end = tl.where(slot < num_slots, first + tl.cdiv(count, block_m), num_tiles)
-    mark = tl.where(slot < num_slots, slot, -1)
-    for tile in range(first, end, SLOTS):
-        tl.store(slot_ptr + tile + slots, mark + tl.zeros_like(slots), mask=tile + slots < end)
-        tl.store(row_ptr + tile + slots, start + (tile - first + slots) * block_m, mask=tile + slots < end)
-    if slot < num_slots:
-        tl.store(counts_ptr + slot, count)
-        tl.store(ends_ptr + slot, start + count)
+    first = tl.sum(tl.where(experts < expert, tiles, 0), 0)
+    start = tl.sum(tl.where(experts < expert, counts, 0), 0)
+    count = tl.sum(tl.where(experts == expert, counts, 0), 0)
+    end = tl.where(expert < num_experts, first + tl.cdiv(count, block_m), num_tiles)
+    mark = tl.where(expert < num_experts, expert, -1)
+    for tile in range(first, end, EXPERTS):
+        tl.store(expert_ptr + tile + experts, mark + tl.zeros_like(experts), mask=tile + experts < end)
+        tl.store(row_ptr + tile + experts, start + (tile - first + experts) * block_m, mask=tile + experts < end)
+    if expert < num_experts:
+        tl.store(counts_ptr + expert, count)
+        tl.store(ends_ptr + expert, start + count)
     return start
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def few_kernel(
-    ids_ptr, order_ptr, counts_ptr, ends_ptr, slot_ptr, row_ptr, num_pairs, num_slots, num_tiles, block_m,
-    PAIRS: tl.constexpr, SLOTS: tl.constexpr,
+    ids_ptr, order_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_pairs, num_experts, num_tiles, block_m,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: a slot, for which it reads all ids; the program after the last marks what is left over."""
-    slot = tl.program_id(0)
+    """One program: an expert, for which it reads all ids; the program after the last marks what is left over."""
+    expert = tl.program_id(0)
     pairs = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
-    ids = tl.where(ids < num_slots, ids, -1)
-    counts = tl.histogram(ids, SLOTS, mask=ids >= 0)
-    start = _describe(slot, counts, counts_ptr, ends_ptr, slot_ptr, row_ptr, num_slots, num_tiles, block_m, SLOTS=SLOTS)
-    mine = ids == slot
+    ids = tl.where(ids < num_experts, ids, -1)
+    counts = tl.histogram(ids, EXPERTS, mask=ids >= 0)
+    start = _describe(
+        expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS=EXPERTS
+    )
+    mine = ids == expert
     tl.store(order_ptr + start + tl.cumsum(mine.to(tl.int32), 0) - 1, pairs, mask=mine)
 
 
 @triton.jit
-def _chunk(ids_ptr, chunk, num_pairs, num_slots, CHUNK: tl.constexpr, SLOTS: tl.constexpr):
-    """A chunk's ids, with SLOTS for pairs that go nowhere, and how many there are of each."""
+def _chunk(ids_ptr, chunk, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
+    """A chunk's ids, with EXPERTS for pairs that go nowhere, and how many there are of each."""
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
-    valid = (ids >= 0) & (ids < num_slots)
-    return tl.where(valid, ids, SLOTS), tl.histogram(ids, SLOTS, mask=valid)
+    valid = (ids >= 0) & (ids < num_experts)
+    return tl.where(valid, ids, EXPERTS), tl.histogram(ids, EXPERTS, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def count_kernel(ids_ptr, counts_ptr, num_pairs, num_slots, CHUNK: tl.constexpr, SLOTS: tl.constexpr):
-    """One program: how many pairs of a chunk go to each slot."""
+def count_kernel(ids_ptr, counts_ptr, num_pairs, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
+    """One program: how many pairs of a chunk go to each expert."""
     chunk = tl.program_id(0)
-    _, counts = _chunk(ids_ptr, chunk, num_pairs, num_slots, CHUNK, SLOTS)
-    tl.store(counts_ptr + chunk * SLOTS + tl.arange(0, SLOTS), counts)
+    _, counts = _chunk(ids_ptr, chunk, num_pairs, num_experts, CHUNK, EXPERTS)
+    tl.store(counts_ptr + chunk * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def scan_kernel(counts_ptr, totals_ptr, num_chunks, COLUMNS: tl.constexpr, SLOTS: tl.constexpr):
-    """One program: for some slots, turns the counts of chunks into the counts of all chunks before."""
-    slots = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+def scan_kernel(counts_ptr, totals_ptr, num_chunks, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr):
+    """One program: for some experts, turns the counts of chunks into the counts of all chunks before."""
+    experts = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, num_chunks, 64):
         chunks = start + tl.arange(0, 64)
-        places = counts_ptr + chunks[:, None] * SLOTS + slots[None, :]
+        places = counts_ptr + chunks[:, None] * EXPERTS + experts[None, :]
         counts = tl.load(places, mask=chunks[:, None] < num_chunks, other=0)
         tl.store(places, total[None, :] + tl.cumsum(counts, 0) - counts, mask=chunks[:, None] < num_chunks)
         total += tl.sum(counts, 0)
-    tl.store(totals_ptr + slots, total)
+    tl.store(totals_ptr + experts, total)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_chunks"])
 def place_kernel(
-    ids_ptr, before_ptr, totals_ptr, order_ptr, counts_ptr, ends_ptr, slot_ptr, row_ptr, num_pairs, num_chunks,
-    num_slots, num_tiles, block_m, CHUNK: tl.constexpr, SLOTS: tl.constexpr,
+    ids_ptr, before_ptr, totals_ptr, order_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_pairs, num_chunks,
+    num_experts, num_tiles, block_m, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: sorts a chunk's pairs and puts them where they belong; or, after the chunks, describes a slot."""
+    """One program: sorts a chunk's pairs and puts them where they belong; or, after the chunks, describes an expert."""
     program = tl.program_id(0)
-    slots = tl.arange(0, SLOTS)
-    totals = tl.load(totals_ptr + slots)
+    experts = tl.arange(0, EXPERTS)
+    totals = tl.load(totals_ptr + experts)
     if program < num_chunks:
-        ids, counts = _chunk(ids_ptr, program, num_pairs, num_slots, CHUNK, SLOTS)
+        ids, counts = _chunk(ids_ptr, program, num_pairs, num_experts, CHUNK, EXPERTS)
         places = tl.arange(0, CHUNK)
         keys = tl.sort(ids * CHUNK + places)
         ids = keys // CHUNK
-        before = tl.load(before_ptr + program * SLOTS + slots)
+        before = tl.load(before_ptr + program * EXPERTS + experts)
         shift = (tl.cumsum(totals, 0) - totals) + before - (tl.cumsum(counts, 0) - counts)
-        valid = ids < SLOTS
+        valid = ids < EXPERTS
         rows = places + tl.gather(shift, tl.where(valid, ids, 0), 0)
         tl.store(order_ptr + rows, program * CHUNK + keys % CHUNK, mask=valid)
     else:
-        slot = program - num_chunks
-        _describe(slot, totals, counts_ptr, ends_ptr, slot_ptr, row_ptr, num_slots, num_tiles, block_m, SLOTS=SLOTS)
+        expert = program - num_chunks
+        _describe(expert, totals, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def groups_kernel(
-    given_ptr, counts_ptr, ends_ptr, slot_ptr, row_ptr, num_slots, num_tiles, block_m, SLOTS: tl.constexpr
+    given_ptr, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS: tl.constexpr
 ):
-    """One program: a slot, or, after the last, what is left over; rows are sorted, and their ends given."""
-    slots = tl.arange(0, SLOTS)
-    ends = tl.load(given_ptr + slots, mask=slots < num_slots, other=0)
-    starts = tl.load(given_ptr + slots - 1, mask=(slots > 0) & (slots < num_slots), other=0)
-    slot = tl.program_id(0)
-    _describe(slot, ends - starts, counts_ptr, ends_ptr, slot_ptr, row_ptr, num_slots, num_tiles, block_m, SLOTS=SLOTS)
+    """One program: an expert, or, after the last, what is left over; rows are sorted, and their ends given."""
+    experts = tl.arange(0, EXPERTS)
+    ends = tl.load(given_ptr + experts, mask=experts < num_experts, other=0)
+    starts = tl.load(given_ptr + experts - 1, mask=(experts > 0) & (experts < num_experts), other=0)
+    counts, expert = ends - starts, tl.program_id(0)
+    _describe(expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS)
 
 
-def align_reference(ids_TK: Tensor, num_slots: int, block_m: int) -> Alignment:
+def align_reference(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
     """The definition, with no tile left over and order_N no longer than it needs to be."""
     flat = ids_TK.flatten()
     order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
-    counts = flat[order].bincount(minlength=num_slots)
+    counts = flat[order].bincount(minlength=num_experts)
     ends = counts.cumsum(0)
     tiles = -(-counts // block_m)
-    slots = torch.arange(num_slots, device=flat.device).repeat_interleave(tiles)
-    within = torch.arange(len(slots), device=flat.device) - (tiles.cumsum(0) - tiles)[slots]
-    rows = (ends - counts)[slots] + within * block_m
-    return Alignment(block_m, order.int(), counts.int(), ends.int(), slots.int(), rows.int())
+    experts = torch.arange(num_experts, device=flat.device).repeat_interleave(tiles)
+    within = torch.arange(len(experts), device=flat.device) - (tiles.cumsum(0) - tiles)[experts]
+    rows = (ends - counts)[experts] + within * block_m
+    return Alignment(block_m, order.int(), counts.int(), ends.int(), experts.int(), rows.int())
 
 
-def tile_bound(num_rows: int, num_slots: int, block_m: int) -> int:
-    """Returns the most tiles that so many rows can make. 5 rows, 3 slots, tiles of 4 -> 3, as for counts [3, 1, 1]"""
-    return min(num_rows, (num_rows + min(num_rows, num_slots) * (block_m - 1)) // block_m)
+def tile_bound(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Returns the most tiles that so many rows can make. 5 rows, 3 experts, tiles of 4 -> 3, as for counts [3, 1, 1]"""
+    return min(num_rows, (num_rows + min(num_rows, num_experts) * (block_m - 1)) // block_m)
 
 
-def _empty(order_N: Tensor | None, like: Tensor, num_rows: int, num_slots: int, block_m: int) -> Alignment:
-    num_tiles = tile_bound(num_rows, num_slots, block_m)
+def _empty(order_N: Tensor | None, like: Tensor, num_rows: int, num_experts: int, block_m: int) -> Alignment:
+    num_tiles = tile_bound(num_rows, num_experts, block_m)
     # Each has memory of its own, not a part of one: a kernel is compiled anew where alignment differs.
-    sizes = (num_slots, num_slots, num_tiles, num_tiles)
+    sizes = (num_experts, num_experts, num_tiles, num_tiles)
     return Alignment(block_m, order_N, *(like.new_empty(size) for size in sizes))
 
 
-def align(ids_TK: Tensor, num_slots: int, block_m: int) -> Alignment:
-    """Sorts the pairs by slot and cuts each slot's rows into tiles. Ids outside 0..num_slots-1 go nowhere.
+def align(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
+    """Sorts the pairs by expert and cuts each expert's rows into tiles. Ids outside 0..num_experts-1 go nowhere.
 
     One launch for up to 4,096 pairs, else three.
-    ids [[1], [0], [-1], [1]], 2 slots, tiles of 1 -> order [1, 0, 3], counts [1, 2], ends [1, 3], tiles: slots
+    ids [[1], [0], [-1], [1]], 2 experts, tiles of 1 -> order [1, 0, 3], counts [1, 2], ends [1, 3], tiles: experts
     [0, 1, 1, -1], first rows [0, 1, 2]
     """
     assert ids_TK.dtype == torch.int32, ids_TK.dtype
     assert ids_TK.is_contiguous(), ids_TK.stride()
-    pairs, slots = ids_TK.numel(), max(32, triton.next_power_of_2(num_slots))
-    found = _empty(torch.empty_like(ids_TK).flatten(), ids_TK, pairs, num_slots, block_m)
-    tables = (found.order_N, found.counts_e, found.ends_e, found.slot_Z, found.row_Z)
-    num_tiles = len(found.slot_Z)
+    pairs, experts = ids_TK.numel(), max(32, triton.next_power_of_2(num_experts))
+    found = _empty(torch.empty_like(ids_TK).flatten(), ids_TK, pairs, num_experts, block_m)
+    tables = (found.order_N, found.counts_e, found.ends_e, found.expert_Z, found.row_Z)
+    num_tiles = len(found.expert_Z)
     if pairs <= FEW:
         room = max(64, triton.next_power_of_2(pairs))
-        few_kernel[(num_slots + 1,)](
-            ids_TK, *tables, pairs, num_slots, num_tiles, block_m, PAIRS=room, SLOTS=slots, num_warps=4
+        few_kernel[(num_experts + 1,)](
+            ids_TK, *tables, pairs, num_experts, num_tiles, block_m, PAIRS=room, EXPERTS=experts, num_warps=4
         )
         return found
     chunks = triton.cdiv(pairs, CHUNK)
-    before_Ce, totals_e = ids_TK.new_empty((chunks, slots)), ids_TK.new_empty(slots)
-    count_kernel[(chunks,)](ids_TK, before_Ce, pairs, num_slots, CHUNK=CHUNK, SLOTS=slots, num_warps=4)
-    scan_kernel[(slots // COLUMNS,)](before_Ce, totals_e, chunks, COLUMNS=COLUMNS, SLOTS=slots, num_warps=4)
-    place_kernel[(chunks + num_slots + 1,)](
-        ids_TK, before_Ce, totals_e, *tables, pairs, chunks, num_slots, num_tiles, block_m,
-        CHUNK=CHUNK, SLOTS=slots, num_warps=4,
+    before_Ce, totals_e = ids_TK.new_empty((chunks, experts)), ids_TK.new_empty(experts)
+    count_kernel[(chunks,)](ids_TK, before_Ce, pairs, num_experts, CHUNK=CHUNK, EXPERTS=experts, num_warps=4)
+    scan_kernel[(experts // COLUMNS,)](before_Ce, totals_e, chunks, COLUMNS=COLUMNS, EXPERTS=experts, num_warps=4)
+    place_kernel[(chunks + num_experts + 1,)](
+        ids_TK, before_Ce, totals_e, *tables, pairs, chunks, num_experts, num_tiles, block_m,
+        CHUNK=CHUNK, EXPERTS=experts, num_warps=4,
     )  # fmt: skip
     return found
 
@@ -198,27 +200,27 @@ def align(ids_TK: Tensor, num_slots: int, block_m: int) -> Alignment:
 def align_groups(ends_e: Tensor, num_rows: int, block_m: int) -> Alignment:
     """Aligns rows that are sorted already, with their ends on the device. num_rows: an upper bound of the rows.
 
-    ends [1, 3], 4 rows, tiles of 2 -> counts [1, 2], tiles: slots [0, 1, -1], first rows [0, 1]
+    ends [1, 3], 4 rows, tiles of 2 -> counts [1, 2], tiles: experts [0, 1, -1], first rows [0, 1]
     """
     assert ends_e.dtype == torch.int32, ends_e.dtype
-    num_slots = len(ends_e)
-    found = _empty(None, ends_e, num_rows, num_slots, block_m)
-    groups_kernel[(num_slots + 1,)](
-        ends_e, found.counts_e, found.ends_e, found.slot_Z, found.row_Z, num_slots, len(found.slot_Z), block_m,
-        SLOTS=max(32, triton.next_power_of_2(num_slots)), num_warps=1,
+    num_experts = len(ends_e)
+    found = _empty(None, ends_e, num_rows, num_experts, block_m)
+    groups_kernel[(num_experts + 1,)](
+        ends_e, found.counts_e, found.ends_e, found.expert_Z, found.row_Z, num_experts, len(found.expert_Z), block_m,
+        EXPERTS=max(32, triton.next_power_of_2(num_experts)), num_warps=1,
     )  # fmt: skip
     return found
 
 
 def align_rows(num_rows: int, block_m: int, device: torch.device) -> Alignment:
-    """Aligns all rows for a dense product, as one slot. The tables are parts of cached ones, so nothing runs.
+    """Aligns all rows for a dense product, as one expert. The tables are parts of cached ones, so nothing runs.
 
-    3 rows, tiles of 2 -> ends [3], tiles: slots [0, 0], first rows [0, 2]
+    3 rows, tiles of 2 -> ends [3], tiles: experts [0, 0], first rows [0, 2]
     """
     most = max(MOST_ROWS, triton.next_power_of_2(num_rows))
     end, tiles = _table(most + 1, 1, 4, device)[num_rows, :1], triton.cdiv(num_rows, block_m)
-    slots, first = (_table(triton.cdiv(most, block_m), step, 1, device)[:tiles, 0] for step in (0, block_m))
-    return Alignment(block_m, None, end, end, slots, first)
+    experts, first = (_table(triton.cdiv(most, block_m), step, 1, device)[:tiles, 0] for step in (0, block_m))
+    return Alignment(block_m, None, end, end, experts, first)
 
 
 @cache

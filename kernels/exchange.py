@@ -8,7 +8,7 @@ that whoever needs them finds them at home; rows are large and pulled, straight 
 state [2], int64: the last meeting's number, and whether one failed; after that nothing is moved any more. It is on the
 device and only kernels change it, so a graph that was recorded can be replayed.
 
-R ranks, T tokens of this rank, M most tokens of any rank, K experts per token, pair t * K + k, e slots of a rank,
+R ranks, T tokens of this rank, M most tokens of any rank, K experts per token, pair t * K + k, e local experts,
 P rows received, D model width, W words of 32 bits of a row; rows are multiples of 16 bytes and begin at such.
 """
 
@@ -22,7 +22,7 @@ from triton.language.extra.cuda import globaltimer
 
 from moeserve.kernels.combine import combine_reference
 
-POLLS = 64  # between two looks at the host's word and the clock: those take a trip over the bus
+POLLS = 64  # between two looks at the host's word and the clock: both are reads over the bus
 PAIRS = 1024  # ids that a program sends at a time
 TILE = 8192  # words that a program copies at a time: 64 bytes of each of 512 threads are under way
 SUMS = 1024  # outputs that a program adds up at a time: 8 of a thread, so that all K rows of them are under way
@@ -79,9 +79,9 @@ def _copy(from_ptrs, to_ptrs, columns, live, words):
     tl.store(to_ptrs[:, None] + columns[None, :], tl.load(from_ptrs[:, None] + columns[None, :], mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rank", "num_ranks", "tokens", "most_tokens", "top_k", "num_slots"])
+@triton.jit(do_not_specialize=["rank", "num_ranks", "tokens", "most_tokens", "top_k", "num_local"])
 def publish_kernel(
-    bases_ptr, state_ptr, x_ptr, ids_ptr, rank, num_ranks, tokens, most_tokens, top_k, num_slots, x_at, ids_at, words,
+    bases_ptr, state_ptr, x_ptr, ids_ptr, rank, num_ranks, tokens, most_tokens, top_k, num_local, x_at, ids_at, words,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: some of the tiles of x, and some of the pieces of ids for some of the ranks."""
@@ -102,16 +102,16 @@ def publish_kernel(
         pairs = piece // num_ranks * PAIRS + tl.arange(0, PAIRS)
         ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
         theirs = _at(tl.load(bases_ptr + peer), ids_at, ids_ptr) + rank * room + pairs
-        tl.store(theirs, tl.where(ids < 0, -1, ids - peer * num_slots), mask=pairs < room)
+        tl.store(theirs, tl.where(ids < 0, -1, ids - peer * num_local), mask=pairs < room)
 
 
-@triton.jit(do_not_specialize=["most_tokens", "top_k", "num_slots"])
+@triton.jit(do_not_specialize=["most_tokens", "top_k", "num_local"])
 def gather_kernel(
-    bases_ptr, state_ptr, order_ptr, ends_ptr, out_ptr, most_tokens, top_k, num_slots, x_at, places_at, words,
+    bases_ptr, state_ptr, order_ptr, ends_ptr, out_ptr, most_tokens, top_k, num_local, x_at, places_at, words,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: some of the tiles of the received rows; it tells the rows' owners where they are."""
-    total = tl.load(ends_ptr + num_slots - 1)
+    total = tl.load(ends_ptr + num_local - 1)
     total = tl.where(tl.load(state_ptr + 1) == 0, total, 0)
     words = tl.multiple_of(words, 4)
     blocks = tl.cdiv(words, BLOCK)
@@ -129,12 +129,12 @@ def gather_kernel(
         _copy(theirs, out_ptr + tl.multiple_of(rows.to(tl.int64) * words, 4), columns, live, words)
 
 
-@triton.jit(do_not_specialize=["rank", "tokens", "num_slots", "known"])
+@triton.jit(do_not_specialize=["rank", "tokens", "num_local", "known"])
 def collect_kernel(
-    bases_ptr, state_ptr, weights_ptr, ids_ptr, out_ptr, rank, tokens, num_slots, known, places_at, y_at, out_stride,
+    bases_ptr, state_ptr, weights_ptr, ids_ptr, out_ptr, rank, tokens, num_local, known, places_at, y_at, out_stride,
     width, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: some of the tiles of outputs, added up as in `combine_kernel`. known: slots of all ranks."""
+    """Each program: some of the tiles of outputs, added up as in `combine_kernel`. known: experts of all ranks."""
     if tl.load(state_ptr + 1) != 0:
         return
     blocks = tl.cdiv(width, BLOCK)
@@ -146,9 +146,9 @@ def collect_kernel(
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         for k in tl.static_range(K):
             pairs = rows * K + k
-            slots = tl.load(ids_ptr + pairs, mask=rows < tokens, other=-1)
-            is_there = (slots >= 0) & (slots < known)
-            y = _at(tl.load(bases_ptr + tl.where(is_there, slots // num_slots, rank)), y_at, out_ptr)
+            experts = tl.load(ids_ptr + pairs, mask=rows < tokens, other=-1)
+            is_there = (experts >= 0) & (experts < known)
+            y = _at(tl.load(bases_ptr + tl.where(is_there, experts // num_local, rank)), y_at, out_ptr)
             y += tl.load(places + pairs, mask=is_there, other=0).to(tl.int64) * width
             readable = is_there[:, None] & (columns < width)[None, :]
             value = tl.load(y[:, None] + columns[None, :], mask=readable, other=0.0).to(tl.float32)
@@ -158,10 +158,10 @@ def collect_kernel(
         tl.store(to_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def publish_reference(ids_TK: Tensor, most_tokens: int, num_slots: int, num_ranks: int) -> Tensor:
-    """Returns the ids [R, M, K] that each rank is sent: its own slots, counted from its first; others are no slots."""
+def publish_reference(ids_TK: Tensor, most_tokens: int, num_local: int, num_ranks: int) -> Tensor:
+    """Returns the ids [R, M, K] that each rank is sent: its own experts count from 0, others lie outside."""
     ids_MK = torch.nn.functional.pad(ids_TK, (0, 0, 0, most_tokens - len(ids_TK)), value=-1)
-    first_R = torch.arange(num_ranks, dtype=torch.int32, device=ids_TK.device) * num_slots
+    first_R = torch.arange(num_ranks, dtype=torch.int32, device=ids_TK.device) * num_local
     return torch.where(ids_MK < 0, -1, ids_MK - first_R[:, None, None])
 
 
@@ -173,10 +173,10 @@ def gather_reference(x_RMW: Tensor, order_P: Tensor, top_k: int) -> tuple[Tensor
     return x_RMW.flatten(0, 1)[order_P // top_k], places_N.view(ranks, -1)
 
 
-def collect_reference(y_RPD: Tensor, places_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_slots: int) -> Tensor:
+def collect_reference(y_RPD: Tensor, places_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_local: int) -> Tensor:
     """The definition; its bits are the kernel's."""
-    known = (ids_TK >= 0) & (ids_TK < len(y_RPD) * num_slots)
-    ranks_TK, rows_TK = (torch.where(known, of_TK, 0).long() for of_TK in (ids_TK // num_slots, places_TK))
+    known = (ids_TK >= 0) & (ids_TK < len(y_RPD) * num_local)
+    ranks_TK, rows_TK = (torch.where(known, of_TK, 0).long() for of_TK in (ids_TK // num_local, places_TK))
     return combine_reference(y_RPD[ranks_TK, rows_TK], weights_TK, torch.where(known, ids_TK, -1))
 
 
@@ -204,13 +204,13 @@ def meet(bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: 
 
 
 def publish(
-    bases_R: Tensor, state: Tensor, rank: int, x_TW: Tensor, ids_TK: Tensor, most_tokens: int, num_slots: int,
+    bases_R: Tensor, state: Tensor, rank: int, x_TW: Tensor, ids_TK: Tensor, most_tokens: int, num_local: int,
     x_at: int, ids_at: int, programs: int,
 ) -> None:  # fmt: skip
-    """Rows to the own region, ids [T, K] to row `rank` of every region's [R, M, K], shifted to slots of its rank; rows
-    from T on are filled up with -1. x: int32 words; num_slots: of a rank.
+    """Rows to the own region, ids [T, K] to row `rank` of every region's [R, M, K], shifted to its rank's experts; rows
+    from T on are filled up with -1. x: int32 words; num_local: of a rank.
 
-    Rank 0 of two with 2 slots each, ids [[1, 2]], M 2 -> to rank 0 [[1, 2], [-1, -1]], to rank 1 [[-1, 0], [-1, -1]]
+    Rank 0 of two with 2 experts each, ids [[1, 2]], M 2 -> to rank 0 [[1, 2], [-1, -1]], to rank 1 [[-1, 0], [-1, -1]]
     """
     (tokens, words), top_k = x_TW.shape, ids_TK.shape[1]
     assert tokens == len(ids_TK) <= most_tokens, (x_TW.shape, ids_TK.shape, most_tokens)
@@ -218,7 +218,7 @@ def publish(
     assert ids_TK.is_contiguous(), ids_TK.stride()
     assert ids_TK.dtype == x_TW.dtype == torch.int32, (ids_TK.dtype, x_TW.dtype)
     publish_kernel[(programs,)](
-        bases_R, state, x_TW, ids_TK, rank, len(bases_R), tokens, most_tokens, top_k, num_slots, x_at, ids_at, words,
+        bases_R, state, x_TW, ids_TK, rank, len(bases_R), tokens, most_tokens, top_k, num_local, x_at, ids_at, words,
         PAIRS=PAIRS, **_tile(words), num_warps=16,
     )  # fmt: skip
 
@@ -230,8 +230,8 @@ def gather(
     """Pulls the row of each sorted pair, of `align` over [R, M, K], to its place in `out`; rows from the last end on
     stay as they are. Each owner gets the places of its pairs.
 
-    Two ranks, M 1, K 2, order [3, 0], one slot with end 2 -> out [rank 1's row, rank 0's row]; rank 1's place of pair 1
-    is 0, rank 0's of pair 0 is 1
+    Two ranks, M 1, K 2, order [3, 0], one expert with end 2 -> out [rank 1's row, rank 0's row]; rank 1's place of pair
+    1 is 0, rank 0's of pair 0 is 1
     """
     assert out_PW.is_contiguous(), out_PW.stride()
     assert out_PW.shape[0] >= order_N.shape[0], (out_PW.shape, order_N.shape)
@@ -242,11 +242,11 @@ def gather(
 
 
 def collect(
-    bases_R: Tensor, state: Tensor, rank: int, weights_TK: Tensor, ids_TK: Tensor, num_slots: int, places_at: int,
+    bases_R: Tensor, state: Tensor, rank: int, weights_TK: Tensor, ids_TK: Tensor, num_local: int, places_at: int,
     y_at: int, out_TD: Tensor, programs: int,
 ) -> None:  # fmt: skip
-    """The weighted sum over k = 0..K-1 of results where they lie: rank s // num_slots of slot s, row `place` of its y.
-    In fp32, products and sums rounded one after the other, one rounding at the end. Ids that are no slot add zero.
+    """The weighted sum over k = 0..K-1 of results where they lie: expert p's on rank p // num_local, row `place` of y.
+    In fp32, products and sums rounded one after the other, one rounding at the end. Ids that are no expert add zero.
 
     Slots [[2, 0]] of two ranks with 2 each, places [[1, 0]], y of rank 0 [[4]], of rank 1 [[5], [6]], weights
     [[0.5, 2]] -> [[0.5 * 6 + 2 * 4]] = [[11]]
@@ -260,7 +260,7 @@ def collect(
     if tokens:
         block = min(SUMS, triton.next_power_of_2(width))
         collect_kernel[(programs,)](
-            bases_R, state, weights_TK, ids_TK, out_TD, rank, tokens, num_slots, len(bases_R) * num_slots, places_at,
+            bases_R, state, weights_TK, ids_TK, out_TD, rank, tokens, num_local, len(bases_R) * num_local, places_at,
             y_at, out_TD.stride(0), width,
             K=top_k, ROWS=SUMS // block, BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """The experts' two products with weights and rows in e4m3: a scale per 128 x 128 weights and per 128 elements of a row.
 
-T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local slots, D model width, I expert
+T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model width, I expert
 width, F = 2 I, G blocks of 128 inputs, R blocks of 128 outputs.
 """
 
@@ -41,21 +41,21 @@ def _step(total, w, x, w_scale, x_scales):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def fp8_kernel(
-    x_ptr, x_scale_ptr, w, w_scale_ptr, out_ptr, out_scale_ptr, order_ptr, ends_ptr, slot_ptr, row_ptr, num_tiles,
+    x_ptr, x_scale_ptr, w, w_scale_ptr, out_ptr, out_scale_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles,
     x_stride, out_stride, width, inner, top_k,
     SWIGLU: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`; if SWIGLU a block of e4m3 and its scale."""
     tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
-    slot = tl.load(slot_ptr + tile)
-    if slot < 0:
+    expert = tl.load(expert_ptr + tile)
+    if expert < 0:
         return
-    sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
+    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
     groups, fan = tl.cdiv(inner, BLOCK), 2 if SWIGLU else 1
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
     x_scale_ptrs = x_scale_ptr + sources.to(tl.int64) * groups
-    base, first, last = slot * (fan * width), block * BLOCK_N, width - 1
+    base, first, last = expert * (fan * width), block * BLOCK_N, width - 1
     w_scale_ptr += (base + first) // BLOCK * groups
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -105,20 +105,20 @@ def down_fp8_reference(h: Scaled, w2: Scaled, to: Alignment, dtype: torch.dtype)
 
 
 @lru_cache(4096)
-def launch_fp8_of(num_rows: int, num_slots: int, width: int, dim: int, device: str) -> Config:
+def launch_fp8_of(num_rows: int, num_experts: int, width: int, dim: int, device: str) -> Config:
     """Launch parameters as of `grouped_gemm.launch_of`; gate and up make whole blocks of 128 outputs of 64 rows at
     most.
     """
-    tiles = tile_rows(num_rows / num_slots)
+    tiles = tile_rows(num_rows / num_experts)
     large = tiles["block_m"] == 64
     default = {**tiles, "up_block_n": BLOCK, "up_warps": 8 if large else 4, "up_stages": 4 if large else 3}
     default |= {"down_block_n": 128, "down_warps": 4, "down_stages": 4}
-    return tuned("grouped_fp8", device, shape_of(num_slots, width, dim), num_rows, default)
+    return tuned("grouped_fp8", device, shape_of(num_experts, width, dim), num_rows, default)
 
 
-def shape_of(num_slots: int, width: int, dim: int) -> str:
+def shape_of(num_experts: int, width: int, dim: int) -> str:
     """The shape's name in tables of configurations."""
-    return f"E{num_slots} I{width} D{dim}"
+    return f"E{num_experts} I{width} D{dim}"
 
 
 def _launch(
@@ -138,11 +138,11 @@ def _launch(
         assert scales.shape == shape, (scales.shape, shape)
         assert scales.is_contiguous(), scales.stride()
     weights, tma = weights_argument(w.values, block_n, BLOCK, bool(config["tma"]))
-    num_tiles = len(to.slot_Z)
+    num_tiles = len(to.expert_Z)
     if not num_tiles:
         return
     fp8_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x.values, x.scales, weights, w.scales, out, out_scales, to.order_N, to.ends_e, to.slot_Z, to.row_Z, num_tiles,
+        x.values, x.scales, weights, w.scales, out, out_scales, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles,
         x.values.stride(0), out.stride(0), width, inner, top_k, SWIGLU=is_up, EVEN=inner % BLOCK == 0, TMA=tma,
         GROUP=config["group"], BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK=BLOCK,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],

@@ -1,6 +1,6 @@
-"""The experts' two products over rows that are sorted by slot: gate and up with SwiGLU, and down.
+"""The experts' two products over rows that are sorted by expert: gate and up with SwiGLU, and down.
 
-T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local slots, D model width, I expert
+T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model width, I expert
 width, F = 2 I, Z tiles of rows.
 """
 
@@ -20,18 +20,18 @@ from moeserve.kernels.tiles import block_k, load_rows, load_weights, rows_of, ti
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def grouped_kernel(
-    x_ptr, w, out_ptr, order_ptr, ends_ptr, slot_ptr, row_ptr, num_tiles, x_stride, out_stride, width, inner, top_k,
+    x_ptr, w, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles, x_stride, out_stride, width, inner, top_k,
     SWIGLU: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of a tile of rows. With an order, rows come through it if SWIGLU, else go."""
     tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
-    slot = tl.load(slot_ptr + tile)
-    if slot < 0:
+    expert = tl.load(expert_ptr + tile)
+    if expert < 0:
         return
-    sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
+    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
-    base, first, last = slot * width, block * BLOCK_N, width - 1
+    base, first, last = expert * width, block * BLOCK_N, width - 1
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if SWIGLU:
         base *= 2
@@ -72,24 +72,24 @@ def down_reference(h_NI: Tensor, w2_eDI: Tensor, to: Alignment) -> Tensor:
 
 
 @lru_cache(4096)
-def launch_of(num_rows: int, num_slots: int, width: int, dim: int, dtype: torch.dtype, device: str) -> Config:
+def launch_of(num_rows: int, num_experts: int, width: int, dim: int, dtype: torch.dtype, device: str) -> Config:
     """Launch parameters of the products for so many rows: rows of a tile (`block_m`, for `align`), and per product
     outputs of a program, tiles that run together, warps, and steps over K that are on their way. width: I, dim: D.
 
-    8 slots: 8 rows -> block_m 16; 8,192 rows -> block_m 128
+    8 experts: 8 rows -> block_m 16; 8,192 rows -> block_m 128
     """
-    rows = num_rows / num_slots
+    rows = num_rows / num_experts
     block_m = 16 if rows <= 8 else 32 if rows <= 24 else 64 if rows <= 96 else 128
     big = block_m == 128
     default = {"block_m": block_m, "tma": 1, "group": 8 if big else 1}
     default |= {"up_block_n": 128 if big else 64, "up_warps": 8 if big else 4, "up_stages": 4}
     default |= {"down_block_n": 128, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
-    return tuned("grouped_gemm", device, shape_of(num_slots, width, dim, dtype), num_rows, default)
+    return tuned("grouped_gemm", device, shape_of(num_experts, width, dim, dtype), num_rows, default)
 
 
-def shape_of(num_slots: int, width: int, dim: int, dtype: torch.dtype) -> str:
+def shape_of(num_experts: int, width: int, dim: int, dtype: torch.dtype) -> str:
     """The shape's name in tables of configurations."""
-    return f"E{num_slots} I{width} D{dim} {str(dtype).removeprefix('torch.')}"
+    return f"E{num_experts} I{width} D{dim} {str(dtype).removeprefix('torch.')}"
 
 
 def _launch(
@@ -101,11 +101,11 @@ def _launch(
     assert x.shape[1] == w.shape[2], (x.shape, w.shape)
     block_n, depth = config[f"{name}_block_n"], block_k(w.shape[2], w.dtype)
     weights, tma = weights_argument(w, block_n, depth, bool(config["tma"]))
-    num_tiles = len(to.slot_Z)
+    num_tiles = len(to.expert_Z)
     if not num_tiles:
         return
     grouped_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x, weights, out, to.order_N, to.ends_e, to.slot_Z, to.row_Z, num_tiles, x.stride(0), out.stride(0), width,
+        x, weights, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0), out.stride(0), width,
         w.shape[2], top_k, SWIGLU=name == "up", EVEN=w.shape[2] % depth == 0, TMA=tma, GROUP=config["group"],
         BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK_K=depth,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
@@ -113,7 +113,7 @@ def _launch(
 
 
 def gate_up(x: Tensor, w13_eFD: Tensor, to: Alignment, config: Config, top_k: int = 1) -> Tensor:
-    """silu(w1 x) * w3 x for each sorted row with its slot's weights, gate rows first in w13; [N, I], undefined from
+    """silu(w1 x) * w3 x for each sorted row with its expert's weights, gate rows first in w13; [N, I], undefined from
     the last end on. x: the tokens' rows [T, D], of which pair p has row p // top_k; or, without an order, sorted rows.
     Sums over D in fp32 and in one order for any number of rows; one rounding. config: of `launch_of`.
 
@@ -127,10 +127,10 @@ def gate_up(x: Tensor, w13_eFD: Tensor, to: Alignment, config: Config, top_k: in
 
 
 def down(h_NI: Tensor, w2_eDI: Tensor, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
-    """w2 h for each sorted row with its slot's weights, written to its pair's row [N, D], or, without an order, to its
-    own; rows of pairs that went nowhere are not written. Sums and roundings as in `gate_up`.
+    """w2 h for each sorted row with its expert's weights, written to its pair's row [N, D], or, without an order, to
+    its own; rows of pairs that went nowhere are not written. Sums and roundings as in `gate_up`.
 
-    h [[4], [5]] of pairs [1, 0] with slot 0, w2 [[[1], [2]]] -> [[5, 10], [4, 8]]
+    h [[4], [5]] of pairs [1, 0] with expert 0, w2 [[[1], [2]]] -> [[5, 10], [4, 8]]
     """
     width = w2_eDI.shape[1]
     if out is None:

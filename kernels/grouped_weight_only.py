@@ -1,7 +1,7 @@
 """The experts' two products with weights of 4 bits, two to a byte, or of 8 bits, and scales for groups of inputs.
 
 Rows stay as they are; weights are widened to the rows' type in registers. T tokens, K experts per token, N = T * K
-(token, k) pairs or received rows, e local experts (slots), D model width, I expert width, G groups of inputs.
+(token, k) pairs or received rows, e local experts, D model width, I expert width, G groups of inputs.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Narrow:
     @property
     def shape(self) -> tuple[int, int, int]:
         """[e, outputs, inputs], however the values are packed."""
-        slots, outputs, num_bytes = self.values.shape
-        return slots, outputs, num_bytes * (2 if self.kind == "int4" else 1)
+        experts, outputs, num_bytes = self.values.shape
+        return experts, outputs, num_bytes * (2 if self.kind == "int4" else 1)
 
     @property
     def half(self) -> int:
@@ -135,7 +135,7 @@ def _step(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def weight_only_kernel(
-    x_ptr, w, scale_ptr, zero_ptr, out_ptr, order_ptr, ends_ptr, slot_ptr, row_ptr, num_tiles,
+    x_ptr, w, scale_ptr, zero_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles,
     x_stride, out_stride, width, inner, top_k,
     SWIGLU: tl.constexpr, PAIRS: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -143,18 +143,18 @@ def weight_only_kernel(
     """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of weights. PAIRS: two
     weights in a byte."""
     tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
-    slot = tl.load(slot_ptr + tile)
-    if slot < 0:
+    expert = tl.load(expert_ptr + tile)
+    if expert < 0:
         return
-    sources, targets, live = rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
+    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
     outputs = 2 * width if SWIGLU else width
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, HALF)[None, :]
-    base, first, last = slot * outputs, block * BLOCK_N, width - 1
+    base, first, last = expert * outputs, block * BLOCK_N, width - 1
     columns = first + tl.arange(0, BLOCK_N)
     mask = columns < width
-    scale_ptr += slot.to(tl.int64) * tl.cdiv(inner, INPUTS) * outputs
+    scale_ptr += expert.to(tl.int64) * tl.cdiv(inner, INPUTS) * outputs
     if zero_ptr is not None:
-        zero_ptr += slot.to(tl.int64) * tl.cdiv(inner, INPUTS) * outputs
+        zero_ptr += expert.to(tl.int64) * tl.cdiv(inner, INPUTS) * outputs
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     EACH: tl.constexpr = 2 if PAIRS else 1
@@ -187,41 +187,41 @@ def weight_only_kernel(
 
 @lru_cache(4096)
 def launch_narrow_of(
-    num_rows: int, num_slots: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype, device: str
+    num_rows: int, num_experts: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype, device: str
 ) -> Config:
     """Launch parameters as of `grouped_gemm.launch_of`, for rows of dtype. A weight is widened once per tile of rows,
     so many rows want large tiles.
     """
-    rows = num_rows / num_slots
+    rows = num_rows / num_experts
     big = rows > 256 and dtype != torch.float32  # tiles of such rows would not fit into shared memory
     default = {**tile_rows(rows), "up_block_n": 64, "up_warps": 8 if big else 4, "up_stages": 4}
     default |= {"down_block_n": 128 if big else 64, "down_warps": 8 if big else 4, "down_stages": 3 if big else 4}
     default |= {"block_m": 128} if big else {}
-    shape = shape_of(num_slots, width, dim, kind, group, dtype)
+    shape = shape_of(num_experts, width, dim, kind, group, dtype)
     return tuned("grouped_weight_only", device, shape, num_rows, default)
 
 
-def shape_of(num_slots: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype) -> str:
+def shape_of(num_experts: int, width: int, dim: int, kind: str, group: int, dtype: torch.dtype) -> str:
     """The shape's name in tables of configurations."""
-    return f"E{num_slots} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
+    return f"E{num_experts} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
 
 
 def _launch(x: Tensor, w: Narrow, out: Tensor, to: Alignment, top_k: int, name: str, config: Config) -> None:
-    (slots, outputs, inner), pairs, half = w.shape, w.kind == "int4", w.half
+    (experts, outputs, inner), pairs, half = w.shape, w.kind == "int4", w.half
     width, block_n = outputs // 2 if name == "up" else outputs, config[f"{name}_block_n"]
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert x.shape[1] == inner, (x.shape, inner)
     assert half >= LEAST, (inner, w.group)
     assert inner % (2 * half if pairs else half) == 0, (inner, w.group)
     for part in (w.scales, w.zeros):
-        assert part is None or part.shape == (slots, triton.cdiv(inner, w.group), outputs), part.shape
+        assert part is None or part.shape == (experts, triton.cdiv(inner, w.group), outputs), part.shape
         assert part is None or part.is_contiguous(), part.stride()
     weights, tma = weights_argument(w.values, block_n, half, bool(config["tma"]))
-    num_tiles = len(to.slot_Z)
+    num_tiles = len(to.expert_Z)
     if not num_tiles:
         return
     weight_only_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x, weights, w.scales, w.zeros, out, to.order_N, to.ends_e, to.slot_Z, to.row_Z, num_tiles, x.stride(0),
+        x, weights, w.scales, w.zeros, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0),
         out.stride(0), width, inner, top_k, SWIGLU=name == "up", PAIRS=pairs, TMA=tma, GROUP=config["group"],
         INPUTS=w.group, HALF=half, BLOCK_M=to.block_m, BLOCK_N=block_n,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],

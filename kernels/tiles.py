@@ -30,12 +30,12 @@ def tile_of(program, num_tiles, num_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rows_of(tile, slot, row_ptr, ends_ptr, order_ptr, top_k, UP: tl.constexpr, BLOCK_M: tl.constexpr):
+def rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP: tl.constexpr, BLOCK_M: tl.constexpr):
     """(rows of x, rows of the result, which of both there are) of a tile of the experts' sorted rows. With an order,
     the first product (UP) fetches its rows through it, the second puts them back. 32 bits each: until the end they take
     registers from the sums."""
     rows = tl.load(row_ptr + tile) + tl.arange(0, BLOCK_M)
-    live = rows < tl.load(ends_ptr + slot)
+    live = rows < tl.load(ends_ptr + expert)
     sources, targets = rows, rows
     if order_ptr is not None:
         pairs = tl.load(order_ptr + rows, mask=live, other=0)
@@ -75,7 +75,7 @@ def load_weights(
 
 
 def tile_rows(rows: float) -> dict[str, int]:
-    """Launch parameters that depend on the mean number of rows of a slot, at most 64 in a tile of quantised weights.
+    """Launch parameters that depend on the mean number of rows of an expert, at most 64 in a tile of quantised weights.
 
     8 -> block_m 16; 1000 -> block_m 64
     """

@@ -184,12 +184,12 @@ def expert_pieces(
         yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13")
         yield Piece(theirs + names.down, (total, width, inner), ours + "w2")
         return
-    for slot, expert in enumerate(experts):
+    for local, expert in enumerate(experts):
         if names.gate_up:
-            yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13", at=(slot,), take=(expert,))
-            yield Piece(theirs + names.down, (total, width, inner), ours + "w2", at=(slot,), take=(expert,))
+            yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13", at=(local,), take=(expert,))
+            yield Piece(theirs + names.down, (total, width, inner), ours + "w2", at=(local,), take=(expert,))
             continue
         gate, up, down = (theirs + name.format(expert) for name in (names.gate, names.up, names.down))
-        yield Piece(gate, (inner, width), ours + "w13", at=(slot, slice(0, inner)))
-        yield Piece(up, (inner, width), ours + "w13", at=(slot, slice(inner, 2 * inner)))
-        yield Piece(down, (width, inner), ours + "w2", at=(slot,))
+        yield Piece(gate, (inner, width), ours + "w13", at=(local, slice(0, inner)))
+        yield Piece(up, (inner, width), ours + "w13", at=(local, slice(inner, 2 * inner)))
+        yield Piece(down, (width, inner), ours + "w2", at=(local,))

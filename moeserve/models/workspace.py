@@ -31,13 +31,13 @@ class Inflow:
     """Rows that other ranks may send here.
 
     rows: of one dispatch, at most. ubatches: micro-batches, each of which may have received so many. copies: copies of
-    received rows that are in memory at once. slots: physical experts of this rank in a layer.
+    received rows that are in memory at once. experts: physical experts of this rank in a layer.
     """
 
     rows: int
     ubatches: int
     copies: int
-    slots: int
+    experts: int
 
 
 def workspace_bytes(
@@ -61,7 +61,7 @@ def workspace_bytes(
     half = max(_attention(spec, tokens, max_len, size, tp_size), _feed_forward(spec, tokens, size, tp_size))
     logits = max_rows * (spec.vocab_size * (size + FP32) + spec.hidden_size * size)
     logits += _gathered(max_rows, spec.vocab_size, size, tp_size)
-    kept = 0 if inflow is None else _received(spec, inflow, size) + _moving(spec, inflow.slots, size)
+    kept = 0 if inflow is None else _received(spec, inflow, size) + _moving(spec, inflow.experts, size)
     return stream + _plans(spec, tokens, max_rows, max_len) + max(half, logits) + kept
 
 
@@ -108,9 +108,9 @@ def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
     return rows + alike * (4 * spec.expert_size + 2 * width) * size
 
 
-def _moving(spec: ModelSpec, slots: int, size: int) -> int:
+def _moving(spec: ModelSpec, experts: int, size: int) -> int:
     """Bytes of experts that are being moved in: those of a layer, and one that is read twice and packed."""
-    return (slots + 3) * 3 * spec.hidden_size * spec.expert_size * size
+    return (experts + 3) * 3 * spec.hidden_size * spec.expert_size * size
 
 
 def _feed_forward(spec: ModelSpec, tokens: int, size: int, tp_size: int) -> int:

@@ -127,12 +127,12 @@ def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple
     return ids_TK, weights_TK
 
 
-def group_pairs(ids_TK: Tensor, num_slots: int) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """(order_P, place_N, counts_e) of a `Grouping` (moe/all2all/layout.py)."""
     _check_ids(ids_TK)
     num_pairs = ids_TK.numel()
     order_N, place_N = _empty(num_pairs, dtype=torch.int64), _empty(num_pairs, dtype=torch.int64)
-    counts_e = np.empty(num_slots, np.int64)
+    counts_e = np.empty(num_experts, np.int64)
     placed = _native.group_pairs(ids_TK.data_ptr(), num_pairs, counts_e, order_N.data_ptr(), place_N.data_ptr())
     return order_N if placed == num_pairs else order_N[:placed], place_N, counts_e
 

@@ -286,7 +286,7 @@ class ModelRunnerBase(ABC):
             rows=most_rows(self.max_tokens, self.spec.experts_per_token, row_bytes, self.device.type),
             ubatches=len(self.ubatches.ubatches),
             copies=self.peers.copies,
-            slots=self.placement.experts_per_rank,
+            experts=self.placement.experts_per_rank,
         )
 
     def join(self, members: Members, table: PlacementTable | None) -> None:

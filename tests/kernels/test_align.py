@@ -18,14 +18,14 @@ from tests.kernels.device import DEVICE
 ROUTINGS = ["even", "skewed", "all_to_one", "none", "some_nowhere"]
 
 
-def ids_of(routing: str, pairs: int, slots: int) -> Tensor:
+def ids_of(routing: str, pairs: int, experts: int) -> Tensor:
     random = np.random.default_rng(pairs)
     ids = {
-        "even": np.arange(pairs) % slots,
-        "skewed": np.minimum(random.geometric(0.3, pairs) - 1, slots - 1),
-        "all_to_one": np.full(pairs, slots - 1),
+        "even": np.arange(pairs) % experts,
+        "skewed": np.minimum(random.geometric(0.3, pairs) - 1, experts - 1),
+        "all_to_one": np.full(pairs, experts - 1),
         "none": np.full(pairs, -1),
-        "some_nowhere": random.integers(-2, slots, pairs).clip(min=-1),
+        "some_nowhere": random.integers(-2, experts, pairs).clip(min=-1),
     }[routing]
     return torch.from_numpy(ids.astype(np.int32)).to(DEVICE)
 
@@ -36,11 +36,11 @@ def check(found: Alignment, expected: Alignment, num_rows: int) -> None:
         assert torch.equal(found.order_N[: len(expected.order_N)], expected.order_N)
     assert torch.equal(found.counts_e, expected.counts_e)
     assert torch.equal(found.ends_e, expected.ends_e)
-    tiles = len(expected.slot_Z)
-    assert tiles <= len(found.slot_Z) == tile_bound(num_rows, len(expected.ends_e), expected.block_m)
-    assert torch.equal(found.slot_Z[:tiles], expected.slot_Z)
+    tiles = len(expected.expert_Z)
+    assert tiles <= len(found.expert_Z) == tile_bound(num_rows, len(expected.ends_e), expected.block_m)
+    assert torch.equal(found.expert_Z[:tiles], expected.expert_Z)
     assert torch.equal(found.row_Z[:tiles], expected.row_Z)
-    assert (found.slot_Z[tiles:] == -1).all()
+    assert (found.expert_Z[tiles:] == -1).all()
 
 
 def test_align_example() -> None:
@@ -48,10 +48,10 @@ def test_align_example() -> None:
     assert found.order_N is not None
     assert found.order_N.tolist()[:3] == [1, 0, 3]
     assert (found.counts_e.tolist(), found.ends_e.tolist()) == ([1, 2], [1, 3])
-    assert (found.slot_Z.tolist(), found.row_Z.tolist()[:3]) == ([0, 1, 1, -1], [0, 1, 2])
+    assert (found.expert_Z.tolist(), found.row_Z.tolist()[:3]) == ([0, 1, 1, -1], [0, 1, 2])
     found = align_groups(torch.tensor([1, 3], dtype=torch.int32, device=DEVICE), 4, 2)
     assert (found.counts_e.tolist(), found.ends_e.tolist()) == ([1, 2], [1, 3])
-    assert (found.slot_Z.tolist(), found.row_Z.tolist()[:2]) == ([0, 1, -1], [0, 1])
+    assert (found.expert_Z.tolist(), found.row_Z.tolist()[:2]) == ([0, 1, -1], [0, 1])
 
 
 def test_the_definition_is_that_of_the_moe_layer() -> None:
@@ -65,29 +65,29 @@ def test_the_definition_is_that_of_the_moe_layer() -> None:
 def test_tile_bound() -> None:
     """No routing makes more tiles, and some makes as many."""
     assert tile_bound(5, 3, 4) == 3
-    for rows, slots, block_m in [(0, 3, 4), (1, 3, 4), (7, 2, 4), (9, 9, 2), (30, 4, 16), (5, 8, 16)]:
-        bound = tile_bound(rows, slots, block_m)
-        lonely = min(rows, slots) - 1  # slots with one row, while all other rows are in one slot
+    for rows, experts, block_m in [(0, 3, 4), (1, 3, 4), (7, 2, 4), (9, 9, 2), (30, 4, 16), (5, 8, 16)]:
+        bound = tile_bound(rows, experts, block_m)
+        lonely = min(rows, experts) - 1  # experts with one row, while all other rows are in one expert
         assert bound == (lonely + -(-(rows - lonely) // block_m) if rows else 0)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("pairs", "slots", "block_m"), [(1, 1, 16), (8, 5, 16), (130, 40, 16), (3000, 3, 64)])
-def test_few_pairs(pairs: int, slots: int, block_m: int, routing: str) -> None:
-    ids = ids_of(routing, pairs, slots).view(-1, 2 if pairs % 2 == 0 else 1)
-    check(align(ids, slots, block_m), align_reference(ids, slots, block_m), pairs)
+@pytest.mark.parametrize(("pairs", "experts", "block_m"), [(1, 1, 16), (8, 5, 16), (130, 40, 16), (3000, 3, 64)])
+def test_few_pairs(pairs: int, experts: int, block_m: int, routing: str) -> None:
+    ids = ids_of(routing, pairs, experts).view(-1, 2 if pairs % 2 == 0 else 1)
+    check(align(ids, experts, block_m), align_reference(ids, experts, block_m), pairs)
 
 
 MANY = [(200, 5, 64, routing) for routing in ROUTINGS] + [(1050, 3, 16, "skewed"), (700, 9, 512, "some_nowhere")]
 
 
 @pytest.mark.full("kernels", keep=3)
-@pytest.mark.parametrize(("pairs", "slots", "chunk", "routing"), MANY)
-def test_many_pairs(pairs: int, slots: int, chunk: int, routing: str) -> None:
+@pytest.mark.parametrize(("pairs", "experts", "chunk", "routing"), MANY)
+def test_many_pairs(pairs: int, experts: int, chunk: int, routing: str) -> None:
     """Among them more chunks than are added up at a time, and a last one with few pairs."""
-    ids = ids_of(routing, pairs, slots)
+    ids = ids_of(routing, pairs, experts)
     with patch.object(module, "FEW", 0), patch.object(module, "CHUNK", chunk):
-        check(align(ids, slots, 32), align_reference(ids, slots, 32), pairs)
+        check(align(ids, experts, 32), align_reference(ids, experts, 32), pairs)
 
 
 def test_ids_of_no_slot_go_nowhere() -> None:
@@ -100,7 +100,7 @@ def test_ids_of_no_slot_go_nowhere() -> None:
 
 def test_no_pairs() -> None:
     found = align(torch.empty(0, 8, dtype=torch.int32, device=DEVICE), 5, 16)
-    assert (found.counts_e.tolist(), found.ends_e.tolist(), len(found.slot_Z)) == ([0] * 5, [0] * 5, 0)
+    assert (found.counts_e.tolist(), found.ends_e.tolist(), len(found.expert_Z)) == ([0] * 5, [0] * 5, 0)
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [5, 0, 17], [16, 1, 0], [0, 33, 0]])
@@ -111,21 +111,21 @@ def test_groups(counts: list[int]) -> None:
 
 @pytest.mark.full("aot")
 def test_align_compiles_for_hopper() -> None:
-    tables = dict.fromkeys(("counts_ptr", "ends_ptr", "slot_ptr", "row_ptr"), "*i32")
-    numbers = dict.fromkeys(("num_slots", "num_tiles", "block_m"), "i32")
+    tables = dict.fromkeys(("counts_ptr", "ends_ptr", "expert_ptr", "row_ptr"), "*i32")
+    numbers = dict.fromkeys(("num_experts", "num_tiles", "block_m"), "i32")
     ids = {"ids_ptr": "*i32", "num_pairs": "i32"}
     order = {"order_ptr": "*i32", **tables, **numbers}
-    count = {**ids, "counts_ptr": "*i32", "num_slots": "i32"}
+    count = {**ids, "counts_ptr": "*i32", "num_experts": "i32"}
     scan = {"counts_ptr": "*i32", "totals_ptr": "*i32", "num_chunks": "i32"}
     place = {**ids, **order, "before_ptr": "*i32", "totals_ptr": "*i32", "num_chunks": "i32"}
-    sizes = {"CHUNK": 1024, "SLOTS": 512}
+    sizes = {"CHUNK": 1024, "EXPERTS": 512}
     cases = [
-        Case("align:few_kernel", {**ids, **order}, {"PAIRS": 64, "SLOTS": 128}),
-        Case("align:few_kernel", {**ids, **order}, {"PAIRS": 4096, "SLOTS": 512}),
+        Case("align:few_kernel", {**ids, **order}, {"PAIRS": 64, "EXPERTS": 128}),
+        Case("align:few_kernel", {**ids, **order}, {"PAIRS": 4096, "EXPERTS": 512}),
         Case("align:count_kernel", count, sizes),
-        Case("align:scan_kernel", scan, {"COLUMNS": 32, "SLOTS": 512}),
+        Case("align:scan_kernel", scan, {"COLUMNS": 32, "EXPERTS": 512}),
         Case("align:place_kernel", place, sizes),
-        Case("align:groups_kernel", {"given_ptr": "*i32", **tables, **numbers}, {"SLOTS": 512}, num_warps=1),
+        Case("align:groups_kernel", {"given_ptr": "*i32", **tables, **numbers}, {"EXPERTS": 512}, num_warps=1),
     ]
     for report in compile_all(cases):
         assert report.stack_bytes == 0

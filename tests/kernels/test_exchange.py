@@ -109,19 +109,19 @@ def test_there_and_back(
     monkeypatch.setattr(module, "PAIRS", 8)
     monkeypatch.setattr(module, "SUMS", 128)
     random = np.random.default_rng(words)
-    ranks, most, slots = Ranks(3), 8, 2
+    ranks, most, experts = Ranks(3), 8, 2
     room = most * top_k
     ids = [torch.from_numpy(random.integers(-1, 7, (n, top_k)).astype(np.int32)).to(DEVICE) for n in tokens]
     x = [torch.from_numpy(random.integers(-9, 9, (n, words)).astype(np.int32)).to(DEVICE) for n in tokens]
     for r in range(3):
-        publish(ranks.bases, ranks.states[r], r, x[r], ids[r], most, slots, X_AT, IDS_AT, programs)
-    sent = [publish_reference(each, most, slots, 3) for each in ids]
+        publish(ranks.bases, ranks.states[r], r, x[r], ids[r], most, experts, X_AT, IDS_AT, programs)
+    sent = [publish_reference(each, most, experts, 3) for each in ids]
     x_RMW = torch.stack([torch.nn.functional.pad(each, (0, 0, 0, most - len(each))) for each in x])
     places, y_RPD = [], torch.full((3, 3 * room, words), math.nan, device=DEVICE)
     for r in range(3):
         inbox = ranks.part(r, IDS_AT, (3 * most, top_k))
         assert torch.equal(inbox, torch.cat([each[r] for each in sent]))
-        found, wanted = align(inbox, slots, 16), align_reference(torch.where(inbox < slots, inbox, -1), slots, 16)
+        found, wanted = align(inbox, experts, 16), align_reference(torch.where(inbox < experts, inbox, -1), experts, 16)
         out = torch.full((3 * room, words), -7, dtype=torch.int32, device=DEVICE)
         assert found.order_N is not None
         assert wanted.order_N is not None
@@ -138,8 +138,8 @@ def test_there_and_back(
         weights = torch.rand(tokens[r], top_k, generator=torch.Generator().manual_seed(r)).to(DEVICE)
         weights[ids[r] < 0] = math.nan
         out_TD = torch.full((tokens[r], words + 3), math.nan, device=DEVICE)
-        collect(ranks.bases, ranks.states[r], r, weights, ids[r], slots, PLACES_AT, Y_AT, out_TD[:, :words], programs)
-        wanted_TD = collect_reference(y_RPD, mine, weights, ids[r], slots)
+        collect(ranks.bases, ranks.states[r], r, weights, ids[r], experts, PLACES_AT, Y_AT, out_TD[:, :words], programs)
+        wanted_TD = collect_reference(y_RPD, mine, weights, ids[r], experts)
         assert torch.equal(out_TD[:, :words].contiguous().view(torch.int32), wanted_TD.view(torch.int32))
         assert out_TD[:, words:].isnan().all()
 
@@ -181,8 +181,8 @@ def test_exchange_compiles_for_hopper() -> None:
     """No spills; rows move 16 bytes at a time, although addresses come out of a table; flags are released to the whole
     system and acquired from it, and the host's word is read anew each time."""
     regions = {"bases_ptr": "*i64", "state_ptr": "*i64"}
-    ids = {"ids_ptr": "*i32", "rank": "i32", "tokens": "i32", "num_slots": "i32"}
-    sizes = dict.fromkeys(("most_tokens", "top_k", "num_slots", "x_at", "words"), "i32")
+    ids = {"ids_ptr": "*i32", "rank": "i32", "tokens": "i32", "num_local": "i32"}
+    sizes = dict.fromkeys(("most_tokens", "top_k", "num_local", "x_at", "words"), "i32")
     waits = {**regions, "control_ptr": "*i32", "rank": "i32", "num_ranks": "i32", "call": "i32", "timeout_ns": "i64"}
     sends = {**regions, **ids, **sizes, "x_ptr": "*i32", "num_ranks": "i32", "ids_at": "i32"}
     pulls = {**regions, **sizes, "order_ptr": "*i32", "ends_ptr": "*i32", "out_ptr": "*i32", "places_at": "i32"}

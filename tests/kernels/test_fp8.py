@@ -42,10 +42,10 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def scaled_weights(slots: int, outputs: int, inputs: int, seed: int) -> Scaled:
-    blocks = (slots, outputs // BLOCK, -(-inputs // BLOCK))
+def scaled_weights(experts: int, outputs: int, inputs: int, seed: int) -> Scaled:
+    blocks = (experts, outputs // BLOCK, -(-inputs // BLOCK))
     scales = normal(*blocks, seed=seed).abs() / inputs
-    return Scaled((normal(slots, outputs, inputs, seed=seed) * 8).to(torch.float8_e4m3fn), scales)
+    return Scaled((normal(experts, outputs, inputs, seed=seed) * 8).to(torch.float8_e4m3fn), scales)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ def test_products_example() -> None:
 )
 def test_both_products(ids: list[list[int]], tma: int) -> None:
     """Several blocks, of inputs one not whole, through the order of pairs; then over the same rows sorted before."""
-    (tokens, top_k), slots, dim, width, config = (len(ids), 2), 3, 272, 256, {**SMALL, "tma": tma}
-    to = align(torch.tensor(ids, dtype=torch.int32, device=DEVICE), slots, 16)
+    (tokens, top_k), experts, dim, width, config = (len(ids), 2), 3, 272, 256, {**SMALL, "tma": tma}
+    to = align(torch.tensor(ids, dtype=torch.int32, device=DEVICE), experts, 16)
     assert to.order_N is not None
     rows = int(to.counts_e.sum())
     order = to.order_N[:rows].long()
     x = Scaled(*quantise(normal(tokens, dim) * 10.0 ** torch.arange(tokens, device=DEVICE)[:, None].clamp(max=3)))
-    w13, w2 = scaled_weights(slots, 2 * width, dim, seed=1), scaled_weights(slots, 384, width, seed=2)
+    w13, w2 = scaled_weights(experts, 2 * width, dim, seed=1), scaled_weights(experts, 384, width, seed=2)
     hidden = gate_up_fp8(x, w13, to, config, top_k)
     exact = gate_up_fp8_reference(x, w13, to, top_k)
     found = widen(hidden.values, hidden.scales)[:rows].float()
@@ -134,7 +134,7 @@ def compiled(config: Config, product: str, tma: int) -> Case:
     signature = {
         "x_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32", "w": f"tensordesc<fp8e4nv[{block_n}, 128]>" if tma else "*fp8e4nv",
         "w_scale_ptr": "*fp32", "out_ptr": "*fp8e4nv" if is_up else "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32",
-        "slot_ptr": "*i32", "row_ptr": "*i32", "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
+        "expert_ptr": "*i32", "row_ptr": "*i32", "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
     }  # fmt: skip
     constants = {
         "SWIGLU": is_up, "EVEN": True, "TMA": bool(tma), "GROUP": config["group"], "BLOCK_M": config["block_m"],

@@ -48,7 +48,7 @@ def test_gate_up_example() -> None:
 
 
 def test_down_example() -> None:
-    """Pair 1 goes to slot 0, pair 0 to slot 1; both slots hold the same."""
+    """Pair 1 goes to expert 0, pair 0 to expert 1; both experts hold the same."""
     h, w2 = torch.tensor([[4.0], [5.0]], device=DEVICE), torch.tensor([[[1.0], [2.0]]] * 2, device=DEVICE)
     assert down(h, w2, align(ids_of([1, 0]), 2, 16), SMALL).tolist() == [[5, 10], [4, 8]]
 
@@ -86,14 +86,14 @@ ROUTINGS = {
 def test_both_products(routing: str, dim: int, width: int, dtype: torch.dtype) -> None:
     """Through the order of pairs, and over the same rows sorted before, which must give the same bits."""
     ids = ids_of(*ROUTINGS[routing])
-    (tokens, top_k), slots = ids.shape, 3
-    to = align(ids, slots, 16)
+    (tokens, top_k), experts = ids.shape, 3
+    to = align(ids, experts, 16)
     assert to.order_N is not None
     rows = int(to.counts_e.sum())
     order = to.order_N[:rows].long()
     wide = normal(tokens, dim + 8, dtype=dtype)
     wide[:, dim:] = math.nan
-    x, w13, w2 = wide[:, :dim], normal(slots, 2 * width, dim, dtype=dtype), normal(slots, dim, width, dtype=dtype)
+    x, w13, w2 = wide[:, :dim], normal(experts, 2 * width, dim, dtype=dtype), normal(experts, dim, width, dtype=dtype)
     x = x / math.sqrt(dim) if dim % 8 else x.div_(math.sqrt(dim))
     exact = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
 
@@ -119,7 +119,7 @@ def test_both_products(routing: str, dim: int, width: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("tma", [0, 1])
 @pytest.mark.parametrize("group", [1, 3])
 def test_more_tiles_than_a_group(group: int, tma: int) -> None:
-    """Several tiles of a slot, slots without rows, and blocks of outputs beyond the width; values huge and tiny."""
+    """Several tiles of an expert, experts without rows, blocks of outputs beyond the width; values huge and tiny."""
     ids = torch.tensor([3] * 35 + [0] * 20 + [-1] + [1] * 2, dtype=torch.int32, device=DEVICE)[:, None]
     to, config = align(ids, 4, 16), {**SMALL, "group": group, "tma": tma}
     x = normal(len(ids), 40, dtype=torch.float32) * torch.logspace(-12, 12, len(ids), device=DEVICE)[:, None]
@@ -138,14 +138,14 @@ def test_more_tiles_than_a_group(group: int, tma: int) -> None:
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="an interpreter's sums say nothing of tensor cores'")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
-    slots, dim, width = 4, 2048, 768
-    x, w13 = normal(3000, dim, dtype=dtype), normal(slots, 2 * width, dim, dtype=dtype)
-    w2 = normal(slots, dim, width, dtype=dtype)
+    experts, dim, width = 4, 2048, 768
+    x, w13 = normal(3000, dim, dtype=dtype), normal(experts, 2 * width, dim, dtype=dtype)
+    w2 = normal(experts, dim, width, dtype=dtype)
     found = []
     for rows in (3000, 200, 60, 5):
-        ids = torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None] % slots
-        config = launch_of(rows, slots, width, dim, dtype, "untuned")
-        to = align(ids, slots, config["block_m"])
+        ids = torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None] % experts
+        config = launch_of(rows, experts, width, dim, dtype, "untuned")
+        to = align(ids, experts, config["block_m"])
         found.append(down(gate_up(x[:rows], w13, to, config), w2, to, config))
     for fewer in found[1:]:
         assert torch.equal(fewer, found[0][: len(fewer)])
@@ -166,7 +166,7 @@ def compiled(dtype: str, product: str, config: Config, tma: int) -> Case:
     block_n, tile = config[f"{product}_block_n"], {"BLOCK_M": config["block_m"], "BLOCK_K": 64}
     signature = {
         "x_ptr": f"*{dtype}", "w": f"tensordesc<{dtype}[{block_n}, 64]>" if tma else f"*{dtype}",
-        "out_ptr": f"*{dtype}", "order_ptr": "*i32", "ends_ptr": "*i32", "slot_ptr": "*i32", "row_ptr": "*i32",
+        "out_ptr": f"*{dtype}", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32", "row_ptr": "*i32",
         "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
     }  # fmt: skip
     flags = {"SWIGLU": product == "up", "EVEN": True, "TMA": bool(tma), "GROUP": config["group"]}

@@ -44,16 +44,16 @@ SMALL: Config = {
 }  # fmt: skip
 
 
-def weights(kind: str, slots: int, outputs: int, inputs: int, group: int, seed: int) -> Narrow:
+def weights(kind: str, experts: int, outputs: int, inputs: int, group: int, seed: int) -> Narrow:
     """Of 8 bits, every byte that is a number."""
     random = torch.Generator().manual_seed(seed)
-    scales = torch.rand(slots, outputs, -(-inputs // group), generator=random) / math.sqrt(inputs)
+    scales = torch.rand(experts, outputs, -(-inputs // group), generator=random) / math.sqrt(inputs)
     if kind.startswith("int4"):
-        values = torch.randint(0, 16, (slots, outputs, inputs), generator=random, dtype=torch.uint8)
+        values = torch.randint(0, 16, (experts, outputs, inputs), generator=random, dtype=torch.uint8)
         points = torch.randint(0, 16, scales.shape, generator=random).float() if "zeros" in kind else None
         parts = (values, scales, points)
         return pack_int4(*(None if part is None else part.to(DEVICE) for part in parts), group=group)
-    values = torch.randint(-128, 128, (slots, outputs, inputs), generator=random, dtype=torch.int8)
+    values = torch.randint(-128, 128, (experts, outputs, inputs), generator=random, dtype=torch.int8)
     if kind == "fp8":
         values = values.where(values & 127 != 127, 0).view(torch.uint8).view(E4M3)
     return Narrow(group, values.to(DEVICE), (scales / 128).transpose(-1, -2).contiguous().to(DEVICE))
@@ -76,8 +76,8 @@ def test_products_example() -> None:
 def test_packed_weights_mean_what_quantised_ones_do(group: int) -> None:
     random = torch.Generator().manual_seed(group)
     into = Quantised.empty("int4", group, False, torch.bfloat16, (2, 5, 256))
-    for slot in range(2):
-        quantise(torch.randn(5, 256, generator=random), into[slot], "w")
+    for expert in range(2):
+        quantise(torch.randn(5, 256, generator=random), into[expert], "w")
     packed = pack_int4(into.values, into.scales, None, group)
     assert packed.values.shape == (2, 5, 128)
     meant = (into.values.double() - 8) * into.scales.double().repeat_interleave(group, -1)
@@ -89,13 +89,13 @@ def test_packed_weights_mean_what_quantised_ones_do(group: int) -> None:
 @pytest.mark.parametrize("ids", [[[0, 1], [2, 0]], [[1, -1]] * 17, [[2, -1], [-1, 0], [-1, -1]], [[-1, -1]]])
 def test_both_products(ids: list[list[int]], kind: str, group: int, tma: int, dtype: torch.dtype) -> None:
     """Through the order of pairs; then over the same rows sorted before, which must give the same bits."""
-    (tokens, top_k), slots, dim, width, config = (len(ids), 2), 3, 256, 128, {**SMALL, "tma": tma}
-    to = align(torch.tensor(ids, dtype=torch.int32, device=DEVICE), slots, 16)
+    (tokens, top_k), experts, dim, width, config = (len(ids), 2), 3, 256, 128, {**SMALL, "tma": tma}
+    to = align(torch.tensor(ids, dtype=torch.int32, device=DEVICE), experts, 16)
     assert to.order_N is not None
     rows = int(to.counts_e.sum())
     order = to.order_N[:rows].long()
     x = torch.randn(tokens, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    w13, w2 = weights(kind, slots, 2 * width, dim, group, 2), weights(kind, slots, 71, width, group, 3)
+    w13, w2 = weights(kind, experts, 2 * width, dim, group, 2), weights(kind, experts, 71, width, group, 3)
     tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
 
     def close(found: Tensor, expected: Tensor) -> None:
@@ -121,12 +121,12 @@ def test_both_products(ids: list[list[int]], kind: str, group: int, tma: int, dt
 def test_all_rows_of_one_slot() -> None:
     """As its example; and what a kernel reads lies at addresses that are all multiples of 16."""
     to = align_rows(3, 2, DEVICE)
-    assert (to.ends_e.tolist(), to.slot_Z.tolist(), to.row_Z.tolist()) == ([3], [0, 0], [0, 2])
+    assert (to.ends_e.tolist(), to.expert_Z.tolist(), to.row_Z.tolist()) == ([3], [0, 0], [0, 2])
     for rows in (0, 1, 5, 16, 17, 70_000):
         to = align_rows(rows, 16, DEVICE)
         groups = align_groups(torch.tensor([rows], dtype=torch.int32, device=DEVICE), rows, 16)
         assert all(torch.equal(a, b) for a, b in ((to.ends_e, groups.ends_e), (to.row_Z, groups.row_Z)))
-        assert not to.slot_Z.any()
+        assert not to.expert_Z.any()
         assert not to.ends_e.data_ptr() % 16
 
 
@@ -137,7 +137,7 @@ def compiled(kind: str, group: int, product: str, rows: int, tma: int) -> Case:
     element, block_n = {"int4": "u8", "int8": "i8", "fp8": "fp8e4nv"}[word], config[f"{product}_block_n"]
     signature = {
         "x_ptr": "*bf16", "w": f"tensordesc<{element}[{block_n}, {half}]>" if tma else f"*{element}",
-        "scale_ptr": "*fp32", "out_ptr": "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32", "slot_ptr": "*i32",
+        "scale_ptr": "*fp32", "out_ptr": "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32",
         "row_ptr": "*i32", "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
     }  # fmt: skip
     constants = {

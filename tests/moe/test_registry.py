@@ -190,12 +190,12 @@ class Slots:
 
     caps = All2AllCaps("slots", frozenset({Layout.SLOTTED}), frozenset({"float32"}), 16, pad_hidden=lambda width: 128)
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_local: int) -> None:
+        self.num_local = num_local
 
     def dispatch(self, x_TD: torch.Tensor, routing: Routing, ubatch: UBatch) -> Completed[Ticket]:
-        rows = group_rows(routing.ids_TK, self.num_slots)
-        slots = torch.full((self.num_slots, 9, x_TD.shape[1]), torch.nan)
+        rows = group_rows(routing.ids_TK, self.num_local)
+        slots = torch.full((self.num_local, 9, x_TD.shape[1]), torch.nan)
         slotted_of(x_TD[rows.order_P // routing.ids_TK.shape[1]], rows.counts_e, slots)
         return Completed(Ticket(Inbound(Layout.SLOTTED, slots, rows.counts_e, rows.counts_e.cumsum()), routing, rows))
 

@@ -189,5 +189,5 @@ def test_a_peers_table_goes_by_the_nearest_number_of_tokens(tmp_path: Path) -> N
 def test_rows_are_padded_to_tiles() -> None:
     """As its example."""
     to = align_reference(torch.tensor([[1], [0]]), 2, 2)
-    pairs, count = peers.padded(to.order_N, to.slot_Z, to.row_Z, to.ends_e, 2, 2)
+    pairs, count = peers.padded(to.order_N, to.expert_Z, to.row_Z, to.ends_e, 2, 2)
     assert (pairs.tolist(), count.tolist()) == ([1, 2, 0, 2], [4])

@@ -94,10 +94,10 @@ def aligned(bench: Bench) -> tuple[Tensor, Tensor, float]:
     found, wanted = align(ids, slots, 16), align_reference(ids, slots, 16)
     assert found.order_N is not None
     assert wanted.order_N is not None
-    tiles = len(wanted.slot_Z)
+    tiles = len(wanted.expert_Z)
     return (
-        torch.cat((found.order_N, found.counts_e, found.ends_e, found.slot_Z[:tiles], found.row_Z[:tiles])),
-        torch.cat((wanted.order_N, wanted.counts_e, wanted.ends_e, wanted.slot_Z, wanted.row_Z)),
+        torch.cat((found.order_N, found.counts_e, found.ends_e, found.expert_Z[:tiles], found.row_Z[:tiles])),
+        torch.cat((wanted.order_N, wanted.counts_e, wanted.ends_e, wanted.expert_Z, wanted.row_Z)),
         EXACT,
     )
 

@@ -109,10 +109,10 @@ class PeerMoe:
         tokens, top_k = ids.shape
         config = self.config(tokens)
         to = align_reference(ids, self.experts, config["BLOCK_SIZE_M"])
-        sorted_ids, num_padded = padded(to.order_N, to.slot_Z, to.row_Z, to.ends_e, to.block_m, ids.numel())
+        sorted_ids, num_padded = padded(to.order_N, to.expert_Z, to.row_Z, to.ends_e, to.block_m, ids.numel())
 
         def product(source: Tensor, w: Tensor, out: Tensor, fan: int, weighted: bool) -> None:
-            values = self._arguments(source, w, out, shares, sorted_ids, to.slot_Z, num_padded, fan, weighted, config)
+            values = self._arguments(source, w, out, shares, sorted_ids, to.expert_Z, num_padded, fan, weighted, config)
             tiles = math.ceil(len(sorted_ids) / config["BLOCK_SIZE_M"])
             grid = (tiles * math.ceil(w.shape[1] / config["BLOCK_SIZE_N"]),)
             self.peer.kernel[grid](**values, num_warps=config["num_warps"], num_stages=config["num_stages"])
