@@ -72,6 +72,7 @@ class Attention:
             self._block = ops.attention_block(qkv, last, self._rule, self._dim, ops.dtype)
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, kv: LayerKV, channel: int) -> Tensor:
+        """Returns the attention block's output [T, D]; writes the new keys and values to `kv` first."""
         if self._block is not None:
             y = self._block(x_TD, step.cos_Td, step.sin_Td, kv.k, kv.v, step.slot_mapping_T, step.plan)
             return y if self._tp.size == 1 else self._out(self._tp.gather_columns(y, channel), channel)

@@ -50,6 +50,7 @@ class ColumnLinear:
         self._tp = tp
 
     def __call__(self, x_MK: Tensor, channel: int) -> Tensor:
+        """Returns all columns [M, N]. channel: of the gather between ranks."""
         return whole(self.part(x_MK), self._num_columns, self._tp, channel)
 
 
@@ -65,6 +66,7 @@ class GatedMLP:
         self._run = ops.trace(self._all)
 
     def __call__(self, x_TD: Tensor, channel: int) -> Tensor:
+        """Returns the MLP's output [T, D], whole on every rank. channel: of the gathers between ranks."""
         y_TD: Tensor = self._run(x_TD, channel)
         return y_TD
 
@@ -85,6 +87,7 @@ class SigmoidGatedMLP:
         self._mlp = mlp
 
     def __call__(self, x_TD: Tensor) -> Tensor:
+        """Returns sigmoid(gate(x)) * mlp(x), [T, D]."""
         rows = x_TD.shape[0]
         if extra := self._ops.pad_rows(rows) - rows:
             x_TD = torch.nn.functional.pad(x_TD, (0, 0, 0, extra))

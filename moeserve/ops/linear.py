@@ -45,6 +45,7 @@ class PlainLinear:
         self.pad = pad
 
     def __call__(self, x_MK: Tensor) -> Tensor:
+        """Returns x W^T + bias [M, N]; rows are padded so that their bits do not depend on M."""
         rows = x_MK.shape[0]
         if extra := -rows % self.pad:
             x_MK = F.pad(x_MK, (0, 0, 0, extra))

@@ -101,6 +101,7 @@ class NativeLinear:
         )
 
     def __call__(self, x_MK: Tensor) -> Tensor:
+        """Returns x W^T + bias [M, N] in the dtype of x [M, K]."""
         assert x_MK.dtype == self._dtype
         assert x_MK.shape[1] == self._depth
         if x_MK.stride(1) != 1:

@@ -45,6 +45,7 @@ class HostUpload:
     """Wraps arrays as CPU tensors, without a copy unless an array has gaps."""
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
+        """Returns tensors that share the arrays' memory where they have no gaps."""
         return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
 
 
@@ -63,6 +64,7 @@ class RingUpload:
         self._next = 0
 
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
+        """Returns tensors on the device; the copy runs on the current stream."""
         entry, self._next = self._next, (self._next + 1) % len(self._buffers)
         *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
         host = self._writable(entry, size)

@@ -115,6 +115,7 @@ class App:
         self._prefixes = [route for route in ROUTES if route.path.endswith("/")]
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers one request: by its route, or with an error of the API's shape."""
         began = time.monotonic()
         call = HttpCall(self.context, request, request_id_of(request), OPEN)
         route: Route | None = None

@@ -133,6 +133,7 @@ class HttpServer(web.Server):
         }
 
     def __call__(self) -> RequestHandler:
+        """Returns the protocol of a new connection."""
         return Connection(self, loop=self._loop, **self._settings)
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:

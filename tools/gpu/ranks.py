@@ -2,8 +2,8 @@
 
     python -m tools.gpu.ranks RESULT.json [--smoke]
 
-The built-in model: each rank draws dummy weights for its own share, so two ranks would not have those of one. --smoke: CPU
-ranks over shared memory. A process of its own for each way, so that nothing of one is left for the next.
+The built-in model: each rank draws dummy weights for its own share, so two ranks would not have those of one. --smoke:
+CPU ranks over shared memory. A process of its own for each way, so that nothing of one is left for the next.
 """
 
 from __future__ import annotations
