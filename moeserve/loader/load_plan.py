@@ -52,7 +52,7 @@ class Param:
 class Piece:
     """A copy of checkpoint tensor `source` (or the part `take` of it) to `param[at]`.
 
-    shape: of the whole source. transpose: swaps the last two dimensions after `take`.
+    shape: of the whole source.
     """
 
     source: str
@@ -60,7 +60,6 @@ class Piece:
     param: str
     at: Index = ()
     take: Index = ()
-    transpose: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,6 @@ def _check_coverage(plan: LoadPlan) -> None:
     written: Counter[str] = Counter()
     for piece in plan.pieces:
         taken, target = part_shape(piece.shape, piece.take), part_shape(shapes[piece.param], piece.at)
-        if piece.transpose:
-            taken = (*taken[:-2], taken[-1], taken[-2])
         assert taken == target, (piece, taken, target)
         written[piece.param] += math.prod(target)
     wrong = [name for name, shape in shapes.items() if written[name] != math.prod(shape)]

@@ -121,7 +121,7 @@ def _place(tensor: TensorInfo) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One range of a file and where it goes. `into` is a view of the parameter in the source's order of dimensions."""
+    """One range of a file and where it goes. `into` is a view of the parameter."""
 
     tensor: TensorInfo
     offset: int
@@ -138,8 +138,6 @@ class Read:
 def reads_of(piece: Piece, tensor: TensorInfo, param: Tensor, limit: int | None = None) -> Iterator[Read]:
     """Yields the reads that carry out a piece, of about `limit` bytes each at most (default: READ_BYTES)."""
     into = param[piece.at]
-    if piece.transpose:
-        into = into.transpose(-1, -2)
     take = tuple(
         range(size)[part] if isinstance(part, int) else slice(*part.indices(size))
         for part, size in zip(piece.take, piece.shape, strict=False)
