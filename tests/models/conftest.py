@@ -49,7 +49,7 @@ def carry_out(
     for piece in plan.pieces:
         assert tensors[piece.source].shape == piece.shape
         part = tensors[piece.source][piece.take]
-        params[piece.param][piece.at] = (part.transpose(-1, -2) if piece.transpose else part).to(dtype)
+        params[piece.param][piece.at] = part.to(dtype)
     surplus = tensors.keys() - {piece.source for piece in plan.pieces} - plan.ignore
     assert not surplus, surplus
     assert not any(param.isnan().any() for param in params.values())

@@ -342,7 +342,7 @@ def overlapped_ns(events: Sequence[TraceEvent], transfer: int) -> int:
 def test_rows_travel_while_the_other_ubatch_computes(make_checkpoint: Any, in_ubatches: Any) -> None:
     path = make_checkpoint("qwen2_moe", hidden_size=256, moe_intermediate_size=256, num_hidden_layers=3).path
     tokens = (PROMPTS["long"] * 4)[:320]
-    driver = Driver(path)
+    driver = Driver(path, num_blocks=2048)  # for all attempts
     ubatches = in_ubatches(driver, CUTS["half"])
     single = Single(ubatches.decoder, UBatchRunner())
     driver.prefill("warm", tokens)
