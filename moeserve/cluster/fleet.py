@@ -1,7 +1,7 @@
 """The engine processes behind one link: balances requests over them and keeps their group together over deaths.
 
-The requests of an engine that dies are handed back (RequestsLost), the other engines keep theirs, and a new process
-joins them in the next epoch. With ep on all engines form one group and compute in lockstep; with ep off, or for a model
+The requests of an engine that dies are handed back (RequestsLost; with a single engine EngineGone says so), the other
+engines keep theirs, and a new process joins them in the next epoch. With ep on all engines form one group and compute in lockstep; with ep off, or for a model
 without experts, each is on its own.
 """
 
