@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moeserve.cli.settings import settle
+from moeserve.cli.settings import resolve
 from moeserve.errors import ConfigError
 
 
@@ -19,6 +19,6 @@ def run(args: argparse.Namespace) -> int:
     if (args.file is None) == (args.config is None):
         raise ConfigError("name one file: moeserve config check FILE")
     args.config = args.config or args.file
-    settled = settle(args, env={})
-    print(f"{args.config}: ok, {len(settled.origins)} settings")
+    resolved = resolve(args, env={})
+    print(f"{args.config}: ok, {len(resolved.origins)} settings")
     return 0

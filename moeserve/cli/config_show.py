@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moeserve.cli.settings import SECRET, Settled, add_flags, settings, settle
+from moeserve.cli.settings import SECRET, ResolvedSettings, add_flags, resolve, settings
 from moeserve.cli.yaml_file import dump_value
 
 
@@ -20,11 +20,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the settings."""
     if args.model and not args.config and (Path(args.model).is_file() or args.model.endswith((".yaml", ".yml"))):
         args.model, args.config = None, args.model  # a model is a directory
-    print(rendered(settle(args)))
+    print(rendered(resolve(args)))
     return 0
 
 
-def rendered(settled: Settled) -> str:
+def rendered(resolved: ResolvedSettings) -> str:
     """Returns all settings as YAML, with origins as comments and without secrets."""
     lines: list[str] = []
     section = ""
@@ -32,8 +32,8 @@ def rendered(settled: Settled) -> str:
         if setting.section != section:
             section = setting.section
             lines.append(f"{section}:")
-        value = getattr(getattr(settled.config, section), setting.name)
-        origin = settled.origins.get(setting.path, "default")
+        value = getattr(getattr(resolved.config, section), setting.name)
+        origin = resolved.origins.get(setting.path, "default")
         if setting.name in SECRET and value:
             lines.append(f"  # {setting.name}: {len(value)} set, not shown  ({origin})")
         else:

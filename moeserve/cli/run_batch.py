@@ -18,7 +18,7 @@ import msgspec
 from moeserve.cli.batch_file import BatchLine, open_output, read_done, read_input
 from moeserve.cli.connect import add_url_flag, client_of
 from moeserve.cli.local_server import local_server
-from moeserve.cli.settings import add_flags, settle
+from moeserve.cli.settings import add_flags, resolve
 from moeserve.client import AsyncClient
 from moeserve.errors import ConfigError, RequestError, Unreachable
 
@@ -58,7 +58,7 @@ async def _run(args: argparse.Namespace) -> int:
             key = args.base_url_key or (args.api_key[0] if args.api_key else None)
             client = await stack.enter_async_context(client_of(args.base_url, key))
         else:
-            client = await stack.enter_async_context(local_server(settle(args).config))
+            client = await stack.enter_async_context(local_server(resolve(args).config))
         # Last: a server that did not start leaves no empty file behind.
         output = stack.enter_context(open_output(args.output_file))
         failed = await answer(client, todo, output, args.max_concurrency, quiet=args.disable_tqdm)

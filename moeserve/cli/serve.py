@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moeserve.cli.settings import add_flags, settle, unknown_variables
+from moeserve.cli.settings import add_flags, resolve, unknown_variables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until it is stopped. Returns the exit code."""
-    settled = settle(args)
+    resolved = resolve(args)
     for name in unknown_variables():
         print(f"moeserve serve: ignoring the unknown environment variable {name}", file=sys.stderr)
-    if settled.config.parallel.node_rank:
+    if resolved.config.parallel.node_rank:
         from moeserve.cluster.node import serve_node
 
-        return serve_node(settled.config)
+        return serve_node(resolved.config)
     from moeserve.server.run import serve
 
-    return serve(settled.config)
+    return serve(resolved.config)

@@ -62,7 +62,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ResolvedSettings:
     """A config, and by "section.name" the origin of each value that is not the default."""
 
     config: Config
@@ -88,7 +88,7 @@ def settings() -> tuple[Setting, ...]:
 def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: bool = True) -> None:
     """Adds the flags of all settings, grouped by section. shown=False keeps them out of --help.
 
-    model: adds the positional MODEL too. Values stay text until `settle`, so that every origin is checked alike.
+    model: adds the positional MODEL too. Values stay text until `resolve`, so that every origin is checked alike.
     """
     if model:
         parser.add_argument("model", nargs="?", metavar="MODEL", help=_by_name()["model"].help)
@@ -127,7 +127,7 @@ def _metavar(setting: Setting, kind: Any) -> str:
     return "N" if kind in (int, float) else "TEXT"
 
 
-def settle(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Settled:
+def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> ResolvedSettings:
     """Returns the config from flags, environment and file. Raises ConfigError with the origin of a bad value."""
     path = getattr(args, "config", None)
     file = read_file(Path(path)) if path else {}
@@ -151,7 +151,7 @@ def settle(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Set
         values[setting.section][setting.name] = setting.read(value, origin)
         origins[setting.path] = origin
     config = Config(**{section: kind(**values[section]) for section, kind in SECTIONS.items()})
-    return Settled(config, origins)
+    return ResolvedSettings(config, origins)
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def finish(result: T | None, error: BaseException | None) -> None:
         """Resolves the future, on the loop."""
         if done.cancelled():
             return
@@ -117,7 +117,7 @@ def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
         except BaseException as exc:
             outcome = (None, exc)
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, *outcome)
+            loop.call_soon_threadsafe(finish, *outcome)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done

@@ -1,8 +1,8 @@
 """The engine processes behind one link: balances requests over them and keeps their group together over deaths.
 
 The requests of an engine that dies are handed back (RequestsLost; with a single engine EngineGone says so), the other
-engines keep theirs, and a new process joins them in the next epoch. With ep on all engines form one group and compute in lockstep; with ep off, or for a model
-without experts, each is on its own.
+engines keep theirs, and a new process joins them in the next epoch. With ep on all engines form one group and compute
+in lockstep; with ep off, or for a model without experts, each is on its own.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
             if owner is group:
                 task.cancel()
 
-    def settle(self, placement: PlacementTable | None) -> None:
+    def set_placement(self, placement: PlacementTable | None) -> None:
         """Tells this membership and placement to engines that are started from now on."""
         for engine in self.engines:
             engine.role = role_of(self.config.parallel, self.together, engine.rank, self.dp, placement)

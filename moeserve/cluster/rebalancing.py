@@ -107,7 +107,7 @@ class Rebalancing:
 
     def placed(self, msg: Placed) -> None:
         """Takes an engine's answer; the vote makes all answers alike, so the first one decides."""
-        if self._rebalancer is not None and self._rebalancer.settle(msg, time.monotonic()):
+        if self._rebalancer is not None and self._rebalancer.conclude(msg, time.monotonic()):
             self._conclude(msg.error)
 
     def _conclude(self, error: str) -> None:

@@ -128,7 +128,7 @@ class Scaling:
             else:
                 fleet.engines = [*old, *new]
                 fleet.add_groups([engine] for engine in new)
-                fleet.settle(None)
+                fleet.set_placement(None)
         except BaseException as error:
             for engine in new:
                 engine.retired = True
@@ -158,7 +158,7 @@ class Scaling:
             fleet.engines = old
             group.regroup(old, old_table)
             raise Conflict(cause)
-        fleet.settle(placement.to_table())
+        fleet.set_placement(placement.to_table())
 
     async def _shrink(self, dp: int) -> None:
         """Removes the last engines: their requests are handed back at once, and the others meet without them."""
@@ -171,7 +171,7 @@ class Scaling:
             engine.retired = True
         for group in [group for group in fleet.groups if group.engines[0] in leave]:
             fleet.drop_group(group)
-        fleet.settle(table)
+        fleet.set_placement(table)
         for engine in leave:
             fleet.hand_back(engine, died=False, cause=f"only {dp} shall serve")
         # By vote, some engines hold and the others end between the same two steps.
@@ -222,7 +222,7 @@ class Scaling:
         except MoeserveError as cause:
             error = str(cause)
         else:
-            fleet.settle(experts.table)  # all of it, or the layers that were done
+            fleet.set_placement(experts.table)  # all of it, or the layers that were done
             return error
         group.regroup(engines, experts.table)  # some may have begun: all meet again where they were
         return error

@@ -12,13 +12,13 @@ import pytest
 from moeserve.cli import main
 from moeserve.cli.config_show import rendered
 from moeserve.cli.main import build_parser
-from moeserve.cli.settings import SECRET, Settled, settings, settle, unknown_variables
+from moeserve.cli.settings import SECRET, ResolvedSettings, resolve, settings, unknown_variables
 from moeserve.config import SECTIONS, Config
 from moeserve.errors import ConfigError
 
 
-def asked(*argv: str, env: Mapping[str, str] | None = None) -> Settled:
-    return settle(build_parser("serve").parse_args(argv), env or {})
+def asked(*argv: str, env: Mapping[str, str] | None = None) -> ResolvedSettings:
+    return resolve(build_parser("serve").parse_args(argv), env or {})
 
 
 def write(folder: Path, text: str) -> str:
@@ -42,7 +42,7 @@ def test_every_field_of_the_config_is_a_setting() -> None:
 
 
 def test_nothing_asked_is_the_default() -> None:
-    assert asked() == Settled(Config(), {})
+    assert asked() == ResolvedSettings(Config(), {})
 
 
 def test_precedence_is_flag_variable_file_default(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class Group:
             rank.store.commit(agreed)
         return agreed
 
-    def settle(self, each_step: Callable[[], None] = lambda: None) -> list[Placed]:
+    def until_placed(self, each_step: Callable[[], None] = lambda: None) -> list[Placed]:
         """Steps until every rank has answered; the answers."""
         deadline_s = time.monotonic() + 20
         while not all(rank.notices for rank in self.ranks):

@@ -58,7 +58,7 @@ def test_no_bit_changes_while_experts_move(tmp_path: Path, fused: bool, dtype: t
     for version in range(1, 7):
         target = shuffled(Placement.initial(L, E, 4, redundant=4), version, seed=version)
         group.prepare(target)
-        notices = group.settle(check)
+        notices = group.until_placed(check)
         assert [(n.version, n.layers, n.error) for n in notices] == [(version, L, "")] * 4
         check()
         for number, rank in enumerate(group.ranks):
@@ -87,7 +87,7 @@ def test_experts_that_are_here_already_are_not_read(tmp_path: Path) -> None:
     rows[0] = [3, 0, 1, 2, 7, 6, 5, 4]  # only within ranks
     rows[1, [0, 7]] = rows[1, [7, 0]]  # one expert each way
     group.prepare(Placement(1, 2, E, rows))
-    group.settle()
+    group.until_placed()
     assert sorted(reads) == [(1, 0), (1, 7)]
     assert torch.equal(group.outputs(), before)
     group.close()
@@ -103,7 +103,7 @@ def test_a_slot_lets_go_of_the_weights_that_left_it(group: Group) -> None:
     old = [weakref.ref(tensor(linear)) for one in rank.layers[0].packed for linear in one]
     mirrored = Placement.initial(L, E, 2, redundant=2).experts_LS[:, ::-1].copy()  # nothing stays on its rank
     group.prepare(Placement(1, 2, E, mirrored))
-    group.settle()
+    group.until_placed()
     kept = set(mirrored[0, :5].tolist()) & {0, 1, 2, 3, 4}
     assert sum(ref() is not None for ref in old) == 2 * len(kept)
     owned = [tensor(linear) for one in rank.layers[0].packed for linear in one]
@@ -136,7 +136,7 @@ def test_one_rank_that_cannot_read_ends_it_for_all(
     group.ranks[1].store._read = failing(healthy, good_reads)
     with caplog.at_level(logging.ERROR):
         group.prepare(swapped)
-        notices = group.settle(lambda: None)
+        notices = group.until_placed(lambda: None)
     assert [r.message for r in caplog.records] == [
         "placement 1 cannot be prepared: model.safetensors: Input/output error"
     ]
@@ -152,7 +152,7 @@ def test_one_rank_that_cannot_read_ends_it_for_all(
     assert {rank.store.version for rank in group.ranks} == {1}
     group.ranks[1].store._read = healthy  # the disk is back
     group.prepare(shuffled(start, 2, seed=1))
-    assert [n.error for n in group.settle()] == ["", ""]
+    assert [n.error for n in group.until_placed()] == ["", ""]
     assert torch.equal(group.outputs(), before)
 
 
@@ -162,7 +162,7 @@ def test_a_truncated_checkpoint_keeps_the_old_placement(group: Group) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 3)
     group.prepare(shuffled(Placement.initial(L, E, 2, 2), 1, seed=2))
-    notices = group.settle()
+    notices = group.until_placed()
     assert "is not what it was at start" in notices[0].error + notices[1].error
     assert torch.equal(group.outputs(), before)
 
@@ -172,11 +172,11 @@ def test_placements_wait_for_their_turn(group: Group) -> None:
     before = group.outputs()
     for version in (1, 2, 3):
         group.prepare(shuffled(start, version, seed=version))
-    seen = [[n.version for n in group.settle()] for _ in range(3)]
+    seen = [[n.version for n in group.until_placed()] for _ in range(3)]
     assert seen == [[1, 1], [2, 2], [3, 3]]
     assert torch.equal(group.outputs(), before)
     group.prepare(shuffled(start, 3, seed=4))
-    assert all("versions must grow" in n.error for n in group.settle())
+    assert all("versions must grow" in n.error for n in group.until_placed())
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_placement_that_does_not_fit_is_given_up_by_all(
     before = group.outputs()
     group.ranks[0].store.prepare(bad)
     group.ranks[1].store.prepare(good)
-    notices = group.settle()
+    notices = group.until_placed()
     assert why in notices[0].error
     assert notices[1].error == "another rank gave it up"
     assert torch.equal(group.outputs(), before)
@@ -208,7 +208,7 @@ def test_a_placement_that_does_not_fit_is_given_up_by_all(
 def test_a_decision_is_carried_out_once_however_often_it_comes(group: Group) -> None:
     start = Placement.initial(L, E, 2, redundant=2)
     group.prepare(shuffled(start, 1, seed=1))
-    group.settle()
+    group.until_placed()
     first = group.ranks[0].store.placed
     assert first == 1 * (L + 1) + L
     for agreed in (first, L, 1, L + 1, -1, first):
@@ -253,7 +253,7 @@ def test_load_all_goes_anywhere_from_anywhere(tmp_path: Path) -> None:
     group.ranks = renumbered
     assert torch.equal(group.outputs(), before)
     group.prepare(shuffled(current, 9, seed=9))
-    assert [n.error for n in group.settle()] == ["", ""]
+    assert [n.error for n in group.until_placed()] == ["", ""]
     assert torch.equal(group.outputs(), before)
     group.close()
 
@@ -283,7 +283,7 @@ def test_kernels_that_keep_all_experts_in_one_tensor(group: Group, dtype: torch.
     group.ranks[0].store.on_placed = group.ranks[0].notices.append
     target = shuffled(start, 1, seed=1)
     group.prepare(target)
-    assert group.settle()[0].error == ""
+    assert group.until_placed()[0].error == ""
     for placement in (target, rescaled(target, 4, 2, 2), rescaled(target, 2, 4, 3), start):
         group.ranks[0].store.load_all(placement.to_table())
         for index, layer in enumerate(layers):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeserve.cli.settings import add_flags, settle
+from moeserve.cli.settings import add_flags, resolve
 from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def open_llm(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
     for name in ("input_len", "output_len"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    config = settle(args).config
+    config = resolve(args).config
     from moeserve import LLM, SamplingParams
 
     llm = LLM(config=replace(config, model=replace(config.model, skip_tokenizer_init=True)))

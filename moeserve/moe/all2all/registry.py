@@ -2,7 +2,8 @@
 
 A backend is a callable that takes `BackendFacts` and returns an `All2All`, or raises `Unavailable` with the reason why
 it cannot serve here. Another package adds one by an entry point in the group "moeserve.all2all" that names the
-callable. This module does not import torch, because settings are checked without it.
+callable; users ask for it by name, because "auto" considers built-in backends only. This module does not import torch,
+because settings are checked without it.
 """
 
 from __future__ import annotations

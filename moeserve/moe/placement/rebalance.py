@@ -99,7 +99,7 @@ class Rebalancer:
         self.pending, self._newest, self._proposed_s = new, new.version, now_s
         return new
 
-    def settle(self, notice: Placed, now_s: float) -> bool:
+    def conclude(self, notice: Placed, now_s: float) -> bool:
         """Takes an engine's answer. Returns whether that ends `pending`: then `current` is in force on all ranks."""
         self.moved_bytes += notice.moved_bytes
         if self.pending is None or notice.version != self.pending.version:
