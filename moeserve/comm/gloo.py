@@ -259,7 +259,7 @@ class Channel:
             raise self.mesh.lost()
         return group
 
-    def settle(self, tag: int) -> None:
+    def finish(self, tag: int) -> None:
         """Releases what was sent before exchange `tag`: a peer that answered this one has received all before it."""
         sends, self._sends = self._sends, []
         for sent in sends:
@@ -346,7 +346,7 @@ class Exchange:
         if self._error is not None:
             raise self._error
         try:
-            self._channel.settle(self._tag)
+            self._channel.finish(self._tag)
         except RuntimeError as error:
             raise mesh.lost(_brief(error)) from None
 

@@ -80,7 +80,7 @@ class Engine:
         self.scheduler = Scheduler(limits, FULL, vocab_size=VOCAB)
         self.core = EngineCore(self.scheduler, self.runner, self.inbox, self.out.append, clock=self.clock)
 
-    async def settled(self) -> None:
+    async def quiet(self) -> None:
         """Lets the loop run until it waits for a result or a message."""
         for _ in range(20):
             await asyncio.sleep(0)
@@ -117,7 +117,7 @@ async def test_requests_run_to_their_end_with_a_record_per_step() -> None:
         e.runner.let(1000)
         for rid in (0, 1):
             e.inbox.put(submit_of(rid, PROMPT, seed=rid))
-        await e.settled()
+        await e.quiet()
     for rid in (0, 1):
         assert e.tokens(rid) == oracle(FULL, PROMPT, submit_of(rid, PROMPT, seed=rid).sampling, 64)
     records = [msg.record for msg in e.out if isinstance(msg, StepOutput) and msg.record]
@@ -131,27 +131,27 @@ async def test_requests_run_to_their_end_with_a_record_per_step() -> None:
 async def test_the_next_step_starts_before_the_last_result_is_there() -> None:
     async with engine() as e:
         e.inbox.put(submit_of(0, PROMPT))
-        await e.settled()
+        await e.quiet()
         assert [plan.step for plan in e.runner.started] == [0, 1]
         e.runner.let(1)
-        await e.settled()
+        await e.quiet()
         assert [plan.step for plan in e.runner.started] == [0, 1, 2]
 
 
 async def test_depth_one_waits_for_each_result() -> None:
     async with engine(limits_of(depth=1)) as e:
         e.inbox.put(submit_of(0, PROMPT))
-        await e.settled()
+        await e.quiet()
         assert len(e.runner.started) == 1
 
 
 async def test_an_abort_is_answered_before_the_next_result() -> None:
     async with engine() as e:
         e.inbox.put(submit_of(0, PROMPT))
-        await e.settled()
+        await e.quiet()
         e.inbox.put(Abort([0, 5]))
         e.runner.let(1)
-        await e.settled()
+        await e.quiet()
         assert e.tokens(0)[1] == "abort"
         assert not e.scheduler.has_work
 
@@ -159,15 +159,15 @@ async def test_an_abort_is_answered_before_the_next_result() -> None:
 async def test_pings_tell_progress() -> None:
     async with engine() as e:
         e.inbox.put(Ping(1))
-        await e.settled()
+        await e.quiet()
         e.inbox.put(submit_of(0, PROMPT, max_tokens=2))
-        await e.settled()
+        await e.quiet()
         e.runner.let(1)
         e.inbox.put(Ping(2))
-        await e.settled()
+        await e.quiet()
         e.runner.let(5)
         e.inbox.put(Ping(3))
-        await e.settled()
+        await e.quiet()
     pongs = [msg for msg in e.out if isinstance(msg, Pong)]
     assert pongs[0] == Pong(1, 0, False)
     assert (pongs[1].seq, pongs[1].busy) == (2, True)
@@ -180,7 +180,7 @@ async def test_a_bad_submit_is_refused_and_hurts_nobody() -> None:
         e.inbox.put(submit_of(0, PROMPT))
         e.inbox.put(submit_of(1, [VOCAB]))
         e.inbox.put(submit_of(2, [3] * 64))
-        await e.settled()
+        await e.quiet()
         refused = [msg for msg in e.out if isinstance(msg, Refused)]
         assert [(msg.rid, msg.code) for msg in refused] == [(1, "invalid_value"), (2, "context_length_exceeded")]
         assert e.tokens(0)[1] == "length"
@@ -190,15 +190,15 @@ async def test_calls_are_answered() -> None:
     async with engine() as e:
         e.runner.let(1000)
         e.inbox.put(submit_of(0, PROMPT))
-        await e.settled()
+        await e.quiet()
         assert e.scheduler.kv_manager.pool.num_cached > 0
         e.inbox.put(AdminCall(7, "reset_prefix_cache"))
         e.inbox.put(AdminCall(8, "audit"))
-        await e.settled()
+        await e.quiet()
         assert e.scheduler.kv_manager.pool.num_cached == 0
         e.scheduler.kv_manager.pool._num_free -= 1
         e.inbox.put(AdminCall(9, "audit"))
-        await e.settled()
+        await e.quiet()
         e.scheduler.kv_manager.pool._num_free += 1
     answers = [msg for msg in e.out if isinstance(msg, AdminResult)]
     assert [(a.id, a.ok) for a in answers] == [(7, True), (8, True), (9, False)]
@@ -208,11 +208,11 @@ async def test_calls_are_answered() -> None:
 async def test_draining_finishes_what_there_is_and_refuses_what_comes() -> None:
     async with engine() as e:
         e.inbox.put(submit_of(0, PROMPT))
-        await e.settled()
+        await e.quiet()
         e.inbox.put(Drain(60.0))
         e.inbox.put(submit_of(1, PROMPT))
         e.runner.let(1000)
-        await e.settled()
+        await e.quiet()
         assert e.tokens(0)[1] == "length"
         assert [msg.code for msg in e.out if isinstance(msg, Refused)] == ["server_draining"]
         assert e.out[-1] == Stopped("")
@@ -223,13 +223,13 @@ async def test_at_its_deadline_a_drain_aborts_the_rest() -> None:
         for rid in (0, 1):
             e.inbox.put(submit_of(rid, PROMPT))
         e.inbox.put(Drain(5.0))
-        await e.settled()
+        await e.quiet()
         e.clock.now_s += 5.0
         e.runner.let(1)
-        await e.settled()
+        await e.quiet()
         assert [e.tokens(rid)[1] for rid in (0, 1)] == ["abort", "abort"]
         e.runner.let(1)
-        await e.settled()
+        await e.quiet()
         assert e.out[-1] == Stopped("")
 
 
@@ -237,11 +237,11 @@ async def test_at_its_deadline_a_drain_aborts_the_rest() -> None:
 async def test_of_two_drains_the_earlier_deadline_counts(deadlines: tuple[float, float]) -> None:
     async with engine() as e:
         e.inbox.put(submit_of(0, PROMPT))
-        await e.settled()
+        await e.quiet()
         for deadline_s in deadlines:
             e.inbox.put(Drain(deadline_s))
         e.runner.let(1)
-        await e.settled()
+        await e.quiet()
         assert e.tokens(0)[1] == "abort"
 
 
@@ -285,7 +285,7 @@ async def test_an_error_of_the_runner_stops_the_engine_with_its_cause() -> None:
     e = Engine()
     task = asyncio.create_task(e.core.run())
     e.inbox.put(submit_of(0, PROMPT))
-    await e.settled()
+    await e.quiet()
     e.runner.broken = "device is lost"
     e.runner.let(1)
     with pytest.raises(RuntimeError, match="device is lost"):
@@ -297,7 +297,7 @@ async def test_an_idle_engine_finds_a_leak() -> None:
     e = Engine()
     task = asyncio.create_task(e.core.run())
     e.inbox.put(submit_of(0, PROMPT))
-    await e.settled()
+    await e.quiet()
     e.scheduler.kv_manager.pool.take(1)
     e.clock.now_s += 60.0
     e.runner.let(1000)
