@@ -1,7 +1,7 @@
 """Which full tests a change asks for. `make test-all` runs all of them and records what they ran on.
 
     python tools/full_tests.py stale     the groups whose sources changed since they last passed, comma separated
-    python tools/full_tests.py record    all groups have passed on the sources as they are
+    python tools/full_tests.py record [GROUP ...]    these groups (all) have passed on the sources as they are
 
 A test marked `full("group")` runs when `--full` names its group. The record is a file of digests, so that a fresh clone
 knows without any history what was tested. The group "shapes" (an hour) has no sources: `make test-all` alone runs it.
@@ -34,18 +34,25 @@ def digest(group: str) -> str:
     return found.hexdigest()[:16]
 
 
+def known() -> dict[str, str]:
+    """Returns the digest on which each group last passed."""
+    return dict(json.loads(RECORD.read_text())) if RECORD.exists() else {}
+
+
 def stale() -> list[str]:
     """Returns the groups whose sources are not those on which their tests last passed."""
-    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return [group for group in SOURCES if known.get(group) != digest(group)]
+    recorded = known()
+    return [group for group in SOURCES if recorded.get(group) != digest(group)]
 
 
 def main() -> None:
     match sys.argv[1:]:
         case ["stale"]:
             print(",".join(stale()))
-        case ["record"]:
-            RECORD.write_text(json.dumps({group: digest(group) for group in SOURCES}, indent=1) + "\n")
+        case ["record", *groups] if set(groups) <= set(SOURCES):
+            RECORD.write_text(
+                json.dumps(known() | {group: digest(group) for group in groups or SOURCES}, indent=1) + "\n"
+            )
         case _:
             sys.exit(__doc__)
 

@@ -305,6 +305,7 @@ class FrontEnd(Actor[FromEngine]):
         again = self.ready is not None
         self.ready = ready
         self._unsent_aborts = []
+        self.phase = Phase("ready", 100, self.phase.elapsed_s)
         if self.state != "draining":
             self.state = "ready"
         if again:

@@ -131,8 +131,9 @@ class Context:
 
     @property
     def phase(self) -> Phase:
-        """The progress of the start; once the start is over, the phase is named like the state."""
-        if self.state in ("ready", "stalled", "draining"):
+        """The progress of the start, or of a group that forms anew; otherwise the phase is named like the state."""
+        forming = self.front is not None and self.front.phase.percent < 100
+        if self.state in ("ready", "draining") or (self.state == "stalled" and not forming):
             return Phase(self.state, 100, time.monotonic() - self.began)
         if self.front is None:
             return Phase("reading the model's files", 0, time.monotonic() - self.began)
