@@ -25,7 +25,7 @@ test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full "$(FULL)" $(ARGS)
 
 test-all: $(VENV)/.dev
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full all $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full all
 	@$(BIN)/python tools/full_tests.py record
 
 check: $(VENV)/.dev

@@ -20,8 +20,11 @@ SOURCES = {
     "sanitizers": ["csrc/**/*.[ch]pp", "tests/native/*.py", "tests/ops/*.cpp"],
     "aot": ["kernels/*.py", "tests/kernels/*.py"],
     "kernels": ["kernels/*.py", "tests/kernels/*.py", "moeserve/ops/*.py", "moeserve/moe/experts/*.py"],
-    "models": ["kernels/*.py", "csrc/**/*.[ch]pp", *(f"moeserve/{p}/**/*.py" for p in ("ops", "blocks", "models"))],
-    "graphs": ["moeserve/runner/*.py", "moeserve/moe/*.py", "kernels/*.py", "tools/gpu/*.py"],
+    "models": [
+        *("kernels/*.py", "csrc/**/*.[ch]pp", "tests/models/*.py", "tests/*.py"),
+        *(f"moeserve/{p}/**/*.py" for p in ("ops", "blocks", "loader", "models")),
+    ],
+    "graphs": ["moeserve/runner/**/*.py", "moeserve/moe/*.py", "kernels/*.py", "tools/gpu/*.py", "tests/runner/*.py"],
     "ranks": [f"moeserve/{p}/**/*.py" for p in ("comm", "moe", "cluster", "engine", "runner")],
 }
 
