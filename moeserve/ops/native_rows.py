@@ -80,7 +80,7 @@ def qk_norm_rope_cache(
     assert k_cache.dtype in (qkv_THd.dtype, torch.int8), (k_cache.dtype, qkv_THd.dtype)
     assert k_cache.shape[3] == v_cache.shape[3] == entry_width(dim, k_cache.dtype), (k_cache.shape, v_cache.shape)
     q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_THd.dtype)
-    _native.prologue(
+    _native.qk_norm_rope_cache(
         _TYPES[qkv_THd.dtype], rows, slot_mapping_T.shape[0], rule.num_heads, rule.num_kv_heads, dim,
         qkv_THd.data_ptr(), row_stride, 0 if normed_THd is None else normed_THd.data_ptr(),
         0 if rule.norms is None else rule.norms.data_ptr(), rule.eps, rule.clip, cos_T1d.data_ptr(), sin_T1d.data_ptr(),

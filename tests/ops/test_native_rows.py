@@ -246,7 +246,7 @@ def test_grouping_and_sums_of_pairs(tokens: int, dtype: torch.dtype, threads: No
 
 
 def test_ids_outside_are_refused() -> None:
-    with pytest.raises(IndexError, match="slot id 5"):
+    with pytest.raises(IndexError, match="expert id 5"):
         native_rows.group_pairs(torch.tensor([[1, 5]], dtype=torch.int32), 5)
     for wrong in (-1, 4):
         with pytest.raises(IndexError, match="of 4"):
