@@ -226,9 +226,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a function or method; str.join and str.replace are bounded."""
         _check_time()
-        bounded = {"join": lambda d, values: _join(values, d), "replace": _replace}.get(getattr(__obj, "__name__", ""))
-        if bounded is not None and isinstance(text := getattr(__obj, "__self__", None), str):
-            return bounded(text, *args)
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str) and name == "join":
+            return _join(args[0], owner)
+        if isinstance(owner, str) and name == "replace":
+            return _replace(owner, *args)
         return super().call(__context, __obj, *args, **kwargs)
 
 

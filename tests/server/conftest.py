@@ -34,9 +34,10 @@ from moeserve.messages import (
     Submit,
 )
 from moeserve.metrics import StepRecord
-from moeserve.server.app import App
-from moeserve.server.context import Auth, Context
-from moeserve.server.http import bind, listening, watch
+from moeserve.server.app import App, Auth, Context
+from moeserve.server.http import watch
+from moeserve.server.routes import ROUTES
+from moeserve.server.run import bind, listening
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
 
@@ -269,7 +270,7 @@ async def live_server(
         engine.outbox.put(engine.ready())
     tasks = [asyncio.create_task(job) for job in (front.run(), engine.run(), watch(context.streams, config.sse_ping_s))]
     try:
-        async with listening(sock, App(context)), aiohttp.ClientSession(read_bufsize=2**20) as session:
+        async with listening(sock, App(context, ROUTES)), aiohttp.ClientSession(read_bufsize=2**20) as session:
             if ready:
                 await front.wait_ready()
                 context.started = True
