@@ -17,8 +17,17 @@ from moeserve.errors import (
     RequestFailed,
 )
 from moeserve.frontend.generation import Delta
-from moeserve.messages import Abort, Drain, FinishReason, Logprobs, PromptLogprobs, Refused, StepOutput, Submit
-from moeserve.metrics import StepRecord
+from moeserve.messages import (
+    Abort,
+    Drain,
+    FinishReason,
+    Logprobs,
+    PromptLogprobs,
+    Refused,
+    StepOutput,
+    StepRecord,
+    Submit,
+)
 from moeserve.sampling import SamplingParams
 
 from .conftest import ready
