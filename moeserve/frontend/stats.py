@@ -29,10 +29,10 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float, times: int = 1) -> None:
-        """Counts a value, several times if asked."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
+    def add(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
 
 @dataclass(slots=True)
@@ -104,11 +104,6 @@ class FrontStats:
             for name in SUMS:
                 setattr(total, name, getattr(total, name) + getattr(engine, name))
         return total
-
-    @property
-    def engine_restarts(self) -> int:
-        """Restarts of all engines."""
-        return sum(engine.restarts for engine in self.engines.values())
 
     @property
     def last(self) -> StepRecord | None:
