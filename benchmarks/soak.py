@@ -116,7 +116,7 @@ class Soak:
         return {
             **self.counts,
             "causes": sorted(self.causes),
-            "deaths_not_ours": stats.engine_restarts - self.counts["killed"],
+            "deaths_not_ours": stats.total.restarts - self.counts["killed"],
             "preemptions": stats.preemptions,
             "steps": stats.total.steps,
             "overlap_efficiency": round(stats.total.overlap_efficiency, 3),

@@ -14,7 +14,6 @@ from typing import Literal
 
 import msgspec
 
-from moeserve.metrics import StepRecord
 from moeserve.sampling import TokenSampling
 
 PROTOCOL_VERSION = 1
@@ -165,6 +164,33 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     start: int
     rows: list[Logprobs]
+
+
+class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
+    """The work and the cost of one engine step, for metrics, dashboards and benchmarks.
+
+    Times in microseconds; at_s: the step's start on the monotonic clock.
+    """
+
+    step: int
+    at_s: float = 0.0
+    num_tokens: int
+    num_requests: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_preempted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    plan_us: int = 0
+    update_us: int = 0
+    device_us: int = 0
+    comm_us: int = 0  # from the start of each transfer to its last row, summed
+    exposed_comm_us: int = 0  # the part of comm_us during which the model waited
+    ubatches: int = 1
+    vote_us: int = 0
+    dp_rank: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -40,10 +40,10 @@ from moeserve.messages import (
     Ready,
     Refused,
     StepOutput,
+    StepRecord,
     Stopped,
     Traced,
 )
-from moeserve.metrics import StepRecord
 
 if TYPE_CHECKING:
     from moeserve.cluster.fleet import Fleet

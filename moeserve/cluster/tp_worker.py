@@ -181,7 +181,7 @@ class Worker:
         return budget
 
     def _run(self, seq: int, data: bytes) -> CommandDone:
-        from moeserve.engine.plan_codec import decode_plan
+        from moeserve.engine.plan import decode_plan
         from moeserve.runner.group import checksum
 
         if self._lost is not None:

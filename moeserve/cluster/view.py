@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moeserve.messages import PlacementTable
-from moeserve.metrics import StepRecord
+from moeserve.messages import PlacementTable, StepRecord
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):

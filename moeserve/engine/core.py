@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -188,19 +187,13 @@ class EngineCore(Actor[EngineIn]):
         start_s = self._clock()
         output = self.scheduler.update_from_output(step.plan, result)
         updated_s = self._clock()
-        assert output.record is not None
-        record = msgspec.structs.replace(
-            output.record,
-            at_s=step.at_s,
-            plan_us=step.plan_us,
-            update_us=round((updated_s - start_s) * 1e6),
-            comm_us=result.comm_us,
-            exposed_comm_us=result.exposed_comm_us,
-            ubatches=step.agreed.ubatches if step.agreed is not None else 1,
-            vote_us=step.vote_us,
-            dp_rank=self._dp_rank,
-        )
-        self.emit(msgspec.structs.replace(output, record=record))
+        record = output.record
+        assert record is not None
+        record.at_s, record.plan_us, record.vote_us = step.at_s, step.plan_us, step.vote_us
+        record.update_us = round((updated_s - start_s) * 1e6)
+        record.ubatches = step.agreed.ubatches if step.agreed is not None else 1
+        record.dp_rank = self._dp_rank
+        self.emit(output)
         self._account(step, result, start_s, updated_s)
 
     def _account(self, step: Step, result: StepResult, start_s: float, updated_s: float) -> None:

@@ -95,7 +95,7 @@ async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: 
             await until(lambda: front.fleet.view.complete)
             assert not {engine.pid for engine in engines} & set(before)
             assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
-        assert front.stats.engine_restarts == 4
+        assert front.stats.total.restarts == 4
         assert front.fleet.fork_server_pid == server.pid
         assert server.num_threads() == 1
         left = {process.pid for process in children()}
@@ -110,7 +110,7 @@ async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) 
         server.kill()
         await until(lambda: front.fleet.fork_server_pid not in (None, server.pid))
         assert await streams == answers(4, 600)
-        assert front.stats.engine_restarts == 0
+        assert front.stats.total.restarts == 0
         process = front.fleet.engines[0]
         await replaced(process)
         await until(lambda: engine_of(process.pid).name() == ENGINE)  # a fork gives itself its name

@@ -38,9 +38,9 @@ from moeserve.messages import (
     Placed,
     PlacementTable,
     StepOutput,
+    StepRecord,
     Submit,
 )
-from moeserve.metrics import StepRecord
 from moeserve.models.hf_config import read_model_spec
 from moeserve.moe.placement.placement import Placement
 from moeserve.runner.commands import WorkerBirth, connect_to_leader

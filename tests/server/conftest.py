@@ -31,9 +31,9 @@ from moeserve.messages import (
     Ready,
     Refused,
     StepOutput,
+    StepRecord,
     Submit,
 )
-from moeserve.metrics import StepRecord
 from moeserve.server.app import App, Auth, Context
 from moeserve.server.http import watch
 from moeserve.server.routes import ROUTES
