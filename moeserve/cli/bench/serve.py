@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import random
@@ -15,7 +14,7 @@ from typing import Any
 from moeserve.cli.bench.datasets import Sample, Tokens, add_dataset_flags, build_samples
 from moeserve.cli.bench.load import Outcome, Target, arrival_times, run_load, send
 from moeserve.cli.bench.metrics import DETAILS, METRICS, summarize, table
-from moeserve.cli.connect import add_server_flags, client_from, model_name
+from moeserve.cli.connect import add_server_flags, client_from, model_name, run_async
 from moeserve.client import AsyncClient
 from moeserve.errors import ConfigError
 
@@ -63,12 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table. Returns 1 if no request succeeded."""
     metrics = _check(args)
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = None
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        result = runner.run(_bench(args, metrics))
+    result = run_async(_bench(args, metrics))
     print(table(result, metrics))
     for error in [e for e in result["errors"] if e][:10]:
         print(f"failed: {error}", file=sys.stderr)
