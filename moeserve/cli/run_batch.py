@@ -82,8 +82,8 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
     from moeserve.server.http import bind, listening
 
     key = secrets.token_urlsafe(24)
-    private = {"host": "127.0.0.1", "port": 0, "api_key": (key,), "api_key_file": None, "admin_key_file": None}
-    config = replace(config, server=replace(config.server, **private, log_level="error"))
+    server = replace(config.server, host="127.0.0.1", port=0, api_key=(key,), api_key_file=None, admin_key_file=None)
+    config = replace(config, server=replace(server, log_level="error"))
     set_up_logging("error")
     context, sock = Context(config.server, Auth(config.server)), bind(config.server)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"

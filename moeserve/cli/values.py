@@ -23,7 +23,8 @@ def parse_int(text: str) -> int:
         raise ValueError(f"expected a whole number such as 4096, 25.6k or 2GiB, got {text!r}")
     digits, unit, suffix = match.groups()
     base = 1024 if suffix.startswith("i") or (unit.isupper() and not suffix) else 1000
-    number = Fraction(digits.replace("_", "")) * base ** " kmgt".index(unit.lower() or " ")
+    scale: int = base ** " kmgt".index(unit.lower() or " ")
+    number = Fraction(digits.replace("_", "")) * scale
     if number.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number")
     return number.numerator

@@ -77,7 +77,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     )
     number("--random-prefix-len", default=0, help="tokens that all random prompts begin with, besides their own [0]")
     number("--sharegpt-output-len", default=None, help="answer tokens (default: as in the file)")
-    number("--custom-output-len", default=256, help="answer tokens of lines without output_tokens; -1: no limit sent [256]")
+    number("--custom-output-len", default=256, help="tokens of lines without output_tokens; -1: no limit [256]")
     group.add_argument("--disable-shuffle", action="store_true", help="keep the order of the file")
     group.add_argument("--no-oversample", action="store_true", help="a short file is not repeated up to --num-prompts")
     number("--seed", default=0, help="seed of prompts, lengths and arrivals [0]")
