@@ -76,7 +76,7 @@ class _Pending:
 
     def arrive(self) -> None: ...
 
-    def wait(self, deadline_s: float | None = None) -> Any:
+    def wait(self) -> Any:
         return self.then(self.launched.join())
 
 
