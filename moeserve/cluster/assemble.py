@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast, runtime_checkable
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.cluster.group import form
 from moeserve.cluster.order import Role
 from moeserve.config import Config, Limits
@@ -46,7 +46,7 @@ class SeveralRanks(Protocol):
 
 
 async def assemble(
-    config: Config, builder: str, role: Role, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], None], born_s: float
+    config: Config, builder: str, role: Role, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], object], born_s: float
 ) -> tuple[EngineCore, Ready]:
     """Builds the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase meanwhile.
 

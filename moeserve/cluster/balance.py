@@ -2,7 +2,7 @@
 
 `Balancer` chooses by predicted work, room for K/V, and the prefixes that an engine has seen. It is pure: messages in, a
 rank out. Work is counted in prompt tokens to compute; a token to generate costs as much as DECODE_COST of them, because
-it takes a row of a step of its own. `Traffic` and `Polls` send what it decides to the engines, and wait for answers.
+it takes a row of a step of its own. `Traffic` sends the requests to the engines that it chooses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moeserve.errors import Overloaded
-from moeserve.messages import Abort, AdminCall, AdminResult, Ready, StepOutput, Submit
+from moeserve.messages import Abort, Ready, StepOutput, Submit
 
 if TYPE_CHECKING:
     from moeserve.cluster.engine_handle import EngineHandle
@@ -282,39 +282,3 @@ class Traffic:
         engine.rids.clear()
         self.balancer.close(engine.rank)
         return rids
-
-
-class Polls:
-    """Calls to all engines, answered once by all of them together. answer: gets the merged answer."""
-
-    def __init__(self, answer: Callable[[AdminResult], None]) -> None:
-        self._answer = answer
-        self._awaited: dict[int, set[EngineHandle]] = {}
-        self._faults: dict[int, list[str]] = {}
-
-    def ask(self, call: AdminCall, engines: Sequence[EngineHandle]) -> None:
-        """Passes a call on to these engines. Raises Overloaded if one does not keep up."""
-        if not engines:
-            self._answer(AdminResult(call.id, False, "no engine serves at the moment"))
-            return
-        for engine in engines:
-            engine.send(call)
-        self._awaited[call.id], self._faults[call.id] = set(engines), []
-
-    def answered(self, engine: EngineHandle, msg: AdminResult) -> None:
-        """Takes an engine's answer."""
-        if engine in self._awaited.get(msg.id, ()):
-            self._strike(msg.id, engine, "" if msg.ok else f"{engine.name}: {msg.detail}")
-
-    def lost(self, engine: EngineHandle) -> None:
-        """Counts as answers what this engine still owes."""
-        for number in [number for number, awaited in self._awaited.items() if engine in awaited]:
-            self._strike(number, engine, f"{engine.name} ended before it answered")
-
-    def _strike(self, number: int, engine: EngineHandle, fault: str) -> None:
-        awaited, faults = self._awaited[number], self._faults[number]
-        awaited.discard(engine)
-        faults += [fault] if fault else []
-        if not awaited:
-            del self._awaited[number], self._faults[number]
-            self._answer(AdminResult(number, not faults, "; ".join(faults)))

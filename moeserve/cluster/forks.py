@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from moeserve.actor.forking import POSSIBLE, ForkServer
-from moeserve.actor.process import Child
+from moeserve.actor.process import Child, to_stderr
 from moeserve.cluster.command import command_of
 from moeserve.errors import ConfigError
 
@@ -22,8 +22,6 @@ ENGINE = "moeserve.cluster.engine_main"
 FORK_SERVER = "moeserve.cluster.fork_server"
 PAUSE_S = 0.5  # before a fork server that died is replaced; twice as long each time in a row
 MAX_PAUSE_S = 60.0
-
-Forward = Callable[[str], None]
 
 
 class Forks:
@@ -45,7 +43,7 @@ class Forks:
         if POSSIBLE and self._keeping is None:
             self._keeping = asyncio.get_running_loop().create_task(self._keep(), name="fork server")
 
-    async def start(self, name: str, order: bytes, forward: Forward | None) -> Child:
+    async def start(self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr) -> Child:
         """Starts an engine with this order (JSON of an EngineOrder). Raises ConfigError."""
         if self._server is not None:
             try:

@@ -12,15 +12,14 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from typing import Protocol
 
 import msgspec
 
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.keys import Keys
+from moeserve.actor.actor import Inbox
+from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Death, Process, to_stderr
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
 from moeserve.cluster.forks import Forks
@@ -31,8 +30,6 @@ log = logging.getLogger(__name__)
 CONNECT_S = 5.0  # for a node that was admitted to open its wire
 FAREWELL_S = 1.0  # for a node that was let go to hang up
 LET_GO = "it was let go"
-
-Forward = Callable[[str], None]
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +98,7 @@ class Host(Protocol):
         """Returns where to listen for an engine of that host, and the wire's keys."""
         ...
 
-    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
+    async def start(self, name: str, order: bytes) -> Process:
         """Starts an engine process, once the machine is there. Raises ConfigError if it cannot be started."""
         ...
 
@@ -121,9 +118,9 @@ class LocalHost:
         """Returns the path of a socket in the private folder; it needs no keys."""
         return f"ipc://{os.path.join(self.folder, name.replace(' ', '-'))}.sock", None
 
-    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
+    async def start(self, name: str, order: bytes) -> Process:
         """Starts a child process."""
-        return await self.forks.start(name, order, forward)
+        return await self.forks.start(name, order)
 
     def keep(self, tp_size: int) -> None:
         """Keeps a fork server here."""
@@ -155,10 +152,10 @@ class RemoteHost:
         """Returns an address of this machine that the other one can reach, and the cluster's keys."""
         return f"tcp://{self._address}:*", self._keys
 
-    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
+    async def start(self, name: str, order: bytes) -> Process:
         """Waits for the machine and tells its agent to start the engine, which ends with the machine."""
         await self._here.wait()
-        process = RemoteProcess(self, next(self._ids), name, forward or to_stderr)
+        process = RemoteProcess(self, next(self._ids), name)
         self._processes[process.id] = process
         self.tell(Start(process.id, name, order))
         return process
@@ -191,7 +188,7 @@ class RemoteHost:
 
     def tell(self, msg: ToNode) -> None:
         """Sends the agent a message; drops it if the agent is gone, because its processes are gone too."""
-        with suppress(ActorStopped, Overloaded):
+        with suppress(Overloaded):
             if self._wire is not None:
                 self._wire.send(msg)
 
@@ -229,11 +226,10 @@ class RemoteHost:
 class RemoteProcess(Process):
     """A process on another machine; it ends with that machine."""
 
-    def __init__(self, host: RemoteHost, id: int, name: str, forward: Forward) -> None:
+    def __init__(self, host: RemoteHost, id: int, name: str) -> None:
         super().__init__(name, pid=0)
         self.id = id
         self._host = host
-        self._forward = forward
         self._tail: deque[str] = deque(maxlen=20)
         self._begun_s = time.monotonic()
         self._death = asyncio.get_running_loop().create_future()
@@ -245,7 +241,7 @@ class RemoteProcess(Process):
                 self.pid = pid
             case LogLine(text=text):
                 self._tail.append(text)
-                self._forward(text)
+                to_stderr(text)
             case Ended(death=death):
                 self._end(death)
 

@@ -20,9 +20,8 @@ from typing import assert_never
 
 import msgspec
 
-from moeserve.actor.actor import Actor
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.keys import Keys, keys_of, read_secret, token_of
+from moeserve.actor.actor import Actor, Inbox
+from moeserve.actor.handshake import Keys, keys_of, read_secret, token_of
 from moeserve.actor.process import Child, Death, to_stderr
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
@@ -226,9 +225,8 @@ class NodeAgent(Actor[ToNode | PeerGone]):
 
     def _tell(self, msg: FromNode) -> bool:
         """Returns False if machine 0 does not keep up; a log line may be lost then."""
-        with suppress(ActorStopped):  # nothing matters any more then
-            try:
-                self._wire.send(msg)
-            except Overloaded:
-                return False
+        try:
+            self._wire.send(msg)
+        except Overloaded:
+            return False
         return True

@@ -11,13 +11,13 @@ import logging
 import socket
 from contextlib import suppress
 from dataclasses import fields
+from itertools import count
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from moeserve.actor.keys import Keys, keys_of, read_secret, token_of
-from moeserve.actor.zmq_wire import Hello, answer_hello, secure
+from moeserve.actor.handshake import Hello, Keys, answer_hello, keys_of, read_secret, secure, token_of
 from moeserve.cluster.check_parallel import rendezvous_of
 from moeserve.cluster.host import Host, LocalHost, RemoteHost
 from moeserve.config import Config
@@ -102,6 +102,7 @@ class Rendezvous:
         self.hosts: tuple[Host, ...] = (here,)
         self.forks = here.forks
         self.address = "127.0.0.1"  # at which other machines reach this one
+        self.epochs = count(1)  # of all groups
         self._nodes: dict[int, RemoteHost] = {}
         self._own = own
         self._greeted: set[bytes] = set()  # ZeroMQ's identities of nodes that have sent their hello

@@ -1,22 +1,30 @@
-"""Changes to a fleet that serves, one at a time: more engines, fewer engines, experts elsewhere."""
+"""The engines of a fleet: how they start, and how they change while it serves: more, fewer, experts elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moeserve.cluster.check_parallel import check_scale
+from moeserve.cluster.check_parallel import check_parallel, check_scale
 from moeserve.cluster.engine_group import EngineGroup, combined
+from moeserve.cluster.engine_handle import EngineHandle
+from moeserve.cluster.order import role_of
+from moeserve.cluster.rendezvous import Rendezvous
+from moeserve.cluster.rundir import RunDir
 from moeserve.cluster.view import RebalanceDecision
 from moeserve.errors import ConfigError, Conflict, InvalidRequest, MoeserveError
-from moeserve.messages import Place
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.loader.spec import ModelSpec
+from moeserve.messages import Place, PlacementTable
+from moeserve.models.hf_config import read_model_spec
 
 if TYPE_CHECKING:
-    from moeserve.cluster.engine_handle import EngineHandle
     from moeserve.cluster.fleet import Fleet
+    from moeserve.cluster.rebalancing import Rebalancing
     from moeserve.moe.placement.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -29,11 +37,94 @@ T = TypeVar("T")
 
 
 class Scaling:
-    """Changes a fleet; each change is done, or undone with its cause in the error, before the next one begins."""
+    """Starts a fleet's engines, and changes them; each change is done, or undone with its cause in the error, before
+    the next one begins. options: those of `EngineProcess`."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, **options: Any) -> None:
         self._fleet = fleet
+        self._options = options
+        self._run_dir: RunDir | None = None
+        self._machines: Rendezvous | None = None
+        self._spec: ModelSpec
+        self._watching: asyncio.Task[None] | None = None
         self._at_work: asyncio.Task[Any] | None = None
+
+    # ---- the first ones, and the last -----------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts all engines. Raises ConfigError for settings that cannot work."""
+        fleet, parallel = self._fleet, self._fleet.config.parallel
+        spec = self._spec = read_model_spec(resolve_model_dir(fleet.config.model.model))
+        check_parallel(fleet.config, spec)
+        if parallel.ep == "on" and spec.num_experts and not fleet.single:
+            fleet.experts = await asyncio.to_thread(self._shard_experts)
+        self._run_dir = RunDir()
+        machines = self._machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+        if parallel.fork_server == "on" and not fleet.single and not fleet.config.device.null_runner:
+            for host in machines.hosts:
+                host.keep(parallel.tp)
+        engines = fleet.engines = self._new_engines(
+            range(parallel.dp), parallel.dp, fleet.experts.table if fleet.experts is not None else None
+        )
+        self._add_groups([engines] if fleet.together else [[engine] for engine in engines])
+        if fleet.experts is not None and parallel.rebalance == "auto":
+            self._watching = asyncio.get_running_loop().create_task(self.watch(), name="rebalancing")
+
+    def _shard_experts(self) -> Rebalancing:
+        from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
+
+        spec, parallel = self._spec, self._fleet.config.parallel
+        return Rebalancing(sum(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts)
+
+    def _new_engines(self, ranks: Iterable[int], dp: int, table: PlacementTable | None) -> list[EngineHandle]:
+        """Starts engines, which belong to no group yet."""
+        assert self._machines is not None
+        fleet, hosts, engines = self._fleet, self._machines.hosts, []
+        for rank in ranks:
+            role = role_of(fleet.config.parallel, fleet.together, rank, dp, table)
+            engines.append(EngineHandle(fleet, rank, role, fleet.config, **self._options))
+            engines[-1].start(hosts[rank * len(hosts) // dp])
+        return engines
+
+    def _add_groups(self, groups: Iterable[list[EngineHandle]]) -> None:
+        """Lets each of these lists of engines meet as a group."""
+        assert self._machines is not None
+        fleet = self._fleet
+        for engines in groups:
+            group = EngineGroup(
+                engines,
+                self._machines,
+                placement=fleet.experts.table if fleet.experts is not None else None,
+                alone=not fleet.together and fleet.config.parallel.tp == 1,
+                tell=partial(fleet.inbox.put, force=True),
+            )
+            fleet.groups.append(group)
+            group.start()
+
+    def _set_placement(self, placement: PlacementTable | None) -> None:
+        """Tells this membership and placement to engines that are started from now on."""
+        fleet = self._fleet
+        for engine in fleet.engines:
+            engine.role = role_of(fleet.config.parallel, fleet.together, engine.rank, fleet.dp, placement)
+        for group in fleet.groups:
+            group.placement = placement
+
+    @property
+    def fork_server_pid(self) -> int | None:
+        """Process id of this machine's fork server, if it is warm."""
+        server = self._machines.forks.server if self._machines is not None else None
+        return server.child.pid if server is not None else None
+
+    async def close(self, cause: str) -> None:
+        """Releases groups and machines, once the engines have ended. cause: why the fleet fails, empty if it stops."""
+        for group in self._fleet.groups:
+            group.close()
+        if self._machines is not None:
+            await self._machines.close(cause)
+        if self._run_dir is not None:
+            self._run_dir.close()
+
+    # ---- one change at a time -------------------------------------------------------------------------------
 
     async def scale(self, dp: int) -> int:
         """Changes the number of engines to `dp` while requests go on; returns how many there were before.
@@ -44,7 +135,7 @@ class Scaling:
         if not isinstance(dp, int) or not 1 <= dp <= 1024:
             raise InvalidRequest(f"dp must be from 1 to 1024, not {dp}", param="dp")
         try:
-            check_scale(self._fleet.config, self._fleet.spec, dp)
+            check_scale(self._fleet.config, self._spec, dp)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="dp") from error
         return await self._alone(self._scale(dp))
@@ -71,10 +162,11 @@ class Scaling:
                     log.exception("rebalancing failed; the experts stay where they are")
 
     async def stop(self) -> None:
-        """Cancels the change that is under way."""
-        if self._at_work is not None:
-            self._at_work.cancel()
-            await asyncio.wait([self._at_work])
+        """Cancels the change that is under way, and lets no other follow by itself."""
+        for task in (self._watching, self._at_work):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
 
     async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs one change at a time, to its end even if the caller is cancelled."""
@@ -120,15 +212,15 @@ class Scaling:
         fleet, old = self._fleet, self._fleet.engines
         placement = await asyncio.to_thread(self._rescaled, dp)
         table = placement.to_table() if placement is not None else None
-        new = fleet.new_engines(range(len(old), dp), dp, table)
+        new = self._new_engines(range(len(old), dp), dp, table)
         try:
             await self._boot(new)
             if placement is not None:
                 await self._meet([*old, *new], placement)
             else:
                 fleet.engines = [*old, *new]
-                fleet.add_groups([engine] for engine in new)
-                fleet.set_placement(None)
+                self._add_groups([engine] for engine in new)
+                self._set_placement(None)
         except BaseException as error:
             for engine in new:
                 engine.retired = True
@@ -158,7 +250,7 @@ class Scaling:
             fleet.engines = old
             group.regroup(old, old_table)
             raise Conflict(cause)
-        fleet.set_placement(placement.to_table())
+        self._set_placement(placement.to_table())
 
     async def _shrink(self, dp: int) -> None:
         """Removes the last engines: their requests are handed back at once, and the others meet without them."""
@@ -170,8 +262,9 @@ class Scaling:
         for engine in leave:
             engine.retired = True
         for group in [group for group in fleet.groups if group.engines[0] in leave]:
-            fleet.drop_group(group)
-        fleet.set_placement(table)
+            fleet.groups.remove(group)
+            group.close()
+        self._set_placement(table)
         for engine in leave:
             fleet.hand_back(engine, died=False, cause=f"only {dp} shall serve")
         # By vote, some engines hold and the others end between the same two steps.
@@ -208,7 +301,7 @@ class Scaling:
 
     async def _move(self, group: EngineGroup, placement: Placement) -> str:
         """Puts a placement in force; returns why it is not, or ""."""
-        fleet, experts, engines = self._fleet, self._fleet.experts, group.engines
+        experts, engines = self._fleet.experts, group.engines
         assert experts is not None
         try:
             if not group.complete:
@@ -222,7 +315,7 @@ class Scaling:
         except MoeserveError as cause:
             error = str(cause)
         else:
-            fleet.set_placement(experts.table)  # all of it, or the layers that were done
+            self._set_placement(experts.table)  # all of it, or the layers that were done
             return error
         group.regroup(engines, experts.table)  # some may have begun: all meet again where they were
         return error

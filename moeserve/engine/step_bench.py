@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.core import EngineCore

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.keys import keys_of, read_secret, token_of
+from moeserve.actor.actor import Inbox
+from moeserve.actor.handshake import keys_of, read_secret, token_of
 from moeserve.actor.zmq_wire import PeerGone, connect, listen
 from moeserve.errors import ActorStopped, ConfigError
 from moeserve.messages import Ping

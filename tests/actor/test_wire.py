@@ -20,8 +20,9 @@ import pytest
 import zmq
 
 from moeserve.actor import zmq_wire
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.zmq_wire import Hello, PeerGone, ZmqWire, connect, listen
+from moeserve.actor.actor import Inbox
+from moeserve.actor.handshake import Hello
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect, listen
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -127,8 +128,7 @@ def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(run: Run, 
             *words, notice = await take(e.at_a, 101)
             assert words == [Word(i) for i in range(100)]
             assert isinstance(notice, PeerGone)
-            with pytest.raises(ActorStopped, match=r"a: .*other"):
-                e.a.send(Bye())
+            assert not e.a.send(Bye())
 
     run(main())
 
@@ -176,8 +176,7 @@ def test_closing_twice_is_harmless(run: Run, address: str) -> None:
         async with ends(address) as e:
             e.a.close()
             e.a.close()
-            with pytest.raises(ActorStopped):
-                e.a.send(Bye())
+            assert not e.a.send(Bye())
 
     run(main())
 
@@ -186,7 +185,7 @@ def test_closing_twice_is_harmless(run: Run, address: str) -> None:
 
 PEER = """
 import asyncio, sys
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.actor.zmq_wire import connect
 async def main():
     inbox = Inbox("peer")
@@ -379,12 +378,15 @@ def test_a_frame_beyond_the_limit_cuts_the_peer_off_without_reading_it(
     run(main())
 
 
-def test_another_protocol_version_is_refused_on_both_sides_with_the_remedy(run: Run, address: str) -> None:
+def test_another_protocol_version_is_refused_on_both_sides_with_the_remedy(
+    run: Run, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         here: Inbox[Any] = Inbox("here")
         there: Inbox[Any] = Inbox("there")
-        wire = listen(address, token="t", receives=Msg, inbox=here, version=1)
-        peer = connect(address, token="t", receives=Msg, inbox=there, version=2)
+        wire = listen(address, token="t", receives=Msg, inbox=here)
+        monkeypatch.setattr(zmq_wire, "PROTOCOL_VERSION", 2)
+        peer = connect(address, token="t", receives=Msg, inbox=there)
         for inbox in (here, there):
             notice = (await take(inbox, 1))[0]
             assert isinstance(notice, PeerGone)
@@ -409,8 +411,7 @@ def test_nobody_listening_and_nobody_connecting_are_told_apart_quickly(run: Run,
         wire = listen(address, token="t", receives=Msg, inbox=inbox)
         with pytest.raises(TimeoutError, match=r"nobody has connected within 0\.05 s"):
             await wire.connected(0.05)
-        with pytest.raises(ActorStopped, match="nobody has connected yet"):
-            wire.send(Bye())
+        assert not wire.send(Bye())
         wire.close()
 
     run(main())

@@ -82,7 +82,7 @@ async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: 
     async with fleet(2, fork_server="on") as front:
         engines = front.fleet.engines
         assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
-        server = psutil.Process(front.fleet.fork_server_pid)
+        server = psutil.Process(front.fleet.scaling.fork_server_pid)
         busy = server.cpu_times()
         await asyncio.sleep(0.3)
         assert server.cpu_times() == busy  # it only waits
@@ -96,7 +96,7 @@ async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: 
             assert not {engine.pid for engine in engines} & set(before)
             assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
         assert front.stats.engine_restarts == 4
-        assert front.fleet.fork_server_pid == server.pid
+        assert front.fleet.scaling.fork_server_pid == server.pid
         assert server.num_threads() == 1
         left = {process.pid for process in children()}
     assert not left & {process.pid for process in children()}
@@ -108,7 +108,7 @@ async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) 
         streams = await some(front, 4, 600)
         (server,) = servers()
         server.kill()
-        await until(lambda: front.fleet.fork_server_pid not in (None, server.pid))
+        await until(lambda: front.fleet.scaling.fork_server_pid not in (None, server.pid))
         assert await streams == answers(4, 600)
         assert front.stats.engine_restarts == 0
         process = front.fleet.engines[0]
@@ -186,4 +186,4 @@ async def test_there_is_no_fork_server_where_none_is_asked_for(fleet: Open) -> N
     async with fleet(2, fork_server="off") as front:
         await until(lambda: front.fleet.view.complete)
         assert not servers()
-        assert front.fleet.fork_server_pid is None
+        assert front.fleet.scaling.fork_server_pid is None

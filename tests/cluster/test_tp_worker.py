@@ -130,8 +130,6 @@ class Ear:
 
     full = False
 
-    async def room(self) -> None: ...
-
     def put(self, news: EngineSaid | EngineLost | EngineEnded, force: bool) -> None:
         match news:
             case EngineSaid(msg=msg):

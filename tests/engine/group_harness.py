@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.cluster.group import form
 from moeserve.config import Limits
 from moeserve.engine.group_core import GroupCore

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.cluster.group import form
 from moeserve.cluster.tp_worker import Worker
 from moeserve.comm.world import World
