@@ -37,7 +37,7 @@ M = TypeVar("M")
 class Inbox(Generic[M]):
     """Messages for one owner, first in, first out, at most `limit` of them. All of it belongs to one event loop.
 
-    The owner alone reads (`drain` or `async for`). A full inbox raises Overloaded, a closed one ActorStopped: a sender
+    The owner alone reads. A full inbox raises Overloaded, a closed one ActorStopped: a sender
     always learns at once that its message will not be read.
     """
 
@@ -82,33 +82,17 @@ class Inbox(Generic[M]):
         Raises ActorStopped once the inbox is closed, so that a reading loop ends.
         """
         if wait and not self._queue and self._cause is None:
-            await self._something()
+            assert self._waiter is None, f"{self.owner}: an inbox has one reader"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         self._raise_if_closed()
         messages = list(self._queue)
         self._queue.clear()
         self._tell_room()
         return messages
-
-    def __aiter__(self) -> Inbox[M]:
-        return self
-
-    async def __anext__(self) -> M:
-        """Returns the oldest message; the iteration ends when the inbox is closed."""
-        while not self._queue and self._cause is None:
-            await self._something()
-        if self._cause is not None:
-            raise StopAsyncIteration
-        msg = self._queue.popleft()
-        self._tell_room()
-        return msg
-
-    async def _something(self) -> None:
-        assert self._waiter is None, f"{self.owner}: an inbox has one reader"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def when_room(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once, on the loop, when half of a full inbox is free again (or it is closed)."""

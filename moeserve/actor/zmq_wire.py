@@ -170,30 +170,23 @@ class ZmqWire(Generic[Out, In]):
         except zmq.Again:
             return False
         *route, frame = frames
-        addresses = [part.bytes for part in route]
-        if not self.greeted:
-            self._greet(addresses, frame)
-        elif addresses != self._route:
+        sender = [part.bytes for part in route]
+        if self.greeted and sender != self._route:
             self._drop("a stranger")
-        else:
-            self._deliver(frame.bytes)
-        return True
-
-    def _deliver(self, frame: bytes) -> None:
+            return True
+        decode = self._decode if self.greeted else _decode_greeting
         try:
-            msg = self._decode(frame)
+            msg: Any = decode(frame.bytes)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             self._drop(f"{len(frame)} bytes that are no message ({exc})")
-            return
-        if not self.inbox.closed:
+            return True
+        if not self.greeted:
+            self._greet(msg, sender, int(frame.get(zmq.SRCFD)))
+        elif not self.inbox.closed:
             self.inbox.put(msg, force=True)  # `_read` has looked at the limit
+        return True
 
-    def _greet(self, route: list[bytes], frame: zmq.Frame) -> None:
-        try:
-            greeting = _decode_greeting(frame.bytes)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            self._drop("no hello")
-            return
+    def _greet(self, greeting: Hello | Refusal, sender: list[bytes], fd: int) -> None:
         if isinstance(greeting, Refusal):
             if self._kind == zmq.DEALER:
                 self._lose(greeting.cause)
@@ -202,8 +195,7 @@ class ZmqWire(Generic[Out, In]):
         elif (answer := answer_hello(greeting, self._hello)) is None:
             self._drop("a wrong token")
         else:
-            self._route = route
-            self._peer_fd = int(frame.get(zmq.SRCFD))
+            self._route, self._peer_fd = sender, fd
             self.greeted = isinstance(answer, Hello)
             if self._kind == zmq.ROUTER:
                 self._send(answer)

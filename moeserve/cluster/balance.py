@@ -101,7 +101,7 @@ class Balancer:
         Ties go to the fewest requests, then to the lowest rank. `among` holds at least one open engine.
         """
         num_tokens = len(request.tokens) // _TOKEN_BYTES
-        roomy = [rank for rank in among if self._has_room(self.loads[rank], num_tokens)]
+        roomy = [rank for rank in among if self.loads[rank].room >= -(-num_tokens // self.loads[rank].block_size)]
         hits = self._hits(request, roomy or among)
 
         def cost(rank: int) -> tuple[float, int, int]:
@@ -163,9 +163,6 @@ class Balancer:
         """The least number of tokens still expected of a request, however many it has generated."""
         return max(1.0, self._mean / 4)
 
-    def _has_room(self, load: Load, num_tokens: int) -> bool:
-        return load.room >= -(-num_tokens // load.block_size)
-
     def _hits(self, request: Submit, among: Collection[int]) -> dict[int, int]:
         """Returns how many tokens at the beginning of the request each engine has seen before."""
         hits: dict[int, int] = {}
@@ -206,19 +203,14 @@ class Traffic:
         self.balancer = Balancer()
         self._serving = serving
         self._owner: dict[int, EngineHandle] = {}
-        self._waiting: dict[int, Submit] = {}
+        self.waiting: dict[int, Submit] = {}  # for an engine
         self._retry: asyncio.TimerHandle | None = None
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that wait for an engine."""
-        return len(self._waiting)
 
     def submit(self, request: Submit) -> None:
         """Sends a request to the engine that suits it best. Raises Overloaded if that one does not keep up."""
         engines = {engine.rank: engine for engine in self._serving()}
         if not engines:
-            self._waiting[request.rid] = request
+            self.waiting[request.rid] = request
             return
         rank = self.balancer.choose(request, engines)
         engine = engines[rank]
@@ -232,33 +224,23 @@ class Traffic:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for rid, request in waiting.items():
             try:
                 self.submit(request)
             except Overloaded:
-                self._waiting[rid] = request
-        if self._waiting and self._serving():
+                self.waiting[rid] = request
+        if self.waiting and self._serving():
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.flush)
-
-    def forget_waiting(self) -> None:
-        """Drops the requests that wait for an engine; the front end submits them again."""
-        self._waiting.clear()
 
     def abort(self, rids: Sequence[int]) -> None:
         """Aborts requests. Raises Overloaded if an engine does not keep up; call again with the same requests then."""
         by_engine: dict[EngineHandle, list[int]] = {}
         for rid in rids:
-            if self._waiting.pop(rid, None) is None and (engine := self._owner.get(rid)) is not None:
+            if self.waiting.pop(rid, None) is None and (engine := self._owner.get(rid)) is not None:
                 by_engine.setdefault(engine, []).append(rid)
-        failure: Overloaded | None = None
         for engine, theirs in by_engine.items():
-            try:
-                engine.send(Abort(theirs))
-            except Overloaded as error:
-                failure = error
-        if failure is not None:
-            raise failure
+            engine.send(Abort(theirs))
 
     def note(self, engine: EngineHandle, out: StepOutput) -> None:
         """Takes note of a step of this engine, and of the requests that it finished."""

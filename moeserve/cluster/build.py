@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moeserve.cluster.assemble import Built, Progress
-from moeserve.cluster.command import command_of
-from moeserve.cluster.order import Role
+from moeserve.cluster.order import Role, command_of
 from moeserve.cluster.rundir import RunDir
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import KVGroup, groups_of

@@ -165,7 +165,7 @@ class EngineGroup:
             for engine in engines:
                 engine.join(epoch)
             return ""
-        folder = os.path.join(self._machines.hosts[0].folder, f"epoch-{epoch}")
+        folder = os.path.join(self._machines.here.folder, f"epoch-{epoch}")
         os.mkdir(folder, 0o700)
         cause = self._send_joins(engines, epoch, placement)
         try:

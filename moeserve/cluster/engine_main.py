@@ -9,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -51,12 +48,7 @@ def main() -> None:
 async def _live_and_end(order: EngineOrder) -> None:
     code = await _serve(order)
     rundir.close_all()  # a start that was cut short has one, until its other ranks are connected
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    # Nothing of value is left in here. Taking down a large process in order takes seconds or hangs, and so may a task
-    # that waits for a rank which is gone.
-    os._exit(code)
+    guard.end_process(code)  # nothing of value is left in here, and a task may wait for a rank which is gone
 
 
 async def _serve(order: EngineOrder) -> int:

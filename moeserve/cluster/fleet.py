@@ -138,14 +138,8 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
                 self._on_refused(engine, msg)
             case Traced():
                 self._emit(msgspec.structs.replace(msg, dp_rank=engine.rank))
-            case ExpertLoad():
-                if self.experts is not None:
-                    self.experts.note(msg)
-                else:
-                    self._emit(msg)  # nothing to place: the front end only adds it up
-            case Placed():
-                if self.experts is not None:
-                    self.experts.placed(msg)
+            case ExpertLoad() | Placed():
+                self._on_experts(msg)
             case Stopped():
                 if self.single:
                     self._emit(msg)
@@ -291,6 +285,14 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         else:
             self._emit(msg)
 
+    def _on_experts(self, msg: ExpertLoad | Placed) -> None:
+        if self.experts is None:
+            self._emit(msg)  # nothing to place: the front end only adds the load up
+        elif isinstance(msg, Placed):
+            self.experts.placed(msg)
+        else:
+            self.experts.note(msg)
+
     def _on_phase(self) -> None:
         phase = min((engine.phase for engine in self.engines), key=lambda phase: phase.percent)
         if phase != self.phase and (self.ready is None or not self._serving()):
@@ -301,7 +303,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         self._on_standing()
         if end.restarting and self.single:
             self.ready = None
-            self.traffic.forget_waiting()
+            self.traffic.waiting.clear()  # the front end submits all requests again
             self._emit(end)
         if end.restarting or engine.retired or engine not in self.engines:
             return

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 
 from moeserve.actor.forking import POSSIBLE, ForkServer
+from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Child, to_stderr
-from moeserve.cluster.command import command_of
+from moeserve.cluster.order import command_of
 from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -24,13 +26,22 @@ PAUSE_S = 0.5  # before a fork server that died is replaced; twice as long each 
 MAX_PAUSE_S = 60.0
 
 
-class Forks:
-    """Starts engines, from a fork server once `keep` was called. Belongs to one loop."""
+class LocalHost:
+    """This machine, which starts engines: from a fork server once `keep` was called. Belongs to one loop.
 
-    def __init__(self) -> None:
+    name: hosts of equal names share memory. folder: private here, for sockets. absent: what the start of an engine
+    waits for, for people; empty if the machine is there.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.name, self.folder, self.absent = "node-0", folder, ""
         self._tp_size = 1
         self._server: ForkServer | None = None
         self._keeping: asyncio.Task[None] | None = None
+
+    def listen_address(self, name: str) -> tuple[str, Keys | None]:
+        """Returns where to listen for an engine of this machine, and the wire's keys: a socket here needs none."""
+        return f"ipc://{os.path.join(self.folder, name.replace(' ', '-'))}.sock", None
 
     @property
     def server(self) -> ForkServer | None:

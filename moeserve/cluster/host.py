@@ -1,4 +1,4 @@
-"""The machines that engine processes run on: this one, or another one whose agent (node.py) starts them for us.
+"""The machines that engine processes run on: this one (forks.py), or another one whose agent (node.py) starts them.
 
 Each engine talks to the front end over a wire of its own; the agent's wire carries starts, deaths and log lines only.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import signal
 import time
-from collections import deque
 from contextlib import suppress
 from itertools import count
-from typing import Protocol
 
 import msgspec
 
@@ -22,7 +19,7 @@ from moeserve.actor.actor import Inbox
 from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Death, Process, to_stderr
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
-from moeserve.cluster.forks import Forks
+from moeserve.cluster.forks import LocalHost
 from moeserve.errors import ActorStopped, Overloaded
 
 log = logging.getLogger(__name__)
@@ -82,49 +79,6 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 ToNode = Start | Signal | Keep | Farewell
 FromNode = Started | LogLine | Ended
-
-
-class Host(Protocol):
-    """A machine for engines. name: hosts of equal names share memory. folder: private there, for sockets.
-
-    absent: what the start of an engine waits for, for people; empty if the machine is there.
-    """
-
-    name: str
-    folder: str
-    absent: str
-
-    def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Returns where to listen for an engine of that host, and the wire's keys."""
-        ...
-
-    async def start(self, name: str, order: bytes) -> Process:
-        """Starts an engine process, once the machine is there. Raises ConfigError if it cannot be started."""
-        ...
-
-    def keep(self, tp_size: int) -> None:
-        """Keeps a fork server for engines of tp_size processes each; see forks.py."""
-        ...
-
-
-class LocalHost:
-    """This machine."""
-
-    def __init__(self, folder: str) -> None:
-        self.name, self.folder, self.absent = "node-0", folder, ""
-        self.forks = Forks()
-
-    def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Returns the path of a socket in the private folder; it needs no keys."""
-        return f"ipc://{os.path.join(self.folder, name.replace(' ', '-'))}.sock", None
-
-    async def start(self, name: str, order: bytes) -> Process:
-        """Starts a child process."""
-        return await self.forks.start(name, order)
-
-    def keep(self, tp_size: int) -> None:
-        """Keeps a fork server here."""
-        self.forks.keep(tp_size)
 
 
 class RemoteHost:
@@ -192,10 +146,6 @@ class RemoteHost:
             if self._wire is not None:
                 self._wire.send(msg)
 
-    def forget(self, id: int) -> None:
-        """Drops a process that has ended."""
-        self._processes.pop(id, None)
-
     async def _serve(self, wire: ZmqWire[ToNode, FromNode | PeerGone], inbox: Inbox[FromNode | PeerGone]) -> None:
         """Serves one life of the agent."""
         cause = LET_GO
@@ -206,12 +156,14 @@ class RemoteHost:
             if self._keep is not None:
                 self.tell(self._keep)
             self._here.set()
-            async for msg in inbox:
-                if isinstance(msg, PeerGone):
-                    cause = LET_GO if self._let_go else msg.cause
-                    break
-                if msg.id in self._processes:
-                    self._processes[msg.id].hear(msg)
+            gone: PeerGone | None = None
+            while gone is None:
+                for msg in await inbox.drain(wait=True):
+                    if isinstance(msg, PeerGone):
+                        gone = msg
+                    elif msg.id in self._processes:
+                        self._hear(self._processes[msg.id], msg)
+            cause = LET_GO if self._let_go else gone.cause
         except (ActorStopped, TimeoutError) as error:
             cause = str(error)
         finally:
@@ -219,8 +171,19 @@ class RemoteHost:
             self._here.clear()
             wire.close()
             log.log(logging.INFO if cause == LET_GO else logging.WARNING, "%s is gone: %s", self.name, cause)
-            for process in list(self._processes.values()):
+            for process in self._processes.values():
                 process.strand(f"was lost with {self.name}: {cause}")
+            self._processes.clear()
+
+    def _hear(self, process: RemoteProcess, msg: FromNode) -> None:
+        match msg:
+            case Started(pid=pid):
+                process.pid = pid
+            case LogLine(text=text):
+                to_stderr(text)
+            case Ended(death=death):
+                process.end(death)
+                del self._processes[process.id]
 
 
 class RemoteProcess(Process):
@@ -230,25 +193,8 @@ class RemoteProcess(Process):
         super().__init__(name, pid=0)
         self.id = id
         self._host = host
-        self._tail: deque[str] = deque(maxlen=20)
         self._begun_s = time.monotonic()
         self._death = asyncio.get_running_loop().create_future()
-
-    def hear(self, msg: FromNode) -> None:
-        """Takes note of what the agent reports of this process."""
-        match msg:
-            case Started(pid=pid):
-                self.pid = pid
-            case LogLine(text=text):
-                self._tail.append(text)
-                to_stderr(text)
-            case Ended(death=death):
-                self._end(death)
-
-    def strand(self, reason: str) -> None:
-        """The machine is gone, and the process with it."""
-        lived_s = time.monotonic() - self._begun_s
-        self._end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, tuple(self._tail), reason, stranded=True))
 
     def kill(self, reason: str) -> None:
         """Tells the agent to send SIGKILL."""
@@ -258,7 +204,15 @@ class RemoteProcess(Process):
         """Tells the agent to send SIGTERM."""
         self._host.tell(Signal(self.id))
 
-    def _end(self, death: Death) -> None:
-        self._host.forget(self.id)
+    def strand(self, reason: str) -> None:
+        """The machine is gone, and the process with it."""
+        lived_s = time.monotonic() - self._begun_s
+        self.end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, (), reason, stranded=True))
+
+    def end(self, death: Death) -> None:
+        """The process is dead."""
         if not self._death.done():
             self._death.set_result(death)
+
+
+Host = LocalHost | RemoteHost

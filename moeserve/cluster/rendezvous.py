@@ -19,7 +19,8 @@ import zmq.asyncio
 
 from moeserve.actor.handshake import Hello, Keys, answer_hello, keys_of, read_secret, secure, token_of
 from moeserve.cluster.check_parallel import rendezvous_of
-from moeserve.cluster.host import Host, LocalHost, RemoteHost
+from moeserve.cluster.forks import LocalHost
+from moeserve.cluster.host import Host, RemoteHost
 from moeserve.config import Config
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.loader.checkpoint import fingerprint, open_checkpoint
@@ -98,9 +99,8 @@ class Rendezvous:
     """The machines of a fleet, as its hosts. With several of them it listens until `close`: nodes may come back."""
 
     def __init__(self, own: Attendance | None, folder: str) -> None:
-        here = LocalHost(folder)
-        self.hosts: tuple[Host, ...] = (here,)
-        self.forks = here.forks
+        self.here = LocalHost(folder)
+        self.hosts: tuple[Host, ...] = (self.here,)
         self.address = "127.0.0.1"  # at which other machines reach this one
         self.epochs = count(1)  # of all groups
         self._nodes: dict[int, RemoteHost] = {}
@@ -145,7 +145,7 @@ class Rendezvous:
 
     async def close(self, cause: str = "") -> None:
         """Releases all nodes. cause: why machine 0 fails, empty if it was told to stop."""
-        await self.forks.close()
+        await self.here.close()
         if self._socket is None or self._listening is None:
             return
         self._listening.cancel()

@@ -112,7 +112,7 @@ class Scaling:
     @property
     def fork_server_pid(self) -> int | None:
         """Process id of this machine's fork server, if it is warm."""
-        server = self._machines.forks.server if self._machines is not None else None
+        server = self._machines.here.server if self._machines is not None else None
         return server.child.pid if server is not None else None
 
     async def close(self, cause: str) -> None:
@@ -285,13 +285,13 @@ class Scaling:
         if placement is None:
             return None
         began_s = time.monotonic()
-        before = experts.moved_bytes
+        before = experts.rebalancer.moved_bytes
         error = await self._move(group, placement)
         decision = RebalanceDecision(
             at_s=began_s,
             forced=forced,
             version=placement.version,
-            moved_bytes=experts.moved_bytes - before,
+            moved_bytes=experts.rebalancer.moved_bytes - before,
             took_s=time.monotonic() - began_s,
             error=error,
         )

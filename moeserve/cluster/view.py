@@ -100,7 +100,7 @@ def fleet_view(fleet: Fleet) -> FleetView:
         together=fleet.together,
         epoch=max((group.epoch for group in fleet.groups), default=0),
         complete=all(group.complete for group in fleet.groups),
-        waiting=fleet.traffic.num_waiting,
+        waiting=len(fleet.traffic.waiting),
         engines=tuple(engines),
         experts=fleet.experts.view() if fleet.experts is not None else None,
     )

@@ -17,7 +17,7 @@ import pytest
 from moeserve.actor import forking
 from moeserve.cluster import forks as module
 from moeserve.cluster.engine_handle import EngineHandle
-from moeserve.cluster.forks import Forks
+from moeserve.cluster.forks import LocalHost
 from moeserve.errors import ConfigError
 from tests.cluster.test_fleet import Open, answers, fleet, some, until
 
@@ -46,8 +46,8 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def kept() -> AsyncIterator[Forks]:
-    forks = Forks()
+async def kept() -> AsyncIterator[LocalHost]:
+    forks = LocalHost("/nowhere")
     forks.keep(1)
     try:
         yield forks
@@ -134,7 +134,7 @@ async def test_without_a_fork_server_engines_start_alone(fleet: Open, monkeypatc
 @pytest.mark.usefixtures("light")
 async def test_an_engine_whose_start_is_cancelled_never_runs() -> None:
     async with kept() as forks:
-        unwanted, other = (asyncio.create_task(forks.start(name, b"{}", None)) for name in ("engine 0", "engine 1"))
+        unwanted, other = (asyncio.create_task(forks.start(name, b"{}")) for name in ("engine 0", "engine 1"))
         await until(lambda: forks.server is not None)
         unwanted.cancel()  # the fork is under way
         child = await other
@@ -149,16 +149,16 @@ async def test_an_engine_whose_start_is_cancelled_never_runs() -> None:
 async def test_an_order_that_no_pipe_takes_is_a_config_error() -> None:
     async with kept() as forks:
         with pytest.raises(ConfigError, match="start document of 268"):
-            await forks.start("engine 0", b"[" + b" " * (1 << 28) + b"]", None)
+            await forks.start("engine 0", b"[" + b" " * (1 << 28) + b"]")
         assert children() == servers()
 
 
 def test_all_end_with_their_parent() -> None:
     script = (
         "import asyncio\n"
-        "from moeserve.cluster.forks import Forks\n"
+        "from moeserve.cluster.forks import LocalHost\n"
         "async def main():\n"
-        "    forks = Forks()\n"
+        "    forks = LocalHost('/nowhere')\n"
         "    forks.keep(2)\n"
         "    await asyncio.sleep(0)\n"
         "    server = forks._server\n"

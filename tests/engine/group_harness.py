@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from moeserve.actor.actor import Inbox
-from moeserve.cluster.group import form
+from moeserve.cluster.assemble import form
 from moeserve.config import Limits
 from moeserve.engine.group_core import GroupCore
 from moeserve.engine.plan import Agreed, StepPlan, StepResult
