@@ -88,6 +88,11 @@ def end_now(process: subprocess.Popen[bytes] | Forked) -> None:
     """Kills and reaps a process that nobody watches yet, and closes its pipes."""
     process.send_signal(signal.SIGKILL)
     process.wait()
+    close_pipes(process)
+
+
+def close_pipes(process: subprocess.Popen[bytes] | Forked) -> None:
+    """Closes our ends of a child's pipes."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()

@@ -33,7 +33,6 @@ class _Request:
     prefill: int  # predicted, so that it can be taken back
     decode: float
     hits: int  # tokens expected in the prefix cache
-    blocks: int
     emitted: int  # when it came to this engine
     first_step: int = -1  # of its engine's outputs, the one with its first token here
 
@@ -119,7 +118,7 @@ class Balancer:
         hits = self._hits(request, (rank,)).get(rank, 0)
         left = min(request.sampling.max_tokens - emitted, max(self._mean - emitted, self._least))
         blocks = -(-num_tokens // load.block_size)
-        self._requests[request.rid] = _Request(rank, num_tokens - hits, max(1.0, left), hits, blocks, emitted)
+        self._requests[request.rid] = _Request(rank, num_tokens - hits, max(1.0, left), hits, emitted)
         load.live.add(request.rid)
         load.promise(request.rid, blocks)
         load.prefill += num_tokens - hits

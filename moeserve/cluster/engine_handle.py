@@ -153,11 +153,6 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
         """Whether the engine, and all of its group, may get requests."""
         return self.up and self.epoch > 0 and not self.held and not self.draining
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine serves and makes progress."""
-        return self.ready is not None and self.process.heart.healthy(time.monotonic())
-
     async def run(self) -> None:
         """Returns after a death that is final."""
         try:

@@ -220,10 +220,10 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         """Whether some engines serve, and all that do make progress; a group may take a moment to meet again."""
         if self.ready is None or self._over:
             return False
-        serving = self._serving()
+        serving, now_s = self._serving(), time.monotonic()
         if not serving:
-            return self._apart_s is None or time.monotonic() - self._apart_s <= UNHEALTHY_S
-        return all(engine.healthy for engine in serving)
+            return self._apart_s is None or now_s - self._apart_s <= UNHEALTHY_S
+        return all(engine.process.heart.healthy(now_s) for engine in serving)
 
     @property
     def view(self) -> FleetView:

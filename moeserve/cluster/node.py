@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import assert_never
 
 import msgspec
+import psutil
 
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.handshake import Keys, keys_of, read_secret, token_of
@@ -59,9 +60,9 @@ async def _until_signal(config: Config) -> int:
 
 
 async def _live(config: Config) -> None:
-    deadline_s = time.monotonic() + max(ATTEMPT_S, JOIN_S - _age_s())
-    keys_file = str(config.parallel.cluster_key_file)
-    secret = read_secret(keys_file)
+    age_s = time.time() - psutil.Process().create_time()
+    deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, JOIN_S - age_s)
+    secret = read_secret(str(config.parallel.cluster_key_file))
     run_dir = RunDir()
     try:
         facts = await in_thread("model", lambda: attendance(config, run_dir.path))
@@ -72,11 +73,11 @@ async def _live(config: Config) -> None:
 
 
 async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: float) -> Admitted:
-    """Tries to join until the deadline (monotonic). Raises ConfigError with machine 0's reason, or the cause."""
+    """Tries to join until the deadline, on the loop's clock. Raises ConfigError with machine 0's reason or a cause."""
     host, port = rendezvous_of(config.parallel)
     cause = f"the name {host!r} was not resolved in time"
     with suppress(TimeoutError):
-        async with asyncio.timeout_at(_on_loop(deadline_s)):
+        async with asyncio.timeout_at(deadline_s):
             address = f"tcp://{bracketed(await in_thread('resolve', lambda: resolve(host)))}:{port}"
             cause = f"no answer from {address}: check --rendezvous, and that firewalls let its port through"
             while True:
@@ -90,17 +91,6 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
                     cause += ": start machine 0 first, or check --rendezvous"
                 await asyncio.sleep(AGAIN_S)
     raise ConfigError(f"machine {facts.node_rank} could not join: {cause}")
-
-
-def _age_s() -> float:
-    """Returns the age of this process, Python's own start included."""
-    import psutil
-
-    return time.time() - psutil.Process().create_time()
-
-
-def _on_loop(monotonic_s: float) -> float:
-    return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
 
 
 async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | TurnedAway | PeerGone:

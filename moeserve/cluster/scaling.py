@@ -43,8 +43,8 @@ class Scaling:
     def __init__(self, fleet: Fleet, **options: Any) -> None:
         self._fleet = fleet
         self._options = options
-        self._run_dir: RunDir | None = None
-        self._machines: Rendezvous | None = None
+        self.machines: Rendezvous  # from `start` on
+        self._run_dir: RunDir
         self._spec: ModelSpec
         self._watching: asyncio.Task[None] | None = None
         self._at_work: asyncio.Task[Any] | None = None
@@ -59,14 +59,13 @@ class Scaling:
         if parallel.ep == "on" and spec.num_experts and not fleet.single:
             fleet.experts = await asyncio.to_thread(self._shard_experts)
         self._run_dir = RunDir()
-        machines = self._machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+        machines = self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
         if parallel.fork_server == "on" and not fleet.single and not fleet.config.device.null_runner:
             for host in machines.hosts:
                 host.keep(parallel.tp)
-        engines = fleet.engines = self._new_engines(
-            range(parallel.dp), parallel.dp, fleet.experts.table if fleet.experts is not None else None
-        )
-        self._add_groups([engines] if fleet.together else [[engine] for engine in engines])
+        table = fleet.experts.table if fleet.experts is not None else None
+        engines = fleet.engines = self._new_engines(range(parallel.dp), parallel.dp, table)
+        self._add_groups([engines] if fleet.together else [[engine] for engine in engines], table)
         if fleet.experts is not None and parallel.rebalance == "auto":
             self._watching = asyncio.get_running_loop().create_task(self.watch(), name="rebalancing")
 
@@ -78,23 +77,21 @@ class Scaling:
 
     def _new_engines(self, ranks: Iterable[int], dp: int, table: PlacementTable | None) -> list[EngineHandle]:
         """Starts engines, which belong to no group yet."""
-        assert self._machines is not None
-        fleet, hosts, engines = self._fleet, self._machines.hosts, []
+        fleet, hosts, engines = self._fleet, self.machines.hosts, []
         for rank in ranks:
             role = role_of(fleet.config.parallel, fleet.together, rank, dp, table)
             engines.append(EngineHandle(fleet, rank, role, fleet.config, **self._options))
             engines[-1].start(hosts[rank * len(hosts) // dp])
         return engines
 
-    def _add_groups(self, groups: Iterable[list[EngineHandle]]) -> None:
+    def _add_groups(self, groups: Iterable[list[EngineHandle]], table: PlacementTable | None) -> None:
         """Lets each of these lists of engines meet as a group."""
-        assert self._machines is not None
         fleet = self._fleet
         for engines in groups:
             group = EngineGroup(
                 engines,
-                self._machines,
-                placement=fleet.experts.table if fleet.experts is not None else None,
+                self.machines,
+                placement=table,
                 alone=not fleet.together and fleet.config.parallel.tp == 1,
                 tell=partial(fleet.inbox.put, force=True),
             )
@@ -109,20 +106,12 @@ class Scaling:
         for group in fleet.groups:
             group.placement = placement
 
-    @property
-    def fork_server_pid(self) -> int | None:
-        """Process id of this machine's fork server, if it is warm."""
-        server = self._machines.here.server if self._machines is not None else None
-        return server.child.pid if server is not None else None
-
     async def close(self, cause: str) -> None:
         """Releases groups and machines, once the engines have ended. cause: why the fleet fails, empty if it stops."""
         for group in self._fleet.groups:
             group.close()
-        if self._machines is not None:
-            await self._machines.close(cause)
-        if self._run_dir is not None:
-            self._run_dir.close()
+        await self.machines.close(cause)
+        self._run_dir.close()
 
     # ---- one change at a time -------------------------------------------------------------------------------
 
@@ -203,23 +192,22 @@ class Scaling:
             log.info("%d engines serve; there were %d", dp, before)
         return before
 
-    def _rescaled(self, dp: int) -> Placement | None:
+    def _rescaled(self, dp: int) -> PlacementTable | None:
         experts = self._fleet.experts
-        return experts.rescaled(dp * self._fleet.config.parallel.tp) if experts is not None else None
+        return experts.rescaled(dp * self._fleet.config.parallel.tp).to_table() if experts is not None else None
 
     async def _grow(self, dp: int) -> None:
         """Adds engines, which load while the others serve; then all meet."""
         fleet, old = self._fleet, self._fleet.engines
-        placement = await asyncio.to_thread(self._rescaled, dp)
-        table = placement.to_table() if placement is not None else None
+        table = await asyncio.to_thread(self._rescaled, dp)
         new = self._new_engines(range(len(old), dp), dp, table)
         try:
             await self._boot(new)
-            if placement is not None:
-                await self._meet([*old, *new], placement)
+            if table is not None:
+                await self._meet([*old, *new], table)
             else:
                 fleet.engines = [*old, *new]
-                self._add_groups([engine] for engine in new)
+                self._add_groups(([engine] for engine in new), None)
                 self._set_placement(None)
         except BaseException as error:
             for engine in new:
@@ -239,25 +227,24 @@ class Scaling:
             raise ConfigError(f"{', '.join(late)} did not load within {BOOT_S:g} s") from None
         combined([*(engine.ready for engine in self._fleet.engines if engine.ready is not None), *facts])
 
-    async def _meet(self, engines: list[EngineHandle], placement: Placement) -> None:
+    async def _meet(self, engines: list[EngineHandle], table: PlacementTable) -> None:
         """Makes these engines the group. Raises Conflict with the cause if the group stays as it was."""
         fleet, (group,) = self._fleet, self._fleet.groups
         assert fleet.experts is not None
         old, old_table = fleet.engines, fleet.experts.table
         fleet.engines = engines
-        cause = await group.regroup(engines, placement.to_table())
+        cause = await group.regroup(engines, table)
         if cause:
             fleet.engines = old
             group.regroup(old, old_table)
             raise Conflict(cause)
-        self._set_placement(placement.to_table())
+        self._set_placement(table)
 
     async def _shrink(self, dp: int) -> None:
         """Removes the last engines: their requests are handed back at once, and the others meet without them."""
         fleet = self._fleet
         stay, leave = fleet.engines[:dp], fleet.engines[dp:]
-        placement = await asyncio.to_thread(self._rescaled, dp)
-        table = placement.to_table() if placement is not None else None
+        table = await asyncio.to_thread(self._rescaled, dp)
         fleet.engines = stay
         for engine in leave:
             engine.retired = True

@@ -18,7 +18,7 @@ import msgspec
 
 from moeserve.actor import guard
 from moeserve.actor.forking import fork_child
-from moeserve.actor.process import Forked
+from moeserve.actor.process import Forked, close_pipes
 from moeserve.cluster.logs import set_up_logging
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.messages import Join
@@ -59,9 +59,7 @@ def fork_workers(number: int) -> None:
         worker = fork_child()
         if worker is None:
             for sibling in _forked:
-                for pipe in (sibling.stdin, sibling.stdout):
-                    assert pipe is not None
-                    pipe.close()
+                close_pipes(sibling)
             Path("/proc/self/comm").write_text("moeserve-worker", "ascii")
             main()
         else:

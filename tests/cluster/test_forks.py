@@ -19,6 +19,7 @@ from moeserve.cluster import forks as module
 from moeserve.cluster.engine_handle import EngineHandle
 from moeserve.cluster.forks import LocalHost
 from moeserve.errors import ConfigError
+from moeserve.frontend.front_end import FrontEnd
 from tests.cluster.test_fleet import Open, answers, fleet, some, until
 
 __all__ = ["fleet"]  # a fixture
@@ -60,6 +61,12 @@ def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.pid not in _others]
 
 
+def server_pid(front: FrontEnd) -> int | None:
+    """Of the fleet's fork server, if it is warm."""
+    server = front.fleet.scaling.machines.here.server
+    return server.child.pid if server is not None else None
+
+
 def servers() -> list[psutil.Process]:
     """A fork has its server's command line, but not its name."""
     found = [child for child in children() if module.FORK_SERVER in child.cmdline()]
@@ -82,7 +89,7 @@ async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: 
     async with fleet(2, fork_server="on") as front:
         engines = front.fleet.engines
         assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
-        server = psutil.Process(front.fleet.scaling.fork_server_pid)
+        server = psutil.Process(server_pid(front))
         busy = server.cpu_times()
         await asyncio.sleep(0.3)
         assert server.cpu_times() == busy  # it only waits
@@ -96,7 +103,7 @@ async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: 
             assert not {engine.pid for engine in engines} & set(before)
             assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
         assert front.stats.engine_restarts == 4
-        assert front.fleet.scaling.fork_server_pid == server.pid
+        assert server_pid(front) == server.pid
         assert server.num_threads() == 1
         left = {process.pid for process in children()}
     assert not left & {process.pid for process in children()}
@@ -108,7 +115,7 @@ async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) 
         streams = await some(front, 4, 600)
         (server,) = servers()
         server.kill()
-        await until(lambda: front.fleet.scaling.fork_server_pid not in (None, server.pid))
+        await until(lambda: server_pid(front) not in (None, server.pid))
         assert await streams == answers(4, 600)
         assert front.stats.engine_restarts == 0
         process = front.fleet.engines[0]
@@ -186,4 +193,4 @@ async def test_there_is_no_fork_server_where_none_is_asked_for(fleet: Open) -> N
     async with fleet(2, fork_server="off") as front:
         await until(lambda: front.fleet.view.complete)
         assert not servers()
-        assert front.fleet.scaling.fork_server_pid is None
+        assert server_pid(front) is None
