@@ -111,7 +111,7 @@ async def kill(
     moving = asyncio.create_task(front.fleet.scaling.rebalance()) if moment == "rebalance" else None
     await asyncio.sleep(rng.uniform(0, 0.1))
     victim = rng.choice(front.fleet.engines)
-    warm = front.fleet.fork_server_pid is not None
+    warm = front.fleet.scaling.machines.here.server is not None
     assert victim.pid is not None
     leader = psutil.Process(victim.pid)
     ranks = [leader, *leader.children()]

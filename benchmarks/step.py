@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import parser, save
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.core import EngineCore

@@ -1,7 +1,7 @@
 """The messages between front end and engine: msgspec structs, in msgpack where they cross a process boundary.
 
-    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, AdminCall, Join, Place, TraceNext
-    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, AdminResult, Stopped,
+    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Join, Place, TraceNext
+    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, Stopped,
                                            Joined, Parted, ExpertLoad, Placed, Traced
 
 Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per step, because decoding one struct per
@@ -9,8 +9,6 @@ request costs a hundred times more.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 
@@ -57,13 +55,6 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks for a Pong with the same seq."""
 
     seq: int
-
-
-class AdminCall(msgspec.Struct, frozen=True, tag=True):
-    """An administrative request, answered by an AdminResult with the same id."""
-
-    id: int
-    what: Literal["reset_prefix_cache", "audit"]
 
 
 class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +105,7 @@ class TraceNext(msgspec.Struct, frozen=True, tag=True):
     """Records the next step that all ranks run; each rank sends a Traced."""
 
 
-EngineIn = Submit | Abort | Drain | Ping | AdminCall | Join | Place | TraceNext
+EngineIn = Submit | Abort | Drain | Ping | Join | Place | TraceNext
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
@@ -226,14 +217,6 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     busy: bool
 
 
-class AdminResult(msgspec.Struct, frozen=True, tag=True):
-    """Answers an AdminCall. detail: the fault if not ok."""
-
-    id: int
-    ok: bool
-    detail: str = ""
-
-
 class Stopped(msgspec.Struct, frozen=True, tag=True):
     """The engine's last message. cause: empty after an ordered stop."""
 
@@ -297,6 +280,4 @@ class Traced(msgspec.Struct, frozen=True, tag=True):
     events: list[TraceEvent]
 
 
-EngineOut = (
-    Phase | Ready | StepOutput | Refused | Pong | AdminResult | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
-)
+EngineOut = Phase | Ready | StepOutput | Refused | Pong | Stopped | Joined | Parted | ExpertLoad | Placed | Traced

@@ -13,15 +13,12 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.actor.actor import Actor
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Actor, Inbox
 from moeserve.engine.plan import Agreed, Runner, StepHandle, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 from moeserve.messages import (
     Abort,
-    AdminCall,
-    AdminResult,
     Drain,
     EngineIn,
     EngineOut,
@@ -69,7 +66,7 @@ class EngineCore(Actor[EngineIn]):
         scheduler: Scheduler,
         runner: Runner,
         inbox: Inbox[EngineIn],
-        emit: Callable[[EngineOut], None],
+        emit: Callable[[EngineOut], object],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -137,8 +134,6 @@ class EngineCore(Actor[EngineIn]):
                 self._deadline_s = min(self._deadline_s, self._clock() + deadline_s)
             case Ping(seq=seq):
                 self.emit(Pong(seq, self.num_finished_steps, self.busy))
-            case AdminCall():
-                self.emit(self._admin(msg))
             case TraceNext():
                 self._trace_next = True
             case Join(epoch=epoch):
@@ -156,19 +151,6 @@ class EngineCore(Actor[EngineIn]):
             self.scheduler.submit(msg)
         except RequestError as error:
             self.emit(Refused(msg.rid, error.message, error.code or error.type))
-
-    def _admin(self, call: AdminCall) -> AdminResult:
-        match call.what:
-            case "reset_prefix_cache":
-                self.scheduler.reset_prefix_cache()
-            case "audit":
-                try:
-                    self.scheduler.audit()
-                except AssertionError as error:
-                    return AdminResult(call.id, False, str(error))
-            case _:
-                assert_never(call.what)
-        return AdminResult(call.id, True)
 
     def _start(self) -> Step | None:
         at_s = self._clock()
@@ -226,7 +208,7 @@ class LoadReport:
     version: the number of the placement in force, which the messages carry.
     """
 
-    def __init__(self, emit: Callable[[ExpertLoad], None]) -> None:
+    def __init__(self, emit: Callable[[ExpertLoad], object]) -> None:
         self.version = 0
         self._emit = emit
         self._sum_LE: NDArray[np.int64] | None = None

@@ -34,7 +34,6 @@ from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
 from moeserve.messages import (
     Abort,
-    AdminResult,
     Drain,
     ExpertLoad,
     FinishReason,
@@ -221,7 +220,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
                 self.ready = ready
             case ExpertLoad() | Traced():
                 self.watch.hear(msg, self.ready)
-            case Pong() | AdminResult() | Stopped() | Joined() | Parted() | Placed():
+            case Pong() | Stopped() | Joined() | Parted() | Placed():
                 pass  # the link acts on these
             case _:
                 assert_never(msg)

@@ -61,10 +61,10 @@ async def rebalance(call: HttpCall) -> web.StreamResponse:
         raise Conflict(f"placement {decision.version} did not come into force: {decision.error}")
     answer = RebalanceResponse(
         moved=decision is not None,
-        version=fleet.experts.placement.version,
+        version=fleet.experts.rebalancer.current.version,
         moved_bytes=decision.moved_bytes if decision is not None else 0,
         took_s=time.monotonic() - began_s,
-        why=fleet.experts.why,
+        why=fleet.experts.rebalancer.why,
     )
     return call.answer(answer)
 

@@ -26,6 +26,7 @@ class Reader:
     def __init__(self, link: EngineLink) -> None:
         self.link = link
         self.seen: list[FromEngine] = []
+        self._unread: list[FromEngine] = []
 
     def submit(self, rid: int, max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3)) -> None:
         tokens = array("i", prompt).tobytes()
@@ -35,11 +36,11 @@ class Reader:
     async def until(self, condition: Callable[[FromEngine], bool]) -> Any:
         """The next message for which the condition holds."""
         async with asyncio.timeout(20):
-            async for msg in self.link.outbox:
-                self.seen.append(msg)
+            while True:
+                self._unread = self._unread or await self.link.outbox.drain(wait=True)
+                self.seen.append(msg := self._unread.pop(0))
                 if condition(msg):
                     return msg
-        raise AssertionError("the link's outbox was closed")
 
     async def ready(self) -> Ready:
         """The facts of the next engine that serves."""

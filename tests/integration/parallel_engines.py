@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moeserve.actor.inbox import Inbox
-from moeserve.cluster.group import form
+from moeserve.actor.actor import Inbox
+from moeserve.cluster.assemble import form
 from moeserve.cluster.tp_worker import Worker
 from moeserve.comm.world import World
 from moeserve.config import Config, config_of

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.config import ServerConfig
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import (
