@@ -16,10 +16,8 @@ from moeserve.cluster.rundir import RunDir
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import groups_of
 from moeserve.engine.null_runner import NullRunner
-from moeserve.loader.heads import local_heads
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.loader.size import bytes_per_weight, model_size
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, bytes_per_weight, local_heads, model_size
 from moeserve.messages import Ready
 from moeserve.models.hf_config import read_model_spec
 

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from moeserve.loader.size import model_size
+from moeserve.loader.spec import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.host import allowed_cores, cores_of_rank, host_memory, useful_threads
 from moeserve.runner.load import Progress

@@ -18,9 +18,9 @@ from torch import Tensor
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.routing import Routing
 from moeserve.ops import elementwise, native_rows
+from moeserve.ops.elementwise import HeadRule, qk_norm_rope_cache
 from moeserve.ops.inputs import from_entries, to_entries
 from moeserve.ops.native import native
-from moeserve.ops.qk_norm_rope_cache import HeadRule, qk_norm_rope_cache
 from moeserve.runner.sampling import noise
 
 _module: Any = native()
