@@ -16,8 +16,7 @@ from benchmarks.common import parser, save
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.step_bench import BLOCK_SIZE, PROMPT_LENGTHS, WARM_UP_STEPS, measure
-from moeserve.runner.inputs import HostRows, prepare_inputs
-from moeserve.runner.tables import HostUpload, Tables
+from moeserve.runner.tables import HostRows, HostUpload, Tables, prepare_inputs
 
 NUM_RUNNING = [1, 64, 256, 1024]
 
