@@ -36,8 +36,7 @@ from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler
 from moeserve.messages import Drain, EngineIn, EngineOut, StepOutput, Submit
-from moeserve.runner.inputs import HostRows, prepare_inputs
-from moeserve.runner.tables import HostUpload, Tables
+from moeserve.runner.tables import HostRows, HostUpload, Tables, prepare_inputs
 from moeserve.sampling import TokenSampling
 
 NUM_RUNNING = [1, 64, 256, 1024]

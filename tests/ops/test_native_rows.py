@@ -22,6 +22,7 @@ from moeserve.ops.elementwise import HeadRule, qk_norm_rope_cache
 from moeserve.ops.inputs import from_entries, to_entries
 from moeserve.ops.native import native
 from moeserve.runner.sampling import noise
+from moeserve.runner.sampling.sampler import row_keys
 
 _module: Any = native()
 _isas = [] if _module is None else _module.supported_isas()
@@ -299,7 +300,7 @@ def test_races_have_the_reference_winner(vocab: int, spread: float) -> None:
     gumbel = noise.Gumbel(vocab, torch.device("cpu"))
     x = random(rows, vocab) * spread + 5
     x[1] = x[1].sort().values
-    low, high = torch.from_numpy(noise.row_keys(np.arange(rows, dtype=np.uint64) * 77, np.arange(rows)))
+    low, high = torch.from_numpy(row_keys(np.arange(rows, dtype=np.uint64) * 77, np.arange(rows)))
     winner = native_rows.race(x, low, high, gumbel.token_hash)
     padded = torch.nn.functional.pad(x, (0, -vocab % 64), value=-math.inf)
     expected = (padded + gumbel(low, high)).argmax(dim=1)
@@ -314,7 +315,7 @@ def test_race_over_some_blocks() -> None:
     blocks = torch.stack([torch.randperm(64)[:5].sort().values for _ in range(30)])
     x = random(30, 320)
     x[:, ::3] = -math.inf
-    low, high = torch.from_numpy(noise.row_keys(np.arange(30, dtype=np.uint64), np.arange(30)))
+    low, high = torch.from_numpy(row_keys(np.arange(30, dtype=np.uint64), np.arange(30)))
     winner = native_rows.race(x, low, high, gumbel.token_hash, blocks)
     assert torch.equal(winner, (x + gumbel(low, high, blocks)).argmax(dim=1))
 
