@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,7 @@ def bits(output: Any) -> list[Any]:
     return [answer.token_ids, [(row.ids, row.values, row.rank) for row in answer.logprobs]]
 
 
+@functools.cache
 def alone(path: Any, dtype: str, **more: Any) -> list[Any]:
     settings = {**more, "depth": 1, "enable_prefix_caching": False, "max_num_seqs": 1, "max_model_len": 256}
     with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:

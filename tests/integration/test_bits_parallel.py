@@ -7,7 +7,6 @@ of them together take an hour: `pytest --full shapes tests/integration/test_bits
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,6 @@ class Shape:
         return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}-{self.quantization}-{self.kv}"
 
 
-@functools.cache
 def expected(path: Path, dtype: str, quantization: str = "none", kv: str = "auto") -> list[Any]:
     """What one rank says to both, each alone."""
     answers = alone(path, dtype, quantization=quantization, kv_cache_dtype=kv)
