@@ -88,6 +88,7 @@ def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpo
     check(make_checkpoint(family).path, dtype)
 
 
+@pytest.mark.full("models", keep=2)
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
 @pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "int8"), ("float32", "int4"), ("bfloat16", "int4")])
@@ -97,10 +98,11 @@ def test_nor_with_quantised_weights(dtype: str, quantization: str, make_checkpoi
     check(path, dtype, quantization=quantization)
 
 
+@pytest.mark.full("models", keep=2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("family", "dtype", "kernels"),
-    [("qwen3_moe", "bfloat16", "auto"), ("llama", "float32", "auto"), ("qwen3", "bfloat16", "torch")],
+    [("qwen3_moe", "bfloat16", "auto"), ("qwen3", "bfloat16", "torch"), ("llama", "float32", "auto")],
 )
 def test_nor_with_an_int8_cache(family: str, dtype: str, kernels: str, make_checkpoint: Any) -> None:
     path, settings = make_checkpoint(family).path, {"kv_cache_dtype": "int8", "kernels": kernels}

@@ -138,13 +138,19 @@ def rotating() -> list[tuple[str, str, Shape]]:
                       kv=("auto", "int8")[(i + 1) // 2 % 2])  # fmt: skip
         cases.append((MOE[i % len(MOE)], DTYPES[i // len(MOE) % 2], shape))
     cases.append((MOE[0], "float32", Shape(backend="local", dbo="on")))
-    cases.append((MOE[1], "bfloat16", Shape(tp=2, ep="off", chunk=40)))
-    return cases + [(family, dtype, Shape(tp=2)) for family in DENSE for dtype in DTYPES]
+    return [*cases, (MOE[1], "bfloat16", Shape(tp=2, ep="off", chunk=40))]
 
 
 @pytest.mark.parametrize(("family", "dtype", "shape"), rotating(), ids=str)
 async def test_ranks_change_no_bit(family: str, dtype: str, shape: Shape, make_checkpoint: Any) -> None:
     await play(make_checkpoint(family).path, dtype, shape)
+
+
+@pytest.mark.full("ranks", keep="each")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", DENSE)
+async def test_ranks_change_no_bit_of_dense_models(family: str, dtype: str, make_checkpoint: Any) -> None:
+    await play(make_checkpoint(family).path, dtype, Shape(tp=2))
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -222,6 +228,7 @@ async def test_everything_with_everything(shape: Shape, make_checkpoint: Any) ->
         await play(make_checkpoint(family).path, dtype, shape)
 
 
+@pytest.mark.full("ranks", keep=2)
 @pytest.mark.parametrize(
     "settings",
     [
