@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -32,6 +33,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if out:
         config.hook.pytest_deselected(items=list(out))
         items[:] = [item for item in items if item not in out]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        from tests.kernels.interpreted import patch_language_once_a_launch
+
+        patch_language_once_a_launch()
 
 
 @pytest.fixture

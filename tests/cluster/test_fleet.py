@@ -15,7 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from moeserve.actor.process import Child
 from moeserve.actor.supervisor import RestartPolicy
+from moeserve.cluster import forks
 from moeserve.cluster.engine_handle import EngineHandle
 from moeserve.cluster.fleet import Fleet
 from moeserve.config import Config, ParallelConfig
@@ -28,7 +30,7 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Open:
+def fleet(monkeypatch: pytest.MonkeyPatch, warm: None) -> Open:
     """fleet(dp=2, builder="paced") opens a front end over a fleet, with its log lines, and waits until it is ready."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
@@ -221,6 +223,7 @@ async def test_engines_that_never_meet_end_the_fleet_with_their_reason(fleet: Op
 async def test_an_engine_that_finds_another_checkpoint_is_never_let_in(
     fleet: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(forks, "Child", Child)  # the environment is that of each start
     monkeypatch.setenv("CHECKPOINT", "first")
     async with fleet(2, builder="fingerprinted") as front:
         streams = await some(front, 4, 300)

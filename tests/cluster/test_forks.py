@@ -29,6 +29,11 @@ ENGINE = "moeserve-engine"
 _others: set[int] = set()
 
 
+@pytest.fixture
+def warm() -> None:
+    """Here engines start as they do in the product."""
+
+
 @pytest.fixture(autouse=True)
 def alone() -> None:
     _others.clear()

@@ -11,8 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,8 +113,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield it
 
 
+@pytest.fixture(scope="module")
+def mortals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
+    """mortals() is a ready server that a test may kill: that of the module's last such test, if it still runs."""
+    servers: list[Server] = []
+    with ExitStack() as stack:
+
+        def living() -> Server:
+            if not servers or servers[-1].process.poll() is not None:
+                servers.append(stack.enter_context(running_server(tmp_path_factory.mktemp("mortal") / "log")))
+            servers[-1].wait_ready()
+            return servers[-1]
+
+        yield living
+
+
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server that the test may kill."""
-    with running_server(tmp_path / "log") as it:
-        yield it
+def own_server(mortals: Callable[[], Server]) -> Server:
+    """A server that the test may kill; that of the test before, if it still runs."""
+    return mortals()

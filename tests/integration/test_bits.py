@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,7 @@ def bits(output: Any) -> list[Any]:
     return [answer.token_ids, [(row.ids, row.values, row.rank) for row in answer.logprobs]]
 
 
+@functools.cache
 def alone(path: Any, dtype: str, **more: Any) -> list[Any]:
     settings = {**more, "depth": 1, "enable_prefix_caching": False, "max_num_seqs": 1, "max_model_len": 256}
     with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
@@ -86,6 +88,7 @@ def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpo
     check(make_checkpoint(family).path, dtype)
 
 
+@pytest.mark.full("models", keep=2)
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
 @pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "int8"), ("float32", "int4"), ("bfloat16", "int4")])
@@ -95,10 +98,11 @@ def test_nor_with_quantised_weights(dtype: str, quantization: str, make_checkpoi
     check(path, dtype, quantization=quantization)
 
 
+@pytest.mark.full("models", keep=2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("family", "dtype", "kernels"),
-    [("qwen3_moe", "bfloat16", "auto"), ("llama", "float32", "auto"), ("qwen3", "bfloat16", "torch")],
+    [("qwen3_moe", "bfloat16", "auto"), ("qwen3", "bfloat16", "torch"), ("llama", "float32", "auto")],
 )
 def test_nor_with_an_int8_cache(family: str, dtype: str, kernels: str, make_checkpoint: Any) -> None:
     path, settings = make_checkpoint(family).path, {"kv_cache_dtype": "int8", "kernels": kernels}

@@ -7,7 +7,6 @@ of them together take an hour: `pytest --full shapes tests/integration/test_bits
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,6 @@ class Shape:
         return f"{self.dp}x{self.tp}-{experts}-chunk_{self.chunk}-depth_{self.depth}-{self.quantization}-{self.kv}"
 
 
-@functools.cache
 def expected(path: Path, dtype: str, quantization: str = "none", kv: str = "auto") -> list[Any]:
     """What one rank says to both, each alone."""
     answers = alone(path, dtype, quantization=quantization, kv_cache_dtype=kv)
@@ -140,13 +138,19 @@ def rotating() -> list[tuple[str, str, Shape]]:
                       kv=("auto", "int8")[(i + 1) // 2 % 2])  # fmt: skip
         cases.append((MOE[i % len(MOE)], DTYPES[i // len(MOE) % 2], shape))
     cases.append((MOE[0], "float32", Shape(backend="local", dbo="on")))
-    cases.append((MOE[1], "bfloat16", Shape(tp=2, ep="off", chunk=40)))
-    return cases + [(family, dtype, Shape(tp=2)) for family in DENSE for dtype in DTYPES]
+    return [*cases, (MOE[1], "bfloat16", Shape(tp=2, ep="off", chunk=40))]
 
 
 @pytest.mark.parametrize(("family", "dtype", "shape"), rotating(), ids=str)
 async def test_ranks_change_no_bit(family: str, dtype: str, shape: Shape, make_checkpoint: Any) -> None:
     await play(make_checkpoint(family).path, dtype, shape)
+
+
+@pytest.mark.full("ranks", keep="each")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", DENSE)
+async def test_ranks_change_no_bit_of_dense_models(family: str, dtype: str, make_checkpoint: Any) -> None:
+    await play(make_checkpoint(family).path, dtype, Shape(tp=2))
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -224,6 +228,7 @@ async def test_everything_with_everything(shape: Shape, make_checkpoint: Any) ->
         await play(make_checkpoint(family).path, dtype, shape)
 
 
+@pytest.mark.full("ranks", keep=2)
 @pytest.mark.parametrize(
     "settings",
     [

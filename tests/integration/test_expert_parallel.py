@@ -147,3 +147,13 @@ async def test_nonsense_is_refused_with_its_reason(pair: Server) -> None:
             async with session.post(pair.url + "/v1/admin/scale", json=body, headers=ADMIN) as answer:
                 assert answer.status == status
                 assert reason in await answer.text()
+
+
+async def test_sigterm_finishes_what_runs_and_exits_0(pair: Server, alone: list[list[int]]) -> None:
+    async with aiohttp.ClientSession() as session:
+        streams = Streams(session, pair.url)
+        await streams.begun()
+        pair.process.terminate()
+        await until(lambda: pair.get("/readyz")[0] == 503)
+        assert await streams.end() == alone
+    assert pair.process.wait(10) == 0

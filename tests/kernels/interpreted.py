@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -59,3 +60,30 @@ def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
     if source == tl.float32 and target == tl.bfloat16:
         return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
     return CUT(data, source, target, mode)
+
+
+def patch_language_once_a_launch() -> None:
+    """At each call of a device function the interpreter looks through all of `triton.language` for what to replace:
+    half of the time of a test. From now on each launch does it, with what the first one found."""
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    look_through, found = interpreter._patch_lang, []
+
+    def patch_lang(fn: Any) -> Any:
+        if not found:
+            scope = look_through(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+            found.extend((owner, name, vars(owner)[name]) for owner, name, _ in scope._changes)
+            return scope
+        scope = interpreter._LangPatchScope()
+        for change in found:
+            scope.set_attr(*change)
+        return scope
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter._patch_lang = patch_lang
+    interpreter.InterpretedFunction.__call__ = call

@@ -95,7 +95,7 @@ def test_ids_of_no_slot_go_nowhere() -> None:
     ids = torch.tensor([7, 0, 2**31 - 1, -(2**31), 3, 0], dtype=torch.int32, device=DEVICE)
     expected = align_reference(torch.tensor([-1, 0, -1, -1, -1, 0], dtype=torch.int32, device=DEVICE), 3, 16)
     check(align(ids, 3, 16), expected, 6)
-    with patch.object(module, "FEW", 0):
+    with patch.object(module, "FEW", 0), patch.object(module, "CHUNK", 4):
         check(align(ids, 3, 16), expected, 6)
 
 

@@ -88,6 +88,7 @@ def test_collect_example() -> None:
         assert out.tolist() == [[expected]]
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize(("tokens", "top_k", "words"), [((5, 0, 8), 2, 300), ((1, 1, 1), 1, 4), ((7, 8, 3), 3, 68)])
 @pytest.mark.parametrize("programs", [1, 3])
 def test_there_and_back(

@@ -117,6 +117,7 @@ def test_both_products(routing: str, dim: int, width: int, dtype: torch.dtype) -
     assert sorted_y[rows:].isnan().all()
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize("tma", [0, 1])
 @pytest.mark.parametrize("group", [1, 3])
 def test_more_tiles_than_a_group(group: int, tma: int) -> None:

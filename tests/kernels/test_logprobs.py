@@ -71,6 +71,7 @@ def test_logprobs_example() -> None:
     torch.testing.assert_close(values.cpu(), torch.tensor([[-1.7918, -1.0986, -1.0986]]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "n"), [(1, 1), (3, 5), (130, 2), (2048, 0), (5003, 20), (300, 40)])
 def test_logprobs_are_the_runners(vocab: int, n: int, dtype: torch.dtype) -> None:

@@ -109,7 +109,7 @@ def test_attention(
     dtype: torch.dtype,
     invariant: bool,
 ) -> None:
-    step = Step(AttentionShape(heads, kv_heads, dim, 16, dtype, window), [600, 0, 500, 1030], [1, 0, 20, 2], int8)
+    step = Step(AttentionShape(heads, kv_heads, dim, 16, dtype, window), [600, 0, 100, 1030], [1, 0, 20, 2], int8)
     sinks_H = torch.linspace(-3, 3, heads, device=DEVICE) if sinks else None
     expected = step.expected(soft_cap=soft_cap, sinks_H=sinks_H)
     for space in (None, torch.empty(0, device=DEVICE))[: 1 if invariant else 2]:
@@ -153,11 +153,11 @@ def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("window", [None, 530])
 def test_bits_do_not_depend_on_chunks_batch_or_space(window: int | None, dtype: torch.dtype) -> None:
     """The tokens of one prefill again as chunks, as decodes, beside a longer row, and with no room to cut."""
-    step = Step(AttentionShape(3, 1, 16, 16, dtype, window), [500, 1040], [50, 4])
+    step = Step(AttentionShape(3, 1, 16, 16, dtype, window), [500, 530], [20, 2])
     whole = step.run()
     assert torch.equal(step.run(space=torch.empty(0, device=DEVICE)), whole)
     q = step.q.clone()
-    for at, new in ((0, 1), (13, 1), (20, 30), (49, 1)):
+    for at, new in ((0, 1), (13, 1), (8, 12), (19, 1)):
         step.starts, step.news = [500 + at], [new]
         step.q = q[at : at + new]
         for space in (None, torch.empty(0, device=DEVICE)):

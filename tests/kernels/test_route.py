@@ -39,6 +39,7 @@ def test_route_example() -> None:
     assert (ids.tolist(), weights.tolist()) == ([[2]], [[0.5]])
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize(("score", "renormalize"), [("softmax", True), ("softmax", False), ("softmax_selected", True)])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SHAPES)
 def test_route(tokens: int, experts: int, top_k: int, score: str, renormalize: bool) -> None:
@@ -47,6 +48,7 @@ def test_route(tokens: int, experts: int, top_k: int, score: str, renormalize: b
         check(route(logits, top_k, score, renormalize), elementwise.route(logits, top_k, score, renormalize))
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize(
     ("rule", "experts", "top_k"),
     [

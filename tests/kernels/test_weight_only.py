@@ -83,7 +83,7 @@ def test_packed_weights_mean_what_quantised_ones_do(group: int) -> None:
     assert torch.equal(widen_narrow(packed), meant)
 
 
-@pytest.mark.full("kernels", keep="pairs")
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize(("kind", "group", "tma", "dtype"), CASES)
 @pytest.mark.parametrize("ids", [[[0, 1], [2, 0]], [[1, -1]] * 17, [[2, -1], [-1, 0], [-1, -1]], [[-1, -1]]])
 def test_both_products(ids: list[list[int]], kind: str, group: int, tma: int, dtype: torch.dtype) -> None:
