@@ -195,10 +195,6 @@ class KVCacheManager:
             self.pool.release(blocks)
         return self.batch.vacate(slot)
 
-    def known_tokens(self, slot: int) -> I32:
-        """Returns a copy of the tokens of a slot whose values the host has."""
-        return self.batch.tokens[slot, : self.batch.known[slot]].copy()
-
     # ---- many rows at once
 
     def grow(self, slots: Slots, start: I32, new: I32) -> None:

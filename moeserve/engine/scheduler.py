@@ -280,7 +280,8 @@ class Scheduler:
 
     def _preempt(self, slot: int) -> None:
         """Puts a request back into the queue with its known tokens. Later ones are computed again, equal to before."""
-        tokens = self.kv_manager.known_tokens(slot)
+        batch = self.kv_manager.batch
+        tokens = batch.tokens[slot, : batch.known[slot]].copy()
         request = self.kv_manager.free(slot)
         request.tokens = tokens
         self.waiting.push(request)

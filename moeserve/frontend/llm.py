@@ -192,10 +192,7 @@ class LoopThread:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_over())
-
-    async def _until_over(self) -> None:
-        await asyncio.wait([self._life])
+            runner.run(asyncio.wait([self._life]))
 
     async def _live(self) -> None:
         try:
