@@ -192,14 +192,7 @@ class Config:
     server: ServerConfig = ServerConfig()
 
 
-SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-    "device": DeviceConfig,
-    "parallel": ParallelConfig,
-    "server": ServerConfig,
-}
+SECTIONS: dict[str, type[Any]] = {f.name: type(f.default) for f in fields(Config)}
 
 
 def config_of(model: str | PathLike[str] | None = None, **settings: Any) -> Config:

@@ -1,24 +1,7 @@
 """The errors: each branch of the tree says who is affected.
 
-    MoeserveError
-      RequestError      one request fails, the engine lives (HTTP status, OpenAI-shaped body)
-        InvalidRequest    400: a field is out of its range; `param` names it
-          ContextLengthExceeded
-        Unauthorized      401      Forbidden    403      ModelNotFound 404
-        Conflict          409: the server's present state does not allow it
-        PayloadTooLarge   413      UnsupportedMedia 415
-        Overloaded        503 with Retry-After: the queue is full, or the server drains or loads
-        RequestFailed     500: a fault inside this one request (its sampling, say)
-        EngineLost        503, retryable: the engine died while this request ran
-        Unreachable       no complete answer came: refused, reset, silent or cut off (raised by the client)
-      ConfigError       start-up stops at once with cause, remedy and exit code
-        CheckpointError   the model's files are wrong (exit code 3)
-        AddressInUse      (4)
-        DoesNotFit        memory (5)
-      ActorStopped      the addressee ended before it could answer
-      EngineDied        no engine can answer; the supervisor acts
-      PeerLost          other ranks are gone: a step failed, the engine waits for the next Join
-      StepSkew          the ranks are not in the same step; the engine waits for the next Join
+RequestError: one request fails, the engine lives (HTTP status, OpenAI-shaped body). ConfigError: start-up stops at once
+with cause, remedy and exit code. ActorStopped, EngineDied, PeerLost, StepSkew: a part of the system is gone.
 
 Messages carry the offending values and the remedy. `assert` is only for our own bugs.
 """

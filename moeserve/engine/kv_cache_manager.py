@@ -61,140 +61,108 @@ def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
     return hashes
 
 
-class PrefixCache:
-    """Finds blocks by content, in the pool and in the store behind it. A disabled cache finds and registers nothing."""
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        groups: tuple[KVGroup, ...],
-        store: HostStore | None = None,
-        enabled: bool = True,
-    ) -> None:
-        self._pool = pool
-        self._groups = groups
-        self._block_size = groups[0].block_size
-        self._store = store
-        self._enabled = enabled
-        self._num_resets = 0
-        self._miss = Hit(0, tuple(() for _ in groups))
-
-    def match(self, request: Request) -> Hit:
-        """Returns the longest cached beginning of the request, its last token excepted. Takes no references yet."""
-        if not self._enabled:
-            return self._miss
-        self._begin(request)
-        if not request.reads_cache:
-            return self._miss
-        limit = (len(request.tokens) - 1) // self._block_size
-        self._extend(request, request.tokens, limit)
-        hashes = request.hashes
-        length = limit
-        for g, group in enumerate(self._groups):
-            if group.window is None:
-                length = longest_hit(group, self._finder(hashes, g), length)
-        # A shorter hit stays good for full groups but not for windows: repeat these until they all agree.
-        before = -1
-        while length != before:
-            before = length
-            for g, group in enumerate(self._groups):
-                if group.window is not None:
-                    length = longest_hit(group, self._finder(hashes, g), length)
-        return Hit(length, tuple(self._blocks(hashes, g, length) for g in range(len(self._groups))))
-
-    def claim(self, request: Request, hit: Hit) -> tuple[list[I32], list[BlockMove]]:
-        """Takes references to the blocks of a hit. Returns each group's table entries, and the loads of new blocks."""
-        absent: list[tuple[int, int, int]] = []
-        tables = [np.array(blocks, np.int32) for blocks in hit.blocks]
-        for g, blocks in enumerate(hit.blocks):
-            for i, block in enumerate(blocks):
-                if block > 0:
-                    self._pool.touch(block)
-                elif block == IN_STORE:
-                    assert self._store is not None
-                    absent.append((g, i, self._store.load((request.hashes[i], g))))
-        loads = []
-        for (g, i, host_block), block in zip(absent, self._pool.take(len(absent)).tolist(), strict=True):
-            tables[g][i] = block
-            self._pool.cache(block, (request.hashes[i], g))
-            loads.append(BlockMove(block, host_block))
-        return tables, loads
-
-    def register(self, request: Request, tokens: I32, blocks: list[list[int]], first: int) -> None:
-        """Makes a request's blocks from index `first` on findable. blocks[g]: group g's, 0 where a window passed."""
-        if not self._enabled:
-            return
-        self._extend(request, tokens, first + len(blocks[0]))
-        for g, row in enumerate(blocks):
-            for i, block in enumerate(row, first):
-                if block:
-                    self._pool.cache(block, (request.hashes[i], g))
-
-    def reset(self) -> None:
-        """Drops everything: later requests find nothing that was computed until now."""
-        self._num_resets += 1
-        self._pool.forget()
-        if self._store is not None:
-            self._store.clear()
-
-    def _begin(self, request: Request) -> None:
-        """Starts the hash chain, again after a reset. Called at admission only: a request that runs during a reset
-        keeps its old hashes, which no later request has."""
-        if request.num_resets != self._num_resets:
-            request.num_resets = self._num_resets
-            request.root = root_of(request.salt, self._num_resets)
-            request.hashes.clear()
-
-    def _extend(self, request: Request, tokens: I32, num_blocks: int) -> None:
-        hashes = request.hashes
-        if len(hashes) >= num_blocks:
-            return
-        if not request.root:
-            self._begin(request)
-        parent = hashes[-1] if hashes else request.root
-        start = len(hashes) * self._block_size
-        hashes.extend(chain(parent, tokens[start : num_blocks * self._block_size], self._block_size))
-
-    def _finder(self, hashes: list[bytes], g: int) -> Callable[[int], bool]:
-        return lambda i: self._block((hashes[i], g)) is not None
-
-    def _block(self, key: Key) -> int | None:
-        block = self._pool.find(key)
-        if block is None and self._store is not None and self._store.lookup(key):
-            return IN_STORE
-        return block
-
-    def _blocks(self, hashes: list[bytes], g: int, length: int) -> tuple[int, ...]:
-        first = first_live_token(self._groups[g], length * self._block_size) // self._block_size
-        found = [self._block((hashes[i], g)) for i in range(first, length)]
-        return (*(0,) * first, *(block for block in found if block is not None))
-
-
 class KVCacheManager:
-    """The input batch, the block pool and the prefix cache, kept consistent.
+    """The input batch, the block pool and the prefix cache with the store behind it, kept consistent.
 
     Changes that the runner must repeat on the device are collected until `take_changes`, once per plan: new table
     entries, and blocks to copy to the host store (`stores`) and back (`loads`).
     """
 
-    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...], store: HostStore | None) -> None:
+    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
+        has_store = limits.num_store_blocks and limits.enable_prefix_caching
         self.groups = groups
-        self.store = store
-        self.pool = BlockPool(limits.num_blocks, self._evicted if store is not None else None)
-        self.cache = PrefixCache(self.pool, groups, store, limits.enable_prefix_caching)
+        self.store = HostStore(limits.num_store_blocks) if has_store else None
+        self.pool = BlockPool(limits.num_blocks, self._evicted if has_store else None)
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, groups)
         self.chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
+        self._caches_prefixes = limits.enable_prefix_caching
+        self._num_resets = 0
         self._stores: list[BlockMove] = []
         self._loads: list[BlockMove] = []
         self._entries: list[list[tuple[I32, I32, I32]]] = [[] for _ in groups]  # slots, indices, blocks
+
+    # ---- the prefix cache
+
+    def match(self, request: Request) -> Hit:
+        """Returns the longest cached beginning of a waiting request, its last token excepted. Takes no references yet.
+
+        The hash chain begins here, again after a reset. A request that runs during a reset keeps its old hashes, which
+        no later request has.
+        """
+        limit = (len(request.tokens) - 1) // self._block_size
+        if self._caches_prefixes and request.num_resets != self._num_resets:
+            request.num_resets = self._num_resets
+            request.root = root_of(request.salt, self._num_resets)
+            request.hashes.clear()
+        if not self._caches_prefixes or request.sampling.prompt_logprobs is not None:  # these need all positions
+            return Hit(0, ((),) * len(self.groups))
+        self._extend(request, request.tokens, limit)
+        length, before = limit, -1
+        for g, group in enumerate(self.groups):
+            if group.window is None:
+                length = longest_hit(group, self._finder(request, g), length)
+        # A shorter hit stays good for full groups but not for windows: repeat these until they all agree.
+        while length != before:
+            before = length
+            for g, group in enumerate(self.groups):
+                if group.window is not None:
+                    length = longest_hit(group, self._finder(request, g), length)
+        blocks = []
+        for g, group in enumerate(self.groups):
+            first = first_live_token(group, length * self._block_size) // self._block_size
+            found = [self._find((key, g)) for key in request.hashes[first:length]]
+            blocks.append((*(0,) * first, *(block for block in found if block is not None)))
+        return Hit(length, tuple(blocks))
+
+    def register(self, slots: Slots) -> None:
+        """Makes blocks findable in the prefix cache that are full and scheduled and whose tokens are known."""
+        if not self._caches_prefixes:
+            return
+        batch = self.batch
+        full = np.minimum(batch.scheduled[slots], batch.known[slots]) // self._block_size
+        hashed = batch.hashed[slots]
+        some = np.flatnonzero(full > hashed)
+        if not len(some):
+            return
+        batch.hashed[slots] = np.maximum(full, hashed)
+        rows = zip(slots[some].tolist(), hashed[some].tolist(), full[some].tolist(), strict=True)
+        for slot, first, end in rows:
+            request = batch.request(slot)
+            self._extend(request, batch.tokens[slot], end)
+            for g, table in enumerate(batch.tables):
+                for i, block in enumerate(table[slot, first:end].tolist(), first):
+                    if block:  # the window has not passed it
+                        self.pool.cache(block, (request.hashes[i], g))
+
+    def reset_prefix_cache(self) -> None:
+        """Drops everything: later requests find nothing that was computed until now."""
+        self._num_resets += 1
+        self.pool.forget()
+        if self.store is not None:
+            self.store.clear()
+
+    def _extend(self, request: Request, tokens: I32, num_blocks: int) -> None:
+        hashes = request.hashes
+        start = len(hashes) * self._block_size
+        parent = hashes[-1] if hashes else request.root
+        hashes.extend(chain(parent, tokens[start : num_blocks * self._block_size], self._block_size))
+
+    def _finder(self, request: Request, g: int) -> Callable[[int], bool]:
+        return lambda i: self._find((request.hashes[i], g)) is not None
+
+    def _find(self, key: Key) -> int | None:
+        block = self.pool.find(key)
+        if block is None and self.store is not None and self.store.lookup(key):
+            return IN_STORE
+        return block
 
     # ---- one request
 
     def admit(self, request: Request, hit: Hit) -> int:
         """Gives the request a slot, which is returned, and the blocks of its cache hit."""
-        batch = self.batch
-        tables, loads = self.cache.claim(request, hit)
+        batch, tables = self.batch, [np.array(blocks, np.int32) for blocks in hit.blocks]
+        self._claim(request, tables)
         num_hit = hit.num_blocks * self._block_size
         slot = batch.admit(request, num_hit)
         indices = np.arange(hit.num_blocks, dtype=np.int32)
@@ -203,8 +171,22 @@ class KVCacheManager:
             batch.passed[g][slot] = first_live_token(self.groups[g], num_hit) // self._block_size
             if hit.num_blocks:
                 self._entries[g].append((np.full(hit.num_blocks, slot, np.int32), indices, entries))
-        self._loads.extend(loads)
         return slot
+
+    def _claim(self, request: Request, tables: list[I32]) -> None:
+        """Takes references to the blocks of a hit; writes new ones over IN_STORE and loads them."""
+        absent: list[tuple[int, int, int]] = []
+        for g, table in enumerate(tables):
+            for i, block in enumerate(table.tolist()):
+                if block > 0:
+                    self.pool.touch(block)
+                elif block == IN_STORE:
+                    assert self.store is not None
+                    absent.append((g, i, self.store.load((request.hashes[i], g))))
+        for (g, i, host_block), block in zip(absent, self.pool.take(len(absent)).tolist(), strict=True):
+            tables[g][i] = block
+            self.pool.cache(block, (request.hashes[i], g))
+            self._loads.append(BlockMove(block, host_block))
 
     def free(self, slot: int) -> Request:
         """Takes back the slot and its blocks and returns the request. Results in flight for it will be dropped."""
@@ -212,10 +194,6 @@ class KVCacheManager:
         for blocks in self.batch.held(slot):
             self.pool.release(blocks)
         return self.batch.vacate(slot)
-
-    def known_tokens(self, slot: int) -> I32:
-        """Returns a copy of the tokens of a slot whose values the host has."""
-        return self.batch.tokens[slot, : self.batch.known[slot]].copy()
 
     # ---- many rows at once
 
@@ -251,20 +229,6 @@ class KVCacheManager:
                 passed[slot] = end
                 rows, nulls = np.full(end - first, slot, np.int32), np.zeros(end - first, np.int32)
                 self._entries[g].append((rows, np.arange(first, end, dtype=np.int32), nulls))
-
-    def register(self, slots: Slots) -> None:
-        """Makes blocks findable in the prefix cache that are full and scheduled and whose tokens are known."""
-        batch = self.batch
-        full = np.minimum(batch.scheduled[slots], batch.known[slots]) // self._block_size
-        hashed = batch.hashed[slots]
-        some = np.flatnonzero(full > hashed)
-        if not len(some):
-            return
-        batch.hashed[slots] = np.maximum(full, hashed)
-        rows = zip(slots[some].tolist(), hashed[some].tolist(), full[some].tolist(), strict=True)
-        for slot, first, end in rows:
-            blocks = [table[slot, first:end].tolist() for table in batch.tables]
-            self.cache.register(batch.request(slot), batch.tokens[slot], blocks, first)
 
     # ---- room
 

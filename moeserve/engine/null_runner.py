@@ -13,11 +13,10 @@ from moeserve.messages import Join, Placed, PlacementTable
 
 
 class NullHandle:
-    """A StepHandle whose result comes at due_s (monotonic clock), after `turns` turns of the event loop."""
+    """A StepHandle whose result comes at due_s (monotonic clock)."""
 
-    def __init__(self, result: StepResult, turns: int, due_s: float = 0.0) -> None:
+    def __init__(self, result: StepResult, due_s: float = 0.0) -> None:
         self._result = result
-        self._turns = turns
         self._due_s = due_s
 
     async def result(self) -> StepResult:
@@ -25,25 +24,21 @@ class NullHandle:
         wait_s = self._due_s - time.monotonic() if self._due_s else 0.0
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        for _ in range(self._turns):
-            await asyncio.sleep(0)
         return self._result
 
 
 class NullRunner:
     """A GroupRunner whose tokens, in 0..vocab_size-1, depend only on their position. It has no experts to place.
 
-    turns: turns of the event loop before a result, to test late results. step_s: time between two results, for a load
-    on the front end that does not depend on the host's speed.
+    step_s: time between two results, for a load on the front end that does not depend on the host's speed.
     """
 
     placed = 0
     overtaken = False
     on_placed: Callable[[Placed], None] | None = None
 
-    def __init__(self, vocab_size: int = 1000, turns: int = 0, step_s: float = 0.0) -> None:
+    def __init__(self, vocab_size: int = 1000, step_s: float = 0.0) -> None:
         self._vocab_size = vocab_size
-        self._turns = turns
         self._step_s = step_s
         self._due_s = 0.0
 
@@ -53,7 +48,7 @@ class NullRunner:
         tokens = (position.astype(np.int64) * 48271 % 65537 % self._vocab_size).astype(np.int32)
         if self._step_s:
             self._due_s = max(self._due_s, time.monotonic()) + self._step_s
-        return NullHandle(StepResult(plan.step, tokens), self._turns, self._due_s)
+        return NullHandle(StepResult(plan.step, tokens), self._due_s)
 
     def close(self) -> None:
         """Does nothing: there are no resources."""

@@ -61,11 +61,6 @@ class Request:
         """Place in line: priority, then arrival. Smaller values go first."""
         return self.priority, self.arrival
 
-    @property
-    def reads_cache(self) -> bool:
-        """Whether cached blocks may be used. Prompt logprobs need every position computed."""
-        return self.sampling.prompt_logprobs is None
-
 
 def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -> Request:
     """Makes a Request of a Submit. Raises InvalidRequest for a number out of its range.

@@ -23,7 +23,6 @@ from moeserve.engine.blocks import KVGroup
 from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
 from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
-from moeserve.engine.store import HostStore
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput, StepRecord, Submit
 
@@ -70,13 +69,11 @@ class Scheduler:
         vocab_size: int = _ANY_TOKEN,
     ) -> None:
         assert {group.block_size for group in groups} == {limits.block_size}, groups
-        has_store = limits.num_store_blocks and limits.enable_prefix_caching
-        store = HostStore(limits.num_store_blocks) if has_store else None
         self.limits = limits
         self.groups = groups
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size = vocab_size
-        self.kv_manager = KVCacheManager(limits, groups, store)
+        self.kv_manager = KVCacheManager(limits, groups)
         self.waiting = WaitingQueue()
         self.num_planned = 0
         self._in_flight: deque[InFlightStep] = deque()
@@ -144,7 +141,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Makes later requests compute their whole prompts: they find nothing that was computed until now."""
-        self.kv_manager.cache.reset()
+        self.kv_manager.reset_prefix_cache()
 
     # ---- one step
 
@@ -199,7 +196,7 @@ class Scheduler:
         if batch.request(int(order[-1])).priority <= head.priority:
             return
         kv_manager = self.kv_manager
-        lacking = kv_manager.cost(head, kv_manager.cache.match(head)) - self._room(order)
+        lacking = kv_manager.cost(head, kv_manager.match(head)) - self._room(order)
         victims: list[int] = []
         for slot in order[::-1].tolist():
             if lacking <= 0 and batch.num_free + len(victims) > 0:
@@ -261,11 +258,11 @@ class Scheduler:
         """Returns the head's cache hit if its whole prompt fits beside the running requests and the watermark."""
         order = self.kv_manager.batch.order
         if not len(order):
-            return self.kv_manager.cache.match(head)
+            return self.kv_manager.match(head)
         room = self._room(order)
         if self._blocked[0] is head and room <= self._blocked[1]:
             return None
-        hit = self.kv_manager.cache.match(head)
+        hit = self.kv_manager.match(head)
         if self.kv_manager.cost(head, hit) > room:
             self._blocked = (head, room)
             return None
@@ -283,7 +280,8 @@ class Scheduler:
 
     def _preempt(self, slot: int) -> None:
         """Puts a request back into the queue with its known tokens. Later ones are computed again, equal to before."""
-        tokens = self.kv_manager.known_tokens(slot)
+        batch = self.kv_manager.batch
+        tokens = batch.tokens[slot, : batch.known[slot]].copy()
         request = self.kv_manager.free(slot)
         request.tokens = tokens
         self.waiting.push(request)

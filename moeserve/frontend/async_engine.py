@@ -1,10 +1,11 @@
-"""`AsyncEngine`: the engine inside an asyncio program, no HTTP in between."""
+"""`AsyncEngine`: the engine inside an asyncio program, no HTTP in between; and its outputs, with vLLM's names."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -13,11 +14,61 @@ from moeserve.cluster.fleet import Fleet
 from moeserve.config import Config, config_of
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.generation import Delta
 from moeserve.frontend.open import open_front_end
-from moeserve.frontend.outputs import CompletionOutput, RequestOutput
+from moeserve.messages import Logprobs
 from moeserve.sampling import SamplingParams
 
 Prompt = str | Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n answers. logprobs[i] belongs to token_ids[i]; logprobs is None if not asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    def add(self, delta: Delta) -> None:
+        """Appends one delta of this sequence."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(p.values[0] for p in delta.logprobs)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its answers; from `AsyncEngine`, the parts of answers since the last output."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+    def add(self, answer: CompletionOutput, delta: Delta) -> None:
+        """Appends one delta to `answer`."""
+        answer.add(delta)
+        if delta.cached_tokens is not None:
+            self.num_cached_tokens = max(self.num_cached_tokens, delta.cached_tokens)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
 
 
 class AsyncEngine:
@@ -28,7 +79,7 @@ class AsyncEngine:
             print(out.outputs[0].text, end="")
 
     Keyword arguments are the fields of `moeserve.config` (`dtype`, `max_model_len`, `max_num_seqs`, `threads`, ...);
-    or pass a whole `Config`. process=True puts the engine into a supervised process of its own.
+    or pass a whole `Config`.
     """
 
     def __init__(
@@ -36,11 +87,9 @@ class AsyncEngine:
         model: str | PathLike[str] | None = None,
         *,
         config: Config | None = None,
-        process: bool = False,
         **settings: Any,
     ) -> None:
         self._config = config or config_of(model, **settings)
-        self._process = process
         self._stack = AsyncExitStack()
         self._front: FrontEnd | None = None
 
@@ -61,7 +110,7 @@ class AsyncEngine:
 
     async def __aenter__(self) -> AsyncEngine:
         async with AsyncExitStack() as stack:
-            front = await stack.enter_async_context(open_front_end(self._config, child=self._process))
+            front = await stack.enter_async_context(open_front_end(self._config, child=False))
             await front.wait_ready()
             self._front = front
             self._stack = stack.pop_all()

@@ -14,9 +14,16 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from moeserve.config import Config
-from moeserve.frontend.async_engine import AsyncEngine, Prompt, checked, read_prompt, render_chat
+from moeserve.frontend.async_engine import (
+    AsyncEngine,
+    CompletionOutput,
+    Prompt,
+    RequestOutput,
+    checked,
+    read_prompt,
+    render_chat,
+)
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.frontend.outputs import CompletionOutput, RequestOutput
 from moeserve.frontend.stats import FrontStats
 from moeserve.messages import Ready
 from moeserve.sampling import SamplingParams
@@ -185,10 +192,7 @@ class LoopThread:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_over())
-
-    async def _until_over(self) -> None:
-        await asyncio.wait([self._life])
+            runner.run(asyncio.wait([self._life]))
 
     async def _live(self) -> None:
         try:

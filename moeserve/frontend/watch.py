@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from moeserve.cluster.rebalancing import Rebalancing
 
 LATE_S = 2.0  # from the first rank's part of a trace to the last one's
-STATES = {"ready": "serving"}  # a front end's state -> its only engine's, where they differ
 
 Rank = tuple[int, int]  # data-parallel, tensor-parallel
 
@@ -68,7 +67,7 @@ class Watch:
             rank=0,
             host="node-0",
             pid=ready.pid if ready is not None and state != "lost" else None,
-            state=STATES.get(state, state),
+            state="serving" if state == "ready" else state,
             epoch=0,
             restarts=stats.restarts,
             num_requests=self._stats.num_active,

@@ -1,9 +1,7 @@
 """A model of hashes that reads and writes K/V through block tables exactly as a real one, and its plain oracle.
 
-Layer g belongs to KV group g. The host block of a position holds a hash of the layer's input there; a layer's output
-is a
-hash of all host blocks that its group lets the position see. So a token depends on every host block ever read: one
-wrong block,
+Layer g belongs to KV group g. The KV entry of a position is a hash of the layer's input there; a layer's output is a
+hash of all entries that its group lets the position see. So a token depends on every entry ever read: one wrong block,
 one block reused too early, one missing copy, and the tokens differ from `oracle`, which knows no blocks at all.
 """
 
@@ -44,7 +42,7 @@ def first_input(tokens: NDArray[np.int32]) -> U64:
     return mix(tokens.astype(np.uint64) + np.uint64(7))
 
 
-def host_block(inputs: U64, where: U64) -> U64:
+def kv_entry(inputs: U64, where: U64) -> U64:
     return mix(inputs + where * np.uint64(0x5851F42D4C957F2D))
 
 
@@ -62,10 +60,10 @@ def states(groups: tuple[KVGroup, ...], tokens: list[int]) -> U64:
 
 
 def layers(groups: tuple[KVGroup, ...], tokens: list[int]) -> tuple[U64, list[U64]]:
-    """The last layer's outputs, and the K/V host blocks of every layer."""
+    """The last layer's outputs, and the KV entries of every layer."""
     values, kv = first_input(np.array(tokens, np.int32)), []
     for group in groups:
-        kv.append(host_block(values, positions(0, len(tokens))))
+        kv.append(kv_entry(values, positions(0, len(tokens))))
         sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(kv[-1])))
         first = np.array([first_seen(group, p) for p in range(len(tokens))])
         values = mix(sums[1:] - sums[first])
@@ -137,12 +135,12 @@ class FakeModelRunner:
             self.kv[:, move.block] = self.host_blocks[:, move.host_block]
         self.num_stored += len(plan.stores)
         self.num_loaded += len(plan.loads)
-        for new_requests in plan.new_requests:
-            self.tokens[new_requests.slot] = -1
-            self.tables[:, new_requests.slot] = -1
-            self.tokens[new_requests.slot, : len(new_requests.tokens)] = new_requests.tokens
-            self.sampling[new_requests.slot] = new_requests.sampling
-            self.num_prompt[new_requests.slot] = new_requests.num_prompt
+        for request in plan.new_requests:
+            self.tokens[request.slot] = -1
+            self.tables[:, request.slot] = -1
+            self.tokens[request.slot, : len(request.tokens)] = request.tokens
+            self.sampling[request.slot] = request.sampling
+            self.num_prompt[request.slot] = request.num_prompt
         for g, diff in enumerate(plan.diffs):
             where = list(zip(diff.slots_N.tolist(), diff.indices_N.tolist(), strict=True))
             assert len(set(where)) == len(where), "one table entry is written twice in a step"
@@ -155,17 +153,17 @@ class FakeModelRunner:
             blocks = self.tables[g, slot, where // self.block_size]
             assert (blocks > 0).all(), f"slot {slot} writes K/V to no block"
             places = set(zip(blocks.tolist(), (where % self.block_size).tolist(), strict=True))
-            assert not places & written, "two rows write one host block in the same step"
+            assert not places & written, "two rows write one KV entry in the same step"
             written |= places
-            self.kv[g, blocks, where % self.block_size] = host_block(value, where.astype(np.uint64))
+            self.kv[g, blocks, where % self.block_size] = kv_entry(value, where.astype(np.uint64))
 
     def _attend(self, g: int, group: KVGroup, slot: int, start: int, count: int) -> U64:
         first = first_seen(group, start)
         where = np.arange(first, start + count)
         blocks = self.tables[g, slot, where // self.block_size]
         assert (blocks > 0).all(), f"slot {slot} reads K/V from no block"
-        host_blocks = self.kv[g, blocks, where % self.block_size]
-        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(host_blocks)))
+        entries = self.kv[g, blocks, where % self.block_size]
+        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(entries)))
         ends = np.arange(start, start + count)
         firsts = np.array([first_seen(group, p) for p in ends])
         return mix(sums[ends + 1 - first] - sums[firsts - first])

@@ -68,7 +68,7 @@ class Exchange:
 
 
 class GroupModel:
-    """A GroupRunner around the fake model. A step that fails has applied its tables and spoiled its K/V host blocks."""
+    """A GroupRunner around the fake model. A step that fails has applied its tables and spoiled its KV entries."""
 
     on_placed: Callable[[Placed], None] | None = None
     overtaken = False

@@ -196,7 +196,7 @@ class Harness:
             _, kv = layers(self.groups, tokens)
             for epoch in range(self.num_resets + 1):
                 hashes = chain(root_of(answer.msg.salt, epoch), np.array(tokens, np.int32), size)
-                blocks = [host_blocks[: len(hashes) * size].reshape(-1, size) for host_blocks in kv]
+                blocks = [entries[: len(hashes) * size].reshape(-1, size) for entries in kv]
                 expected |= {(h, g): blocks[g][i] for g in range(len(kv)) for i, h in enumerate(hashes)}
         kv_manager = self.scheduler.kv_manager
         for key, block in kv_manager.pool._by_key.items():

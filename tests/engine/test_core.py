@@ -285,9 +285,8 @@ async def test_an_idle_engine_finds_a_leak() -> None:
     assert isinstance(e.out[-1], Stopped)
 
 
-@pytest.mark.parametrize("turns", [0, 3])
-async def test_the_null_runner_answers_by_position(turns: int) -> None:
-    runner = NullRunner(vocab_size=100, turns=turns)
+async def test_the_null_runner_answers_by_position() -> None:
+    runner = NullRunner(vocab_size=100)
     scheduler = Scheduler(limits_of(), FULL)
     scheduler.submit(submit_of(0, PROMPT))
     scheduler.submit(submit_of(1, PROMPT))

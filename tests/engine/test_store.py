@@ -37,7 +37,7 @@ def test_content_that_is_there_is_not_copied_again() -> None:
     assert store.store(key(1)) is None
 
 
-def test_a_cell_is_not_reused_by_the_plan_that_loads_or_stores_it() -> None:
+def test_a_host_block_is_not_reused_by_the_plan_that_loads_or_stores_it() -> None:
     store = HostStore(2)
     stored(store, 1, 2)
     store.load(key(1))
