@@ -25,7 +25,7 @@ from moeserve.config import ServerConfig
 from moeserve.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound, Overloaded, RequestError, Unauthorized
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
-from moeserve.server.errors import SERVER, MethodNotAllowed, as_request_error, error_response, shorten, shorten_line
+from moeserve.server.errors import SERVER, HttpError, as_request_error, error_response, shorten, shorten_line
 from moeserve.server.http import check_headers, request_id_of
 from moeserve.server.requests import convert, decode, read_json, unknown_fields
 from moeserve.version import __version__
@@ -281,7 +281,7 @@ class App:
         methods += [route.method for route in self._prefixes if path.startswith(route.path)]
         if not methods:
             return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
-        return MethodNotAllowed(f"this path takes {', '.join(methods)} only", methods)
+        return HttpError(405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods)
 
     def _count(self, route: Route | None, status: int, call: HttpCall, began: float) -> None:
         path = route.path if route else "other"

@@ -17,16 +17,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
-from moeserve.errors import RequestError
-from moeserve.server.errors import (
-    BadHttp,
-    HeadersTooLarge,
-    RequestTimeout,
-    UriTooLong,
-    as_request_error,
-    error_body,
-    error_response,
-)
+from moeserve.server.errors import HttpError, as_request_error, error_body, error_response
 
 HEAD_TIMEOUT_S = 30.0
 KEEPALIVE_S = 75.0
@@ -53,10 +44,11 @@ def request_id_of(request: web.BaseRequest) -> str:
 
 
 def check_headers(request: web.BaseRequest) -> None:
-    """Raises HeadersTooLarge; the parser limits only each header by itself."""
+    """Raises HttpError (431); the parser limits only each header by itself."""
     size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
     if size > MAX_HEADER_BYTES:
-        raise HeadersTooLarge(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed")
+        what = f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed"
+        raise HttpError(431, "headers_too_large", what)
 
 
 class Connection(RequestHandler):
@@ -95,7 +87,7 @@ class Connection(RequestHandler):
 
     def refuse_slow_head(self) -> None:
         """Answers 408 and closes the connection."""
-        error = RequestTimeout(f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s")
+        error = HttpError(408, "request_timeout", f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s")
         body = error_body(error, "")
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         if self.transport is not None:
@@ -103,15 +95,15 @@ class Connection(RequestHandler):
         self.force_close()
 
 
-def _parse_error(exc: BaseException | None) -> RequestError:
-    text = str(exc)
-    if isinstance(exc, LineTooLong):
-        if str(exc.args[1]) == str(MAX_HEADER_BYTES):  # the limit that was passed tells which line it was
-            return HeadersTooLarge(f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes")
-        return UriTooLong(f"the URL is longer than {MAX_PATH_BYTES} bytes")
-    if isinstance(exc, BadHttpMessage) and "many" in text:
-        return HeadersTooLarge(f"more than {MAX_HEADERS} headers")
-    return BadHttp("this is not an HTTP/1.1 request")
+def _parse_error(error: BaseException | None) -> HttpError:
+    if isinstance(error, LineTooLong):
+        if str(error.args[1]) == str(MAX_HEADER_BYTES):  # the limit that was passed tells which line it was
+            what = f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes"
+            return HttpError(431, "headers_too_large", what)
+        return HttpError(414, "uri_too_long", f"the URL is longer than {MAX_PATH_BYTES} bytes")
+    if isinstance(error, BadHttpMessage) and "many" in str(error):
+        return HttpError(431, "headers_too_large", f"more than {MAX_HEADERS} headers")
+    return HttpError(400, "invalid_http", "this is not an HTTP/1.1 request")
 
 
 class HttpServer(web.Server):

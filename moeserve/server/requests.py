@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from moeserve import sampling
 from moeserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMedia, invalid_request
 from moeserve.sampling import MAX_INT, SamplingParams
-from moeserve.server.errors import RequestTimeout, shorten
+from moeserve.server.errors import HttpError, shorten
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 64
@@ -112,11 +112,9 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": (_TOOLS, ([],)),
     "function_call": (_TOOLS, ("none",)),
     "response_format": (_GRAMMAR, ({"type": "text"},)),
-    "structured_outputs": (_GRAMMAR, ()),
-    "guided_json": (_GRAMMAR, ()),
-    "guided_regex": (_GRAMMAR, ()),
-    "guided_choice": (_GRAMMAR, ()),
-    "guided_grammar": (_GRAMMAR, ()),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_GRAMMAR, ())
+    ),
     "audio": (_MEDIA, ()),
     "modalities": (_MEDIA, (["text"],)),
     "prompt_embeds": (_MEDIA, ()),
@@ -156,7 +154,7 @@ async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
                 if len(body) >> 20 > before:
                     limit.reschedule(loop.time() + READ_TIMEOUT_S)
     except TimeoutError as error:
-        raise RequestTimeout(f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
+        raise HttpError(408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
     except web.RequestPayloadError as error:
         raise InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
     return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)

@@ -26,7 +26,7 @@ from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
 from moeserve.server.app import App, Auth, Context
 from moeserve.server.banner import hello, ready_lines
-from moeserve.server.http import Handler, HttpServer, watch
+from moeserve.server.http import HttpServer, watch
 from moeserve.server.routes import ROUTES
 
 log = logging.getLogger(__name__)
@@ -83,41 +83,37 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 @asynccontextmanager
-async def listening(sock: socket.socket, handler: Handler) -> AsyncIterator[HttpServer]:
+async def listening(sock: socket.socket, context: Context) -> AsyncIterator[None]:
     """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
-    loop = asyncio.get_running_loop()
-    server = HttpServer(handler)
-    acceptor = await loop.create_server(server, sock=sock, backlog=BACKLOG)
-    heads = asyncio.create_task(server.watch_heads(), name="slow heads")
+    server = HttpServer(App(context, ROUTES))
+    acceptor = await asyncio.get_running_loop().create_server(server, sock=sock, backlog=BACKLOG)
+    timers = [
+        asyncio.create_task(server.watch_heads(), name="slow heads"),
+        asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams"),
+    ]
     try:
-        yield server
+        yield
     finally:
-        heads.cancel()
+        for timer in timers:
+            timer.cancel()
         acceptor.close()
         server.pre_shutdown()
         await server.shutdown(0.5)
-        await asyncio.gather(heads, return_exceptions=True)
+        await asyncio.gather(*timers, return_exceptions=True)
 
 
 async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> int:
     """Runs the server on one loop, from listening to the last answer; returns the exit code."""
-    stop = StopSignals()
-    stop.install()
-    async with listening(sock, App(context, ROUTES)):
+    stop = _stop_signals()
+    async with listening(sock, context):
         log.info("listening on %s", hello(context, sock))
-        streams = asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams")
-        try:
-            async with open_it() as front:
-                context.front = front
-                await _serve(context, front, sock, stop)
-        finally:
-            streams.cancel()
-            await asyncio.gather(streams, return_exceptions=True)
-            stop.remove()
+        async with open_it() as front:
+            context.front = front
+            await _serve(context, front, sock, stop)
     return 0
 
 
-async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: StopSignals) -> None:
+async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: asyncio.Event) -> None:
     if front.tokenizer is not None:
         await asyncio.to_thread(front.tokenizer.warm_up)  # the engine takes longer to load than this
     ready: Ready | None = await _unless(stop, front.wait_ready())
@@ -134,18 +130,14 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: S
     context.draining = True
     log.info("stopping: %d requests may finish within %g s", len(context.running), context.config.shutdown_timeout)
     await front.drain(context.config.shutdown_timeout)
-    await _flush(context)
-
-
-async def _flush(context: Context) -> None:
     deadline = time.monotonic() + FLUSH_S
     while (context.running or context.streams) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
-async def _unless(stop: StopSignals, work: Coroutine[Any, Any, T]) -> T | None:
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """Returns the result of `work`, or None if a stop is asked for first."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.asked.wait())
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -155,26 +147,18 @@ async def _unless(stop: StopSignals, work: Coroutine[Any, Any, T]) -> T | None:
         await asyncio.gather(task, stopped, return_exceptions=True)
 
 
-class StopSignals:
-    """The first SIGTERM or SIGINT sets `asked`; the second ends the process, and the engine with it."""
+def _stop_signals() -> asyncio.Event:
+    """Returns an event that the first SIGTERM or SIGINT sets; the second ends the process, and the engine with it."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def install(self) -> None:
-        """Takes over both signals."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal, number)
-
-    def remove(self) -> None:
-        """Gives both signals back."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.remove_signal_handler(number)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self.asked.is_set():
-            log.warning("second %s: stopping now", signal.Signals(number).name)
+    def on_signal(number: signal.Signals) -> None:
+        """Called by the loop."""
+        if asked.is_set():
+            log.warning("second %s: stopping now", number.name)
             os._exit(128 + number)  # the engine process ends when its parent does
-        log.info("%s: draining; once more stops now", signal.Signals(number).name)
-        self.asked.set()
+        log.info("%s: draining; once more stops now", number.name)
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return asked

@@ -34,9 +34,7 @@ from moeserve.messages import (
     Submit,
 )
 from moeserve.metrics import StepRecord
-from moeserve.server.app import App, Auth, Context
-from moeserve.server.http import watch
-from moeserve.server.routes import ROUTES
+from moeserve.server.app import Auth, Context
 from moeserve.server.run import bind, listening
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
@@ -268,9 +266,9 @@ async def live_server(
     if ready:
         engine.outbox.put(Phase("loading", 50, 0.1))
         engine.outbox.put(engine.ready())
-    tasks = [asyncio.create_task(job) for job in (front.run(), engine.run(), watch(context.streams, config.sse_ping_s))]
+    tasks = [asyncio.create_task(job) for job in (front.run(), engine.run())]
     try:
-        async with listening(sock, App(context, ROUTES)), aiohttp.ClientSession(read_bufsize=2**20) as session:
+        async with listening(sock, context), aiohttp.ClientSession(read_bufsize=2**20) as session:
             if ready:
                 await front.wait_ready()
                 context.started = True
