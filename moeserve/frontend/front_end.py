@@ -59,10 +59,9 @@ from moeserve.messages import (
     Traced,
 )
 from moeserve.sampling import SamplingParams
-from moeserve.text.bad_words import bad_sequences
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.detokenizer import Detokenizer, make_detokenizer
-from moeserve.text.stop import StopMatcher
+from moeserve.text.stop import StopMatcher, bad_sequences
 from moeserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
@@ -54,12 +53,7 @@ def check_headers(request: web.BaseRequest) -> None:
 class Connection(RequestHandler):
     """One client connection. head_since: when an unfinished request head began to arrive."""
 
-    __slots__ = ("head_since",)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio when the client has connected."""
-        self.head_since: float | None = None
-        super().connection_made(transport)
+    head_since: float | None = None
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio; notes whether a request's head is on its way."""
@@ -70,11 +64,7 @@ class Connection(RequestHandler):
             self.head_since = self._loop.time()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Returns the answer to a request that the parser refused, or to a fault that the app let through."""
         if request.writer.output_size > 0:
@@ -110,24 +100,21 @@ class HttpServer(web.Server):
     """aiohttp's server with a `Connection` for each client."""
 
     def __init__(self, handler: Handler) -> None:
-        super().__init__(handler, handler_cancellation=True, request_factory=self._request)
-        self._settings: dict[str, Any] = {
-            "keepalive_timeout": KEEPALIVE_S,
-            "max_line_size": MAX_PATH_BYTES,
-            "max_field_size": MAX_HEADER_BYTES,
-            "max_headers": MAX_HEADERS,
-            "lingering_time": 2.0,
-            "auto_decompress": False,
-            "access_log": None,
-        }
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            keepalive_timeout=KEEPALIVE_S,
+            max_line_size=MAX_PATH_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            lingering_time=2.0,
+            auto_decompress=False,
+            access_log=None,
+        )
 
     def __call__(self) -> RequestHandler:
         """Returns the protocol of a new connection."""
-        return Connection(self, loop=self._loop, **self._settings)
-
-    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        # client_max_size 0: `read_json` counts itself, against the configured limit
-        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=0)
+        return Connection(self, loop=self._loop, **self._kwargs)
 
     async def watch_heads(self, timeout_s: float = HEAD_TIMEOUT_S) -> None:
         """Ends connections whose request heads take longer than `timeout_s` to arrive. Runs until cancelled."""

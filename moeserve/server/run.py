@@ -7,6 +7,7 @@ seconds, then they end with finish_reason "abort"; the exit code is 0. A second 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -24,14 +25,16 @@ from moeserve.errors import AddressInUse, ConfigError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
-from moeserve.server.app import App, Auth, Context
-from moeserve.server.banner import hello, ready_lines
+from moeserve.server.app import App, Context
+from moeserve.server.auth import Auth
 from moeserve.server.http import HttpServer, watch
 from moeserve.server.routes import ROUTES
+from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+_OPEN_HOSTS = ("127.0.0.1", "::1", "localhost")
 FLUSH_S = 5.0  # for the ends of answers to reach their clients
 
 T = TypeVar("T")
@@ -59,25 +62,20 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Returns a listening socket. Raises AddressInUse or ConfigError."""
+    """Returns a listening socket: clients may connect from now on. Raises AddressInUse or ConfigError."""
+    host, port = config.host, config.port
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {config.host}: {error}") from error
-    sock = socket.socket(family, kind, proto)
+        raise ConfigError(f"--host {host}: {error}") from error
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)  # clients may connect from now on; they are answered once the loop runs
+        sock = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
-        sock.close()
-        if error.errno in (98, 48):  # EADDRINUSE on Linux and on macOS
-            raise AddressInUse(
-                f"port {config.port} of {config.host} is in use; choose another with --port, or --port 0 for any"
-            ) from error
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+        if error.errno == errno.EADDRINUSE:
+            what = f"port {port} of {host} is in use; choose another with --port, or --port 0 for any"
+            raise AddressInUse(what) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     sock.setblocking(False)
     return sock
 
@@ -106,7 +104,7 @@ async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> i
     """Runs the server on one loop, from listening to the last answer; returns the exit code."""
     stop = _stop_signals()
     async with listening(sock, context):
-        log.info("listening on %s", hello(context, sock))
+        log.info("listening on %s", _hello(context, sock))
         async with open_it() as front:
             context.front = front
             await _serve(context, front, sock, stop)
@@ -122,7 +120,7 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: a
         seconds = time.monotonic() - context.began
         log.info("ready in %.1f s", seconds)
         if context.config.log_format == "text":
-            sys.stdout.write("\n".join(ready_lines(context, front, ready, sock, seconds)) + "\n")
+            sys.stdout.write("\n".join(_ready_lines(context, front, ready, sock, seconds)) + "\n")
             sys.stdout.flush()
         cause = await _unless(stop, front.died())
         if cause is not None:
@@ -162,3 +160,73 @@ def _stop_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     return asked
+
+
+def _base_url(sock: socket.socket) -> str:
+    """Returns a URL under which this machine reaches the server."""
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _hello(context: Context, sock: socket.socket) -> str:
+    """Returns the first line, printed while the model is still loading."""
+    warning = ""
+    if not context.auth.required and context.config.host not in _OPEN_HOSTS:
+        warning = "; ANYONE who reaches this address may use it: set --api-key-file"
+    return f"{_base_url(sock)} (moeserve {__version__}; loading the model){warning}"
+
+
+def _ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float) -> list[str]:
+    """Returns the lines for people, printed once the model is ready. seconds: how long the start took."""
+    url, model = _base_url(sock), front.model_name
+    tokens = (ready.num_blocks - 1) * ready.block_size
+    lines = [
+        "",
+        f"moeserve {__version__} is ready in {seconds:.1f} s: {url}",
+        f"  model    {model}: {ready.architecture}, {_count(ready.num_params)} parameters, "
+        f"{_count(ready.num_active_params)} active, {ready.dtype} on {ready.device}, {_size(ready.weight_bytes)}",
+        f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; {ready.max_num_seqs} sequences at once",
+        *_ranks(front),
+        f"  keys     {'required' if context.auth.required else 'none needed'}; routes: {url}/openapi.json",
+        *[f"  note     {note}" for note in ready.notes],
+        "",
+    ]
+    if front.chat_template is not None:
+        lines += [*_how_to_talk(url, model, keyed=context.auth.required), ""]
+    return lines
+
+
+def _ranks(front: FrontEnd) -> list[str]:
+    if front.fleet is None:
+        return []
+    view = front.fleet.view
+    how = f"experts over {view.dp * view.tp} ranks" if view.together else "each on its own"
+    pids = ", ".join(str(engine.pid) for engine in view.engines)
+    return [f"  ranks    {view.dp} engines (dp) of {view.tp} processes (tp), {how}; engine processes {pids}"]
+
+
+def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:
+    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
+    body = f'{{"messages": [{{"role": "user", "content": "Tell me a story."}}], "stream": true, "model": "{model}"}}'
+    argument = ', api_key="KEY"' if keyed else ""
+    return [
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
+        "",
+        "import asyncio, moeserve",
+        f'client = moeserve.AsyncClient(base_url="{url}/v1"{argument})',
+        'ask = client.chat.completions.create(messages=[{"role": "user", "content": "Tell me a story."}])',
+        "print(asyncio.run(ask).choices[0].message.content)",
+    ]
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

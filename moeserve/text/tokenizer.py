@@ -141,11 +141,11 @@ class ControlTokens:
     def shield(self, text: str, *, only_special: bool = False) -> str:
         """Returns `text` with its control tokens broken by marks. only_special: but not tags such as `<think>`."""
         pattern = self._special if only_special else self._any
-        return pattern.sub(lambda match: _mark(match.group()), text.replace(MARK, ""))
+        return pattern.sub(lambda match: match[0][:1] + MARK + match[0][1:], unshield(text))
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a rendered prompt that contains marks. May take a second the first time."""
-        named = self._any.sub(lambda match: self._names[match.group()], text)
+        named = self._any.sub(lambda match: self._names[match[0]], text)
         return encode_ids(self.twin, unshield(named), special=False)
 
     @cached_property
@@ -183,10 +183,6 @@ def encode_ids(backend: Backend, text: str, *, special: bool) -> list[int]:
 def unshield(text: str) -> str:
     """Returns `text` without marks, for display."""
     return text.replace(MARK, "")
-
-
-def _mark(token: str) -> str:
-    return token[:1] + MARK + token[1:]
 
 
 def _alternatives(tokens: list[str]) -> re.Pattern[str]:
@@ -228,7 +224,8 @@ class Pieces(dict[int, "str | bytes"]):
         """
         if backend.decoder is None:
             return None
-        steps = _steps(json.loads(backend.decoder.__getstate__()))
+        decoder = json.loads(backend.decoder.__getstate__())
+        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
             return cls(backend, "byte_level", {}, hidden)
@@ -272,7 +269,3 @@ class Pieces(dict[int, "str | bytes"]):
         for old, new in self._replacements.items():
             token = token.replace(old, new)
         return token.encode()
-
-
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

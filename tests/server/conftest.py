@@ -34,7 +34,8 @@ from moeserve.messages import (
     Submit,
 )
 from moeserve.metrics import StepRecord
-from moeserve.server.app import Auth, Context
+from moeserve.server.app import Context
+from moeserve.server.auth import Auth
 from moeserve.server.run import bind, listening
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
