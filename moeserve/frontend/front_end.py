@@ -60,9 +60,8 @@ from moeserve.messages import (
 )
 from moeserve.sampling import SamplingParams
 from moeserve.text.chat_template import ChatTemplate
-from moeserve.text.detokenizer import Detokenizer, make_detokenizer
 from moeserve.text.stop import StopMatcher, bad_sequences
-from moeserve.text.tokenizer import Tokenizer
+from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class FrontEnd(Actor[FromEngine]):
     def _text_side(self, prompt: list[int], params: SamplingParams) -> tuple[Detokenizer | None, StopMatcher | None]:
         if self.tokenizer is None:
             return None, None
-        detok = make_detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+        detok = Detokenizer(self.tokenizer.pieces(skip_special_tokens=params.skip_special_tokens), prompt)
         stops = params.stop_strings
         return detok, StopMatcher(stops, include_stop=params.include_stop_str_in_output) if stops else None
 

@@ -17,9 +17,8 @@ import msgspec
 from moeserve.errors import ContextLengthExceeded, InvalidRequest, Overloaded, RequestError
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
 from moeserve.sampling import SamplingParams, TokenSampling
-from moeserve.text.detokenizer import Detokenizer
 from moeserve.text.stop import StopMatcher
-from moeserve.text.tokenizer import Tokenizer
+from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
 LONG_TEXT = 4_000  # characters
 MAX_RETRY_AFTER_S = 60.0

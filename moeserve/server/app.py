@@ -144,15 +144,13 @@ class HttpCall:
         return f"{owner}:{asked or ''}" if owner or asked else ""
 
     def head(self, prefix: str, object: str, front: FrontEnd, ready: Ready) -> dict[str, Any]:
-        """Returns the fields that whole answers and chunks begin with.
-
-        The fingerprint changes when the same seed may give other tokens.
-        """
+        """Returns the fields that whole answers and chunks begin with."""
         return {
             "id": f"{prefix}-{self.id}",
             "object": object,
             "created": int(time.time()),
             "model": front.model_name,
+            # changes when the same seed may give other tokens
             "system_fingerprint": f"moeserve-{__version__}-{ready.device.partition(' ')[0]}-{ready.dtype}",
         }
 

@@ -122,10 +122,7 @@ async def render(call: HttpCall) -> web.StreamResponse:
 
 
 async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest | TokenizeRequest) -> tuple[str, list[int]]:
-    """Returns the rendered prompt as people see it, and its ids.
-
-    Works in a thread: template and text come from users and may take long.
-    """
+    """Returns the rendered prompt as people see it, and its ids; works in a thread, since both may take long."""
     template, tokenizer = front.chat_template, front.tokenizer
     if template is None or tokenizer is None:
         raise InvalidRequest(

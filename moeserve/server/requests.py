@@ -316,10 +316,7 @@ def _part_text(part: TextPart, where: str) -> str:
 
 
 def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
-    """Raises ContextLengthExceeded for a text that cannot fit even if all its tokens were the longest there is.
-
-    Called before the text is tokenized, which is what costs time.
-    """
+    """Raises ContextLengthExceeded, before a text is tokenized, if not even the longest tokens would make it fit."""
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {num_chars} characters, which cannot fit into {max_model_len} tokens", param=param
