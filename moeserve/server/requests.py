@@ -27,6 +27,7 @@ from moeserve.text.tokenizer import Tokenizer
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and arrays in one body
 LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
+MAX_UNKNOWN = 5  # names that are told
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
 # Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes for each of its own.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
@@ -241,9 +242,9 @@ def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
 
 
 def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "") -> list[str]:
-    """Returns those `names` that mean nothing to us, at most five, printable, with the nearest name that does."""
+    """Returns those `names` that mean nothing to us, the first few, printable, with the nearest name that does."""
     described = []
-    for name in [name for name in names if name not in known][:5]:
+    for name in [name for name in names if name not in known][:MAX_UNKNOWN]:
         near = get_close_matches(name[:64], known, 1)
         described.append(f"{prefix}{shorten(name)}" + (f" (did you mean {near[0]}?)" if near else ""))
     return described
@@ -263,7 +264,7 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
         if "messages" in kind.__struct_fields__:
             unknown += _check_message_fields(raw["messages"])
         _check_common(request)
-    return request, unknown[:5]
+    return request, unknown[:MAX_UNKNOWN]
 
 
 def _check_message_fields(messages: list[dict[str, Any]]) -> list[str]:
@@ -273,8 +274,9 @@ def _check_message_fields(messages: list[dict[str, Any]]) -> list[str]:
             if message.get(name):
                 param = f"messages[{i}].{name}"
                 raise InvalidRequest(f"{param}: {_TOOLS}", param=param, code="unsupported_parameter")
-        rest = message.keys() - _MESSAGE_REFUSED
-        unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
+        if len(unknown) < MAX_UNKNOWN:
+            rest = [name for name in message if name not in _MESSAGE_REFUSED]
+            unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
     return unknown
 
 

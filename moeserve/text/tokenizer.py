@@ -231,7 +231,7 @@ class Pieces(dict[int, "str | bytes"]):
                     pass
                 case _:
                     raise CheckpointError(
-                        f"tokenizer.json: the decoder {step.get('type')} is neither byte-level BPE's nor SentencePiece's; "
+                        f"tokenizer.json: the decoder {step.get('type')} is neither byte-level BPE nor SentencePiece; "
                         "serve token ids only, with `model: {skip_tokenizer_init: true}` in --config"
                     )
 
