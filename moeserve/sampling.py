@@ -35,7 +35,23 @@ AllowedTokens = Annotated[Sequence[int], Meta(min_length=1)]
 BadWords = Annotated[Sequence[Annotated[str, Meta(min_length=1)]], Meta(max_length=128)]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The parameters that users and the engine give the same names and meaning."""
+
+    temperature: Temperature = 1.0
+    top_p: PositiveFraction = 1.0
+    top_k: TopK = 0
+    min_p: Fraction = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    min_tokens: MinTokens = 0
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    logit_bias: LogitBias | None = None
+
+
+class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request, with vLLM's names and defaults.
 
     temperature in [0, 2] (below 1e-5: greedy), top_p in (0, 1], top_k >= 1 (0 or -1: off), min_p in [0, 1],
@@ -45,22 +61,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: NumSequences = 1
-    temperature: Temperature = 1.0
-    top_p: PositiveFraction = 1.0
-    top_k: TopK = 0
-    min_p: Fraction = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
     seed: Seed | None = None
     stop: StopString | StopStrings = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = 16
-    min_tokens: MinTokens = 0
-    logprobs: NumLogprobs | None = None
-    prompt_logprobs: NumLogprobs | None = None
-    logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords = ()
     skip_special_tokens: bool = True
@@ -94,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(f"{name}: expected a token id in 0..{vocab_size - 1}", param=name)
 
 
-class TokenSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """`SamplingParams` of one sequence, resolved by the front end to integers and floats.
 
     stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences that must not be
@@ -103,17 +108,6 @@ class TokenSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     seed: int
     max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] | None = None
     allowed_ids: tuple[int, ...] | None = None
     bad_seqs: tuple[tuple[int, ...], ...] = ()

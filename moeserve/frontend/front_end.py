@@ -49,11 +49,9 @@ from moeserve.messages import (
     Traced,
 )
 from moeserve.sampling import SamplingParams
-from moeserve.text.bad_words import bad_sequences
 from moeserve.text.chat_template import ChatTemplate
-from moeserve.text.detokenizer import make_detokenizer
-from moeserve.text.stop import StopMatcher
-from moeserve.text.tokenizer import Tokenizer
+from moeserve.text.stop import StopMatcher, bad_sequences
+from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +116,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
         for index, sampling in enumerate(samplings):
             sequence = Sequence(next(self._rids), index, generation, sampling)
             if self.tokenizer is not None:
-                sequence.detok = make_detokenizer(
-                    self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
-                )
+                pieces = self.tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
+                sequence.detok = Detokenizer(pieces, prompt)
             if params.stop_strings:
                 sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
             generation.sequences.append(sequence)

@@ -17,8 +17,8 @@ import msgspec
 from moeserve.errors import ContextLengthExceeded, InvalidRequest, Overloaded, RequestError
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
 from moeserve.sampling import SamplingParams, TokenSampling
-from moeserve.text.detokenizer import Detokenizer
 from moeserve.text.stop import StopMatcher
+from moeserve.text.tokenizer import Detokenizer
 
 MAX_RETRY_AFTER_S = 60.0
 _SEED_MASK = 2**63 - 1

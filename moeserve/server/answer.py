@@ -31,7 +31,6 @@ _MARK = "\0"  # stands for the text of a chunk in its template
 
 Deltas = AsyncGenerator[tuple[int, Delta]]
 OpenChoice = protocol.OpenChatChoice | protocol.OpenCompletionChoice
-LastChoice = protocol.ChatChunkChoice | protocol.CompletionChoice
 encode = msgspec.json.Encoder().encode
 
 
@@ -165,8 +164,10 @@ class Chunks:
     """Frames of one streamed answer. Choice number = prompt number * n + sequence number.
 
     chunk: the fields that all frames begin with; form: None without logprobs. The subclasses know the choices of the
-    two routes.
+    two routes; last_choice: the struct of a choice that ends.
     """
+
+    last_choice: type[protocol.ChatChunkChoice] | type[protocol.CompletionChoice]
 
     def __init__(
         self,
@@ -201,10 +202,6 @@ class Chunks:
         """Returns a choice that goes on."""
         raise NotImplementedError
 
-    def last_choice(self, index: int) -> LastChoice:
-        """Returns a choice that ends."""
-        raise NotImplementedError
-
     def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> Any:
         """Returns the logprobs object of a choice."""
         raise NotImplementedError
@@ -225,9 +222,8 @@ class Chunks:
                 choice.token_ids = delta.token_ids
             out = self.frame(choice)
         if delta.finish_reason is not None:
-            end = self.last_choice(index)
-            end.finish_reason, end.stop_reason = delta.finish_reason, delta.stop_reason
-            out += self.frame(end)
+            finish, stop = delta.finish_reason, delta.stop_reason
+            out += self.frame(self.last_choice(index=index, finish_reason=finish, stop_reason=stop))
         return out
 
     def closing(self) -> bytes:

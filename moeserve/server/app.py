@@ -7,14 +7,11 @@ the routes.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
@@ -22,10 +19,11 @@ import msgspec
 from aiohttp import web
 
 from moeserve.config import ServerConfig
-from moeserve.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound, Overloaded, RequestError, Unauthorized
+from moeserve.errors import InvalidRequest, ModelNotFound, NotFound, Overloaded, RequestError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Phase, Ready
-from moeserve.server.errors import SERVER, MethodNotAllowed, as_request_error, error_response, shorten, shorten_line
+from moeserve.server.auth import OPEN, Auth, Caller
+from moeserve.server.errors import SERVER, HttpError, as_request_error, error_response, shorten, shorten_line
 from moeserve.server.http import check_headers, request_id_of
 from moeserve.server.requests import convert, decode, read_json, unknown_fields
 from moeserve.version import __version__
@@ -33,71 +31,13 @@ from moeserve.version import __version__
 if TYPE_CHECKING:
     from moeserve.server.answer import Counts, RunningRequest
     from moeserve.server.http import SseStream
+    from moeserve.server.routes import Route
 
 log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # in the log and in the metrics only, because the reader has left
 
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The sender of a request. owner: names the key without revealing it; "" when the server is open."""
-
-    owner: str = ""
-    is_admin: bool = False
-
-
-OPEN = Caller()
-
-
-class Auth:
-    """The keys, kept and compared as SHA-256 digests, all of them each time, so that timing tells nothing.
-
-    With user keys every route but the probes needs one; without, the server is open. The constructor raises ConfigError
-    for a key file that cannot be read or holds no key.
-    """
-
-    def __init__(self, config: ServerConfig) -> None:
-        keys = [*config.api_key, *_read_keys(config.api_key_file, "--api-key-file")]
-        self._user = [_digest(key) for key in keys]
-        self._admin = [_digest(key) for key in _read_keys(config.admin_key_file, "--admin-key-file")]
-        self.required = bool(keys)
-        self.has_admins = bool(self._admin)
-        self.several_owners = len(keys) > 1  # whether their requests must be kept apart
-        if not all(keys):
-            raise ConfigError("--api-key: an empty key protects nothing")
-
-    def check(self, headers: Mapping[str, str]) -> Caller:
-        """Returns the caller. Raises Unauthorized unless the request carries a known key or none is needed."""
-        scheme, _, key = headers.get("Authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
-        digest = _digest(key)
-        is_admin = sum(hmac.compare_digest(known, digest) for known in self._admin) > 0  # any() would stop at a match
-        is_user = sum(hmac.compare_digest(known, digest) for known in self._user) > 0
-        if is_admin or is_user:
-            return Caller(digest.hex()[:16], is_admin)
-        if not self.required:
-            return OPEN
-        raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`")
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def _read_keys(path: str | None, flag: str) -> list[str]:
-    if path is None:
-        return []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{flag} {path}: no key in it; one per line is expected")
-    return keys
 
 
 @dataclass
@@ -204,35 +144,15 @@ class HttpCall:
         return f"{owner}:{asked or ''}" if owner or asked else ""
 
     def head(self, prefix: str, object: str, front: FrontEnd, ready: Ready) -> dict[str, Any]:
-        """Returns the fields that whole answers and chunks begin with.
-
-        The fingerprint changes when the same seed may give other tokens.
-        """
+        """Returns the fields that whole answers and chunks begin with."""
         return {
             "id": f"{prefix}-{self.id}",
             "object": object,
             "created": int(time.time()),
             "model": front.model_name,
+            # changes when the same seed may give other tokens
             "system_fingerprint": f"moeserve-{__version__}-{ready.device.partition(' ')[0]}-{ready.dtype}",
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One operation. A path that ends in "/" takes the rest of the URL as its argument.
-
-    takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events; query:
-    the struct of the URL's parameters. probe: needs no key.
-    """
-
-    method: str
-    path: str
-    handler: Callable[[HttpCall], Awaitable[web.StreamResponse]]
-    takes: type[msgspec.Struct] | None = None
-    gives: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
-    query: type[msgspec.Struct] | None = None
-    probe: bool = False
 
 
 class App:
@@ -251,7 +171,7 @@ class App:
         try:
             check_headers(request)
             route, call.tail = self._match(request)
-            if route is None or not route.probe:
+            if self.context.auth.has_keys and (route is None or not route.probe):
                 call.caller = self.context.auth.check(request.headers)
             if route is None:
                 raise self._no_route(request)
@@ -281,7 +201,7 @@ class App:
         methods += [route.method for route in self._prefixes if path.startswith(route.path)]
         if not methods:
             return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
-        return MethodNotAllowed(f"this path takes {', '.join(methods)} only", methods)
+        return HttpError(405, "method_not_allowed", f"this path takes {', '.join(methods)} only", methods)
 
     def _count(self, route: Route | None, status: int, call: HttpCall, began: float) -> None:
         path = route.path if route else "other"

@@ -8,21 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from aiohttp import web
 from msgspec import Meta
 
+from moeserve import protocol
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta
 from moeserve.messages import Ready
-from moeserve.protocol import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatLogprobs,
-    ChatMessage,
-    ChoiceDelta,
-    OpenChatChoice,
-    RenderedPrompt,
-)
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
 from moeserve.server.answer import Chunks, Counts, collect, running_request, stream_answer
 from moeserve.server.app import HttpCall
@@ -67,14 +57,14 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
         form = LogprobFormat(front.tokenizer, params.logprobs or 0, as_ids=request.return_tokens_as_token_ids)
     async with running_request(call, front, [prompt], params, request) as running:
         if request.stream:
-            chunk = ChatCompletionChunk(**call.head("chatcmpl", "chat.completion.chunk", front, ready))
+            chunk = protocol.ChatCompletionChunk(**call.head("chatcmpl", "chat.completion.chunk", front, ready))
             return await stream_answer(call, running, ChatChunks(chunk, request, [prompt], params.n, counts, form))
         (sequences,) = await collect(running, params.n, counts)
-    answer = ChatCompletion(**call.head("chatcmpl", "chat.completion", front, ready), usage=counts.usage())
+    answer = protocol.ChatCompletion(**call.head("chatcmpl", "chat.completion", front, ready), usage=counts.usage())
     for sequence in sequences:
-        choice = ChatChoice(
+        choice = protocol.ChatChoice(
             index=sequence.index,
-            message=ChatMessage(content=sequence.text),
+            message=protocol.ChatMessage(content=sequence.text),
             logprobs=None if form is None else form.chat(sequence.logprobs),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
@@ -102,25 +92,23 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
 class ChatChunks(Chunks):
     """Frames of /v1/chat/completions."""
 
+    last_choice = protocol.ChatChunkChoice
+
     def opening(self) -> bytes:
         """Returns one frame with the role for each choice."""
         out = b""
         for index in range(self.n):
-            choice = OpenChatChoice(index=index, delta=ChoiceDelta(role="assistant", content=""))
+            choice = protocol.OpenChatChoice(index=index, delta=protocol.ChoiceDelta(role="assistant", content=""))
             if self.token_ids and index == 0:
                 choice.prompt_token_ids = self.prompts[0]
             out += self.frame(choice)
         return out
 
-    def choice(self, index: int, text: str) -> OpenChatChoice:
+    def choice(self, index: int, text: str) -> protocol.OpenChatChoice:
         """Returns a choice that goes on."""
-        return OpenChatChoice(index=index, delta=ChoiceDelta(content=text))
+        return protocol.OpenChatChoice(index=index, delta=protocol.ChoiceDelta(content=text))
 
-    def last_choice(self, index: int) -> ChatChunkChoice:
-        """Returns a choice that ends."""
-        return ChatChunkChoice(index=index)
-
-    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> ChatLogprobs:
+    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> protocol.ChatLogprobs:
         """Returns the logprobs object of a choice."""
         return form.chat(delta.logprobs)
 
@@ -130,14 +118,11 @@ async def render(call: HttpCall) -> web.StreamResponse:
     request = await call.read(ChatRequest)
     front, ready = call.context.serving(request.model)
     text, prompt = await chat_prompt(front, ready, request)
-    return call.answer(RenderedPrompt(prompt=text, prompt_token_ids=prompt))
+    return call.answer(protocol.RenderedPrompt(prompt=text, prompt_token_ids=prompt))
 
 
 async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest | TokenizeRequest) -> tuple[str, list[int]]:
-    """Returns the rendered prompt as people see it, and its ids.
-
-    Works in a thread: template and text come from users and may take long.
-    """
+    """Returns the rendered prompt as people see it, and its ids; works in a thread, since both may take long."""
     template, tokenizer = front.chat_template, front.tokenizer
     if template is None or tokenizer is None:
         raise InvalidRequest(

@@ -60,8 +60,9 @@ async def completions(call: HttpCall) -> web.StreamResponse:
             chunks = CompletionChunks(Completion(**head), request, prompts, params.n, counts, form, echo=echo)
             return await stream_answer(call, running, chunks)
         found = await collect(running, params.n, counts)
-    if request.max_tokens == 0:
-        _drop_answers(found, counts)
+    if request.max_tokens == 0:  # drops the one token that was made to get at the prompt's logprobs
+        counts.completion_tokens = 0
+        found = [[Delta(s.index, finish_reason="length", prompt_logprobs=s.prompt_logprobs) for s in p] for p in found]
     answer = Completion(**head, usage=counts.usage())
     for p, sequences in enumerate(found):
         # Only the first sequence of a prompt carries the prompt's logprobs.
@@ -80,7 +81,7 @@ def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> S
     """Returns the parameters. With echo max_tokens may be 0; it becomes 1, and the caller drops that token."""
     given = request.given()
     max_tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
-    given["max_tokens"] = min(max_tokens or int(bool(request.echo)), MAX_INT)
+    given["max_tokens"] = min(max(max_tokens, 1) if request.echo else max_tokens, MAX_INT)
     if request.logprobs is not None:
         given["logprobs"] = request.logprobs
         if request.echo:
@@ -90,6 +91,8 @@ def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> S
 
 class CompletionChunks(Chunks):
     """Frames of /v1/completions. echo: the text of each prompt, sent before its answers."""
+
+    last_choice = CompletionChoice
 
     def __init__(self, *args: Any, echo: list[str] | None = None) -> None:
         super().__init__(*args)
@@ -111,10 +114,6 @@ class CompletionChunks(Chunks):
     def choice(self, index: int, text: str) -> OpenCompletionChoice:
         """Returns a choice that goes on."""
         return OpenCompletionChoice(index=index, text=text)
-
-    def last_choice(self, index: int) -> CompletionChoice:
-        """Returns a choice that ends."""
-        return CompletionChoice(index=index)
 
     def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> CompletionLogprobs:
         """Returns the logprobs object of a choice."""
@@ -153,14 +152,6 @@ def _text(front: FrontEnd, prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "" if front.tokenizer is None else front.tokenizer.decode(prompt)
-
-
-def _drop_answers(found: list[list[Delta]], counts: Counts) -> None:
-    """Drops the one token that was made, though max_tokens is 0, to get at the prompt's logprobs."""
-    counts.completion_tokens = 0
-    for sequence in (sequence for sequences in found for sequence in sequences):
-        sequence.text, sequence.token_ids, sequence.logprobs = "", [], []
-        sequence.finish_reason, sequence.stop_reason = "length", None
 
 
 def _choice(

@@ -9,11 +9,12 @@ import logging
 import math
 import random
 import re
+from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
 
-from moeserve.errors import NotFound, Overloaded, RequestError, RequestFailed
+from moeserve.errors import Overloaded, RequestError, RequestFailed
 from moeserve.protocol import ErrorBody, ErrorResponse
 
 log = logging.getLogger(__name__)
@@ -24,47 +25,13 @@ MAX_MESSAGE = 600
 _QUOTED = re.compile(r"'([^']{65,})'|`([^`]{65,})`")
 
 
-class MethodNotAllowed(RequestError):
-    """The path exists, but not for this method."""
+class HttpError(RequestError):
+    """A refusal below the API: of bytes, sizes, times, methods. allowed: the methods that a path takes, for 405."""
 
-    http_status = 405
-    code = "method_not_allowed"
-
-    def __init__(self, message: str, allowed: list[str]) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, code: str, message: str, allowed: Sequence[str] = ()) -> None:
+        super().__init__(message, code=code)
+        self.http_status = status
         self.allowed = allowed
-
-
-class RequestTimeout(RequestError):
-    """The head or the body of the request did not arrive in time."""
-
-    http_status = 408
-    code = "request_timeout"
-
-
-class HeadersTooLarge(RequestError):
-    """The headers are too many or too long."""
-
-    http_status = 431
-    code = "headers_too_large"
-
-
-class UriTooLong(RequestError):
-    """The URL is too long."""
-
-    http_status = 414
-    code = "uri_too_long"
-
-
-class BadHttp(RequestError):
-    """The bytes are not HTTP/1.1 (RFC 9112)."""
-
-    code = "invalid_http"
-
-
-def no_such_path(path: str) -> NotFound:
-    """Returns the error for a path without a route."""
-    return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
 
 
 def shorten(value: str) -> str:
@@ -100,16 +67,14 @@ def error_response(error: RequestError, request_id: str) -> web.Response:
     """Returns the response with status, body and the headers that belong to the status."""
     headers = {"X-Request-Id": request_id, "Server": SERVER}
     if isinstance(error, Overloaded):
-        wait_s = error.retry_after_s * random.uniform(
-            1.0, 1.5
-        )  # so that refused clients do not return at the same moment
+        wait_s = error.retry_after_s * random.uniform(1.0, 1.5)  # refused clients must not return all at once
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["Retry-After-Ms"] = str(max(1, round(wait_s * 1000)))
     elif error.http_status == 503:
         headers["Retry-After"] = "1"
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, MethodNotAllowed):
+    if isinstance(error, HttpError) and error.allowed:
         headers["Allow"] = ", ".join(error.allowed)
     return web.Response(
         body=error_body(error, request_id),

@@ -7,25 +7,16 @@ import time
 import msgspec
 import numpy as np
 
+from moeserve import protocol
 from moeserve.cluster.view import EngineView, ExpertsView, FleetView
 from moeserve.errors import NotFound
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import EngineStats
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, rank_loads
-from moeserve.protocol import (
-    ExpertBalance,
-    ExpertEngine,
-    ExpertLoads,
-    ExpertPlacement,
-    ExpertRank,
-    ExpertRebalancing,
-    ExpertStatus,
-    RebalanceAttempt,
-)
 
 
-def expert_status(front: FrontEnd) -> ExpertStatus:
+def expert_status(front: FrontEnd) -> protocol.ExpertStatus:
     """Returns where experts are and how busy they are. Raises NotFound for a model without experts."""
     view = front.watch.view(front.state, front.ready)
     if view.experts is None:
@@ -36,7 +27,7 @@ def expert_status(front: FrontEnd) -> ExpertStatus:
     total_LE = np.frombuffer(shown.counts, "<i8").reshape(shape)
     recent_LE = np.frombuffer(shown.recent, "<f8").reshape(shape)
     loads_LR = rank_loads(recent_LE, placement)
-    return ExpertStatus(
+    return protocol.ExpertStatus(
         created=time.time(),
         ep_sharded=view.together,
         dealt_out=view.together,
@@ -50,8 +41,8 @@ def expert_status(front: FrontEnd) -> ExpertStatus:
         engines=[_engine(engine, front.stats.engines[engine.rank]) for engine in view.engines],
         ranks=_ranks(view, placement, loads_LR.sum(0)),
         balance=_balance(balance(loads_LR), balance(recent_LE)),
-        load=ExpertLoads(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
-        placement=ExpertPlacement(
+        load=protocol.ExpertLoads(total=total_LE.tolist(), recent=recent_LE.round(1).tolist()),
+        placement=protocol.ExpertPlacement(
             version=placement.version,
             experts_per_rank=placement.experts_per_rank,
             slots_per_rank=placement.experts_per_rank,
@@ -61,9 +52,9 @@ def expert_status(front: FrontEnd) -> ExpertStatus:
     )
 
 
-def _engine(engine: EngineView, stats: EngineStats) -> ExpertEngine:
+def _engine(engine: EngineView, stats: EngineStats) -> protocol.ExpertEngine:
     last = stats.last
-    return ExpertEngine(
+    return protocol.ExpertEngine(
         engine=engine.rank,
         host=engine.host,
         pid=engine.pid,
@@ -85,11 +76,11 @@ def _engine(engine: EngineView, stats: EngineStats) -> ExpertEngine:
     )
 
 
-def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[ExpertRank]:
+def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[protocol.ExpertRank]:
     alone = view.dp * view.tp == 1
     counted = loads_R.sum() > 0 and (view.together or alone)
     return [
-        ExpertRank(
+        protocol.ExpertRank(
             rank=rank,
             engine=rank // view.tp,
             tp_rank=rank % view.tp,
@@ -100,8 +91,8 @@ def _ranks(view: FleetView, placement: Placement, loads_R: np.ndarray) -> list[E
     ]
 
 
-def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> ExpertBalance:
-    return ExpertBalance(
+def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> protocol.ExpertBalance:
+    return protocol.ExpertBalance(
         ranks=round(float(ranks_L.mean()), 4),
         experts=round(float(experts_L.mean()), 4),
         ranks_by_layer=ranks_L.round(4).tolist(),
@@ -109,14 +100,14 @@ def _balance(ranks_L: np.ndarray, experts_L: np.ndarray) -> ExpertBalance:
     )
 
 
-def _rebalancing(front: FrontEnd, shown: ExpertsView) -> ExpertRebalancing:
+def _rebalancing(front: FrontEnd, shown: ExpertsView) -> protocol.ExpertRebalancing:
     fleet, now_s = front.fleet, time.monotonic()
     decisions = []
     for decision in reversed(shown.decisions):
-        attempt = msgspec.convert(decision, RebalanceAttempt, from_attributes=True)
+        attempt = msgspec.convert(decision, protocol.RebalanceAttempt, from_attributes=True)
         attempt.age_s = now_s - decision.at_s
         decisions.append(attempt)
-    return ExpertRebalancing(
+    return protocol.ExpertRebalancing(
         mode=fleet.config.parallel.rebalance if fleet is not None and fleet.experts is not None else "off",
         why=shown.why,
         moved_bytes=shown.moved_bytes,

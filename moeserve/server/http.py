@@ -11,22 +11,12 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
-from moeserve.errors import RequestError
-from moeserve.server.errors import (
-    BadHttp,
-    HeadersTooLarge,
-    RequestTimeout,
-    UriTooLong,
-    as_request_error,
-    error_body,
-    error_response,
-)
+from moeserve.server.errors import HttpError, as_request_error, error_body, error_response
 
 HEAD_TIMEOUT_S = 30.0
 KEEPALIVE_S = 75.0
@@ -53,21 +43,17 @@ def request_id_of(request: web.BaseRequest) -> str:
 
 
 def check_headers(request: web.BaseRequest) -> None:
-    """Raises HeadersTooLarge; the parser limits only each header by itself."""
+    """Raises HttpError (431); the parser limits only each header by itself."""
     size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
     if size > MAX_HEADER_BYTES:
-        raise HeadersTooLarge(f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed")
+        what = f"the headers have {size} bytes; at most {MAX_HEADER_BYTES} are allowed"
+        raise HttpError(431, "headers_too_large", what)
 
 
 class Connection(RequestHandler):
     """One client connection. head_since: when an unfinished request head began to arrive."""
 
-    __slots__ = ("head_since",)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio when the client has connected."""
-        self.head_since: float | None = None
-        super().connection_made(transport)
+    head_since: float | None = None
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio; notes whether a request's head is on its way."""
@@ -78,11 +64,7 @@ class Connection(RequestHandler):
             self.head_since = self._loop.time()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Returns the answer to a request that the parser refused, or to a fault that the app let through."""
         if request.writer.output_size > 0:
@@ -95,7 +77,7 @@ class Connection(RequestHandler):
 
     def refuse_slow_head(self) -> None:
         """Answers 408 and closes the connection."""
-        error = RequestTimeout(f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s")
+        error = HttpError(408, "request_timeout", f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s")
         body = error_body(error, "")
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         if self.transport is not None:
@@ -103,39 +85,36 @@ class Connection(RequestHandler):
         self.force_close()
 
 
-def _parse_error(exc: BaseException | None) -> RequestError:
-    text = str(exc)
-    if isinstance(exc, LineTooLong):
-        if str(exc.args[1]) == str(MAX_HEADER_BYTES):  # the limit that was passed tells which line it was
-            return HeadersTooLarge(f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes")
-        return UriTooLong(f"the URL is longer than {MAX_PATH_BYTES} bytes")
-    if isinstance(exc, BadHttpMessage) and "many" in text:
-        return HeadersTooLarge(f"more than {MAX_HEADERS} headers")
-    return BadHttp("this is not an HTTP/1.1 request")
+def _parse_error(error: BaseException | None) -> HttpError:
+    if isinstance(error, LineTooLong):
+        if str(error.args[1]) == str(MAX_HEADER_BYTES):  # the limit that was passed tells which line it was
+            what = f"a header is too long; all together may have {MAX_HEADER_BYTES} bytes"
+            return HttpError(431, "headers_too_large", what)
+        return HttpError(414, "uri_too_long", f"the URL is longer than {MAX_PATH_BYTES} bytes")
+    if isinstance(error, BadHttpMessage) and "many" in str(error):
+        return HttpError(431, "headers_too_large", f"more than {MAX_HEADERS} headers")
+    return HttpError(400, "invalid_http", "this is not an HTTP/1.1 request")
 
 
 class HttpServer(web.Server):
     """aiohttp's server with a `Connection` for each client."""
 
     def __init__(self, handler: Handler) -> None:
-        super().__init__(handler, handler_cancellation=True, request_factory=self._request)
-        self._settings: dict[str, Any] = {
-            "keepalive_timeout": KEEPALIVE_S,
-            "max_line_size": MAX_PATH_BYTES,
-            "max_field_size": MAX_HEADER_BYTES,
-            "max_headers": MAX_HEADERS,
-            "lingering_time": 2.0,
-            "auto_decompress": False,
-            "access_log": None,
-        }
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            keepalive_timeout=KEEPALIVE_S,
+            max_line_size=MAX_PATH_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            lingering_time=2.0,
+            auto_decompress=False,
+            access_log=None,
+        )
 
     def __call__(self) -> RequestHandler:
         """Returns the protocol of a new connection."""
-        return Connection(self, loop=self._loop, **self._settings)
-
-    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        # client_max_size 0: `read_json` counts itself, against the configured limit
-        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=0)
+        return Connection(self, loop=self._loop, **self._kwargs)
 
     async def watch_heads(self, timeout_s: float = HEAD_TIMEOUT_S) -> None:
         """Ends connections whose request heads take longer than `timeout_s` to arrive. Runs until cancelled."""

@@ -6,10 +6,11 @@ Labels: `engine` is an engine's data-parallel rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from moeserve.cluster.view import ExpertsView, FleetView
 from moeserve.frontend.front_end import FrontEnd
@@ -25,12 +26,10 @@ Gauge, Counter = GaugeMetricFamily, CounterMetricFamily
 
 def exposition(context: Context) -> tuple[bytes, str]:
     """Returns all metrics in Prometheus's text format, and its media type."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(context))
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    return generate_latest(_Collector(context)), CONTENT_TYPE_LATEST
 
 
-class _Collector:
+class _Collector(Collector):
     """Reads the numbers of one scrape where they already are, so that counting costs nothing extra."""
 
     def __init__(self, context: Context) -> None:
@@ -137,10 +136,8 @@ def _expert_metrics(experts: ExpertsView, name: str) -> Iterator[Metric]:
 
 
 def _histogram(suffix: str, help: str, histogram: Histogram, name: str) -> Metric:
-    buckets, seen = [], 0
-    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
-        seen += count
-        buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), seen))
+    bounds = [*[repr(float(bound)) for bound in histogram.bounds], "+Inf"]
+    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
     family = HistogramMetricFamily(PREFIX + suffix, help, labels=["model_name"])
     family.add_metric([name], buckets, histogram.total)
     return family

@@ -21,12 +21,13 @@ from msgspec import Meta, Struct
 from moeserve import sampling
 from moeserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMedia, invalid_request
 from moeserve.sampling import MAX_INT, SamplingParams
-from moeserve.server.errors import RequestTimeout, shorten
+from moeserve.server.errors import HttpError, shorten
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and arrays in one body
 LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
+MAX_UNKNOWN = 5  # names that are told
 READ_TIMEOUT_S = 30.0  # for each MiB of a body
 # Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes for each of its own.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
@@ -112,11 +113,9 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": (_TOOLS, ([],)),
     "function_call": (_TOOLS, ("none",)),
     "response_format": (_GRAMMAR, ({"type": "text"},)),
-    "structured_outputs": (_GRAMMAR, ()),
-    "guided_json": (_GRAMMAR, ()),
-    "guided_regex": (_GRAMMAR, ()),
-    "guided_choice": (_GRAMMAR, ()),
-    "guided_grammar": (_GRAMMAR, ()),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_GRAMMAR, ())
+    ),
     "audio": (_MEDIA, ()),
     "modalities": (_MEDIA, (["text"],)),
     "prompt_embeds": (_MEDIA, ()),
@@ -156,7 +155,7 @@ async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
                 if len(body) >> 20 > before:
                     limit.reschedule(loop.time() + READ_TIMEOUT_S)
     except TimeoutError as error:
-        raise RequestTimeout(f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
+        raise HttpError(408, "request_timeout", f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
     except web.RequestPayloadError as error:
         raise InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
     return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
@@ -243,9 +242,9 @@ def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
 
 
 def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "") -> list[str]:
-    """Returns those `names` that mean nothing to us, at most five, printable, with the nearest name that does."""
+    """Returns those `names` that mean nothing to us, the first few, printable, with the nearest name that does."""
     described = []
-    for name in [name for name in names if name not in known][:5]:
+    for name in [name for name in names if name not in known][:MAX_UNKNOWN]:
         near = get_close_matches(name[:64], known, 1)
         described.append(f"{prefix}{shorten(name)}" + (f" (did you mean {near[0]}?)" if near else ""))
     return described
@@ -265,7 +264,7 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
         if "messages" in kind.__struct_fields__:
             unknown += _check_message_fields(raw["messages"])
         _check_common(request)
-    return request, unknown[:5]
+    return request, unknown[:MAX_UNKNOWN]
 
 
 def _check_message_fields(messages: list[dict[str, Any]]) -> list[str]:
@@ -275,8 +274,9 @@ def _check_message_fields(messages: list[dict[str, Any]]) -> list[str]:
             if message.get(name):
                 param = f"messages[{i}].{name}"
                 raise InvalidRequest(f"{param}: {_TOOLS}", param=param, code="unsupported_parameter")
-        rest = message.keys() - _MESSAGE_REFUSED
-        unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
+        if len(unknown) < MAX_UNKNOWN:
+            rest = [name for name in message if name not in _MESSAGE_REFUSED]
+            unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
     return unknown
 
 
@@ -318,10 +318,7 @@ def _part_text(part: TextPart, where: str) -> str:
 
 
 def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
-    """Raises ContextLengthExceeded for a text that cannot fit even if all its tokens were the longest there is.
-
-    Called before the text is tokenized, which is what costs time.
-    """
+    """Raises ContextLengthExceeded, before a text is tokenized, if not even the longest tokens would make it fit."""
     if num_chars > 8 * max_model_len and num_chars > tokenizer.longest_token * max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {num_chars} characters, which cannot fit into {max_model_len} tokens", param=param

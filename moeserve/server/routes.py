@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,7 +13,7 @@ from aiohttp import web
 from moeserve import protocol
 from moeserve.protocol import ErrorResponse, StatusResponse
 from moeserve.server import admin, chat, completions, status, tokenize, trace
-from moeserve.server.app import HttpCall, Route
+from moeserve.server.app import HttpCall
 from moeserve.version import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -20,6 +22,24 @@ _EXPERTS = protocol.ExpertStatus
 _CHUNK = protocol.ChatCompletionChunk
 _TOKENIZE = tokenize.tokenize, tokenize.TokenizeRequest, protocol.Tokenized
 _DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokenized
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One operation. A path that ends in "/" takes the rest of the URL as its argument.
+
+    takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events; query:
+    the struct of the URL's parameters. probe: needs no key.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[HttpCall], Awaitable[web.StreamResponse]]
+    takes: type[msgspec.Struct] | None = None
+    gives: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
+    probe: bool = False
 
 
 async def _openapi(call: HttpCall) -> web.StreamResponse:

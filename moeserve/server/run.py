@@ -7,6 +7,7 @@ seconds, then they end with finish_reason "abort"; the exit code is 0. A second 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -24,14 +25,16 @@ from moeserve.errors import AddressInUse, ConfigError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
-from moeserve.server.app import App, Auth, Context
-from moeserve.server.banner import hello, ready_lines
-from moeserve.server.http import Handler, HttpServer, watch
+from moeserve.server.app import App, Context
+from moeserve.server.auth import Auth
+from moeserve.server.http import HttpServer, watch
 from moeserve.server.routes import ROUTES
+from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+_OPEN_HOSTS = ("127.0.0.1", "::1", "localhost")
 FLUSH_S = 5.0  # for the ends of answers to reach their clients
 
 T = TypeVar("T")
@@ -59,65 +62,56 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Returns a listening socket. Raises AddressInUse or ConfigError."""
+    """Returns a listening socket: clients may connect from now on. Raises AddressInUse or ConfigError."""
+    host, port = config.host, config.port
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {config.host}: {error}") from error
-    sock = socket.socket(family, kind, proto)
+        raise ConfigError(f"--host {host}: {error}") from error
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)  # clients may connect from now on; they are answered once the loop runs
+        sock = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
-        sock.close()
-        if error.errno in (98, 48):  # EADDRINUSE on Linux and on macOS
-            raise AddressInUse(
-                f"port {config.port} of {config.host} is in use; choose another with --port, or --port 0 for any"
-            ) from error
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+        if error.errno == errno.EADDRINUSE:
+            what = f"port {port} of {host} is in use; choose another with --port, or --port 0 for any"
+            raise AddressInUse(what) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     sock.setblocking(False)
     return sock
 
 
 @asynccontextmanager
-async def listening(sock: socket.socket, handler: Handler) -> AsyncIterator[HttpServer]:
+async def listening(sock: socket.socket, context: Context) -> AsyncIterator[None]:
     """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
-    loop = asyncio.get_running_loop()
-    server = HttpServer(handler)
-    acceptor = await loop.create_server(server, sock=sock, backlog=BACKLOG)
-    heads = asyncio.create_task(server.watch_heads(), name="slow heads")
+    server = HttpServer(App(context, ROUTES))
+    acceptor = await asyncio.get_running_loop().create_server(server, sock=sock, backlog=BACKLOG)
+    timers = [
+        asyncio.create_task(server.watch_heads(), name="slow heads"),
+        asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams"),
+    ]
     try:
-        yield server
+        yield
     finally:
-        heads.cancel()
+        for timer in timers:
+            timer.cancel()
         acceptor.close()
         server.pre_shutdown()
         await server.shutdown(0.5)
-        await asyncio.gather(heads, return_exceptions=True)
+        await asyncio.gather(*timers, return_exceptions=True)
 
 
 async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> int:
     """Runs the server on one loop, from listening to the last answer; returns the exit code."""
-    stop = StopSignals()
-    stop.install()
-    async with listening(sock, App(context, ROUTES)):
-        log.info("listening on %s", hello(context, sock))
-        streams = asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams")
-        try:
-            async with open_it() as front:
-                context.front = front
-                await _serve(context, front, sock, stop)
-        finally:
-            streams.cancel()
-            await asyncio.gather(streams, return_exceptions=True)
-            stop.remove()
+    stop = _stop_signals()
+    async with listening(sock, context):
+        log.info("listening on %s", _hello(context, sock))
+        async with open_it() as front:
+            context.front = front
+            await _serve(context, front, sock, stop)
     return 0
 
 
-async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: StopSignals) -> None:
+async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: asyncio.Event) -> None:
     if front.tokenizer is not None:
         await asyncio.to_thread(front.tokenizer.warm_up)  # the engine takes longer to load than this
     ready: Ready | None = await _unless(stop, front.wait_ready())
@@ -126,7 +120,7 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: S
         seconds = time.monotonic() - context.began
         log.info("ready in %.1f s", seconds)
         if context.config.log_format == "text":
-            sys.stdout.write("\n".join(ready_lines(context, front, ready, sock, seconds)) + "\n")
+            sys.stdout.write("\n".join(_ready_lines(context, front, ready, sock, seconds)) + "\n")
             sys.stdout.flush()
         cause = await _unless(stop, front.died())
         if cause is not None:
@@ -134,18 +128,14 @@ async def _serve(context: Context, front: FrontEnd, sock: socket.socket, stop: S
     context.draining = True
     log.info("stopping: %d requests may finish within %g s", len(context.running), context.config.shutdown_timeout)
     await front.drain(context.config.shutdown_timeout)
-    await _flush(context)
-
-
-async def _flush(context: Context) -> None:
     deadline = time.monotonic() + FLUSH_S
     while (context.running or context.streams) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
-async def _unless(stop: StopSignals, work: Coroutine[Any, Any, T]) -> T | None:
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """Returns the result of `work`, or None if a stop is asked for first."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.asked.wait())
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -155,26 +145,88 @@ async def _unless(stop: StopSignals, work: Coroutine[Any, Any, T]) -> T | None:
         await asyncio.gather(task, stopped, return_exceptions=True)
 
 
-class StopSignals:
-    """The first SIGTERM or SIGINT sets `asked`; the second ends the process, and the engine with it."""
+def _stop_signals() -> asyncio.Event:
+    """Returns an event that the first SIGTERM or SIGINT sets; the second ends the process, and the engine with it."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def install(self) -> None:
-        """Takes over both signals."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal, number)
-
-    def remove(self) -> None:
-        """Gives both signals back."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.remove_signal_handler(number)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self.asked.is_set():
-            log.warning("second %s: stopping now", signal.Signals(number).name)
+    def on_signal(number: signal.Signals) -> None:
+        """Called by the loop."""
+        if asked.is_set():
+            log.warning("second %s: stopping now", number.name)
             os._exit(128 + number)  # the engine process ends when its parent does
-        log.info("%s: draining; once more stops now", signal.Signals(number).name)
-        self.asked.set()
+        log.info("%s: draining; once more stops now", number.name)
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return asked
+
+
+def _base_url(sock: socket.socket) -> str:
+    """Returns a URL under which this machine reaches the server."""
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _hello(context: Context, sock: socket.socket) -> str:
+    """Returns the first line, printed while the model is still loading."""
+    warning = ""
+    if not context.auth.required and context.config.host not in _OPEN_HOSTS:
+        warning = "; ANYONE who reaches this address may use it: set --api-key-file"
+    return f"{_base_url(sock)} (moeserve {__version__}; loading the model){warning}"
+
+
+def _ready_lines(context: Context, front: FrontEnd, ready: Ready, sock: socket.socket, seconds: float) -> list[str]:
+    """Returns the lines for people, printed once the model is ready. seconds: how long the start took."""
+    url, model = _base_url(sock), front.model_name
+    tokens = (ready.num_blocks - 1) * ready.block_size
+    lines = [
+        "",
+        f"moeserve {__version__} is ready in {seconds:.1f} s: {url}",
+        f"  model    {model}: {ready.architecture}, {_count(ready.num_params)} parameters, "
+        f"{_count(ready.num_active_params)} active, {ready.dtype} on {ready.device}, {_size(ready.weight_bytes)}",
+        f"  context  {ready.max_model_len:,} tokens; cache {tokens:,} tokens; {ready.max_num_seqs} sequences at once",
+        *_ranks(front),
+        f"  keys     {'required' if context.auth.required else 'none needed'}; routes: {url}/openapi.json",
+        *[f"  note     {note}" for note in ready.notes],
+        "",
+    ]
+    if front.chat_template is not None:
+        lines += [*_how_to_talk(url, model, keyed=context.auth.required), ""]
+    return lines
+
+
+def _ranks(front: FrontEnd) -> list[str]:
+    if front.fleet is None:
+        return []
+    view = front.fleet.view
+    how = f"experts over {view.dp * view.tp} ranks" if view.together else "each on its own"
+    pids = ", ".join(str(engine.pid) for engine in view.engines)
+    return [f"  ranks    {view.dp} engines (dp) of {view.tp} processes (tp), {how}; engine processes {pids}"]
+
+
+def _how_to_talk(url: str, model: str, *, keyed: bool) -> list[str]:
+    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
+    body = f'{{"messages": [{{"role": "user", "content": "Tell me a story."}}], "stream": true, "model": "{model}"}}'
+    argument = ', api_key="KEY"' if keyed else ""
+    return [
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
+        "",
+        "import asyncio, moeserve",
+        f'client = moeserve.AsyncClient(base_url="{url}/v1"{argument})',
+        'ask = client.chat.completions.create(messages=[{"role": "user", "content": "Tell me a story."}])',
+        "print(asyncio.run(ask).choices[0].message.content)",
+    ]
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

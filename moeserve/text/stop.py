@@ -1,15 +1,21 @@
-"""Stop strings: finds the first one, cuts there, and holds back only text that could still become one."""
+"""Stop strings, which end a text before them, and bad words, which the engine must not complete."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from moeserve.errors import InvalidRequest
+from moeserve.text.tokenizer import Tokenizer
+
+MAX_WORD_TOKENS = 64
 
 
 class StopMatcher:
-    """Finds stop strings in text that comes in pieces. The result does not depend on how the text was split.
+    """Finds the first stop string in text that comes in pieces, and holds back only what could become one.
 
-    The match whose end comes first wins; of several that end together, the one earlier in `stops`. A match counts
-    only if it ends in text that was pushed with active=True (min_tokens reached).
+    The result does not depend on how the text was split. The match whose end comes first wins; of several that end
+    together, the one earlier in `stops`. A match counts only if it ends in text that was pushed with active=True
+    (min_tokens reached).
     """
 
     __slots__ = ("_held", "_include", "_inert", "_stops")
@@ -60,3 +66,25 @@ class StopMatcher:
                     break
                 start += 1
         return keep
+
+
+def bad_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the token sequences of each word, at the start of a text and after a space, without duplicates.
+
+    The form after a space counts only if it is another spelling of as many tokens with another beginning; otherwise
+    the space stands for itself (`" " + word`), and banning the word's own tokens is enough.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = tuple(tokenizer.encode(word.lstrip(" ") or word, special=False))
+        if not bare:
+            raise InvalidRequest("a bad word has no tokens", param="bad_words")
+        if len(bare) > MAX_WORD_TOKENS:
+            raise InvalidRequest(
+                f"a bad word has {len(bare)} tokens; at most {MAX_WORD_TOKENS} are allowed", param="bad_words"
+            )
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(" "), special=False))
+        sequences[bare] = None
+        if spaced[0] != bare[0] and len(spaced) == len(bare):
+            sequences[spaced] = None
+    return tuple(sequences)

@@ -6,6 +6,7 @@ the GIL. `ControlTokens` keeps control tokens that a user typed plain text; `Pie
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ MAX_TOKENIZER_BYTES = 200 * 2**20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
 SHORT = 1000  # characters or tokens
+_TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at least one
 _TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -37,8 +39,8 @@ class Tokenizer:
         self.special_tokens = special_tokens
         self.control = ControlTokens(backend)
         hidden = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._visible = Pieces.of(backend, frozenset())
-        self._skipping = Pieces.of(backend, hidden)
+        self._visible = Pieces(backend, frozenset())
+        self._skipping = Pieces(backend, hidden)
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -90,20 +92,18 @@ class Tokenizer:
             (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
-    def pieces(self, *, skip_special_tokens: bool) -> Pieces | None:
-        """Returns the table of each token's text; None if this tokenizer's decoder looks at neighbours."""
+    def pieces(self, *, skip_special_tokens: bool) -> Pieces:
+        """Returns the table of each token's text."""
         return self._skipping if skip_special_tokens else self._visible
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the token's bytes, which need not be whole characters; empty for an id without a token."""
-        if self._visible is None:
-            return self.decode([token_id], skip_special_tokens=False).encode()
         piece = self._visible[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
     def token_text(self, token_id: int) -> str:
         """Returns the token alone as text: special tokens by name, broken characters as U+FFFD."""
-        piece = self._visible[token_id] if self._visible is not None else self.token_bytes(token_id)
+        piece = self._visible[token_id]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     @cached_property
@@ -141,11 +141,11 @@ class ControlTokens:
     def shield(self, text: str, *, only_special: bool = False) -> str:
         """Returns `text` with its control tokens broken by marks. only_special: but not tags such as `<think>`."""
         pattern = self._special if only_special else self._any
-        return pattern.sub(lambda match: _mark(match.group()), text.replace(MARK, ""))
+        return pattern.sub(lambda match: match[0][:1] + MARK + match[0][1:], unshield(text))
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a rendered prompt that contains marks. May take a second the first time."""
-        named = self._any.sub(lambda match: self._names[match.group()], text)
+        named = self._any.sub(lambda match: self._names[match[0]], text)
         return encode_ids(self.twin, unshield(named), special=False)
 
     @cached_property
@@ -185,10 +185,6 @@ def unshield(text: str) -> str:
     return text.replace(MARK, "")
 
 
-def _mark(token: str) -> str:
-    return token[:1] + MARK + token[1:]
-
-
 def _alternatives(tokens: list[str]) -> re.Pattern[str]:
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -205,49 +201,39 @@ _ALPHABET = _byte_alphabet()
 
 
 class Pieces(dict[int, "str | bytes"]):
-    """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token.
+    """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token and for `hidden` ones.
 
     Computed on first use, so that streams need no decoder call per token. strips_start: the decoder drops one space
-    before the very first word of a text.
+    before the very first word of a text. Knows the decoders of byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and of
+    SentencePiece with byte fallback (Llama 2, Mixtral); the constructor raises CheckpointError for others, whose text
+    of a token depends on its neighbours.
     """
 
-    def __init__(self, backend: Backend, kind: str, replacements: dict[str, str], hidden: frozenset[int]) -> None:
+    def __init__(self, backend: Backend, hidden: frozenset[int]) -> None:
         super().__init__()
         self._backend = backend
-        self._byte_level = kind == "byte_level"
-        self._replacements = replacements
         self._hidden = hidden
-        self.strips_start = kind == "sentencepiece"
-
-    @classmethod
-    def of(cls, backend: Backend, hidden: frozenset[int]) -> Pieces | None:
-        """Returns the table of a tokenizer. hidden: ids with empty text.
-
-        Supports byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and SentencePiece with byte fallback (Llama 2, Mixtral);
-        returns None for other decoders, and `detokenizer.py` then decodes windows of tokens.
-        """
-        if backend.decoder is None:
-            return None
-        steps = _steps(json.loads(backend.decoder.__getstate__()))
-        kinds = [step["type"] for step in steps]
-        if kinds == ["ByteLevel"]:
-            return cls(backend, "byte_level", {}, hidden)
-        replacements: dict[str, str] = {}
-        strips = False
-        for step in steps:
+        self._replacements: dict[str, str] = {}
+        self.strips_start = False
+        decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
+        self._byte_level = [step.get("type") for step in steps] == ["ByteLevel"]
+        for step in [] if self._byte_level else steps:
             match step:
                 case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                    replacements[old] = new
+                    self._replacements[old] = new
                 case {"type": "Metaspace", "replacement": str(mark)}:
-                    replacements[mark] = " "
-                    strips |= step.get("prepend_scheme", "always") != "never"
+                    self._replacements[mark] = " "
+                    self.strips_start |= step.get("prepend_scheme", "always") != "never"
                 case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
-                    strips |= start == 1
+                    self.strips_start |= start == 1
                 case {"type": "ByteFallback" | "Fuse"}:
                     pass
                 case _:
-                    return None
-        return cls(backend, "sentencepiece" if strips else "plain", replacements, hidden)
+                    raise CheckpointError(
+                        f"tokenizer.json: the decoder {step.get('type')} is neither byte-level BPE nor SentencePiece; "
+                        "serve token ids only, with `model: {skip_tokenizer_init: true}` in --config"
+                    )
 
     def __missing__(self, token_id: int) -> str | bytes:
         raw = b"" if token_id in self._hidden else self._bytes(token_id)
@@ -274,5 +260,42 @@ class Pieces(dict[int, "str | bytes"]):
         return token.encode()
 
 
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+class Detokenizer:
+    """Token ids to text, one token at a time, so that the pieces joined are the text of the whole.
+
+    A character whose bytes are spread over tokens is held back until it is whole; bytes that can never become a
+    character turn into U+FFFD at once. The answer continues the text of `prompt_ids`. Takes 0.15 us a token.
+    """
+
+    __slots__ = ("_pending", "_pieces", "_strip", "_utf8")
+
+    def __init__(self, pieces: Pieces, prompt_ids: Sequence[int]) -> None:
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = False  # whether the decoder holds an incomplete character
+        self._strip = False
+        for token_id in prompt_ids[-_TAIL:]:
+            self.push(token_id)
+        self._strip = pieces.strips_start and not any(pieces[token_id] for token_id in prompt_ids)
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that is certain after this token, maybe empty."""
+        piece = self._pieces[token_id]
+        if self._pending or self._strip or piece.__class__ is bytes:
+            return self._slow(piece)
+        return piece  # type: ignore[return-value]  # bytes were handled above
+
+    def flush(self) -> str:
+        """Returns the text that is still held back."""
+        self._pending = False
+        return self._utf8.decode(b"", final=True)
+
+    def _slow(self, piece: str | bytes) -> str:
+        if not piece:
+            return ""
+        text = self._utf8.decode(piece.encode() if isinstance(piece, str) else piece)
+        self._pending = bool(self._utf8.getstate()[0])
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text

@@ -34,7 +34,8 @@ from moeserve.messages import (
     StepRecord,
     Submit,
 )
-from moeserve.server.app import App, Auth, Context
+from moeserve.server.app import App, Context
+from moeserve.server.auth import Auth
 from moeserve.server.http import watch
 from moeserve.server.routes import ROUTES
 from moeserve.server.run import bind, listening
@@ -268,9 +269,9 @@ async def live_server(
     if ready:
         engine.outbox.put(Phase("loading", 50, 0.1))
         engine.outbox.put(engine.ready())
-    tasks = [asyncio.create_task(job) for job in (front.run(), engine.run(), watch(context.streams, config.sse_ping_s))]
+    tasks = [asyncio.create_task(job) for job in (front.run(), engine.run())]
     try:
-        async with listening(sock, App(context, ROUTES)), aiohttp.ClientSession(read_bufsize=2**20) as session:
+        async with listening(sock, context), aiohttp.ClientSession(read_bufsize=2**20) as session:
             if ready:
                 await front.wait_ready()
                 context.started = True

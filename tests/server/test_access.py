@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from moeserve.config import ServerConfig
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.messages import Phase
-from moeserve.server.app import Auth
+from moeserve.server.auth import Auth
 from moeserve.server.routes import ROUTES
 from moeserve.server.run import bind
 

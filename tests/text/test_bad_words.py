@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from moeserve.errors import InvalidRequest
-from moeserve.text.bad_words import bad_sequences
+from moeserve.text.stop import bad_sequences
 
 
 def test_a_word_is_banned_alone_and_after_a_space(byte_level):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from moeserve.text.detokenizer import PieceDetokenizer, WindowDetokenizer, make_detokenizer
-from moeserve.text.tokenizer import Pieces
+from moeserve.errors import CheckpointError
+from moeserve.text.tokenizer import Detokenizer, Pieces
 
 TEXTS = [
     "Once upon a time a fox",
@@ -21,8 +21,8 @@ TEXTS = [
 ]
 
 
-def stream(tokenizer, prompt, ids, **options):
-    detok = make_detokenizer(tokenizer, prompt, **options)
+def stream(tokenizer, prompt, ids, skip_special_tokens=True):
+    detok = Detokenizer(tokenizer.pieces(skip_special_tokens=skip_special_tokens), prompt)
     pieces = [detok.push(i) for i in ids]
     return pieces, "".join(pieces) + detok.flush()
 
@@ -75,16 +75,8 @@ def test_special_tokens_are_shown_on_request(byte_level):
     assert stream(byte_level, [5], [end], skip_special_tokens=False)[1] == "<|im_end|>"
 
 
-def test_windows_give_the_same_text_as_pieces(tokenizer):
-    prompt = tokenizer.encode("the fox said:")
-    for text in TEXTS[:4]:
-        ids = tokenizer.encode(text, special=False)
-        window = WindowDetokenizer(tokenizer, prompt, True)
-        pieces = PieceDetokenizer(tokenizer.pieces(skip_special_tokens=True), prompt)
-        assert "".join(map(window.push, ids)) + window.flush() == "".join(map(pieces.push, ids))
-
-
-def test_unknown_decoders_fall_back_to_windows(byte_level):
+def test_unknown_decoders_are_refused(byte_level):
     backend = type(byte_level.backend).from_str(byte_level.backend.to_str())
     backend.decoder = decoders.WordPiece()
-    assert Pieces.of(backend, frozenset()) is None
+    with pytest.raises(CheckpointError, match="decoder"):
+        Pieces(backend, frozenset())
