@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from moeserve.engine.plan import I32, Agreed
 from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
 from moeserve.moe.ping_pong import PingPong
-from moeserve.moe.streams import CommStream, InFlightTransfer, here
+from moeserve.moe.streams import InFlightTransfer, here
 from moeserve.moe.ubatch import Load, UBatch
 from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
 
@@ -50,16 +50,16 @@ class Meter:
 class UBatchRunner:
     """Runs steps in `ubatches`, of which a step uses the first or all. Not thread-safe.
 
-    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `comm`: the stream of
-    transfers, once the device is known. `round_up`: maps the tokens of the rank with most to the number that all ranks
-    make room for; the same function on all ranks.
+    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `take_transfers`: returns
+    what was joined since the last call, on a device that times its transfers. `round_up`: maps the tokens of the rank
+    with most to the number that all ranks make room for; the same function on all ranks.
     """
 
     def __init__(self, num_ubatches: int = 1, tp_size: int = 1) -> None:
         assert 1 <= num_ubatches <= 2, num_ubatches
         self.ubatches = tuple(UBatch(index) for index in range(num_ubatches))
         self.round_up: Callable[[int], int] = lambda tokens: tokens
-        self.comm = CommStream()
+        self.take_transfers: Callable[[], Sequence[InFlightTransfer]] = tuple
         self._tp_size = tp_size
         self._second = _UBatchThread()
 
@@ -96,7 +96,7 @@ class UBatchRunner:
             exposed_us=min(comm_ns, exposed_ns) // 1000,  # polling takes time even when all rows have arrived
             load_LE=load_LE,
             events=tuple(event for meter in meters for event in meter.events or ()),
-            transfers=self.comm.take_transfers(),
+            transfers=self.take_transfers(),
         )
         for ubatch_meter in meters:
             ubatch_meter.reset(trace=False)
@@ -110,7 +110,7 @@ class UBatchRunner:
         """Returns the result of each micro-batch's work."""
         # The same number of rounds in both micro-batches: with fewer, one would run ahead of the other, layer by layer.
         most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
-        self.comm.take_transfers()  # of a step that failed
+        self.take_transfers()  # of a step that failed
         for ubatch in self.ubatches:
             ubatch.most_tokens = most_tokens
             ubatch.take_load()
@@ -124,16 +124,11 @@ class UBatchRunner:
         ping_pong = PingPong(2)
         first.couple(ping_pong, second)
         second.couple(ping_pong, first)
-        results: dict[int, T] = {}
+        results: dict[int, Any] = {}
 
         def run(ubatch: UBatch) -> None:
             """Runs one micro-batch in its turns; an error ends both."""
-            try:
-                ubatch.enter()
-                results[ubatch.index] = _timed(works[ubatch.index], ubatch)
-                ubatch.leave()
-            except BaseException as exc:
-                ubatch.fail(exc)
+            results[ubatch.index] = ubatch.run_in_turns(lambda: _timed(works[ubatch.index], ubatch))
 
         self._second.start(_like_here(lambda: run(second)))
         run(first)
