@@ -89,11 +89,6 @@ class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     placement: PlacementTable | None = None  # None: a model without experts, or ep off
     vote: str = ""
 
-    @property
-    def dp_size(self) -> int:
-        """Number of engines."""
-        return len(self.hosts)
-
 
 class Place(msgspec.Struct, frozen=True, tag=True):
     """Prepares a placement in the background, layer by layer; the vote commits each layer on all ranks at once."""

@@ -23,7 +23,7 @@ W = TypeVar("W", Tensor, Quantised)
 
 def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
     """Gathers [M, N], contiguous: the columns of all ranks without those that pad the last ranks' shares."""
-    all_MN = tp.gather_columns(part_Mn, channel)
+    all_MN = part_Mn if tp.size == 1 else tp.gather_columns(part_Mn, channel)
     return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
 
 

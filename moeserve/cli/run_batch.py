@@ -77,8 +77,8 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
     """
     from moeserve.cluster.logs import set_up_logging
     from moeserve.frontend.open import open_front_end
-    from moeserve.server.app import App, Auth, Context
-    from moeserve.server.routes import ROUTES
+    from moeserve.server.app import Context
+    from moeserve.server.auth import Auth
     from moeserve.server.run import bind, listening
 
     key = secrets.token_urlsafe(24)
@@ -88,7 +88,7 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
     context, sock = Context(config.server, Auth(config.server)), bind(config.server)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
     async with (
-        listening(sock, App(context, ROUTES)),
+        listening(sock, context),
         open_front_end(config, child=True) as front,
         AsyncClient(url, key) as client,
     ):

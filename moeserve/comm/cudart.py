@@ -1,14 +1,21 @@
-"""The few calls of the CUDA runtime that torch does not offer: memory that other processes may open."""
+"""Device memory that other processes may open, by the few calls of the CUDA runtime that torch does not offer."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from moeserve.comm.shm import module
 from moeserve.errors import ConfigError
+from moeserve.kernels.exchange import meet
+
+if TYPE_CHECKING:
+    from moeserve._native import Region
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 WHOLE = 2 << 20  # smaller allocations may share a block with others, which would be opened with them
@@ -20,10 +27,21 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * 64),)
 
 
-class CudaRuntime:
-    """The CUDA runtime library that torch has loaded. Errors are ConfigErrors with its own message and a remedy."""
+class Offer(msgspec.Struct, frozen=True):
+    """A region that other processes may open. gpu: the UUID of its GPU, the same in all processes."""
 
-    def __init__(self) -> None:
+    handle: bytes
+    gpu: str
+
+
+class CudaMemory:
+    """Regions of device memory over CUDA IPC, between processes on one GPU or on GPUs that reach each other. Errors are
+    ConfigErrors with the CUDA runtime's own message and a remedy. Tests use a stand-in of host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._region: tuple[Tensor, Region] | None = None
+        self._opened: list[int] = []
         major = (torch.version.cuda or "").partition(".")[0]
         try:
             self._lib = ctypes.CDLL(f"libcudart.so.{major}")  # the same one that torch has loaded
@@ -40,39 +58,69 @@ class CudaRuntime:
         self._lib.cudaIpcCloseMemHandle.argtypes = (address,)
         self._lib.cudaGetErrorString.restype = ctypes.c_char_p
 
+    def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
+        """Returns this rank's region, uint8, zeroed when it was made and the same each time, and what lets others open
+        it. The memory lives as long as the process."""
+        if self._region is None or self._region[0].nbytes != num_bytes:
+            address, handle = ctypes.c_void_p(), IpcHandle()
+            whole = -(-num_bytes // WHOLE) * WHOLE
+            remedy = f"{whole >> 20} MiB are asked for; lower --memory-utilization, or --max-num-batched-tokens"
+            torch.cuda.empty_cache()  # gives back what torch holds in reserve
+            self._call(remedy, "cudaMalloc", ctypes.byref(address), whole)
+            start = int(address.value or 0)
+            self._call(remedy, "cudaMemset", start, 0, whole)
+            torch.cuda.synchronize()
+            remedy = "this system lends no device memory between processes (WSL, some virtual GPUs)"
+            self._call(f"{remedy}; use another --all2all", "cudaIpcGetMemHandle", ctypes.byref(handle), start)
+            offer = msgspec.msgpack.encode(Offer(bytes(handle.bytes), _uuid(self.device)))
+            region = module().Region(len(offer))
+            memoryview(region)[:] = offer
+            self._region = tensor_at(start, num_bytes, self.device), region
+        return self._region
+
+    def open(self, rank: int, fd: int) -> int:
+        """Returns the address of another rank's region, of which `fd` holds the offer. Raises ConfigError when that GPU
+        is out of reach."""
+        offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
+        here = torch.cuda.current_device()
+        there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
+        if there is None:
+            raise ConfigError(
+                f"cuda_ipc: GPU {offer.gpu} of rank {rank} is hidden from this rank; let all ranks of a host see all "
+                "their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
+            )
+        if there != here and not torch.cuda.can_device_access_peer(here, there):
+            raise ConfigError(
+                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
+                "peer access; use --all2all deepep_v2, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
+            )
+        address, handle = ctypes.c_void_p(), IpcHandle.from_buffer_copy(offer.handle)
+        remedy = f"rank {rank}'s memory is out of reach"
+        self._call(remedy, "cudaIpcOpenMemHandle", ctypes.byref(address), handle, LAZY_PEER_ACCESS)
+        self._opened.append(int(address.value or 0))
+        return self._opened[-1]
+
+    def close(self) -> None:
+        """Waits until this rank's device has nothing left to do, and unmaps all that `open` mapped."""
+        if self._region is not None:
+            torch.cuda.synchronize(self.device)
+        while self._opened:
+            self._call("the device failed before; start again", "cudaIpcCloseMemHandle", self._opened.pop())
+
+    def words(self, count: int) -> Tensor:
+        """Returns int32 zeros whose changes host and device both see at once."""
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
+        """Queues the kernel that waits for all ranks; see kernels/exchange.py."""
+        meet(bases_R, state, rank, control, timeout_s, call)
+
     def _call(self, remedy: str, name: str, *arguments: Any) -> None:
         code = getattr(self._lib, name)(*arguments)
         if code:
             self._lib.cudaGetLastError()  # else the next launch would report it again
             words = self._lib.cudaGetErrorString(code).decode()
             raise ConfigError(f"{name}: {words} (CUDA error {code}); {remedy}")
-
-    def allocate(self, num_bytes: int) -> int:
-        """Returns the address of zeroed memory on the current device, which lives as long as the process."""
-        address, whole = ctypes.c_void_p(), -(-num_bytes // WHOLE) * WHOLE
-        remedy = f"{whole >> 20} MiB are asked for; lower --memory-utilization, or --max-num-batched-tokens"
-        torch.cuda.empty_cache()  # gives back what torch holds in reserve
-        self._call(remedy, "cudaMalloc", ctypes.byref(address), whole)
-        self._call(remedy, "cudaMemset", address, 0, whole)
-        torch.cuda.synchronize()
-        return int(address.value or 0)
-
-    def handle(self, address: int) -> bytes:
-        """Returns what another process needs to `open` memory that `allocate` returned."""
-        found = IpcHandle()
-        remedy = "this system lends no device memory between processes (WSL, some virtual GPUs); use another --all2all"
-        self._call(remedy, "cudaIpcGetMemHandle", ctypes.byref(found), address)
-        return bytes(found.bytes)
-
-    def open(self, handle: bytes, remedy: str) -> int:
-        """Maps another process's memory and returns its address here. remedy: for the error message."""
-        address, asked = ctypes.c_void_p(), IpcHandle.from_buffer_copy(handle)
-        self._call(remedy, "cudaIpcOpenMemHandle", ctypes.byref(address), asked, LAZY_PEER_ACCESS)
-        return int(address.value or 0)
-
-    def close(self, address: int) -> None:
-        """Unmaps memory that `open` has mapped."""
-        self._call("the device failed before; start again", "cudaIpcCloseMemHandle", address)
 
 
 class _Array:
@@ -88,3 +136,7 @@ class _Array:
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
     """Returns a uint8 tensor [num_bytes] over device memory that it does not own."""
     return torch.as_tensor(_Array(address, num_bytes), device=device)
+
+
+def _uuid(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

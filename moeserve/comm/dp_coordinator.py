@@ -166,10 +166,10 @@ class _Coordinator:
             self._open.set_exception(PeerLost(str(lost), lost.missing))
 
     def _left(self, engine: int, leaving: Leaving) -> None:
-        self._end(PeerLost(f"{_engines([engine])} left: {leaving.cause}", leaving.missing))
+        self._end(PeerLost(f"engine {engine} left: {leaving.cause}", leaving.missing))
 
     def _died(self, engine: int, cause: str) -> None:
-        self._end(PeerLost(f"{_engines([engine])} {cause}", _ranks(self.members, [engine])))
+        self._end(_engines_lost(self.members, [engine], cause))
 
 
 class _Leader(_Coordinator):
@@ -189,8 +189,8 @@ class _Leader(_Coordinator):
                 if not isinstance(error, TimeoutError):
                     raise
         missing = sorted(peer.rank for peer in listener.missing)
-        cause = f"{_engines(missing)} did not come to the vote of epoch {members.epoch} within {members.deadline_s:g} s"
-        raise PeerLost(cause, _ranks(members, missing))
+        cause = f"did not come to the vote of epoch {members.epoch} within {members.deadline_s:g} s"
+        raise _engines_lost(members, missing, cause)
 
     def __init__(self, members: Members, followers: dict[Peer, socket.socket]) -> None:
         super().__init__(members)
@@ -245,8 +245,7 @@ class _Leader(_Coordinator):
 
     def _overdue(self) -> None:
         silent = [engine for engine in range(self._num_engines) if engine not in self._votes]
-        cause = f"{_engines(silent)} did not vote in step {self._step} of epoch {self.epoch}"
-        self._end(PeerLost(cause, _ranks(self.members, silent)))
+        self._end(_engines_lost(self.members, silent, f"did not vote in step {self._step} of epoch {self.epoch}"))
 
 
 class _Follower(_Coordinator):
@@ -259,10 +258,10 @@ class _Follower(_Coordinator):
             async with asyncio.timeout(members.deadline_s):
                 sock = await connect(_address(members), members.token, members.epoch, Peer(members.dp_rank))
         except TimeoutError:
-            cause = f"{_engines([0])} did not open the vote of epoch {members.epoch} within {members.deadline_s:g} s"
-            raise PeerLost(cause, _ranks(members, [0])) from None
+            cause = f"did not open the vote of epoch {members.epoch} within {members.deadline_s:g} s"
+            raise _engines_lost(members, [0], cause) from None
         except ConnectionError as error:
-            raise PeerLost(f"{_engines([0])}: {error}", _ranks(members, [0])) from None
+            raise _engines_lost(members, [0], f"did not accept this engine: {error}") from None
         return cls(members, sock)
 
     def __init__(self, members: Members, sock: socket.socket) -> None:
@@ -286,8 +285,7 @@ class _Follower(_Coordinator):
             raise ValueError(f"votes while this engine does not vote, in step {self._step}")
 
     def _overdue(self) -> None:
-        cause = f"{_engines([0])} did not answer in step {self._step} of epoch {self.epoch}"
-        self._end(PeerLost(cause, _ranks(self.members, [0])))
+        self._end(_engines_lost(self.members, [0], f"did not answer in step {self._step} of epoch {self.epoch}"))
 
 
 def _address(members: Members) -> Address:
@@ -308,10 +306,8 @@ def _listen(members: Members) -> StreamListener:
         raise (ConfigError(cause) if members.one_host else PeerLost(cause)) from None
 
 
-def _engines(numbers: list[int]) -> str:
-    """[1] -> "engine 1", [1, 3] -> "engines 1, 3" """
-    return f"engine{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def _ranks(members: Members, engines: list[int]) -> tuple[int, ...]:
-    return tuple(rank for rank in range(members.size) if rank // members.tp_size in engines)
+def _engines_lost(members: Members, engines: list[int], cause: str) -> PeerLost:
+    """[1, 3] -> "engines 1, 3 did not ..." and the ranks of these engines."""
+    names = f"engine{'s' if len(engines) > 1 else ''} {', '.join(map(str, engines))}"
+    ranks = tuple(rank for rank in range(members.size) if rank // members.tp_size in engines)
+    return PeerLost(f"{names} {cause}", ranks)

@@ -76,7 +76,7 @@ class Mesh:
             self._channels = [Channel(self, index) for index in range(self.num_channels)]
             return
         deadline = time.monotonic() + members.deadline_s
-        host, port = _address(members.store)
+        host, port = _address(members.store) if "/" not in members.store else ("127.0.0.1", 0)
         address = _local_address(members, host)
         self._store = store = self._open_store(host, port, deadline)
         self._await_ranks(store, deadline)
@@ -86,7 +86,8 @@ class Mesh:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         try:
             prefixed = dist.PrefixStore(f"{self._prefix}/gloo", store)
-            self._group = dist.ProcessGroupGloo(prefixed, members.rank, members.size, options)
+            self._group = group = dist.ProcessGroupGloo(prefixed, members.rank, members.size, options)
+            group.set_timeout(timedelta(seconds=members.deadline_s))  # of sends and collectives, from here on
         except RuntimeError as error:
             self.close()
             raise PeerLost(f"a rank left while all were connecting: {error}") from None
@@ -113,12 +114,12 @@ class Mesh:
         self._closed.set()
         with self.lock:
             channels, self._channels = self._channels, []
-            group, self._group = self._group, None
-            self._store = self._server = None
-        for peer in range(0 if group is None else group.size()):
-            if peer != self.members.rank:  # a connection that is gone fails at once, without closing the others
-                with contextlib.suppress(RuntimeError):  # the time-out is the purpose
-                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+            group: Any = self._group
+            self._group = self._store = self._server = None
+        others = [] if group is None else [rank for rank in range(group.size()) if rank != group.rank()]
+        for peer in others:  # a connection that is gone fails at once, without closing the others
+            with contextlib.suppress(RuntimeError):  # the time-out is the purpose
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
         for channel in channels:
             channel.close()
 
@@ -129,6 +130,8 @@ class Mesh:
         return PeerLost(f"epoch {self.members.epoch}, rank {self.members.rank}: {reason}", self.missing)
 
     def _open_store(self, host: str, port: int, deadline: float) -> Any:
+        if "/" in self.members.store:
+            return dist.FileStore(self.members.store, self.members.size)
         limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         if self.members.rank == 0:
             try:
@@ -186,7 +189,7 @@ class Channel:
         self.mesh = mesh
         self._index = index
         self._tag = 0
-        self._sends: list[_Sent] = []  # until they are known to have arrived
+        self.sends: list[_Sent] = []  # until they are known to have arrived
         self._watch: SimpleQueue[Exchange | None] | None = None
 
     def post(
@@ -215,33 +218,21 @@ class Channel:
             raise mesh.lost()
         try:
             for peer, tensor in receive:
-                receives.append((peer, mesh.group.recv([tensor], peer, self._number(self._tag))))
+                receives.append((peer, mesh.group.recv([tensor], peer, self.number(self._tag))))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
         return Exchange(self, self._tag, receives)
 
-    def send(self, tag: int, send: Mapping[int, Tensor], release: Callable[[], None]) -> None:
-        """Sends this rank's messages of exchange `tag`, or some of them. Raises PeerLost."""
-        mesh, peer, works = self.mesh, -1, []
-        if mesh.closed:
-            raise mesh.lost()
-        try:
-            for peer, tensor in send.items():
-                works.append(mesh.group.send([tensor], peer, self._number(tag)))
-        except RuntimeError as error:
-            raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
-        self._sends.append(_Sent(tag, works, list(send.values()), release))
-
-    def _number(self, tag: int) -> int:
-        """The exchange's tag among those of all channels."""
+    def number(self, tag: int) -> int:
+        """Returns an exchange's tag among those of all channels."""
         return tag * self.mesh.num_channels + self._index
 
     def finish(self, tag: int) -> None:
         """Releases what was sent before exchange `tag`: a peer that answered this one has received all before it."""
-        sends, self._sends = self._sends, []
+        sends, self.sends = self.sends, []
         for sent in sends:
             if sent.tag == tag:
-                self._sends.append(sent)
+                self.sends.append(sent)
                 continue
             for work in sent.works:
                 work.wait()
@@ -251,7 +242,7 @@ class Channel:
         """Ends the thread that receives and drops what was sent, once the connections are closed."""
         if self._watch is not None:
             self._watch.put(None)
-        self._sends = []  # they keep the group alive, and with it the store's port
+        self.sends = []  # they keep the group alive, and with it the store's port
 
     def watch(self, exchange: Exchange) -> None:
         """Has a thread receive the exchange: its time of arrival is then exact though nobody waits yet, and a wait can
@@ -291,7 +282,15 @@ class Exchange:
 
     def send(self, tensors: Mapping[int, Tensor], release: Callable[[], None]) -> None:
         """Sends this rank's messages of the exchange, or some of them, as in `Channel.post`. Raises PeerLost."""
-        self._channel.send(self._tag, tensors, release)
+        channel, mesh, peer, works = self._channel, self._channel.mesh, -1, []
+        if mesh.closed:
+            raise mesh.lost()
+        try:
+            for peer, tensor in tensors.items():
+                works.append(mesh.group.send([tensor], peer, channel.number(self._tag)))
+        except RuntimeError as error:
+            raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
+        channel.sends.append(_Sent(self._tag, works, list(tensors.values()), release))
 
     def watch(self) -> None:
         """To be called once everything is sent: begins to receive in the background."""

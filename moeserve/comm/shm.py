@@ -15,11 +15,10 @@ from contextlib import closing, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from torch import Tensor
 
 from moeserve.comm.members import Members
-from moeserve.comm.stream import HEADER, Peer, StreamListener, connect, frame
+from moeserve.comm.stream import HEADER, Peer, StreamListener, connect
 from moeserve.comm.tensor import TensorParallel
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.ops.native import native
@@ -30,12 +29,6 @@ if TYPE_CHECKING:
 LOOK_S = 0.02  # how often a rank that waits for others looks whether it was told to leave
 MAX_FACTS_BYTES = 1 << 16
 GATHER_PART_BYTES = 16 << 20
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """The settings that must be the same on all ranks. A rank's memory comes along with it."""
-
-    text: str
 
 
 def module() -> ModuleType:
@@ -147,15 +140,16 @@ class ShmGroup:
 
     def _exchange(self, regions: list[Region], facts: str, until_s: float) -> None:
         """Sends the own facts and memory to all, then receives theirs."""
+        text = facts.encode()
         for peer, sock in self._sockets.items():
             sock.settimeout(max(LOOK_S, until_s - time.monotonic()))
             with suppress(OSError):  # what is received says more
-                socket.send_fds(sock, [frame(Facts(facts))], [regions[peer.channel].fd])
+                socket.send_fds(sock, [HEADER.pack(len(text)) + text], [regions[peer.channel].fd])
         theirs: dict[int, str] = {}
         for peer, sock in self._sockets.items():
             try:
                 theirs[peer.rank], fd = _receive_facts(sock)
-            except (OSError, ValueError, msgspec.MsgspecError):
+            except (OSError, ValueError):
                 self._check_time(until_s, {peer.rank})
                 raise PeerLost(f"rank {peer.rank} ended while the ranks connected", (peer.rank,)) from None
             with self._lock:
@@ -195,7 +189,7 @@ class ShmGroup:
 
 
 def _receive_facts(sock: socket.socket) -> tuple[str, int]:
-    """Returns a peer's facts and the descriptor of its memory. Raises OSError, ValueError or MsgspecError."""
+    """Returns a peer's facts and the descriptor of its memory. Raises OSError or ValueError."""
     header, fds, _, _ = socket.recv_fds(sock, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if len(header) < HEADER.size or len(fds) != 1 or (size := HEADER.unpack(header)[0]) > MAX_FACTS_BYTES:
@@ -206,7 +200,7 @@ def _receive_facts(sock: socket.socket) -> tuple[str, int]:
             if not part:
                 raise ValueError("the end came early")
             body += part
-        return msgspec.msgpack.decode(body, type=Facts).text, fds[0]
+        return body.decode(), fds[0]
     except BaseException:
         for fd in fds:
             os.close(fd)

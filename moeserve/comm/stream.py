@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -149,34 +149,24 @@ async def connect(address: Address, token: str, epoch: int, me: Peer) -> socket.
     Tries until somebody listens there; the caller sets the deadline. Raises ConnectionError when the listener is none
     of the group, or turned us away.
     """
+    loop = asyncio.get_running_loop()
     while True:
-        if (sock := await _dial(address)) is not None:
-            break
-        await asyncio.sleep(_RETRY_S)
-    try:
-        await _introduce(sock, token, epoch, me)
-    except (OSError, EOFError) as error:
-        sock.close()
-        raise ConnectionError(f"connection refused in epoch {epoch} ({error}): another token or epoch?") from None
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-async def _dial(address: Address) -> socket.socket | None:
-    """A connected socket; None when nobody can be reached there yet."""
-    sock = socket.socket(_family(address))
-    sock.setblocking(False)
-    try:
-        await asyncio.get_running_loop().sock_connect(sock, address)
-    except OSError:  # nobody listens, or the network is not up
-        sock.close()
-        return None
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        with ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(_family(address)))
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, address)
+            except OSError:  # nobody listens, or the network is not up
+                sock.close()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            try:
+                await _introduce(sock, token, epoch, me)
+            except (OSError, EOFError) as error:
+                reason = f"connection refused in epoch {epoch} ({error}): another token or epoch?"
+                raise ConnectionError(reason) from None
+            stack.pop_all()
+            return sock
 
 
 async def _introduce(sock: socket.socket, token: str, epoch: int, me: Peer) -> None:

@@ -9,99 +9,26 @@ R ranks, B bytes.
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.comm.cudart import CudaRuntime, tensor_at
+from moeserve.comm.cudart import CudaMemory
 from moeserve.comm.members import Members
-from moeserve.comm.shm import ShmGroup, module
-from moeserve.errors import ConfigError, PeerLost
-from moeserve.kernels.exchange import FAILED, TOLD, WRONG, meet
-
-if TYPE_CHECKING:
-    from moeserve._native import Region
+from moeserve.comm.shm import ShmGroup
+from moeserve.errors import PeerLost
+from moeserve.kernels.exchange import FAILED, TOLD, WRONG
 
 HEAD_BYTES = 4096  # of each micro-batch's part: a flag of 8 bytes per rank
 MEETINGS = 38  # bits for the number of a meeting within its epoch, of the 53 that a flag has for numbers
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """A region that other processes may open. gpu: the UUID of its GPU, the same in all processes."""
-
-    handle: bytes
-    gpu: str
-
-
-class CudaMemory:
-    """Regions of device memory over CUDA IPC, between processes on one GPU or on GPUs that reach each other. Tests use
-    a stand-in of host memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._runtime = CudaRuntime()
-        self._region: tuple[Tensor, Region] | None = None
-        self._opened: list[int] = []
-
-    def allocate(self, num_bytes: int) -> tuple[Tensor, Region]:
-        """Returns this rank's region, uint8, zeroed when it was made and the same each time, and what lets others open
-        it."""
-        if self._region is None or self._region[0].nbytes != num_bytes:
-            address = self._runtime.allocate(num_bytes)
-            offer = msgspec.msgpack.encode(Offer(self._runtime.handle(address), _uuid(self.device)))
-            region = module().Region(len(offer))
-            memoryview(region)[:] = offer
-            self._region = tensor_at(address, num_bytes, self.device), region
-        return self._region
-
-    def open(self, rank: int, fd: int) -> int:
-        """Returns the address of another rank's region, of which `fd` holds the offer. Raises ConfigError when that GPU
-        is out of reach."""
-        offer = msgspec.msgpack.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Offer)
-        here = torch.cuda.current_device()
-        there = {_uuid(i): i for i in range(torch.cuda.device_count())}.get(offer.gpu)
-        if there is None:
-            raise ConfigError(
-                f"cuda_ipc: GPU {offer.gpu} of rank {rank} is hidden from this rank; let all ranks of a host see all "
-                "their GPUs in CUDA_VISIBLE_DEVICES, each takes its own"
-            )
-        if there != here and not torch.cuda.can_device_access_peer(here, there):
-            raise ConfigError(
-                f"cuda_ipc: GPU {here} cannot reach the memory of GPU {there} (rank {rank}): neither NVLink nor PCIe "
-                "peer access; use --all2all deepep_v2, or GPUs that `nvidia-smi topo -p2p r` shows as OK"
-            )
-        self._opened.append(self._runtime.open(offer.handle, f"rank {rank}'s memory is out of reach"))
-        return self._opened[-1]
-
-    def close(self) -> None:
-        """Waits until this rank's device has nothing left to do, and unmaps all that `open` mapped."""
-        if self._region is not None:
-            torch.cuda.synchronize(self.device)
-        while self._opened:
-            self._runtime.close(self._opened.pop())
-
-    def words(self, count: int) -> Tensor:
-        """Returns int32 zeros whose changes host and device both see at once."""
-        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
-
-    def meet(self, bases_R: Tensor, state: Tensor, rank: int, control: Tensor, timeout_s: float, call: int) -> None:
-        """Queues the kernel that waits for all ranks; see kernels/exchange.py."""
-        meet(bases_R, state, rank, control, timeout_s, call)
-
-
-def _uuid(device: torch.device | int) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,14 @@ T rows, N columns of one rank, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import Mesh, dist
+from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
 from moeserve.comm.nccl import DeviceMesh
 from moeserve.errors import PeerLost
@@ -94,12 +93,16 @@ def side_by_side(parts_RTN: Tensor) -> Tensor:
 class GlooTensor(TensorParallel):
     """`TensorParallel` by torch's Gloo: every rank sends its part to every other one."""
 
+    _new_mesh: Callable[..., Mesh] = Mesh
     _mesh: Mesh | None = None
     _first_rank = 0  # of the engine
 
     def _connect(self, members: Members) -> None:
         self._first_rank = members.tp_ranks[0]
-        self._mesh = self._new_mesh(members)
+        first, last = members.tp_ranks[0], members.tp_ranks[-1]
+        hosts, store = members.host_of[first : last + 1], os.path.join(members.directory, f"tensor-{members.dp_rank}")
+        engine = replace(members, rank=members.tp_rank, host_of=hosts, store=store)
+        self._mesh = self._new_mesh(engine, self._num_channels, "tensor", f"{self._num_channels} channels")
         try:
             self._mesh.connect()
         except PeerLost as error:
@@ -119,9 +122,6 @@ class GlooTensor(TensorParallel):
         out_TD = x_TD.new_empty((sum(counts), x_TD.shape[1]))
         self._exchange(x_TD, torch.split(out_TD, list(counts)), channel)
         return out_TD
-
-    def _new_mesh(self, members: Members) -> Mesh:
-        return _EngineMesh(members, self._num_channels)
 
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
         """Fills parts[r] with rank r's `mine`; empty parts do not travel."""
@@ -144,17 +144,16 @@ class GlooTensor(TensorParallel):
 class DeviceTensor(GlooTensor):
     """`TensorParallel` by NCCL, one GPU per rank, on the stream that computes; the host does not wait."""
 
+    _new_mesh = DeviceMesh
+
     def check(self) -> None:
         """Raises PeerLost if what the device computed is invalid; see `DeviceMesh.check`."""
         if isinstance(self._mesh, DeviceMesh):
             self._mesh.check()
 
-    def _new_mesh(self, members: Members) -> Mesh:
-        return _EngineDeviceMesh(members, self._num_channels)
-
     def _exchange(self, mine: Tensor, parts: Sequence[Tensor], channel: int) -> None:
         """Sends as many rows of every rank as the longest part has: all ranks know how many of them count."""
-        assert self._mesh is not None
+        assert isinstance(self._mesh, DeviceMesh)
         most = max(len(part) for part in parts)
         all_RTN = mine.new_empty((self.size, most, mine.shape[1]))
         sent_TN = torch.nn.functional.pad(mine, (0, 0, 0, most - len(mine))).contiguous()
@@ -164,23 +163,6 @@ class DeviceTensor(GlooTensor):
             raise self._of_group(error) from None
         for part, found_TN in zip(parts, all_RTN, strict=True):
             part.copy_(found_TN[: len(part)])
-
-
-class _EngineMesh(Mesh):
-    """The ranks of one engine. They share a machine, so their store is a file in the epoch's folder."""
-
-    def __init__(self, members: Members, num_channels: int) -> None:
-        first, last = members.tp_ranks[0], members.tp_ranks[-1]
-        self._file = Path(members.directory) / f"tensor-{members.dp_rank}"
-        engine = replace(members, rank=members.tp_rank, host_of=members.host_of[first : last + 1], store="127.0.0.1:0")
-        super().__init__(engine, num_channels, "tensor", f"{num_channels} channels")
-
-    def _open_store(self, host: str, port: int, deadline: float) -> Any:
-        return dist.FileStore(str(self._file), self.members.size)
-
-
-class _EngineDeviceMesh(_EngineMesh, DeviceMesh):
-    """The same, with NCCL's collectives."""
 
 
 def _bytes(x: Tensor) -> Tensor:

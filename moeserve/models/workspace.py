@@ -5,7 +5,7 @@ T tokens (rounded up), D model width, H heads, G KV heads, d head width, I exper
 Under tensor parallelism a rank computes a part of the columns. Gathered columns come on top, up to three times: as
 sent (the transport may keep them for a while), as received, and in order.
 
-Where experts are sharded, a rank also takes in rows of all others, up to what `moe/all2all/rounds.py` allows.
+Where experts are sharded, a rank also takes in rows of all others, up to what `moe/all2all/registry.py` allows.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from moeserve.moe.ubatch import UBatch
 SharedExpert = Callable[[Tensor], Tensor]
 
 
+@dataclass(eq=False)
 class MoELayer:
     """One layer's experts behind one all2all backend and one expert kernel.
 
@@ -34,23 +36,13 @@ class MoELayer:
     when experts move or the group changes. shared: maps x [T, D] to what is added to every token.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        all2all: All2All,
-        experts: Experts,
-        packed: Any,
-        to_physical: LogicalToPhysical,
-        shared: SharedExpert | None = None,
-        tp: TensorParallel = ALONE,
-    ) -> None:
-        self.all2all = all2all
-        self.experts = experts
-        self.packed = packed
-        self.to_physical = to_physical
-        self._router = router
-        self._shared = shared
-        self._tp = tp
+    router: Router
+    all2all: All2All
+    experts: Experts
+    packed: Any
+    to_physical: LogicalToPhysical
+    shared: SharedExpert | None = None
+    tp: TensorParallel = ALONE
 
     @property
     def recordable(self) -> bool:
@@ -62,19 +54,17 @@ class MoELayer:
 
         num_tokens: an int, or an int32 tensor [1] where the layer is `recordable`.
         """
-        routing = self._router(x_TD, num_tokens)
+        routing = self.router(x_TD, num_tokens)
         ubatch.note_load(self.to_physical.load(routing))
-        routing = self.to_physical(routing)
-        if isinstance(num_tokens, Tensor):
-            assert self._tp.size == 1, "the device's number of tokens cannot be shared out"
-            return self._compute(x_TD, routing, len(x_TD), ubatch)
-        if self._tp.size == 1:
-            return self._compute(x_TD, routing, num_tokens, ubatch)
-        shares = [share(num_tokens, self._tp.size, rank) for rank in range(self._tp.size)]
+        routing, tp = self.to_physical(routing), self.tp
+        if tp.size == 1:
+            return self._compute(x_TD, routing, len(x_TD) if isinstance(num_tokens, Tensor) else num_tokens, ubatch)
+        assert not isinstance(num_tokens, Tensor), "the device's number of tokens cannot be shared out"
+        shares = [share(num_tokens, tp.size, rank) for rank in range(tp.size)]
         counts = [part.stop - part.start for part in shares]
-        mine = shares[self._tp.rank]
-        part_TD = self._compute(x_TD[mine], routing.rows(mine), counts[self._tp.rank], ubatch)
-        out_TD = self._tp.gather_rows(part_TD, counts, ubatch.index)
+        mine = shares[tp.rank]
+        part_TD = self._compute(x_TD[mine], routing.rows(mine), counts[tp.rank], ubatch)
+        out_TD = tp.gather_rows(part_TD, counts, ubatch.index)
         return torch.nn.functional.pad(out_TD, (0, 0, 0, x_TD.shape[0] - num_tokens))
 
     def serve(self, like_D: Tensor, ubatch: UBatch) -> None:
@@ -86,7 +76,7 @@ class MoELayer:
         tokens needs."""
         out_TD, shared_TD = torch.empty_like(x_TD), list[Tensor]()
         run_shared = None
-        if (shared := self._shared) is not None and len(x_TD):
+        if (shared := self.shared) is not None and len(x_TD):
             run_shared = lambda: shared_TD.append(shared(x_TD))  # noqa: E731
         limit = self.all2all.caps.max_tokens or sys.maxsize
         for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
@@ -114,25 +104,18 @@ class MoELayer:
         self.experts.run(rest, self.packed, y[int(first.ends_e[-1]) :])
 
 
+@dataclass(eq=False)
 class FusedMoELayer(MoELayer):
     """A layer on one rank whose router, dispatch, experts and combine are one call of the expert kernel. The bits are
     those of the four steps."""
 
     recordable = True
 
-    def __init__(
-        self,
-        router: Router,
-        all2all: All2All,
-        experts: Fusible,
-        packed: Any,
-        to_physical: LogicalToPhysical,
-        shared: SharedExpert | None = None,
-    ) -> None:
-        super().__init__(router, all2all, experts, packed, to_physical, shared)
-        self._fused = experts.fuse(router)
+    def __post_init__(self) -> None:
+        assert isinstance(self.experts, Fusible)
+        self._fused = self.experts.fuse(self.router)
 
     def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
         """See `MoELayer.__call__`."""
         out_TD = ubatch.run_fused(lambda: self._fused(x_TD, self.packed, num_tokens))
-        return out_TD if self._shared is None else out_TD + self._shared(x_TD)
+        return out_TD if self.shared is None else out_TD + self.shared(x_TD)

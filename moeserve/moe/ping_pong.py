@@ -30,15 +30,16 @@ class PingPong:
         self._working = list(range(size))
 
     def take(self, index: int) -> None:
-        """Waits for this micro-batch's first turn."""
-        self._wait(index)
+        """Waits for this micro-batch's turn."""
+        self._turns[index].acquire()
+        self._check()
 
     def pass_on(self, index: int) -> None:
         """Lets the others work; returns on this micro-batch's next turn, at once if no other one is left."""
         self._check()
         if (following := self._following(index)) != index:
             self._wake(following)
-            self._wait(index)
+            self.take(index)
 
     def give_up(self, index: int) -> None:
         """Ends this micro-batch's turns; the next one goes on."""
@@ -61,10 +62,6 @@ class PingPong:
     def _wake(self, index: int) -> None:
         with contextlib.suppress(RuntimeError):  # awake already: poisoned a moment ago
             self._turns[index].release()
-
-    def _wait(self, index: int) -> None:
-        self._turns[index].acquire()
-        self._check()
 
     def _check(self) -> None:
         if self.error is not None:

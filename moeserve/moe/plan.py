@@ -44,13 +44,13 @@ class MoENeeds:
 class MoEPlan:
     """The backend and the kernel that were picked, and why each other pair was not.
 
-    fused: the kernel, where one call of it runs router, dispatch, experts and combine. reasons: (backend, kernel,
+    fused: whether one call of the kernel runs router, dispatch, experts and combine. reasons: (backend, kernel,
     "picked" with what a user should know, or what is in the way) for every pair; the last one is about fusing.
     """
 
     all2all: All2All
     experts: Experts
-    fused: Fusible | None
+    fused: bool
     needs: MoENeeds
     reasons: tuple[tuple[str, str, str], ...]
 
@@ -63,9 +63,8 @@ class MoEPlan:
         tp: TensorParallel = ALONE,
     ) -> MoELayer:
         """Returns a layer that runs as planned. packed: its weights, as `experts.pack` returned them."""
-        if self.fused is not None:
-            return FusedMoELayer(router, self.all2all, self.fused, packed, to_physical, shared)
-        return MoELayer(router, self.all2all, self.experts, packed, to_physical, shared, tp)
+        kind = FusedMoELayer if self.fused else MoELayer
+        return kind(router, self.all2all, self.experts, packed, to_physical, shared, tp)
 
     def table(self) -> str:
         """Returns the needs and the reasons as aligned lines for the log."""
@@ -98,9 +97,8 @@ def plan_moe(needs: MoENeeds, backends: Sequence[All2All], kernels: Sequence[Exp
     reasons.append(
         ("fused", kernel.caps.name, not_fused or "picked: router, dispatch, experts and combine are one call")
     )
-    fused = kernel if isinstance(kernel, Fusible) and not_fused is None else None
     all2all = GroupedFromSlotted(backend) if _regroups(backend, kernel) else backend
-    return MoEPlan(all2all, kernel, fused, needs, tuple(reasons))
+    return MoEPlan(all2all, kernel, not_fused is None, needs, tuple(reasons))
 
 
 def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:

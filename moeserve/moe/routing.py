@@ -6,12 +6,15 @@ T tokens, E experts, K experts per token, D model width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
+
+if TYPE_CHECKING:
+    from moeserve.loader.spec import RouterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +32,14 @@ class Routing:
         return Routing(self.ids_TK[rows], self.weights_TK[rows])
 
 
-class RouterRule(Protocol):
-    """A softmax router's parameters (`RouterSpec` in loader/spec.py)."""
-
-    @property
-    def score(self) -> str:
-        """ "softmax" over all experts, or "softmax_selected" over the chosen ones."""
-        ...
-
-    @property
-    def renormalize(self) -> bool:
-        """Whether the chosen experts' weights are scaled to a sum of 1."""
-        ...
-
-
+@dataclass(frozen=True, slots=True)
 class Router:
     """Scores all experts by one matrix product, `gate`, and keeps the best `top_k`."""
 
-    def __init__(self, gate: Linear, top_k: int, rule: RouterRule, ops: Ops) -> None:
-        self.gate = gate
-        self.top_k = top_k
-        self.rule = rule
-        self.ops = ops
+    gate: Linear
+    top_k: int
+    rule: RouterSpec
+    ops: Ops
 
     def __call__(self, x_TD: Tensor, num_tokens: int | Tensor) -> Routing:
         """Returns the choices of the first `num_tokens` rows; the rest are padding. num_tokens: an int, or with the

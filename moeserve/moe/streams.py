@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -65,23 +65,6 @@ class InFlightTransfer:
         return int(took_ms * 1000), int(max(0.0, min(took_ms, stood_ms)) * 1000)
 
 
-class Launched(Generic[T]):
-    """Work that may still be running on the device; the tensors in `value` are not to be read before `join`."""
-
-    __slots__ = ("_transfer", "value")
-
-    def __init__(self, value: T, transfer: InFlightTransfer | None = None) -> None:
-        self.value = value
-        self._transfer = transfer
-
-    def join(self) -> T:
-        """Makes the current stream wait for the work, once, and returns `value`."""
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.join()
-        return self.value
-
-
 class CommStream:
     """Runs work in the order of the calls, each after all that the calling thread's current stream was given before.
 
@@ -89,9 +72,11 @@ class CommStream:
     anyway.
     """
 
-    def launch(self, work: Callable[[], T]) -> Launched[T]:
-        """Runs `work`, which must name all tensors that it uses and did not make: they live until `join`."""
-        return Launched(work())
+    def launch(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Runs `work`, and returns a `join`: it makes the current stream wait for the work, and returns its value. The
+        work must name all tensors that it uses and did not make: they live until `join`."""
+        value = work()
+        return lambda: value
 
     def watch(self) -> AbstractContextManager[None]:
         """Times a transfer that begins here without `launch`; to be entered as an `InFlightTransfer` is."""
@@ -109,7 +94,7 @@ class CudaStream(CommStream):
         self._stream = torch.cuda.Stream(device, priority=HIGH)  # type: ignore[no-untyped-call]
         self._transfers: list[InFlightTransfer] = []
 
-    def launch(self, work: Callable[[], T]) -> Launched[T]:
+    def launch(self, work: Callable[[], T]) -> Callable[[], T]:
         """See `CommStream`."""
         transfer = self._begin(work)
         with torch.cuda.stream(self._stream):
@@ -118,7 +103,14 @@ class CudaStream(CommStream):
                 value = work()
             finally:  # of work that fails a part may run
                 transfer.ended.record()
-        return Launched(value, transfer)
+
+        def join() -> T:
+            """Waits once; a second call only returns the value."""
+            if not transfer.is_joined:
+                transfer.join()
+            return value
+
+        return join
 
     def watch(self) -> AbstractContextManager[None]:
         """See `CommStream`."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +19,8 @@ from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
 from moeserve.messages import TraceEvent
-from moeserve.moe.all2all.base import Completed
+from moeserve.moe.all2all.base import Completed, Pending
 from moeserve.moe.ping_pong import PingPong
-
-if TYPE_CHECKING:
-    from moeserve.moe.all2all.base import Pending
 
 T = TypeVar("T")
 Load = NDArray[np.int64] | Tensor  # rows per expert; a tensor where they were counted on a device
@@ -30,6 +28,7 @@ SHORTEST_NS = 1000  # a shorter span of work is no work
 WORK_BEFORE = {"dispatch": "attention", "combine": "experts"}
 
 
+@dataclass(slots=True)
 class UBatchMeter:
     """Times of a micro-batch's transfers in one step, in ns on the monotonic clock.
 
@@ -41,14 +40,11 @@ class UBatchMeter:
     and a trace shows when they were launched.
     """
 
-    __slots__ = ("_resumed_ns", "_track", "comm_ns", "events", "exposed_ns")
-
-    def __init__(self, index: int) -> None:
-        self._track = index
-        self.comm_ns = 0
-        self.exposed_ns = 0
-        self.events: list[TraceEvent] | None = None
-        self._resumed_ns = 0
+    index: int
+    comm_ns: int = 0
+    exposed_ns: int = 0
+    events: list[TraceEvent] | None = None
+    _resumed_ns: int = 0
 
     def reset(self, trace: bool) -> None:
         """Begins a step."""
@@ -65,7 +61,7 @@ class UBatchMeter:
         if self.events is not None:
             now_ns = time.monotonic_ns()
             if now_ns - self._resumed_ns >= SHORTEST_NS:
-                self.events.append(TraceEvent(name, f"micro-batch {self._track}", self._resumed_ns, now_ns, layer))
+                self.events.append(TraceEvent(name, f"micro-batch {self.index}", self._resumed_ns, now_ns, layer))
             self._resumed_ns = now_ns
 
     def transfer(self, name: str, layer: int, start_ns: int, wait_ns: int, end_ns: int, arrived_ns: int) -> None:
@@ -76,7 +72,7 @@ class UBatchMeter:
         self.comm_ns += max(0, arrived_ns - start_ns)
         self.exposed_ns += max(0, arrived_ns - wait_ns)
         if self.events is not None:
-            track = f"transfer {self._track}"
+            track = f"transfer {self.index}"
             self.events.append(TraceEvent(name, track, start_ns, max(start_ns, arrived_ns), layer))
             self._resumed_ns = max(wait_ns, arrived_ns)
 
@@ -109,26 +105,25 @@ class UBatch:
         """Whether this step has two micro-batches, on every rank."""
         return self._ping_pong is not None
 
-    def enter(self) -> None:
-        """Waits for this micro-batch's first turn."""
-        if self._ping_pong is not None:
-            self._ping_pong.take(self.index)
-
-    def leave(self) -> None:
-        """Ends this micro-batch's part of the step; the sibling goes on alone."""
-        if self._ping_pong is not None:
+    def run_in_turns(self, work: Callable[[], T]) -> T | None:
+        """Runs this micro-batch's part of the step from its first turn on; then the sibling goes on alone. An error
+        ends the step of both and becomes the `PingPong`'s."""
+        ping_pong = self._ping_pong
+        assert ping_pong is not None
+        try:
+            ping_pong.take(self.index)
+            result = work()
             self._receive()
             if self._sibling is not None:
                 self._sibling._sibling = None
-            self._ping_pong.give_up(self.index)
-        self._ping_pong = self._sibling = None
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the step of both micro-batches because of this one's error."""
-        if self._ping_pong is not None:
-            self._ping_pong.poison(error)
-        self._ping_pong = self._sibling = None
-        self._inbox.clear()
+            ping_pong.give_up(self.index)
+            return result
+        except BaseException as error:
+            ping_pong.poison(error)
+            self._inbox.clear()
+            return None
+        finally:
+            self._ping_pong = self._sibling = None
 
     def overlap(
         self, start: Callable[[], Pending[T]], meanwhile: Callable[[], None] | None = None, name: str = "transfer"

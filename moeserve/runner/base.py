@@ -28,8 +28,7 @@ from moeserve.engine.plan import NewRequest
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Placed, PlacementTable
 from moeserve.models.workspace import Inflow
-from moeserve.moe.all2all.registry import make_backends
-from moeserve.moe.all2all.rounds import most_rows
+from moeserve.moe.all2all.registry import make_backends, most_rows
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked

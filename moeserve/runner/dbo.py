@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -171,17 +171,12 @@ def run_in_turns(ubatches: Sequence[UBatch], works: Sequence[Callable[[UBatch], 
     ping_pong = PingPong(2)
     first.couple(ping_pong, second)
     second.couple(ping_pong, first)
-    results: dict[int, T] = {}
+    results: dict[int, Any] = {}
     threads, inference, place = torch.get_num_threads(), torch.is_inference_mode_enabled(), here()
 
     def run(ubatch: UBatch) -> None:
         """Runs one micro-batch in its turns; an error ends both."""
-        try:
-            ubatch.enter()
-            results[ubatch.index] = works[ubatch.index](ubatch)
-            ubatch.leave()
-        except BaseException as exc:
-            ubatch.fail(exc)
+        results[ubatch.index] = ubatch.run_in_turns(lambda: works[ubatch.index](ubatch))
 
     def run_second() -> None:
         """Runs the second one with the torch settings of the first one's thread: they are all per thread."""

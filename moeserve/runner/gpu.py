@@ -52,7 +52,7 @@ class GPUModelRunner(ModelRunnerBase):
         sharers = -(-self.world.ranks_on_host // torch.cuda.device_count())
         self.properties = DeviceProperties(name, self._memory, own=True, sharers=sharers)
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.ubatches.comm = comm_stream(self.device)
+        self.ubatches.take_transfers = comm_stream(self.device).take_transfers
 
     def _memory(self) -> MemoryFacts:
         free, total = torch.cuda.mem_get_info(self.device)

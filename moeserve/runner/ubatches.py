@@ -13,7 +13,7 @@ from torch import Tensor
 from moeserve.engine.plan import Agreed
 from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
-from moeserve.moe.streams import CommStream, InFlightTransfer
+from moeserve.moe.streams import InFlightTransfer
 from moeserve.moe.ubatch import Load, UBatch
 from moeserve.ops.inputs import LayerKV, StepInputs
 from moeserve.runner.dbo import run_in_turns, split
@@ -45,16 +45,16 @@ class Meter:
 class UBatchRunner:
     """Runs steps in `ubatches`, of which a step uses the first or all. Not thread-safe.
 
-    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `comm`: the stream of
-    transfers, once the device is known. `round_up`: maps the tokens of the rank with most to the number that all ranks
-    make room for; the same function on all ranks.
+    tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `take_transfers`: returns
+    what was joined since the last call, on a device that times its transfers. `round_up`: maps the tokens of the rank
+    with most to the number that all ranks make room for; the same function on all ranks.
     """
 
     def __init__(self, num_ubatches: int = 1, tp_size: int = 1) -> None:
         assert 1 <= num_ubatches <= 2, num_ubatches
         self.ubatches = tuple(UBatch(index) for index in range(num_ubatches))
         self.round_up: Callable[[int], int] = lambda tokens: tokens
-        self.comm = CommStream()
+        self.take_transfers: Callable[[], Sequence[InFlightTransfer]] = tuple
         self._tp_size = tp_size
         self._second: JobThread | None = None  # runs the second micro-batch, from the first step that has one
 
@@ -99,7 +99,7 @@ class UBatchRunner:
             exposed_us=min(comm_ns, exposed_ns) // 1000,  # polling takes time even when all rows have arrived
             load_LE=load_LE,
             events=tuple(event for meter in meters for event in meter.events or ()),
-            transfers=self.comm.take_transfers(),
+            transfers=self.take_transfers(),
         )
         for ubatch_meter in meters:
             ubatch_meter.reset(trace=False)
@@ -115,7 +115,7 @@ class UBatchRunner:
         """Returns the result of each micro-batch's work."""
         # The same number of rounds in both micro-batches: with fewer, one would run ahead of the other, layer by layer.
         most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
-        self.comm.take_transfers()  # of a step that failed
+        self.take_transfers()  # of a step that failed
         for ubatch in self.ubatches:
             ubatch.most_tokens = most_tokens
             ubatch.take_load()

@@ -203,7 +203,7 @@ def nobody_meets(config: Config, role: Role, progress: Progress) -> Built:
 
 
 def two_meet(config: Config, role: Role, progress: Progress) -> Built:
-    return null(config, role, progress, PacedRunner(lambda join: "three is a crowd" if join.dp_size == 3 else ""))
+    return null(config, role, progress, PacedRunner(lambda join: "three is a crowd" if len(join.hosts) == 3 else ""))
 
 
 def two_only(config: Config, role: Role, progress: Progress) -> Built:

@@ -11,7 +11,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from moeserve.comm.cudart import CudaMemory
 from moeserve.comm.shm import module
-from moeserve.comm.symmetric import CudaMemory, Symmetric
+from moeserve.comm.symmetric import Symmetric
 from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG
-from moeserve.moe.streams import CommStream, Launched
+from moeserve.moe.streams import CommStream
 from tests.kernels.interpreted import rounded
 
 T = TypeVar("T")
@@ -90,23 +91,19 @@ class HostStream(CommStream):
         self._check = check
         self._thread = ThreadPoolExecutor(1)
 
-    def launch(self, work: Callable[[], T]) -> Launched[T]:
+    def launch(self, work: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
             with interpreting():
                 return work()
 
-        return Waited(self._thread.submit(run), self._check)
+        running = self._thread.submit(run)
 
+        def join() -> T:
+            value = running.result()
+            self._check()
+            return value
 
-class Waited(Launched[T]):
-    def __init__(self, running: Future[T], check: Callable[[], None]) -> None:
-        self._running = running
-        self._check = check
-
-    def join(self) -> T:
-        value = self._running.result()
-        self._check()
-        return value
+        return join
 
 
 def host_symmetric() -> tuple[Symmetric, Callable[[torch.device], HostStream]]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.comm import cudart, symmetric
-from moeserve.comm.symmetric import CudaMemory
+from moeserve.comm import cudart
+from moeserve.comm.cudart import CudaMemory
 from moeserve.errors import ConfigError
 from moeserve.ops.native import native
 
@@ -48,7 +48,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """Two GPUs, of which this process uses the first; neither reaches the other."""
     found = Runtime()
     monkeypatch.setattr(cudart.ctypes, "CDLL", lambda name: found)
-    monkeypatch.setattr(symmetric, "tensor_at", lambda address, size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(cudart, "tensor_at", lambda address, size, device: torch.empty(size, dtype=torch.uint8))
     gpus = {
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: found.log.append(("synchronize",)),
@@ -67,7 +67,7 @@ def test_memory_is_made_once_and_opened_by_others(runtime: Runtime) -> None:
     region_B, offer = ours.allocate(5 << 20)
     assert ours.allocate(5 << 20)[0] is region_B
     assert [entry for entry in runtime.log if entry[0] == "cudaMalloc"] == [("cudaMalloc", 6 << 20)]
-    assert ("cudaMemset", 0, 6 << 20) in runtime.log
+    assert ("cudaMemset", ADDRESS, 0, 6 << 20) in runtime.log
     assert theirs.open(0, offer.fd) == ADDRESS + 1
     theirs.close()
     theirs.close()

@@ -139,7 +139,7 @@ class GroupModel:
         return result
 
     async def join(self, join: Join) -> None:
-        self.exchange = self.exchanges.setdefault(join.epoch, Exchange(join.dp_size))
+        self.exchange = self.exchanges.setdefault(join.epoch, Exchange(len(join.hosts)))
         self.seen, self.overtaken = [], False
 
     async def leave(self) -> None:

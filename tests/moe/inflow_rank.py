@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moeserve.config import ParallelConfig
-from moeserve.moe.all2all import rounds
+from moeserve.moe.all2all import registry
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.registry import make_backends
@@ -82,7 +82,7 @@ class Rank:
 
 def main(name: str, wire: str, directory: str, store: str) -> None:
     torch.set_num_threads(1)
-    rounds.ROUND_BYTES = ROUND_BYTES
+    registry.ROUND_BYTES = ROUND_BYTES
     fake_nccl.use(pytest.MonkeyPatch())
     rank = Rank(0, name, wire, directory, store)
     rank.turn(8)

@@ -19,7 +19,8 @@ def main(members: Members, path: str) -> None:
     """Two rounds of every case, saved as the suite has them."""
     backend, device = make("cuda_ipc", torch.float32, members.size), torch.device("cpu")
     if torch.cuda.is_available():
-        from moeserve.comm.symmetric import CudaMemory, Symmetric
+        from moeserve.comm.cudart import CudaMemory
+        from moeserve.comm.symmetric import Symmetric
 
         device = torch.device("cuda", members.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)

@@ -108,9 +108,9 @@ def test_a_recorded_step_can_be_replayed(tmp_path: Path, monkeypatch: pytest.Mon
             x.copy_(torch.from_numpy(random.random((4, WIDTH), np.float32)))
             ids.copy_(torch.from_numpy(random.integers(-1, 2 * LOCAL, (4, 1))))
             (stream, dispatch), (_, combine) = tapes[threading.get_ident()][:2]
-            again: Any = launch(stream, dispatch).join()
+            again: Any = launch(stream, dispatch)()
             again.y.copy_(again.inbound.x)
-            launch(stream, combine).join()
+            launch(stream, combine)()
             seen.append((x.clone(), ids.clone(), out.clone()))
         return seen
 

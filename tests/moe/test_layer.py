@@ -178,4 +178,4 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits() -> None:
 def test_why_steps_are_not_fused(needs: dict[str, Any], backend: dict[str, object], why: str) -> None:
     plan = plan_moe(dataclasses.replace(NEEDS, **needs), [_Backend(**backend)], [NativeExperts()])
     assert plan.reasons[-1][2].startswith(why)
-    assert plan.fused is None
+    assert not plan.fused

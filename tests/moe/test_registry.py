@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.comm import cudart
 from moeserve.config import ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all import registry
@@ -107,7 +107,7 @@ def test_a_backend_that_was_asked_for_and_cannot_serve(settings: dict[str, Any],
 def test_gpus_of_one_machine_read_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts that need not know how many rows came."""
     triton = pytest.importorskip("moeserve.moe.experts.triton")
-    monkeypatch.setattr(cudart.ctypes, "CDLL", lambda name: MagicMock())
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: MagicMock())
     backends = offered("cuda", dp=2)
     assert [b.caps.name for b in backends] == ["deepep_v2", "deepep_ll", "cuda_ipc", "torch"]
     kernels = [reference(), triton.TritonExperts()]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from moeserve.models.workspace import Inflow, workspace_bytes
-from moeserve.moe.all2all import rounds
-from moeserve.moe.all2all.rounds import USUAL_RANKS, most_rows, round_tokens
+from moeserve.moe.all2all import registry
+from moeserve.moe.all2all.registry import USUAL_RANKS, most_rows
 from tests.comm import fake_nccl
 from tests.comm.ranks import free_port, members_of, together
-from tests.moe.contract.backends import INTERPRETED, ON_CPU, make
+from tests.moe.contract.backends import INTERPRETED, ON_CPU, facts_of, make
 from tests.moe.contract.backends import NAMES as ALL
 from tests.moe.inflow_rank import DTYPE, LOCAL, RANKS, ROUND_BYTES, TOKENS, TOP_K, UBATCHES, WIDTH, Rank
 from tests.runner.expert_checkpoint import SPEC
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 64, 1000])
 @pytest.mark.parametrize(("max_tokens", "top_k", "width"), [(2048, 8, 2048), (1, 1, 64), (8192, 2, 7168), (64, 8, 64)])
 def test_no_number_of_ranks_brings_more_rows_than_planned(ranks: int, max_tokens: int, top_k: int, width: int) -> None:
-    planned = most_rows(max_tokens, top_k, 2 * width)
-    tokens = round_tokens(max_tokens, top_k, 2 * width, ranks)
+    planned = most_rows(max_tokens, top_k, 2 * width, "cpu")
+    tokens = facts_of(DTYPE, hidden_size=width, max_tokens=max_tokens, top_k=top_k).round_tokens(ranks)
     assert 1 <= tokens <= max_tokens
     assert tokens == 1 or tokens * top_k * ranks <= planned
     assert tokens == max_tokens or (tokens + 1) * top_k * ranks > planned
@@ -43,7 +43,7 @@ NAMES = [name for name in ALL if name not in INTERPRETED]  # theirs is the memor
 def test_the_group_that_is_joined_decides_not_the_one_at_start(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "ROUND_BYTES", 4800)
+    monkeypatch.setattr(registry, "ROUND_BYTES", 4800)
     fake_nccl.use(monkeypatch)
     old = [make(name, torch.float32, 2) for _ in range(2)]
     new = [make(name, torch.float32, 3)]
@@ -68,7 +68,7 @@ def test_the_group_that_is_joined_decides_not_the_one_at_start(
 def test_memory_at_the_peak_is_within_the_plan(
     name: str, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "ROUND_BYTES", ROUND_BYTES)
+    monkeypatch.setattr(registry, "ROUND_BYTES", ROUND_BYTES)
     fake_nccl.use(monkeypatch)
     meeting = name, wire, str(tmp_path), f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tests.moe.inflow_rank", *meeting]

@@ -43,14 +43,12 @@ def two(log: list[str], *plans: list[str], early: str = "") -> PingPong:
     ubatches[1].couple(ping_pong, ubatches[0])
 
     def run(ubatch: UBatch) -> None:
-        try:
-            ubatch.enter()
+        def transfers() -> None:
             for name in plans[ubatch.index]:
                 ubatch.overlap(lambda name=name: Transfer(name, log, early=early), lambda: log.append("meanwhile"))  # type: ignore[misc]
             log.append(f"end {ubatch.index}")
-            ubatch.leave()
-        except BaseException as exc:
-            ubatch.fail(exc)
+
+        ubatch.run_in_turns(transfers)
 
     thread = threading.Thread(target=run, args=(ubatches[1],), daemon=True)
     thread.start()
@@ -99,9 +97,7 @@ def test_an_early_receive_that_waits_is_exposed() -> None:
             self.wait()
 
     def run(ubatch: UBatch) -> None:
-        ubatch.enter()
-        ubatch.overlap(lambda: Landing("rows", log, 20))
-        ubatch.leave()
+        ubatch.run_in_turns(lambda: ubatch.overlap(lambda: Landing("rows", log, 20)))
 
     thread = threading.Thread(target=run, args=(ubatches[1],), daemon=True)
     thread.start()

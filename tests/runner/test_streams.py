@@ -27,7 +27,7 @@ from moeserve.moe.layer import MoELayer
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Routing
-from moeserve.moe.streams import InFlightTransfer, Launched, comm_stream
+from moeserve.moe.streams import InFlightTransfer, comm_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import native_rows
 from moeserve.ops.inputs import LayerKV, StepInputs
@@ -69,14 +69,14 @@ class Travelling(LocalAll2All):
 
 @dataclass
 class _Pending:
-    launched: Launched[Tensor]
+    join: Callable[[], Tensor]
     then: Callable[[Tensor], Any]
     arrived_ns = ON_DEVICE
 
     def arrive(self) -> None: ...
 
     def wait(self) -> Any:
-        return self.then(self.launched.join())
+        return self.then(self.join())
 
 
 class Scaled:
@@ -155,7 +155,7 @@ def run(
     on_device = torch.from_numpy(STARTS), torch.from_numpy(OFFSETS)
     step = StepInputs(ids, positions, (), torch.tensor([4, 5, 11]), OFFSETS, STARTS, on_device)
     model, runner = Model(cuda, backend_of()), UBatchRunner(1 if split_at is None else 2)
-    runner.comm = comm_stream("cuda")
+    runner.take_transfers = comm_stream("cuda").take_transfers
     agreed = None if split_at is None else Agreed(0, 2, (split_at, 12 - split_at))
     outs, meters, stream = [], [], cuda.Stream()
     stream.wait_stream(cuda.current_stream())
@@ -268,7 +268,7 @@ def test_a_transfer_of_others_is_timed_by_the_wait_for_it(cuda: FakeCuda) -> Non
 
 def test_on_a_cpu_all_is_done_at_once() -> None:
     comm = comm_stream("cpu")
-    assert comm.launch(lambda: 5).join() == 5
+    assert comm.launch(lambda: 5)() == 5
     with comm.watch():
         assert comm.take_transfers() == []
     assert streams.here() is contextlib.nullcontext

@@ -34,10 +34,8 @@ from moeserve.messages import (
     StepRecord,
     Submit,
 )
-from moeserve.server.app import App, Context
+from moeserve.server.app import Context
 from moeserve.server.auth import Auth
-from moeserve.server.http import watch
-from moeserve.server.routes import ROUTES
 from moeserve.server.run import bind, listening
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,18 +166,16 @@ class Transfer(Pending[T]):
         return self.finish()
 
 
+@dataclass(slots=True)
 class Completed(Pending[T]):
     """A result that needed no communication."""
 
-    __slots__ = ("_value",)
-    arrived_ns = 0
-
-    def __init__(self, value: T) -> None:
-        self._value = value
+    value: T
+    arrived_ns: ClassVar[int] = 0
 
     def wait(self) -> T:
         """See `Pending`."""
-        return self._value
+        return self.value
 
 
 @runtime_checkable

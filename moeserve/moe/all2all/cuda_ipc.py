@@ -18,21 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moeserve.comm.cudart import CudaMemory
 from moeserve.comm.members import Members
-from moeserve.comm.symmetric import HEAD_BYTES, CudaMemory, Symmetric, Window
+from moeserve.comm.symmetric import HEAD_BYTES, Symmetric, Window
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.kernels.align import align
 from moeserve.kernels.exchange import collect, gather, publish
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
-from moeserve.moe.all2all.rounds import most_rows, round_tokens
 from moeserve.moe.all2all.wire_format import RAW, RawWire
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, comm_stream
@@ -96,15 +95,9 @@ class CudaIpcAll2All:
     def __init__(
         self, facts: BackendFacts, memory: Symmetric, new_stream: Callable[[torch.device], CommStream] = comm_stream
     ) -> None:
-        dtype, row_bytes = facts.dtype, facts.hidden_size * facts.dtype.itemsize
-        self._hidden = facts.hidden_size
-        self._dtype = dtype
-        self._top_k = facts.top_k
+        self._facts, dtype = facts, facts.dtype
         self._wire = facts.wire if facts.wire.lossy else RawWire(dtype)
         self._row_words = self._wire.row_bytes(facts.hidden_size) // 4
-        self._round_tokens = partial(round_tokens, facts.max_tokens, facts.top_k, row_bytes, device="cuda")
-        self._most_rows = most_rows(facts.max_tokens, facts.top_k, row_bytes, "cuda")
-        self._programs = facts.comm_sms
         self._device = torch.device(facts.device)
         self._memory = memory
         self._new_stream = new_stream
@@ -127,13 +120,12 @@ class CudaIpcAll2All:
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """See `All2All`."""
         self._num_local = experts_per_rank
-        self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
-        self._num_rows = max(self._most_rows, members.size * self._top_k)
+        self.caps = replace(self.caps, max_tokens=self._facts.round_tokens(members.size))
+        self._num_rows = max(self._facts.planned_rows, members.size * self._facts.top_k)
         parts, ubatch_bytes = self._layout()
-        facts = (
-            f"{experts_per_rank} experts, {self._row_words} words of {self._wire.name}, {self._hidden} {self._dtype}"
-        )
-        terms = f"{facts}, {self.caps.max_tokens} tokens to {self._top_k} experts"
+        facts, wire = self._facts, f"{self._row_words} words of {self._wire.name}"
+        terms = f"{experts_per_rank} experts, {wire}, {facts.hidden_size} {facts.dtype}"
+        terms = f"{terms}, {self.caps.max_tokens} tokens to {facts.top_k} experts"
         windows = self._memory.join(members, ubatches, ubatch_bytes, terms)
         self._channels = []  # not before: the device might still have been filling the buffers
         self._channels = [
@@ -144,17 +136,17 @@ class CudaIpcAll2All:
 
     def _layout(self) -> tuple[list[_Parts], int]:
         """Returns each turn's parts of a micro-batch's region, and the region's bytes."""
-        tokens = self._round_tokens(1)
-        sizes = (4 * self._num_rows, 4 * tokens * self._top_k, 4 * self._row_words * tokens, self._y_bytes)
+        tokens = self._facts.round_tokens(1)
+        sizes = (4 * self._num_rows, 4 * tokens * self._facts.top_k, 4 * self._row_words * tokens, self._y_bytes)
         starts = list(accumulate((-(-size // PART) * PART for size in sizes * TURNS), initial=HEAD_BYTES))
         return [_Parts(*starts[4 * turn :][:4]) for turn in range(TURNS)], starts[-1]
 
     @property
     def _y_bytes(self) -> int:
-        return self._num_rows * self._hidden * self._dtype.itemsize
+        return self._num_rows * self._facts.row_bytes
 
     def _turn(self, window: Window, at: _Parts) -> _Turn:
-        y = window.own_B[at.y :][: self._y_bytes].view(self._dtype).view(-1, self._hidden)
+        y = window.own_B[at.y :][: self._y_bytes].view(self._facts.dtype).view(-1, self._facts.hidden_size)
         rows_PW = torch.zeros((self._num_rows, self._row_words), dtype=torch.int32, device=self._device)
         return _Turn(at, y, rows_PW)
 
@@ -175,9 +167,9 @@ class CudaIpcAll2All:
         assert limit is not None
         tokens = routing.ids_TK.shape[0]
         most_tokens = min(ubatch.most_tokens or limit, limit)
-        if x_TD.shape != (tokens, self._hidden) or x_TD.dtype != self._dtype or tokens > most_tokens:
+        if x_TD.shape != (tokens, self._facts.hidden_size) or x_TD.dtype != self._facts.dtype or tokens > most_tokens:
             asked = f"{list(x_TD.shape)} {x_TD.dtype} with {tokens} rows of ids"
-            takes = f"[T, {self._hidden}] {self._dtype} with T <= {most_tokens}"
+            takes = f"[T, {self._facts.hidden_size}] {self._facts.dtype} with T <= {most_tokens}"
             raise ValueError(f"cannot dispatch {asked}; this backend takes {takes}")
         turn = next((turn for turn in channel.turns if not turn.busy), None)
         if turn is None:
@@ -185,11 +177,11 @@ class CudaIpcAll2All:
                 f"{TURNS} dispatches of micro-batch {ubatch.index} are in flight; combine one of them first"
             )
         turn.busy = True
-        launched = channel.stream.launch(lambda: self._exchange(channel, turn, x_TD, routing, most_tokens))
-        return Transfer(launched.join)
+        join = channel.stream.launch(lambda: self._exchange(channel, turn, x_TD, routing, most_tokens))
+        return Transfer(join)
 
     def _exchange(self, channel: _IpcChannel, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int) -> Ticket:
-        window, programs, num_local = channel.window, self._programs, self._num_local
+        window, programs, num_local = channel.window, self._facts.comm_sms, self._num_local
         num_ranks, top_k = len(window.bases_R), routing.ids_TK.shape[1]
         regions = window.bases_R, window.state
         x_TW = self._wire.encode(x_TD).contiguous().view(torch.int32)
@@ -202,7 +194,7 @@ class CudaIpcAll2All:
         rows_PW = turn.rows_PW[: room * top_k]
         assert found.order_N is not None
         gather(*regions, found.order_N, found.ends_e, most_tokens, top_k, turn.at.x, turn.at.places, rows_PW, programs)
-        x_PD = self._wire.decode(rows_PW.view(torch.uint8), self._dtype, self._hidden)
+        x_PD = self._wire.decode(rows_PW.view(torch.uint8), self._facts.dtype, self._facts.hidden_size)
         inbound = Inbound(Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k)
         return Ticket(inbound, routing, (channel, turn), turn.y[: len(x_PD)])
 
@@ -213,9 +205,9 @@ class CudaIpcAll2All:
         assert ticket.y is not None
         if y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: len(ticket.y)])
-        launched = channel.stream.launch(lambda: self._sum(channel.window, turn, ticket.routing, out_TD))
+        join = channel.stream.launch(lambda: self._sum(channel.window, turn, ticket.routing, out_TD))
         turn.busy = False  # for work that this micro-batch's stream is given from now on
-        return Transfer(launched.join)
+        return Transfer(join)
 
     def _sum(self, window: Window, turn: _Turn, routing: Routing, out_TD: Tensor) -> Tensor:
         window.meet(0)
@@ -223,6 +215,6 @@ class CudaIpcAll2All:
         weights_TK = routing.weights_TK.float().contiguous()
         collect(
             window.bases_R, window.state, window.rank, weights_TK, ids_TK, self._num_local, turn.at.places, turn.at.y,
-            out_TD, self._programs,
+            out_TD, self._facts.comm_sms,
         )  # fmt: skip
         return out_TD

@@ -42,9 +42,7 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
 
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> DeviceMesh:
         """Returns connections over Gloo with a communicator of NCCL."""
-        comm = comm_stream("cuda")
-        launch = lambda work: comm.launch(work).join  # noqa: E731
-        return DeviceMesh(members, ubatches, "torch", terms, launch=launch, max_sms=self._max_sms)
+        return DeviceMesh(members, ubatches, "torch", terms, launch=comm_stream("cuda").launch, max_sms=self._max_sms)
 
     def check(self) -> None:
         """See `Checked`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from functools import partial
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from moeserve.comm.members import Members
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Layout
 from moeserve.moe.all2all.registry import BackendFacts
-from moeserve.moe.all2all.rounds import round_tokens
 from moeserve.moe.all2all.wire_format import RAW
 from moeserve.moe.routing import Routing
 
@@ -40,7 +38,7 @@ class MeshAll2All(All2All, Generic[M]):
         self._wire, self._width, self._dtype = wire, width, dtype
         self._top_k = facts.top_k
         self._max_tokens = facts.max_tokens  # of one dispatch, from `join` on
-        self._round_tokens = partial(round_tokens, facts.max_tokens, facts.top_k, width * dtype.itemsize)
+        self._facts = facts
         self._mesh: M | None = None
         self._num_local = 0
 
@@ -51,7 +49,7 @@ class MeshAll2All(All2All, Generic[M]):
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """See `All2All`."""
         self._num_local = experts_per_rank
-        self._max_tokens = self._round_tokens(members.size)
+        self._max_tokens = self._facts.round_tokens(members.size)
         self.caps = replace(self.caps, max_tokens=self._max_tokens)
         terms = f"{self._wire.name} rows of {self._width}, {self._dtype}, top {self._top_k}, {self._max_tokens} tokens"
         self._mesh = self.new_mesh(members, ubatches, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches")

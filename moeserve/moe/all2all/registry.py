@@ -42,6 +42,11 @@ BUILT_IN = {
     "cuda_ipc": BuiltIn("moeserve.moe.all2all.cuda_ipc:make", ("cuda",)),
     "torch": BuiltIn("moeserve.moe.all2all.torch_a2a:make", ("cpu", "cuda")),
 }
+# In the worst case every token of every rank has all its experts on one rank. The rows that are planned for depend only
+# on what all ranks of all epochs share; the tokens of a round also depend on the size of the group.
+ROUND_BYTES = 128 << 20  # for the rows that one dispatch may bring to a rank
+ON_GPUS = 4  # times as many: each round reads all experts' weights, and there is more memory
+USUAL_RANKS = 8  # planned for where rows are so small that ROUND_BYTES would be far too many
 REMOVED = {"allgather": "torch", "deepep_ht": "deepep_v2"}  # name -> successor
 
 
@@ -64,6 +69,26 @@ class BackendFacts:
     comm_sms: int = COMM_SMS
     sms_asked: bool = False
     wire: WireFormat
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row as the model has it, not encoded."""
+        return self.hidden_size * self.dtype.itemsize
+
+    @property
+    def planned_rows(self) -> int:
+        """The rows that one dispatch may bring to a rank."""
+        return most_rows(self.max_tokens, self.top_k, self.row_bytes, self.device)
+
+    def round_tokens(self, num_ranks: int) -> int:
+        """Returns the tokens, at least 1, that each of num_ranks ranks may dispatch at once."""
+        return max(1, min(self.max_tokens, self.planned_rows // (num_ranks * self.top_k)))
+
+
+def most_rows(max_tokens: int, top_k: int, row_bytes: int, device: str) -> int:
+    """Returns the rows that one dispatch may bring to a rank. max_tokens: of one rank's step. row_bytes: unencoded."""
+    budget = ROUND_BYTES if device == "cpu" else ON_GPUS * ROUND_BYTES
+    return max(top_k, min(budget // row_bytes, USUAL_RANKS * max_tokens * top_k))
 
 
 class Unavailable(Exception):

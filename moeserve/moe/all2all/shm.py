@@ -18,8 +18,7 @@ from moeserve.comm.shm import ShmGroup, module
 from moeserve.errors import PeerLost
 from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
-from moeserve.moe.all2all.rounds import round_tokens
-from moeserve.moe.all2all.wire_format import RAW, WireFormat
+from moeserve.moe.all2all.wire_format import RAW
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
@@ -50,31 +49,28 @@ def make(facts: BackendFacts) -> ShmAll2All:
         raise Unavailable(f"shm moves rows between CPU ranks, these are on {facts.device}")
     if native() is None:
         raise Unavailable("shm needs moeserve's native code; reinstall moeserve with a C++20 compiler")
-    return ShmAll2All(facts.hidden_size, facts.dtype, facts.top_k, facts.max_tokens, facts.wire)
+    return ShmAll2All(facts)
 
 
 class ShmAll2All:
-    """Moves rows between any number of CPU ranks on one host. max_tokens: rows of a step on one rank.
+    """Moves rows between any number of CPU ranks on one host.
 
     Up to two dispatches of a micro-batch may be in flight; all ranks must wait for their results in the same order.
     """
 
-    def __init__(
-        self, hidden: int, dtype: torch.dtype, top_k: int, max_tokens: int, wire: WireFormat | None = None
-    ) -> None:
-        self._hidden = hidden
-        self._dtype = dtype
-        self._top_k = top_k
-        self._wire = wire if wire is not None and wire.lossy else None  # None: rows travel as they lie in memory
-        self._element = getattr(module().Element, str(dtype).removeprefix("torch."))
-        self._round_tokens = partial(round_tokens, max_tokens, top_k, hidden * dtype.itemsize)
+    def __init__(self, facts: BackendFacts) -> None:
+        self._facts = facts
+        self._hidden = facts.hidden_size
+        self._dtype = facts.dtype
+        self._wire = facts.wire if facts.wire.lossy else None  # None: rows travel as they lie in memory
+        self._element = getattr(module().Element, str(facts.dtype).removeprefix("torch."))
         self._group: ShmGroup | None = None
         self._channels: list[_ShmChannel] = []
         self.caps = All2AllCaps(
             name="shm",
             layouts=frozenset({Layout.GROUPED}),
             wires=frozenset(RAW),
-            max_tokens=max_tokens,
+            max_tokens=facts.max_tokens,
             copies=2 if self._wire is None else 3,
             devices=frozenset({"cpu"}),
             max_in_flight=module().Exchange.TURNS,
@@ -83,12 +79,12 @@ class ShmAll2All:
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """See `All2All`."""
         self.leave()
-        self.caps = replace(self.caps, max_tokens=self._round_tokens(members.size))
-        row_bytes = self._hidden * self._dtype.itemsize
+        self.caps = replace(self.caps, max_tokens=self._facts.round_tokens(members.size))
+        row_bytes = self._facts.row_bytes
         facts = {
             "experts_per_rank": experts_per_rank,
             "max_tokens": self.caps.max_tokens,
-            "top_k": self._top_k,
+            "top_k": self._facts.top_k,
             "x_row_bytes": row_bytes if self._wire is None else self._wire.row_bytes(self._hidden),
             "y_row_bytes": row_bytes,
         }

@@ -82,7 +82,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
         # With one micro-batch no result could go early: that one waits for its rows as soon as all are sent.
         num_early = self._num_local // 2 if ubatch.in_turns else 0
 
-        def receive() -> Ticket:
+        def sorted_rows() -> Ticket:
             """Sorts the rows of all messages by expert, and posts the receives of their results."""
             exchange.wait()
             counts_Re, place_M = self._read(taken_RNB)
@@ -94,7 +94,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
             early = Early(num_early, handle.send) if num_early else None
             return Ticket(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), routing, handle, early=early)
 
-        return Transfer(receive, lambda: exchange.arrived_ns)
+        return Transfer(sorted_rows, lambda: exchange.arrived_ns)
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
         """See `All2All`."""

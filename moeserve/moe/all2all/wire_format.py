@@ -8,7 +8,6 @@ depend on where its experts are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,32 +23,6 @@ RAW = ("float32", "bfloat16", "float16")
 FP8 = "fp8_b128"
 
 
-class WireFormat(Protocol):
-    """A format of rows."""
-
-    @property
-    def name(self) -> str:
-        """The dtype, or the name of a format that rounds."""
-        ...
-
-    @property
-    def lossy(self) -> bool:
-        """Whether encoding rounds."""
-        ...
-
-    def row_bytes(self, width: int) -> int:
-        """Returns B for rows of `width` elements."""
-        ...
-
-    def encode(self, x_TD: Tensor) -> Tensor:
-        """Returns uint8 [T, B], which may share x's memory."""
-        ...
-
-    def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """Returns [T, D] in `dtype`, contiguous, which may share the rows' memory."""
-        ...
-
-
 def wire_of(name: str, dtype: torch.dtype) -> WireFormat:
     """Returns the format called `name`; "auto" is the rows' own dtype. Raises ConfigError for an unknown name."""
     own = str(dtype).removeprefix("torch.")
@@ -61,7 +34,7 @@ def wire_of(name: str, dtype: torch.dtype) -> WireFormat:
 
 
 class RawWire:
-    """The elements as they are."""
+    """The elements as they are. name: the dtype, or the name of a format that rounds. lossy: whether it rounds."""
 
     lossy = False
 
@@ -70,11 +43,11 @@ class RawWire:
         self._dtype = dtype
 
     def row_bytes(self, width: int) -> int:
-        """See `WireFormat`."""
+        """Returns B for rows of `width` elements."""
         return _aligned(width * self._dtype.itemsize)
 
     def encode(self, x_TD: Tensor) -> Tensor:
-        """See `WireFormat`."""
+        """Returns uint8 [T, B], which may share x's memory."""
         assert x_TD.dtype == self._dtype, (x_TD.dtype, self._dtype)
         rows_TB = bytes_of(x_TD)
         missing = self.row_bytes(x_TD.shape[1]) - rows_TB.shape[1]
@@ -83,7 +56,7 @@ class RawWire:
         return rows_TB.clone() if rows_TB.storage_offset() % ALIGNMENT else rows_TB
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """See `WireFormat`."""
+        """Returns [T, D] in `dtype`, contiguous, which may share the rows' memory."""
         return rows_TB.view(self._dtype)[:, :width].to(dtype).contiguous()
 
 
@@ -98,19 +71,19 @@ class Fp8Wire:
     lossy = True
 
     def row_bytes(self, width: int) -> int:
-        """See `WireFormat`."""
+        """See `RawWire`."""
         blocks = -(-width // BLOCK)
         return _aligned(blocks * (BLOCK + 4))
 
     def encode(self, x_TD: Tensor) -> Tensor:
-        """See `WireFormat`."""
+        """See `RawWire`."""
         out_TB = x_TD.new_zeros((x_TD.shape[0], self.row_bytes(x_TD.shape[1])), dtype=torch.uint8)
         for rows in _chunks(*x_TD.shape):
             self._encode(x_TD[rows], out_TB[rows])
         return out_TB
 
     def decode(self, rows_TB: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """See `WireFormat`."""
+        """See `RawWire`."""
         out_TD = rows_TB.new_empty((rows_TB.shape[0], width), dtype=dtype)
         for rows in _chunks(*out_TD.shape):
             self._decode(rows_TB[rows], out_TD[rows])
@@ -133,6 +106,9 @@ class Fp8Wire:
         data_TbB = rows_TB[:, : blocks * BLOCK].contiguous().view(torch.float8_e4m3fn).view(rows, blocks, BLOCK)
         scale_Tb = rows_TB[:, blocks * BLOCK : blocks * (BLOCK + 4)].contiguous().view(torch.float32)
         out_TD.copy_((data_TbB.float() * scale_Tb[:, :, None]).flatten(1)[:, :width])
+
+
+WireFormat = RawWire | Fp8Wire
 
 
 def _chunks(rows: int, width: int) -> Iterator[slice]:

@@ -5,7 +5,7 @@ e local experts, P received rows, D model width, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,10 +54,7 @@ class ExpertsCaps:
 class Experts(Protocol):
     """One kernel family: SwiGLU experts over the rows that a dispatch brought."""
 
-    @property
-    def caps(self) -> ExpertsCaps:
-        """The kernel's capabilities."""
-        ...
+    caps: ExpertsCaps
 
     def pack(self, weights: ExpertWeights) -> Any:
         """Returns the weights in this kernel's own layout, expert by expert; keeps none of the tensors it replaces."""
@@ -84,9 +81,13 @@ class Experts(Protocol):
         ...
 
 
-class StackedExperts:
+class StackedExperts(Experts):
     """A base of kernels whose packed weights are tensors with the local expert as their first dimension: `parts` has
     all of them, and `of_parts` returns the same weights with other tensors."""
+
+    def pack_expert(self, w13_FD: Any, w2_DI: Any) -> Any:
+        """See `Experts`."""
+        return self.pack(ExpertWeights(w13_FD[None], w2_DI[None]))
 
     def put(self, packed: Any, index: int, expert: Any) -> None:
         """See `Experts`."""
@@ -103,13 +104,10 @@ class StackedExperts:
         return experts[0].of_parts([torch.cat(column) for column in columns])
 
 
-class FusedExperts(Protocol):
-    """Router, dispatch, experts and combine of rows that stay on their rank, in one call."""
-
-    def __call__(self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor) -> tuple[Tensor, Load]:
-        """Returns the weighted sums [T, D] and the rows of each expert [E]. Logical expert e is local expert e. Rows
-        from `num_tokens` on are padding."""
-        ...
+# Router, dispatch, experts and combine of rows that stay on their rank, in one call: maps x [T, D], the packed weights
+# and the number of tokens (rows from there on are padding) to the weighted sums [T, D] and the rows of each expert [E].
+# Logical expert e is local expert e.
+FusedExperts = Callable[[Tensor, Any, int | Tensor], tuple[Tensor, Load]]
 
 
 @runtime_checkable

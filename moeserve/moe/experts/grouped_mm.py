@@ -47,10 +47,6 @@ class GroupedMM(StackedExperts):
         """See `Experts`."""
         return PackedGroupedMM((weights.w13_eFD, weights.w2_eDI))
 
-    def pack_expert(self, w13_FD: Tensor, w2_DI: Tensor) -> PackedGroupedMM:
-        """See `Experts`."""
-        return PackedGroupedMM((w13_FD[None], w2_DI[None]))
-
     def run(self, inbound: Inbound, weights: PackedGroupedMM, out: Tensor) -> None:
         """See `Experts`."""
         ends = inbound.host_counts_e.cumsum()

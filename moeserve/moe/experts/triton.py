@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
 from moeserve.moe.all2all.base import Inbound, Layout
-from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
+from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, FusedExperts, StackedExperts
 from moeserve.moe.routing import Router
-from moeserve.ops.quantised import Weight
 from moeserve.ops.triton_weights import Kernels, kernels_for, parts_of, with_parts
 
 
@@ -69,10 +69,6 @@ class TritonExperts(StackedExperts):
         kernels = kernels_for(weights.w13_eFD, weights.w2_eDI)
         return PackedTriton(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI))
 
-    def pack_expert(self, w13_FD: Weight, w2_DI: Weight) -> PackedTriton:
-        """See `Experts`."""
-        return self.pack(ExpertWeights(w13_FD[None], w2_DI[None]))
-
     def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
         """See `Experts`."""
         ends_e = inbound.ends_e
@@ -87,25 +83,19 @@ class TritonExperts(StackedExperts):
         config = weights.launch(expected, x_PD)
         weights.run(x_PD, align_groups(ends_e, rows, config["block_m"]), config, out[:rows])
 
-    def fuse(self, router: Router) -> FusedTritonExperts:
+    def fuse(self, router: Router) -> FusedExperts:
         """See `Fusible`."""
-        return FusedTritonExperts(router)
+        return partial(_run_fused, router)
 
 
-class FusedTritonExperts:
-    """Router, experts and weighted sum of rows that stay on their rank; the host never waits for the device."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    def __call__(self, x_TD: Tensor, packed: PackedTriton, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
-        """See `FusedExperts`."""
-        tokens, width = x_TD.shape
-        routing = self._router(x_TD, num_tokens)
-        top_k = routing.ids_TK.shape[1]
-        config = packed.launch(tokens * top_k, x_TD)
-        to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
-        y_ND = x_TD.new_empty((tokens * top_k, width))
-        packed.run(x_TD, to, config, y_ND, top_k)
-        out_TD = combine(y_ND.view(tokens, top_k, width), routing.weights_TK, routing.ids_TK)
-        return out_TD, to.counts_e
+def _run_fused(router: Router, x_TD: Tensor, packed: PackedTriton, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+    """See `FusedExperts`; the host never waits for the device."""
+    tokens, width = x_TD.shape
+    routing = router(x_TD, num_tokens)
+    top_k = routing.ids_TK.shape[1]
+    config = packed.launch(tokens * top_k, x_TD)
+    to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
+    y_ND = x_TD.new_empty((tokens * top_k, width))
+    packed.run(x_TD, to, config, y_ND, top_k)
+    out_TD = combine(y_ND.view(tokens, top_k, width), routing.weights_TK, routing.ids_TK)
+    return out_TD, to.counts_e

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeserve.messages import ExpertLoad, Placed
-from moeserve.moe.placement.arrange import F64
 from moeserve.moe.placement.placement import Placement
-from moeserve.moe.placement.solve import ONE_HOST, Hosts, balance, moved, rank_loads, rescaled, solve
+from moeserve.moe.placement.solve import F64, balance, moved, rank_loads, rescaled, solve
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +46,13 @@ class Rebalancer:
     one layer.
     """
 
-    def __init__(
-        self, placement: Placement, expert_bytes: int = 0, *, hosts: Hosts = ONE_HOST, gate: Gate = Gate()
-    ) -> None:
+    def __init__(self, placement: Placement, expert_bytes: int, *, gate: Gate = Gate()) -> None:
         self.current = placement
         self.pending: Placement | None = None
         self.why = "nothing was counted yet"
         self.moved_bytes = 0
         self.load_LE = np.zeros((placement.num_layers, placement.num_experts))  # fades with half_life_s
         self.expert_bytes = expert_bytes
-        self._hosts = hosts
         self._gate = gate
         self._bytes_per_s = gate.bytes_per_s
         self._newest = placement.version
@@ -90,7 +86,7 @@ class Rebalancer:
         if not force and (reason := self._too_early(now_s)):
             self.why = reason
             return None
-        new = solve(self.load_LE, self.current, self._newest + 1, self._hosts)
+        new = solve(self.load_LE, self.current, self._newest + 1)
         worth, self.why = self._weigh(new)
         if not worth and not (force and self._saving(new) > 0):
             self._not_before_s = now_s + self._gate.interval_s

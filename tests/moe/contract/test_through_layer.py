@@ -128,10 +128,12 @@ def test_bits_of_two_ubatches(ranks: int, tmp_path: Path) -> None:
         def run(ubatch: UBatch) -> None:
             part = x[: len(x) // 3] if ubatch.index == 0 else x[len(x) // 3 :]
             ubatch.most_tokens = max(TOKENS[:ranks])
-            ubatch.enter()
-            for _ in range(2):
-                outs[ubatch.index] = layer(part, len(part), ubatch)
-            ubatch.leave()
+
+            def twice() -> None:
+                for _ in range(2):
+                    outs[ubatch.index] = layer(part, len(part), ubatch)
+
+            ubatch.run_in_turns(twice)
 
         together([lambda ubatch=ubatch: run(ubatch) for ubatch in ubatches])  # type: ignore[misc]
         assert len(sent) >= 2

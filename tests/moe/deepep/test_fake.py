@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.moe.all2all.deepep.group import DeepEPGroup
+from moeserve.moe.all2all.deepep.base import BufferMesh
 from tests.comm.ranks import members_of, together
 from tests.moe.deepep import fake
 from tests.moe.deepep.fake.tensors import POISON_INT
@@ -20,8 +20,8 @@ EXPERTS, TOP_K, HIDDEN, LIMIT = 6, 2, 2048, 8
 
 def on_two(work: Callable[[int, Any], T]) -> list[T]:
     """`work` with a process group each."""
-    groups = [DeepEPGroup(members, "fake", "") for members in members_of(2)]
-    ready = together([lambda g=g: g.connect(False) for g in groups])  # type: ignore[misc]
+    groups = [BufferMesh(members, 1, "fake") for members in members_of(2)]
+    ready = together([lambda g=g: g.process_group(False) for g in groups])  # type: ignore[misc]
     try:
         return together([lambda r=r: work(r, ready[r]) for r in range(2)])  # type: ignore[misc]
     finally:

@@ -174,7 +174,7 @@ def run(name: str, tokens: tuple[int, int] = (13, 8)) -> list[bool]:
     backends: list[Any] = [ADAPTERS[name](fake, facts(2)) for _ in range(2)]
     together([lambda b=b, m=m: b.join(m, LOCAL, 1) for b, m in zip(backends, members_of(2), strict=True)])  # type: ignore[misc]
     parts = [some(count, 2, seed) for seed, count in enumerate(tokens)]
-    groups, buffers = ([getattr(b, part) for b in backends] for part in ("_group", "_buffer"))
+    meshes, buffers = ([getattr(b, part) for b in backends] for part in ("_mesh", "_buffer"))
     first: list[Exception] = []
 
     def work(rank: int, backend: All2All) -> Any:
@@ -190,7 +190,7 @@ def run(name: str, tokens: tuple[int, int] = (13, 8)) -> list[bool]:
         if first:
             raise first[0]
     finally:
-        together([group.close for group in groups])
+        together([mesh.close for mesh in meshes])
     wanted = [(alone(2, part), alone(2, (part[0].abs(), part[1]))) for part in parts]
     return [close(out, *each) for out, each in zip(outs, wanted, strict=True)]
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.moe.placement.arrange import replica_counts
 from moeserve.moe.placement.placement import Placement
-from moeserve.moe.placement.solve import Hosts, balance, moved, rank_loads, rescaled, solve
+from moeserve.moe.placement.solve import balance, moved, rank_loads, replica_counts, rescaled, solve
 
 
 def zipf(layers: int, experts: int, s: float, seed: int = 0) -> np.ndarray:
@@ -116,30 +115,6 @@ def test_skewed_loads_become_even(s: float, redundant: int) -> None:
     assert balance(rank_loads(fresh, new)).min() >= 0.93
     again = solve(fresh, new, 2)
     assert moved(new, again).sum() <= 0.05 * new.experts_LS.size, "the same load again moves next to nothing"
-
-
-@pytest.mark.parametrize("groups", [4, 8])
-def test_groups_stay_on_one_host(groups: int) -> None:
-    load = zipf(6, 64, 1.0)
-    hosts = Hosts(num=2, num_groups=groups)
-    start = Placement.initial(6, 64, 8, 16)
-    new = solve(load, start, 1, hosts)
-    first_host = new.experts_LS[:, : new.experts_LS.shape[1] // 2] // (64 // groups)
-    second_host = new.experts_LS[:, new.experts_LS.shape[1] // 2 :] // (64 // groups)
-    for layer in range(6):
-        here, there = set(first_host[layer].tolist()), set(second_host[layer].tolist())
-        assert not here & there
-        assert len(here) == len(there) == groups // 2
-    assert rank_loads(load, new).max(1).sum() * 1.4 < rank_loads(load, start).max(1).sum()
-    again = solve(load, new, 2, hosts)
-    assert (again.experts_LS == new.experts_LS).all()
-
-
-def test_groups_that_do_not_divide_are_placed_globally() -> None:
-    load = zipf(2, 30, 1.0)
-    start = Placement.initial(2, 30, 4, 2)
-    assert not Hosts(num=4, num_groups=3).apply(30, 4)
-    assert (solve(load, start, 1, Hosts(4, 3)).experts_LS == solve(load, start, 1).experts_LS).all()
 
 
 def test_replicas_go_where_the_load_per_replica_is_highest() -> None:

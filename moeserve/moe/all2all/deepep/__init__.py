@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,16 +17,6 @@ from moeserve.moe.all2all.deepep.v2 import DeepEPElastic
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 
 ADAPTERS: dict[str, type[DeepEP]] = {adapter.name: adapter for adapter in (DeepEPElastic, DeepEPLowLatency)}
-
-
-def make_v2(facts: BackendFacts) -> DeepEP:
-    """Returns the adapter of `ElasticBuffer`."""
-    return _make(DeepEPElastic, facts)
-
-
-def make_ll(facts: BackendFacts) -> DeepEP:
-    """Returns the adapter of the low-latency kernels."""
-    return _make(DeepEPLowLatency, facts)
 
 
 def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
@@ -51,3 +42,6 @@ def _make(adapter: type[DeepEP], facts: BackendFacts) -> DeepEP:
     if facts.sms_asked and not adapter.takes_sms:
         raise Unavailable(f"{name}'s kernels take all multiprocessors, for microseconds; leave parallel.comm_sms out")
     return adapter(lib, facts)
+
+
+make_v2, make_ll = partial(_make, DeepEPElastic), partial(_make, DeepEPLowLatency)

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from moeserve.comm.gloo import Mesh, dist
 from moeserve.comm.members import Members
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.moe.all2all.base import All2All, All2AllCaps, Layout
-from moeserve.moe.all2all.deepep.group import DeepEPGroup
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import BLOCK, FP8
 from moeserve.moe.routing import Routing
@@ -33,7 +33,50 @@ log = logging.getLogger(__name__)
 SentRows = Tensor | tuple[Tensor, Tensor]  # bfloat16 [T, W]; or fp8 with fp32 scales [T, W / 128]
 
 SILENCE = ("timeout", "CPU wait")  # in deep_ep's errors: a peer did not answer in time
+FAREWELL_S = 2.0  # how long a rank that leaves waits for the others to leave too
 RANKS_OF_NODE = 8  # that NVLink connects; beyond, ranks come in whole nodes
+
+
+class BufferMesh(Mesh):
+    """A mesh of one channel over which deep_ep's buffers exchange their addresses."""
+
+    _nccl: Any | None = None
+
+    def process_group(self, nccl: bool) -> Any:
+        """Connects, and returns a `ProcessGroup` without process-wide state, with NCCL for this rank's GPU if asked.
+        Raises PeerLost naming the ranks that did not come, ConfigError when terms differ."""
+        self.connect()
+        store, gloo = self.store, self.group
+        kinds = dist.ProcessGroup.BackendType
+        group = dist.ProcessGroup(store, gloo.rank(), gloo.size())
+        group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+        group._set_default_backend(kinds.GLOO)
+        if nccl:
+            device = torch.device("cuda", torch.cuda.current_device())
+            prefix = dist.PrefixStore(f"{self.members.token}/{self.members.epoch}/nccl", store)
+            self._nccl = dist.ProcessGroupNCCL(prefix, gloo.rank(), gloo.size(), dist.ProcessGroupNCCL.Options())
+            group.bound_device_id = device
+            group._register_backend(torch.device("cuda"), kinds.NCCL, self._nccl)
+            self._nccl.eager_connect_single_device(device)
+        return group
+
+    def farewell(self) -> bool:
+        """Returns whether all other ranks leave as well, so that buffers can be torn down together."""
+        mine = torch.ones(1, dtype=torch.uint8)
+        others = [rank for rank in range(self.members.size) if rank != self.members.rank]
+        try:
+            answers = {rank: torch.zeros(1, dtype=torch.uint8) for rank in others}
+            self.channel(0).post(answers, dict.fromkeys(others, mine)).wait(FAREWELL_S)
+        except PeerLost:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Drops the connections."""
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.abort()
+        super().close()
 
 
 class DeepEP(All2All):
@@ -59,7 +102,7 @@ class DeepEP(All2All):
         self.deadline_s = 0.0  # of the members
         self.comm = CommStream()  # deep_ep has streams of its own; this one times them
         self._ids_dtype = getattr(lib, "topk_idx_t", torch.int64)
-        self._group: DeepEPGroup | None = None
+        self._mesh: BufferMesh | None = None
         self._buffer: Any | None = None
         self._lock = threading.Lock()
 
@@ -80,31 +123,31 @@ class DeepEP(All2All):
         self.deadline_s = members.deadline_s
         self.comm = comm_stream(facts.device)
         terms = f"{facts.wire.name} rows of {facts.hidden_size}, top {facts.top_k}, {self.max_tokens} tokens"
-        group = DeepEPGroup(members, self.name, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches")
+        mesh = BufferMesh(members, 1, self.name, f"{terms}, {experts_per_rank} experts, {ubatches} micro-batches")
         try:
-            buffer = self.open(group.connect(self.nccl and facts.device == "cuda"))
+            buffer = self.open(mesh.process_group(self.nccl and facts.device == "cuda"))
         except BaseException as error:
-            group.close()
+            mesh.close()
             if not isinstance(error, RuntimeError | AssertionError):
                 raise
             if isinstance(error, AssertionError) or "ssert" in str(error):
                 raise ConfigError(f"{self.name} cannot make its buffer: {error}; choose another all2all") from error
-            raise group.lost(f"a rank left while buffers were made: {error}") from None
+            raise mesh.lost(f"a rank left while buffers were made: {error}") from None
         with self._lock:
-            self._group, self._buffer = group, buffer
+            self._mesh, self._buffer = mesh, buffer
 
     def leave(self) -> None:
         """See `All2All`."""
         with self._lock:
-            group, buffer = self._group, self._buffer
-            self._group = self._buffer = None
-        if group is None or buffer is None:
+            mesh, buffer = self._mesh, self._buffer
+            self._mesh = self._buffer = None
+        if mesh is None or buffer is None:
             return
-        if group.farewell():
+        if mesh.farewell():
             buffer.destroy()
         else:
             log.warning("%s: other ranks are gone; the memory of its buffer is lost until this process ends", self.name)
-        group.close()
+        mesh.close()
 
     @property
     def buffer(self) -> Any:
@@ -117,14 +160,14 @@ class DeepEP(All2All):
     @contextmanager
     def calling(self, buffer: Any) -> Iterator[None]:
         """Wraps every call of `buffer`: raises PeerLost for an epoch that is over and for peers that are silent."""
-        group = self._group
-        if group is None or buffer is not self._buffer:
+        mesh = self._mesh
+        if mesh is None or buffer is not self._buffer:
             raise PeerLost("this rank left the group")
         try:
             yield
         except RuntimeError as error:
             if any(word in str(error) for word in SILENCE):
-                raise group.lost(f"a rank was silent: {error}") from None
+                raise mesh.lost(f"a rank was silent: {error}") from None
             raise
 
     def ids_of(self, routing: Routing) -> Tensor:
