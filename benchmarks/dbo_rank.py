@@ -189,7 +189,6 @@ def _build(setup: Setup) -> Decoder:
         spec,
         params,
         pick_ops("cpu", DTYPE),
-        DTYPE,
         world=world,
         placement=placement,
         backends=[backend],

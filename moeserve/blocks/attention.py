@@ -32,13 +32,13 @@ class AttentionStep:
     cut: Cut | None = None
 
     def attend(self, ops: Ops, q_THd: Tensor, kv: LayerKV) -> Tensor:
-        """Attention to the cache, [T, H * d]."""
+        """Returns the attention to the cache, [T, H * d]."""
         if self.cut is None:
             return ops.attention(q_THd, kv.k, kv.v, self.plan)
         return self.cut(q_THd, self.plan, lambda q, plan, out: ops.attention(q, kv.k, kv.v, plan, out=out))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Attention:
     """Grouped-query attention of this rank's heads over its paged cache; head outputs are gathered before `out`.
 

@@ -42,7 +42,7 @@ def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1)
     return torch.cat((stacked, filler), 1).flatten(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class ColumnLinear:
     """x [M, K] -> [M, N], whole on every rank; `part` computes this rank's columns."""
 
@@ -55,7 +55,7 @@ class ColumnLinear:
         return whole(self.part(x_MK), self.num_columns, self.tp, channel)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), with this rank's columns of gate and up as one product D -> 2i, i of I."""
 

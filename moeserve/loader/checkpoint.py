@@ -75,8 +75,13 @@ def weight_files(model_dir: Path) -> list[Path]:
         names = {SINGLE}
     else:
         names = {path.name for path in model_dir.glob("*.safetensors")}
+    if not names and (pickled := sorted(path.name for path in model_dir.glob("*") if path.suffix in _PICKLED)):
+        raise CheckpointError(
+            f"{model_dir} has only pickled weights ({pickled[0]}), which can run code and are never opened; "
+            "convert them: transformers' save_pretrained writes safetensors"
+        )
     if not names:
-        raise _no_weights(model_dir)
+        raise CheckpointError(f"{model_dir} has no *.safetensors file; download the model's weights")
     return [model_file(model_dir, name) for name in sorted(names)]
 
 
@@ -103,16 +108,6 @@ def _read_index(model_dir: Path) -> dict[str, str]:
                 f"{model_dir / INDEX}: weight_map[{tensor!r}] is {file!r}; it must name a .safetensors file"
             )
     return weight_map
-
-
-def _no_weights(model_dir: Path) -> CheckpointError:
-    pickled = sorted(path.name for path in model_dir.glob("*") if path.suffix in _PICKLED)
-    if pickled:
-        return CheckpointError(
-            f"{model_dir} has only pickled weights ({pickled[0]}), which can run code and are never opened; "
-            "convert them: transformers' save_pretrained writes safetensors"
-        )
-    return CheckpointError(f"{model_dir} has no *.safetensors file; download the model's weights")
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

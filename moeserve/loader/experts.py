@@ -13,6 +13,7 @@ Damage from before the first read of an expert is not found: safetensors files c
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ READ_BYTES = 2**20  # small: between two reads the background gives way to the m
 Work = Callable[[int], None]  # called after each little piece of work with the bytes it read; may sleep, or raise
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ExpertFiles:
     """The experts in a checkpoint's files.
 
@@ -60,17 +61,16 @@ class ExpertFiles:
                 now = path.stat()
             except OSError as error:
                 raise CheckpointError(f"{path}: {error}; {_CHANGED}") from None
-            opened = self._reader.stat(path)
-            if (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino):
+            if not os.path.samestat(now, self._reader.stat(path)):
                 raise CheckpointError(f"{path} was replaced while the model was loaded: start again")
 
     @torch.inference_mode()
     def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Weight, Weight]:
-        """(w13 [2I, D], w2 [D, I]) of an expert as the model has them, on its device, in memory of their own.
+        """Returns an expert's (w13 [2I, D], w2 [D, I]) as the model has them, on its device, in memory of their own.
 
         Raises CheckpointError when a file cannot be read or is not what it was. One thread at a time.
         """
-        plan = self.plan(layer, expert)
+        plan, name = self.plan(layer, expert), f"expert {expert} of MoE layer {layer}"
         paths = {part.path for piece in plan.pieces for part in self.checkpoint.parts(piece.source)}
         self._check_marks(paths)
         once, twice = self._fill(plan, work), self._fill(plan, work)
@@ -79,13 +79,13 @@ class ExpertFiles:
         for a, b in zip(once, twice, strict=True):
             for left, right in zip(_parts(a), _parts(b), strict=True):
                 if not torch.equal(left, right):
-                    raise CheckpointError(f"{_name(layer, expert)} was not the same when it was read again; {_CHANGED}")
+                    raise CheckpointError(f"{name} was not the same when it was read again; {_CHANGED}")
                 crc = zlib.crc32(right.cpu().numpy().data, crc)
                 work(0)
         if self._crcs.setdefault((layer, expert), crc) != crc:
             known = self._crcs[layer, expert]
-            raise CheckpointError(f"{_name(layer, expert)} has CRC-32 {crc:08x}, earlier {known:08x}; {_CHANGED}")
-        w13_1FD, w2_1DI = (self._quantised(weight, _name(layer, expert), work) for weight in once)
+            raise CheckpointError(f"{name} has CRC-32 {crc:08x}, earlier {known:08x}; {_CHANGED}")
+        w13_1FD, w2_1DI = (self._quantised(weight, name, work) for weight in once)
         return w13_1FD[0], w2_1DI[0]
 
     def fingerprint(self) -> str:
@@ -136,7 +136,3 @@ def _parts(weight: Weight) -> Iterator[Tensor]:
     """Yields the weight's bytes, a little at a time: as bytes, because NaN is not equal to itself."""
     for part in weight.parts if isinstance(weight, Quantised) else (weight,):
         yield from torch.split(part.view(-1).view(torch.uint8), READ_BYTES)
-
-
-def _name(layer: int, expert: int) -> str:
-    return f"expert {expert} of MoE layer {layer}"

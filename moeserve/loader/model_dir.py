@@ -21,7 +21,10 @@ def resolve_model_dir(name: str) -> Path:
     Nothing is ever downloaded. Raises CheckpointError.
     """
     if name == DEMO:
-        return _demo_dir()
+        demo = Path(str(files("moeserve") / "assets" / "demo"))
+        if not (demo / "config.json").is_file():
+            raise CheckpointError(f"the built-in model is missing from {demo}; reinstall moeserve or pass a directory")
+        return demo
     try:
         path = Path(name).expanduser()
         is_dir, exists = path.is_dir(), path.exists()
@@ -43,13 +46,6 @@ def resolve_model_dir(name: str) -> Path:
     )
 
 
-def _demo_dir() -> Path:
-    path = Path(str(files("moeserve") / "assets" / "demo"))
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"the built-in model is missing from {path}; reinstall moeserve or pass a directory")
-    return path
-
-
 def _hub_cache() -> Path:
     """The folder of huggingface_hub's downloads, by its own environment variables."""
     if cache := os.environ.get("HF_HUB_CACHE"):
@@ -61,21 +57,12 @@ def _hub_cache() -> Path:
 
 
 def _hub_snapshot(name: str) -> Path | None:
-    """The complete snapshot that `main` points to, else the newest complete one."""
+    """The snapshot that `main` points to, if it is complete."""
     repo = _hub_cache() / ("models--" + name.replace("/", "--"))
     try:
-        snapshots = sorted((repo / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        main = (repo / "refs" / "main").read_text().strip() if (repo / "refs" / "main").is_file() else ""
-    except (OSError, UnicodeDecodeError):
-        return None
-    snapshots.sort(key=lambda path: path.name != main)
-    return next((path.resolve() for path in snapshots if _is_complete(path)), None)
-
-
-def _is_complete(snapshot: Path) -> bool:
-    try:
+        snapshot = repo / "snapshots" / (repo / "refs" / "main").read_text().strip()
         model_file(snapshot, "config.json")
         weight_files(snapshot)
-    except CheckpointError:
-        return False
-    return True
+    except (OSError, UnicodeDecodeError, CheckpointError):
+        return None
+    return snapshot.resolve()

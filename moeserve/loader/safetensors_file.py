@@ -1,8 +1,8 @@
 """Reads the header of one safetensors file (github.com/huggingface/safetensors).
 
 The safetensors library checks every entry: a tensor is as long as its dtype and shape say, and tensors follow each
-other without gaps or overlap up to the end of the file. It does not tell where a tensor lies, so the header is decoded
-here again, once it was checked. No weight is touched, so a file of any size is checked in milliseconds.
+other without gaps or overlap up to the end of the file. It does not tell where a tensor lies, so the checked header is
+decoded here again. No weight is read, so a file of any size takes milliseconds; it is mapped for that moment only.
 """
 
 from __future__ import annotations

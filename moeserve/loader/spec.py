@@ -179,7 +179,7 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
-    """Bytes of a linear layer's weight in memory, scales included. asked: the kind it becomes on loading."""
+    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on loading."""
     form = spec.stored
     if form is None and asked == "int4":
         form = StoredFormat(kind="int4", group=_USUAL_GROUP)

@@ -29,8 +29,6 @@ from moeserve.loader.quantisation import Stored
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
-Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
-
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I8": torch.int8, "F8_E4M3": torch.uint8, "I32": torch.int32,
@@ -159,8 +157,8 @@ class Params(UserDict[str, Any]):
 
     Values are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or `Quantised`: where the files
     have them so, and with `asked` the other linear layers. On "meta" they have no values, and nothing is read. progress
-    is called in the thread that asks. threads: concurrent reads (default: one per core, 2 to 16). reader: of
-    the files.
+    is called with the bytes done and in all, in the thread that asks. threads: concurrent reads (default: one per core,
+    2 to 16). reader: of the files.
 
     Raises CheckpointError if plan and checkpoint do not fit each other, and when a parameter is asked for: if a file
     cannot be read, float16 cannot hold a value, or a weight that is to be quantised is not finite.
@@ -174,7 +172,7 @@ class Params(UserDict[str, Any]):
         *,
         device: torch.device | str = "cpu",
         asked: Asked | None = None,
-        progress: Progress = lambda done, total: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
         threads: int | None = None,
         reader: type[Reader] = Reader,
     ) -> None:

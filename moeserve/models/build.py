@@ -38,7 +38,6 @@ def build_decoder(
     spec: ModelSpec,
     params: MutableMapping[str, Any],
     ops: Ops,
-    dtype: torch.dtype,
     *,
     world: World | None = None,
     tp: TensorParallel = ALONE,
@@ -47,12 +46,11 @@ def build_decoder(
     ubatches: int = 1,
     max_tokens: int = 1,
 ) -> Decoder:
-    """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of `dtype` or Quantised).
+    """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of `ops.dtype` or Quantised).
 
     tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. ubatches: micro-batches that a step may
     have. max_tokens: rows of one step. Raises ConfigError when no all2all backend and expert kernel fit.
     """
-    assert dtype == ops.dtype, (dtype, ops.dtype)
     world = world or World()
     assert (tp.rank, tp.size) == (world.tp_rank, world.tp_size), (tp.rank, tp.size, world)
     if placement is None:
@@ -61,7 +59,7 @@ def build_decoder(
     if any(spec.moe_layers):
         needs = MoENeeds(
             hidden_size=spec.hidden_size,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(ops.dtype).removeprefix("torch."),
             device=ops.device.type,
             expert_size=spec.expert_size,
             max_tokens=max_tokens,
@@ -108,7 +106,7 @@ class _Build:
     num_moe: int = 0  # MoE layers built so far
 
     def layer(self, index: int, group: int) -> Layer:
-        """The decoder layer number `index`. group: its KV group."""
+        """Returns the decoder layer number `index`. group: its KV group."""
         name = f"layers.{index}."
         return Layer(
             attn_norm=self.norm(name + "attn_norm"),
@@ -127,7 +125,7 @@ class _Build:
         return ColumnLinear(self.part(name, num_columns, tp or self.tp), num_columns, tp or self.tp)
 
     def part(self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> Linear:
-        """This rank's columns of such a product, padded to an equal share.
+        """Returns this rank's columns of such a product, padded to an equal share.
 
         parts: the number of products of num_columns each that lie one below the other.
         """
@@ -137,7 +135,7 @@ class _Build:
         return self.linear(name)
 
     def norm(self, name: str) -> Tensor:
-        """The weights of a norm, in fp32."""
+        """Returns the weights of a norm, in fp32."""
         norm: Tensor = self.params.pop(name).float()
         return norm
 

@@ -35,7 +35,7 @@ class Layer:
     group: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Decoder:
     """A model ready to run. `ops`, the layers and the micro-batch hide devices, ranks and micro-batches.
 
@@ -91,7 +91,7 @@ class Decoder:
             layer.serve(self.embed_VD, ubatch)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Scores of every vocabulary entry, fp32 [S, V]. Gathers on channel 0: no micro-batch may run meanwhile."""
+        """Returns every token's score, fp32 [S, V]. Gathers on channel 0: no micro-batch may run meanwhile."""
         rows = hidden_SD.shape[0]
         if not rows:
             return hidden_SD.new_empty((0, self.spec.vocab_size), dtype=torch.float32)

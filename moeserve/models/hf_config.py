@@ -45,7 +45,12 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
     architecture = _architecture(path, values)
     family = FAMILIES[architecture]
     config = Fields(path, values, {**_COMMON_DEFAULTS, **family.defaults})
-    _refuse_foreign(config)
+    config.unsupported(
+        "auto_map", "it asks to run the checkpoint's own Python code, which moeserve never does; remove this key "
+        "if the files are those of an ordinary model of this architecture",
+    )  # fmt: skip
+    config.unsupported("per_layer_config", "models whose layers differ in size are not supported")
+    config.choice("hidden_act", ("silu",))
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCAB)
     rope = read_rope(config)
@@ -83,15 +88,6 @@ def _architecture(path: Path, values: dict[str, Any]) -> str:
     if model_type not in (None, FAMILIES[found[0]].model_type):
         raise config.error("model_type", f"{found[0]} has {FAMILIES[found[0]].model_type!r}; fix one of the two")
     return found[0]
-
-
-def _refuse_foreign(config: Fields) -> None:
-    config.unsupported(
-        "auto_map", "it asks to run the checkpoint's own Python code, which moeserve never does; remove this key "
-        "if the files are those of an ordinary model of this architecture",
-    )  # fmt: skip
-    config.unsupported("per_layer_config", "models whose layers differ in size are not supported")
-    config.choice("hidden_act", ("silu",))
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:

@@ -9,7 +9,7 @@ smaller).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from moeserve.comm.tensor import share
@@ -52,13 +52,29 @@ def load_plan(
     return LoadPlan(tuple(builder.params), tuple(builder.pieces), frozenset(ignored | builder.elsewhere))
 
 
-def expert_load_plan(spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int]) -> LoadPlan:
-    """Plans some experts of one MoE layer (counted among the MoE layers), in order: w13 and w2."""
+def expert_load_plan(
+    spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int], ours: str = ""
+) -> LoadPlan:
+    """Plans some experts of one MoE layer (counted among the MoE layers): 0, 1, ... of `ours` + "w13" and "w2"."""
     theirs = f"model.layers.{[i for i, moe in enumerate(spec.moe_layers) if moe][moe_layer]}."
-    w13 = Param("w13", (len(experts), 2 * spec.expert_size, spec.hidden_size))
-    w2 = Param("w2", (len(experts), spec.hidden_size, spec.expert_size))
-    spelling = _spelling(FAMILIES[spec.architecture].names, present, theirs)
-    return LoadPlan((w13, w2), tuple(expert_pieces(spec, spelling, "", theirs, experts)))
+    names = _spelling(FAMILIES[spec.architecture].names, present, theirs)
+    width, inner, total = spec.hidden_size, spec.expert_size, spec.num_experts
+    w13 = Param(ours + "w13", (len(experts), 2 * inner, width))
+    w2 = Param(ours + "w2", (len(experts), width, inner))
+    if names.gate_up and list(experts) == list(range(total)):
+        whole = Piece(theirs + names.gate_up, w13.shape, w13.name), Piece(theirs + names.down, w2.shape, w2.name)
+        return LoadPlan((w13, w2), whole)
+    pieces = []
+    for local, expert in enumerate(experts):
+        gate, up, down = (theirs + name.format(expert) for name in (names.gate_up or names.gate, names.up, names.down))
+        if names.gate_up:
+            pieces.append(Piece(gate, (total, 2 * inner, width), w13.name, at=(local,), take=(expert,)))
+            pieces.append(Piece(down, (total, width, inner), w2.name, at=(local,), take=(expert,)))
+        else:
+            pieces.append(Piece(gate, (inner, width), w13.name, at=(local, slice(0, inner))))
+            pieces.append(Piece(up, (inner, width), w13.name, at=(local, slice(inner, 2 * inner))))
+            pieces.append(Piece(down, (width, inner), w2.name, at=(local,)))
+    return LoadPlan((w13, w2), tuple(pieces))
 
 
 def _spelling(names: Names, present: Collection[str], theirs: str) -> ExpertNames:
@@ -140,11 +156,12 @@ class _Builder:
         width = spec.hidden_size
         router = next((n for n in self.names.router if theirs + n in self.present), self.names.router[0])
         self.add(ours + "router", (spec.num_experts, width), theirs + router)
-        local = self.placement.local(sum(spec.moe_layers[:layer]), self.world.expert_rank)
-        self.params.append(Param(ours + "w13", (len(local), 2 * spec.expert_size, width)))
-        self.params.append(Param(ours + "w2", (len(local), width, spec.expert_size)))
+        moe_layer = sum(spec.moe_layers[:layer])
+        local = self.placement.local(moe_layer, self.world.expert_rank)
+        weights = expert_load_plan(spec, self.present, moe_layer, local, ours)
+        self.params += weights.params
+        self.pieces += weights.pieces
         names = _spelling(self.names, self.present, theirs)
-        self.pieces.extend(expert_pieces(spec, names, ours, theirs, local))
         if not names.gate_up:
             kinds = (names.gate, names.up, names.down)
             away = set(range(spec.num_experts)) - set(local)
@@ -152,23 +169,3 @@ class _Builder:
         if spec.shared_expert_size:
             self.gated(ours + "shared_", theirs + "mlp.shared_expert.", spec.shared_expert_size, sharded=False)
             self.add(ours + "shared_gate", (1, width), theirs + "mlp.shared_expert_gate.weight")
-
-
-def expert_pieces(
-    spec: ModelSpec, names: ExpertNames, ours: str, theirs: str, experts: Sequence[int]
-) -> Iterator[Piece]:
-    """Yields the copies that bring `experts` of layer `theirs` to places 0, 1, ... of ours + "w13" and "w2"."""
-    width, inner, total = spec.hidden_size, spec.expert_size, spec.num_experts
-    if names.gate_up and list(experts) == list(range(total)):
-        yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13")
-        yield Piece(theirs + names.down, (total, width, inner), ours + "w2")
-        return
-    for local, expert in enumerate(experts):
-        if names.gate_up:
-            yield Piece(theirs + names.gate_up, (total, 2 * inner, width), ours + "w13", at=(local,), take=(expert,))
-            yield Piece(theirs + names.down, (total, width, inner), ours + "w2", at=(local,), take=(expert,))
-            continue
-        gate, up, down = (theirs + name.format(expert) for name in (names.gate, names.up, names.down))
-        yield Piece(gate, (inner, width), ours + "w13", at=(local, slice(0, inner)))
-        yield Piece(up, (inner, width), ours + "w13", at=(local, slice(inner, 2 * inner)))
-        yield Piece(down, (width, inner), ours + "w2", at=(local,))

@@ -176,14 +176,8 @@ def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple
     if score == "softmax_selected":
         weights_TK = weights_TK.softmax(-1)
     if renormalize:
-        weights_TK = weights_TK / _ordered_sum(weights_TK)
+        total_T1 = weights_TK[:, :1].clone()
+        for k in range(1, top_k):  # in this order, whatever torch's sums do
+            total_T1 += weights_TK[:, k : k + 1]
+        weights_TK = weights_TK / total_T1
     return ids_TK.int(), weights_TK
-
-
-def _ordered_sum(x_TK: Tensor) -> Tensor:
-    """Sum over the last dimension in the order 0, 1, ... K-1; [T, 1]."""
-    columns = x_TK.unbind(-1)
-    total = columns[0].clone()
-    for column in columns[1:]:
-        total += column
-    return total[:, None]

@@ -75,7 +75,7 @@ PlanAttention = Callable[[GroupInputs, StepInputs, int, int, int], Any]
 
 
 def entry_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of `dtype` in one KV entry."""
+    """Returns the elements of `dtype` in one KV entry."""
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 

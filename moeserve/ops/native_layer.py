@@ -2,10 +2,9 @@
 
 An output of a product is one fp32 chain of fused multiply-adds over the inputs in ascending order
 (csrc/kernels/product.hpp), so its bits depend only on its row and its column's weights: not on other rows, columns,
-threads, or the processor's vector width. One attention function serves prefill and decode, for any context length
-without copies; its bits depend on query and context alone (csrc/kernels/attention.hpp). `AttentionBlock` and
-`ExpertsBlock` (csrc/bindings/layer.cpp) have the bits of separate calls. Small calls take less time than the
-interpreter between them, whose own code has left the caches while weights streamed through.
+threads, or the processor's vector width. Those of attention, one function for prefill and decode, depend on query and
+context alone (csrc/kernels/attention.hpp). `AttentionBlock` and `ExpertsBlock` (csrc/bindings/layer.cpp) have the bits
+of separate calls, without the interpreter in between, which takes longer than small calls do.
 
 T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
 """

@@ -39,7 +39,7 @@ def _stride(x: Tensor) -> int:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMS norm of each row, in x's dtype; see ops/elementwise.py."""
+    """Returns the RMS norm of each row, in x's dtype; see ops/elementwise.py."""
     rows, width = x_TD.shape
     out_TD = _empty((rows, width), dtype=x_TD.dtype)
     _native.rms_norm(
@@ -90,7 +90,7 @@ def qk_norm_rope_cache(
 
 
 def silu_mul(gate_up_MI: Tensor) -> Tensor:
-    """SwiGLU of [M, 2I] to [M, I]; see ops/elementwise.py."""
+    """Returns SwiGLU of [M, 2I], [M, I]; see ops/elementwise.py."""
     rows, both = gate_up_MI.shape
     out_MI = _empty((rows, both // 2), dtype=gate_up_MI.dtype)
     _native.silu_mul(
@@ -100,7 +100,7 @@ def silu_mul(gate_up_MI: Tensor) -> Tensor:
 
 
 def sigmoid_gate(logits_TL: Tensor) -> Tensor:
-    """sigmoid of the first column, fp32 [T, 1]."""
+    """Returns the sigmoid of the first column, fp32 [T, 1]."""
     out_T1 = _empty((logits_TL.shape[0], 1))
     _native.sigmoid_gate(
         TYPES[logits_TL.dtype], logits_TL.shape[0], logits_TL.data_ptr(), logits_TL.stride(0), out_T1.data_ptr()
@@ -109,13 +109,13 @@ def sigmoid_gate(logits_TL: Tensor) -> Tensor:
 
 
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """The rows `ids_T` (int64) of the embedding table."""
+    """Returns the rows `ids_T` (int64) of the embedding table."""
     assert ids_T.dtype is torch.int64, ids_T.dtype
     return _rows(weight_VD, ids_T, 1)
 
 
 def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token and their weights; see ops/elementwise.py."""
+    """Returns the top_k experts of each token and their weights; see ops/elementwise.py."""
     rows, experts = logits_TE.shape
     ids_TK = _empty((rows, top_k), dtype=torch.int32)
     weights_TK = _empty((rows, top_k))
@@ -127,7 +127,7 @@ def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple
 
 
 def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
-    """(order_P, place_N, counts_e) of a `Grouping` (moe/all2all/layout.py)."""
+    """Returns (order_P, place_N, counts_e) of a `Grouping` (moe/all2all/layout.py)."""
     assert ids_TK.dtype is torch.int32, ids_TK.dtype
     assert ids_TK.is_contiguous(), ids_TK.stride()
     num_pairs = ids_TK.numel()
@@ -138,12 +138,12 @@ def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArr
 
 
 def rows_of_pairs(x_TD: Tensor, order_P: Tensor, top_k: int) -> Tensor:
-    """[P, D]: the row of the token of each pair t * top_k + k."""
+    """Returns the row of the token of each pair t * top_k + k, [P, D]."""
     return _rows(x_TD.contiguous(), order_P, top_k)
 
 
 def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor) -> Tensor:
-    """out[t] = sum over k, in order and in fp32, of weights[t, k] * y[place[t * K + k]]; -1 adds zero."""
+    """Fills out[t] with the sum over k, in order and in fp32, of weights[t, k] * y[place[t * K + k]]; -1 adds zero."""
     tokens, top_k = weights_TK.shape
     assert y_PD.dtype is out_TD.dtype, (y_PD.dtype, out_TD.dtype)
     assert all(x.is_contiguous() for x in (y_PD, weights_TK, out_TD)), (y_PD.stride(), out_TD.stride())
@@ -167,7 +167,7 @@ def _rows(from_XD: Tensor, index_P: Tensor, divisor: int) -> Tensor:
 
 
 def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """(maximum, its lowest column) of each fp32 row; NaN counts as largest."""
+    """Returns (maximum, its lowest column) of each fp32 row; NaN counts as largest."""
     rows = x_SV.shape[0]
     peak_S, column_S = _empty(rows), _empty(rows, dtype=torch.int64)
     _native.argmax(rows, x_SV.shape[1], x_SV.data_ptr(), _stride(x_SV), peak_S.data_ptr(), column_S.data_ptr())

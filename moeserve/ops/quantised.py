@@ -47,7 +47,7 @@ class Quantised:
     def empty(
         kind: Kind, group: int, zeros: bool, dtype: torch.dtype, shape: tuple[int, ...], device: Device = None
     ) -> Quantised:
-        """Uninitialised memory for a weight of `shape` [..., N, K]."""
+        """Returns uninitialised memory for a weight of `shape` [..., N, K]."""
         groups = -(-shape[-1] // group) if group else 1
         values = torch.empty(shape, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device)
         scales = torch.empty(*shape[:-1], groups, device=device)
@@ -55,7 +55,7 @@ class Quantised:
 
     @property
     def shape(self) -> torch.Size:
-        """[..., N, K], whatever the values are packed as."""
+        """The sizes [..., N, K], whatever the values are packed as."""
         return self.values.shape
 
     @property
@@ -65,7 +65,7 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """The bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Quantised:

@@ -84,9 +84,8 @@ def pick_ops(
 ) -> Ops:
     """Chooses the kernels for this machine, after a probe that their bits do not depend on the batch.
 
-    On a CPU it also tells the C library to keep freed memory. Call it after the thread count is set:
-    native kernels compute with as many threads and leave torch one, because threads of two pools would wait for each
-    other.
+    On a CPU it also tells the C library to keep freed memory. Call it after the thread count is set: native kernels
+    compute with as many threads and leave torch one, because threads of two pools would wait for each other.
 
     kernels: auto takes native ones on CPUs and Triton's elsewhere, else torch's; the other choices demand one.
     head_dim: of the model's attention. exact: whether a row's bits may not depend on the batch (on CPUs they never do).
@@ -194,13 +193,14 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
 def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
     """torch's kernels with the least padding of rows whose products pass the probe."""
     how, threads = f"torch ({obstacle})" if obstacle else "torch", torch.get_num_threads()
-    for pad in (1, 8, 16, 32):
-        if probe_linear(partial(PlainLinear, pad=pad), dtype):
-            probe_attention(dtype)
-            return _table(device, dtype, pad, f"{how}, rows in {pad}s", threads)
-    log.warning("products of %s depend on the row count at every padding up to 32 on this machine: "
-                "a request's tokens may depend on what else is in the batch", dtype)  # fmt: skip
-    return _table(device, dtype, 32, f"{how}, not batch-invariant", threads)
+    pads = (pad for pad in (1, 8, 16, 32) if probe_linear(partial(PlainLinear, pad=pad), dtype))
+    if not (pad := next(pads, 0)) or not probe_attention(dtype):
+        log.warning(
+            "bits of %s in %s depend on the number of rows on this machine: a request's tokens may depend on what else "
+            "is in the batch", "attention" if pad else "products", dtype,
+        )  # fmt: skip
+    how += f", rows in {pad}s" if pad else ", not batch-invariant"
+    return _table(device, dtype, pad or 32, how, threads)
 
 
 def _table(device: torch.device, dtype: torch.dtype, pad: int, how: str, threads: int, exact: bool = True) -> Ops:

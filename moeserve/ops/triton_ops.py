@@ -55,7 +55,7 @@ class QuantisedLinear:
 
 
 def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
-    """Linear layers whose sums have one order for any number of rows. A part of a larger tensor is copied."""
+    """Packs a linear layer whose sums have one order for any number of rows. A part of a larger tensor is copied."""
     if isinstance(weight, Quantised):
         return QuantisedLinear(weight, bias)
     weight = weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight
@@ -63,7 +63,7 @@ def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
 
 
 def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
-    """Linear layers by torch, and by Triton where weights are quantised."""
+    """Packs a linear layer for torch, or for Triton where its weight is quantised."""
     return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else PlainLinear(weight, bias)
 
 

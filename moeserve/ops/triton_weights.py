@@ -80,7 +80,7 @@ def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
 
 
 def parts_of(weights: Any) -> list[Tensor]:
-    """The tensors of a layout."""
+    """Returns the tensors of a layout."""
     return [weights] if isinstance(weights, Tensor) else [getattr(weights, name) for name in _names(weights)]
 
 
@@ -123,9 +123,9 @@ def _lay_e4m3(w: Quantised) -> grouped_fp8.Scaled:
 
 
 def _sizes(w2: Any) -> tuple[int, int, int]:
-    """e, I and D, as launches have them."""
-    slots, dim, width = w2.shape
-    return slots, width, dim
+    """Returns e, I and D, as launches have them."""
+    experts, dim, width = w2.shape
+    return experts, width, dim
 
 
 PLAIN = Kernels(

@@ -112,7 +112,6 @@ def load_model(
             spec,
             params,
             ops,
-            dtype,
             world=shard.world,
             tp=shard.tp,
             placement=shard.placement,

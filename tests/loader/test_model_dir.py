@@ -37,8 +37,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def snapshot(cache: Path, revision: str, *, weights: bool = True) -> Path:
-    path = cache / "models--org--name" / "snapshots" / revision
+    """A download of this revision as `main`."""
+    path, refs = cache / "models--org--name" / "snapshots" / revision, cache / "models--org--name" / "refs"
     path.mkdir(parents=True)
+    refs.mkdir(exist_ok=True)
+    (refs / "main").write_text(f"{revision}\n")
     (path / "config.json").write_text("{}")
     if weights:
         save_file({"w": torch.zeros(1)}, path / "model.safetensors")
@@ -50,15 +53,12 @@ def test_a_hub_name_is_its_complete_copy_in_the_cache(cache: Path) -> None:
     assert resolve_model_dir("org/name") == path.resolve()
 
 
-def test_the_main_revision_goes_first_and_incomplete_ones_are_passed_over(cache: Path) -> None:
-    old, _ = snapshot(cache, "aaa"), snapshot(cache, "bbb")
-    refs = cache / "models--org--name" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("aaa\n")
-    assert resolve_model_dir("org/name") == old.resolve()
+def test_the_main_revision_is_meant_and_no_other(cache: Path) -> None:
+    _, newer = snapshot(cache, "aaa"), snapshot(cache, "bbb")
+    assert resolve_model_dir("org/name") == newer.resolve()
     snapshot(cache, "ccc", weights=False)
-    (refs / "main").write_text("ccc")
-    assert resolve_model_dir("org/name").name in ("aaa", "bbb")
+    with pytest.raises(CheckpointError, match="no complete copy"):
+        resolve_model_dir("org/name")
 
 
 def test_hf_hub_cache_goes_before_hf_home(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

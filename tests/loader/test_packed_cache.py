@@ -288,7 +288,7 @@ def built(
     shape = {"hidden_size": spec.hidden_size, "top_k": spec.experts_per_token, "max_tokens": 16}
     backends = [TorchAll2All(facts_of(dtype, world.num_expert_ranks, **shape))]
     with make(checkpoint, plan, dtype, asked=asked) as params, torch.inference_mode():
-        build_decoder(spec, params, ops.packing_into(recording), dtype, world=world, tp=tp, backends=backends)
+        build_decoder(spec, params, ops.packing_into(recording), world=world, tp=tp, backends=backends)
     files.close()
     if cache:
         cache.finish()

@@ -94,7 +94,7 @@ class Driver:
             params = carry_out(path, self.spec, dtype, world, placement)
         change(params)
         self.model: Decoder = build_decoder(
-            self.spec, params, ops, dtype, world=world, tp=tp, placement=placement, backends=backends
+            self.spec, params, ops, world=world, tp=tp, placement=placement, backends=backends
         )
         self.block_size = block_size
         self.ubatch = UBatch()

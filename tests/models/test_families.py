@@ -110,7 +110,7 @@ def test_parameters_are_taken_out_while_building(make_checkpoint: Any) -> None:
     path = make_checkpoint("qwen2_moe").path
     spec = read_model_spec(path)
     params = carry_out(path, spec, torch.bfloat16)
-    build_decoder(spec, params, pick_ops("cpu", torch.bfloat16), torch.bfloat16)
+    build_decoder(spec, params, pick_ops("cpu", torch.bfloat16))
     assert params == {}
 
 

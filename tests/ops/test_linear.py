@@ -107,12 +107,14 @@ def test_probe_notices_a_product_that_depends_on_the_row_count() -> None:
 def test_probe_of_attention_says_when_bits_differ(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    probe_attention(torch.float32)
-    assert not caplog.records
+    assert probe_attention(torch.float32)
+    pick_ops("cpu", torch.float32, "torch")
+    assert "depend" not in caplog.text
     softmax = torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmax(x, dim) * (1 + 1e-6 * (x.shape[1] > 8)))
-    probe_attention(torch.float32)
-    assert "depends on the chunk size" in caplog.text
+    assert not probe_attention(torch.float32)
+    pick_ops("cpu", torch.float32, "torch")
+    assert "bits of attention in torch.float32 depend on the number of rows" in caplog.text
 
 
 def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None) -> torch.
         param.name: torch.randn(param.shape, generator=generator) * 0.15 + ("norm" in param.name)
         for param in load_plan(spec, ()).params
     }
-    model = build_decoder(spec, params, ops, torch.float32)
+    model = build_decoder(spec, params, ops)
     groups = groups_of(spec.windows, 16)
     kv = KVCache(groups, spec, 4, 0, torch.float32, CPU)
     starts_R, offsets_R1 = np.zeros(1, np.int32), np.array([0, tokens], np.int32)

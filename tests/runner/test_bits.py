@@ -70,7 +70,7 @@ def random_model(runner: ModelRunnerBase) -> Any:
     params = {param.name: weights(param) for param in load_plan(runner.spec, ()).params}
     exact = device.exact
     ops = pick_ops(runner.device, runner.dtype, device.kernels, head_dim=runner.spec.head_dim, exact=exact)
-    return build_decoder(runner.spec, params, ops, runner.dtype)
+    return build_decoder(runner.spec, params, ops)
 
 
 def driver_of(model: str, dtype: str, cls: type[ModelRunnerBase] = RandomWeights, **settings: Any) -> Driver:

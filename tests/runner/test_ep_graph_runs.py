@@ -77,7 +77,7 @@ class Rank(CPUModelRunner):
         shard = self.shard()
         ops = pick_ops(self.device, self.dtype, "triton", exact=True)
         self.model = build_decoder(
-            spec, params, ops, self.dtype, world=self.world, placement=placement, backends=shard.backends,
+            spec, params, ops, world=self.world, placement=placement, backends=shard.backends,
             ubatches=shard.ubatches, max_tokens=shard.max_tokens,
         )  # fmt: skip
 

@@ -78,9 +78,7 @@ class ByTriton(OnHere):  # type: ignore[misc]
                 params[name], rounding = quantisation_of(params[name], "int8", name)
                 for job in rounding:
                     job()
-        self.model = build_decoder(
-            self.spec, params, pick_ops(self.device, self.dtype, "triton", exact=True), self.dtype
-        )
+        self.model = build_decoder(self.spec, params, pick_ops(self.device, self.dtype, "triton", exact=True))
 
     def warm_up(self) -> None:
         for cache in self.kv.layers:
