@@ -16,7 +16,7 @@ from benchmarks.common import parser, save
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.step_bench import BLOCK_SIZE, PROMPT_LENGTHS, WARM_UP_STEPS, measure
-from moeserve.runner.tables import HostRows, HostUpload, Tables, prepare_inputs
+from moeserve.runner.tables import HostRows, Tables, host_upload, prepare_inputs
 
 NUM_RUNNING = [1, 64, 256, 1024]
 
@@ -24,7 +24,7 @@ NUM_RUNNING = [1, 64, 256, 1024]
 def runner_tables(num_slots: int, steps: int) -> Callable[[StepPlan], None]:
     """Returns what a model runner's host side does with a step plan, on CPU, for up to num_slots running requests."""
     torch.set_num_threads(1)
-    groups, upload = (KVGroup("full", BLOCK_SIZE, (0,)),), HostUpload()
+    groups, upload = (KVGroup("full", BLOCK_SIZE, (0,)),), host_upload
     max_len = PROMPT_LENGTHS[1] + 2 * (WARM_UP_STEPS + steps)
     tables = Tables(num_slots, max_len, groups, torch.device("cpu"), upload)
 

@@ -46,7 +46,7 @@ class UBatchRunner:
     """Runs steps in `ubatches`, of which a step uses the first or all. Not thread-safe.
 
     tp_size: ranks that share the engine's rows, each of which sends its part to the experts. `comm`: the stream of
-    transfers, once the device is known. `round_up`: maps the tokens of the rank with most to the number that all ranks
+    transfers, on a device that has one. `round_up`: maps the tokens of the rank with most to the number that all ranks
     make room for; the same function on all ranks.
     """
 
@@ -54,7 +54,7 @@ class UBatchRunner:
         assert 1 <= num_ubatches <= 2, num_ubatches
         self.ubatches = tuple(UBatch(index) for index in range(num_ubatches))
         self.round_up: Callable[[int], int] = lambda tokens: tokens
-        self.comm = CommStream()
+        self.comm: CommStream | None = None
         self._tp_size = tp_size
         self._second: JobThread | None = None  # runs the second micro-batch, from the first step that has one
 
@@ -99,7 +99,7 @@ class UBatchRunner:
             exposed_us=min(comm_ns, exposed_ns) // 1000,  # polling takes time even when all rows have arrived
             load_LE=load_LE,
             events=tuple(event for meter in meters for event in meter.events or ()),
-            transfers=self.comm.take_transfers(),
+            transfers=self.comm.take_transfers() if self.comm is not None else (),
         )
         for ubatch_meter in meters:
             ubatch_meter.reset(trace=False)
@@ -115,7 +115,8 @@ class UBatchRunner:
         """Returns the result of each micro-batch's work."""
         # The same number of rounds in both micro-batches: with fewer, one would run ahead of the other, layer by layer.
         most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
-        self.comm.take_transfers()  # of a step that failed
+        if self.comm is not None:
+            self.comm.take_transfers()  # of a step that failed
         for ubatch in self.ubatches:
             ubatch.most_tokens = most_tokens
             ubatch.take_load()
