@@ -36,7 +36,7 @@ from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler
 from moeserve.messages import Drain, EngineIn, EngineOut, StepOutput, Submit
-from moeserve.runner.tables import HostRows, HostUpload, Tables, prepare_inputs
+from moeserve.runner.tables import HostRows, Tables, host_upload, prepare_inputs
 from moeserve.sampling import TokenSampling
 
 NUM_RUNNING = [1, 64, 256, 1024]
@@ -168,7 +168,7 @@ def _summary(times: np.ndarray) -> dict[str, float]:
 def runner_tables(num_slots: int, steps: int) -> TablesWork:
     """Returns what a model runner's host side does with a step plan, on CPU, for up to num_slots running requests."""
     torch.set_num_threads(1)
-    groups, upload = (KVGroup("full", BLOCK_SIZE, (0,)),), HostUpload()
+    groups, upload = (KVGroup("full", BLOCK_SIZE, (0,)),), host_upload
     max_len = PROMPT_LENGTHS[1] + 2 * (WARM_UP_STEPS + steps)
     tables = Tables(num_slots, max_len, groups, torch.device("cpu"), upload)
 

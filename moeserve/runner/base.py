@@ -34,14 +34,11 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked
 from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan
-from moeserve.runner.ep_graphs import EPGraphs
 from moeserve.runner.experts import Read
-from moeserve.runner.graphs import GraphManager, common_sizes, obstacle, sizes_of
-from moeserve.runner.host import MemoryFacts
+from moeserve.runner.graphs import EPGraphs, GraphManager, common_sizes, sizes_of
 from moeserve.runner.kv_cache import KVCache, block_bytes
-from moeserve.runner.limits import workspace_bytes
+from moeserve.runner.limits import MemoryFacts, kv_budget, workspace_bytes
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
-from moeserve.runner.memory import kv_budget
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import make_sampler
@@ -114,7 +111,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.notes: list[str] = []
         self.read_expert: Read | None = None
         self.fingerprint = ""  # of the checkpoint that was loaded
-        self.on_placed: Callable[[Placed], None] | None = None
+        self.on_placed: Callable[[Placed], object] = lambda placed: None
 
     @abstractmethod
     def _cache_device_properties(self) -> None:
@@ -122,10 +119,8 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     def load_model(self, progress: Progress) -> None:
         """Sets `model`, `fingerprint`, and `read_expert` if experts can move."""
-        where, memory = (self.spec, self.model_dir, self.device, self.dtype), self.properties.memory()
-        self.model, files, self.mapped_bytes = load_model(
-            *where, self.config, self.asked, self.shard(), memory, progress
-        )
+        model = self.spec, self.model_dir, self.device, self.dtype, self.config, self.asked
+        self.model, files, self.mapped_bytes = load_model(*model, self.shard(), self.properties.memory(), progress)
         self.read_expert, self.fingerprint = files.read, files.fingerprint()
 
     def profile_run(self) -> int:
@@ -163,8 +158,11 @@ class ModelRunnerBase(StepExecutor, ABC):
     @property
     def graph_obstacle(self) -> str | None:
         """The reason why no step can be recorded, or None."""
-        travels = self.tp.size > 1 or (self.shards_experts and not self.peers.graph_safe)
-        return obstacle(self.config.device.graphs, travels, self.shards_experts or self.model.graph_safe)
+        if self.config.device.graphs == "off":
+            return "graphs: off"
+        if self.tp.size > 1 or (self.shards_experts and not self.peers.graph_safe):
+            return "rows travel between ranks, by transports that cannot be recorded"
+        return None if self.shards_experts or self.model.graph_safe else "not all kernels that serve can be recorded"
 
     @abstractmethod
     def enter_thread(self) -> None:
@@ -193,7 +191,7 @@ class ModelRunnerBase(StepExecutor, ABC):
             wire_of(self.config.parallel.wire, self.dtype),
             self.read_expert if self.shards_experts else None,
             len(self.ubatches.ubatches),
-            self._hear_placed,
+            lambda placed: self.on_placed(placed),
         )
         memory = self.properties.memory().shared(self.properties.sharers)
         return kv_budget(memory, self.config.cache.memory_utilization, self.profile_run(), self.mapped_bytes)
@@ -302,10 +300,6 @@ class ModelRunnerBase(StepExecutor, ABC):
         if length < self.limits.max_model_len:
             self.execute(dummy_plan(len(self.groups), length, [1]))
         self.kv.clear_null_block()
-
-    def _hear_placed(self, placed: Placed) -> None:
-        if self.on_placed is not None:
-            self.on_placed(placed)
 
     def close(self) -> None:
         """Ends the threads that belong to this runner."""

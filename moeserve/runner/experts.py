@@ -105,7 +105,7 @@ class ExpertStore:
         read: Read,
         rank: int,
         placement: Placement,
-        on_placed: Callable[[Placed], None] = lambda placed: None,
+        on_placed: Callable[[Placed], object] = lambda placed: None,
     ) -> None:
         assert len(layers) == placement.num_layers, (len(layers), placement.num_layers)
         self.on_placed = on_placed
@@ -346,10 +346,8 @@ class ExpertStore:
             local = target.local(index, self._rank)
             changed, num_bytes = self._bring(index, local, pace)
             staged = _Layer(local, changed, layer.to_physical.after(target))
-            if staged.to_physical.device.type == "cuda":
-                torch.cuda.current_stream(
-                    staged.to_physical.device
-                ).synchronize()  # not the device: a step may be recorded
+            if (device := staged.to_physical.device).type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # not the device: a step may be recorded
             self._offer(move, staged, num_bytes)
 
     def _offer(self, move: _Move, staged: _Layer, num_bytes: int) -> None:

@@ -26,8 +26,7 @@ from moeserve.runner import limits
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.dummy import dummy_plan, every_way, largest_step
 from moeserve.runner.graphs import MOST_TOKENS
-from moeserve.runner.host import MemoryFacts
-from moeserve.runner.limits import workspace_bytes
+from moeserve.runner.limits import MemoryFacts, workspace_bytes
 from moeserve.runner.recorder import CudaRecorder
 from moeserve.runner.tables import HostRows, Tables
 

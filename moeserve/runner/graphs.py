@@ -24,6 +24,7 @@ from moeserve.ops.inputs import Attend, PlanRows, StepInputs
 from moeserve.runner.recorder import Pause, Recorder, Recording
 
 if TYPE_CHECKING:
+    from moeserve.runner.peers import Peers
     from moeserve.runner.triton_inputs import FixedInputs
 
 logger = logging.getLogger(__name__)
@@ -54,16 +55,6 @@ def sizes_to(most: int) -> tuple[int, ...]:
     """
     steps = (1, 2, 4, *range(8, 256, 8), *range(256, most, 16))
     return *(size for size in steps if size < most), most
-
-
-def obstacle(asked: str, travels: bool, graph_safe: bool) -> str | None:
-    """Returns why nothing can be recorded, or None. travels: rows leave this rank by a transport that cannot be
-    recorded. graph_safe: whether the model can be."""
-    if asked == "off":
-        return "graphs: off"
-    if travels:
-        return "rows travel between ranks, by transports that cannot be recorded"
-    return None if graph_safe else "not all kernels that serve can be recorded"
 
 
 def sizes_of(asked: str, limits: Limits) -> dict[Mode, tuple[int, ...]]:
@@ -104,10 +95,6 @@ class GraphManager:
     def shape(self, plan: StepPlan) -> Descriptor | None:
         """Returns the recording's shape that a step is to be replayed in, or None if the step runs as it is."""
         return self.dispatch(plan.num_tokens, plan.uniform_len)
-
-    def drop(self) -> None:
-        """Forgets all recordings, since memory that they refer to has changed."""
-        self._recordings.clear()
 
     def dispatch(self, num_tokens: int, uniform_len: int | None) -> Descriptor | None:
         """Returns the smallest shape that holds a step. uniform_len: the tokens of every request, None if they
@@ -180,6 +167,48 @@ class GraphManager:
 
         pause(aside)
         return out
+
+
+class EPGraphs(GraphManager):
+    """Records and replays steps where experts are sharded over ranks.
+
+    Some ranks may replay a step and others run it as it is, but all must make room for the same number of tokens, since
+    the layout of exchanged rows depends on it: the number of the rank with most, rounded up to a recorded size.
+    Recordings refer to the group's buffers and the physical experts' addresses, and are dropped when those change.
+
+    sizes: of PIECEWISE and FULL, the latter's among the former's.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        fixed: FixedInputs,
+        recorder: Recorder,
+        ubatch: UBatch,
+        sizes: Mapping[Mode, Sequence[int]],
+        group: Peers,
+    ) -> None:
+        super().__init__(forward, fixed, recorder, ubatch, sizes)
+        self._group = group
+        self._common = max(sizes.values(), key=len)
+        self._place = (-1, -1)
+        self._recordable = False
+
+    def shape(self, plan: StepPlan) -> Descriptor | None:
+        """Returns the shape that a step is to be replayed in, or None if the step runs as it is."""
+        group, agreed = self._group, plan.agreed
+        if self._place != group.place:
+            self._recordings.clear()
+            self._place, self._recordable = group.place, group.recordable
+            return None  # once, for warmth: recording a step does not run it
+        if agreed is None or agreed.ubatches > 1 or not self._recordable or group.moving:
+            return None
+        shape = self.dispatch(agreed.most_tokens[0], plan.uniform_len)
+        return shape if shape and shape.num_tokens == self.round_up(agreed.most_tokens[0]) else None
+
+    def round_up(self, tokens: int) -> int:
+        """Returns the number of tokens that all ranks make room for: 7 -> 8; beyond the largest size, `tokens`."""
+        return next((size for size in self._common if size >= tokens), tokens)
 
 
 def _descriptor(mode: Mode, size: int) -> Descriptor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -35,31 +35,22 @@ class GroupedRunner(ThreadedRunner):
 
     def __init__(self, model: ModelRunnerBase, team: Team | None = None) -> None:
         super().__init__(model)
-        self.model = model
         self.team = team
+        self.on_placed: Callable[[Placed], None] | None = None
         self.on_traced: Callable[[Traced], object] | None = None
+        model.on_placed = lambda placed: self.on_placed and self.on_placed(placed)
         self._lost: PeerLost | None = PeerLost("this engine has not joined its group yet")
         self.overtaken = False
         self._newest: StepPlan | None = None  # the last one that has begun
         self._dp_rank = 0
         self._policy = OverlapPolicy("off" if len(model.ubatches.ubatches) == 1 else model.config.parallel.dbo)
 
-    @property
-    def on_placed(self) -> Callable[[Placed], None] | None:
-        """Called with the outcome of each placement that was prepared, from any thread."""
-        return self.model.on_placed
-
-    @on_placed.setter
-    def on_placed(self, hear: Callable[[Placed], None] | None) -> None:
-        """Sets the listener."""
-        self.model.on_placed = hear
-
     def prepare_model(self, progress: Progress) -> Limits:
         """Loads and warms up all ranks of the engine, in a thread without a loop. Raises ConfigError.
 
         Returns the limits of all ranks: what the rank with the least memory can hold.
         """
-        model, team = self.model, self.team
+        model, team = self.runner, self.team
         if team is None:
             return asyncio.run(self.call(model.prepare, progress))
         team.wait_connected()
@@ -82,7 +73,7 @@ class GroupedRunner(ThreadedRunner):
     @property
     def placed(self) -> int:
         """The progress of the engine's slowest rank with the pending placement."""
-        own = self.model.peers.placed
+        own = self.runner.peers.placed
         return own if self.team is None else min(own, self.team.placed)
 
     async def join(self, join: Join) -> None:
@@ -92,7 +83,7 @@ class GroupedRunner(ThreadedRunner):
         self._policy.restart()
         others = self._ask(join)
         own: asyncio.Future[None] = asyncio.ensure_future(
-            self.call(self.model.join, Members.of(join, 0), join.placement)
+            self.call(self.runner.join, Members.of(join, 0), join.placement)
         )
         both: tuple[asyncio.Future[Any], ...] = own, others
         try:
@@ -113,10 +104,10 @@ class GroupedRunner(ThreadedRunner):
         left = self._ask(Leave())
         idle = asyncio.ensure_future(self._idle())
         while not idle.done():
-            self.model.leave()
+            self.runner.leave()
             await asyncio.wait({idle}, timeout=LEAVE_AGAIN_S)
         await idle
-        self.model.leave()  # a `join` may have got through just before its thread was idle
+        self.runner.leave()  # a `join` may have got through just before its thread was idle
         await left
 
     def _ask(self, what: msgspec.Struct) -> asyncio.Future[list[CommandDone]]:
@@ -130,7 +121,7 @@ class GroupedRunner(ThreadedRunner):
         """Begins to prepare a placement on all ranks, in the background."""
         if self.team is not None:
             self.team.ask(Prepare(placement))
-        self.model.peers.prepare(placement)
+        self.runner.peers.prepare(placement)
 
     def ubatches_ok(self, plan: StepPlan | None) -> bool:
         """Whether two micro-batches would pay for this plan."""
@@ -138,7 +129,7 @@ class GroupedRunner(ThreadedRunner):
 
     def close(self) -> None:
         """Ends the other ranks, then this one, also in the middle of a step that waits for peers."""
-        model = self.__dict__.pop("model", None)
+        model = self.__dict__.get("runner")
         if model is None:
             return
         if self.team is not None:
@@ -150,36 +141,35 @@ class GroupedRunner(ThreadedRunner):
             closing.join(LEAVE_AGAIN_S)
         model.close()
 
-    def _handle(self, plan: StepPlan) -> StepFuture[StepResult]:
-        return _NotedFuture(plan, self._policy)
-
     # In the runner's thread.
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._newest = plan
-        team = self.team
-        if team is None:
-            return super()._begin(plan)
-        asked = team.ask(Run(encode_plan(plan)))
+        asked = [] if self.team is None else self.team.ask(Run(encode_plan(plan)))
         collect = super()._begin(plan)
 
         def wait() -> StepResult:
             """Returns this rank's result. Raises EngineDied if another rank's differs."""
             result = collect()
-            done = all_done(asked)
-            mine = checksum(result)
-            for tp_rank, answer in enumerate(done, 1):
-                if answer.value != mine:
-                    raise EngineDied(
-                        f"tensor-parallel rank {tp_rank} has other tokens than rank 0 in step {plan.step}: the "
-                        "machine's arithmetic is not reproducible, or there is a bug in moeserve"
-                    )
-            if self.on_traced is not None and plan.agreed is not None and plan.agreed.trace:
-                for traced in team.traced(done, plan.agreed.step, self._dp_rank):
-                    self.on_traced(traced)
+            if self.team is not None:
+                self._compare(self.team, plan, result, all_done(asked))
+            self._policy.note(plan, result)
             return result
 
         return wait
+
+    def _compare(self, team: Team, plan: StepPlan, result: StepResult, done: Sequence[CommandDone]) -> None:
+        """Raises EngineDied if a rank has other tokens than this one; passes on what they traced."""
+        mine = checksum(result)
+        for tp_rank, answer in enumerate(done, 1):
+            if answer.value != mine:
+                raise EngineDied(
+                    f"tensor-parallel rank {tp_rank} has other tokens than rank 0 in step {plan.step}: the machine's "
+                    "arithmetic is not reproducible, or there is a bug in moeserve"
+                )
+        if self.on_traced is not None and plan.agreed is not None and plan.agreed.trace:
+            for traced in team.traced(done, plan.agreed.step, self._dp_rank):
+                self.on_traced(traced)
 
     def _refusal(self) -> Exception | None:
         refusal = super()._refusal()
@@ -194,19 +184,6 @@ class GroupedRunner(ThreadedRunner):
             handle.fail(exc)
         else:
             super()._fail(plan, handle, exc)
-
-
-class _NotedFuture(StepFuture[StepResult]):
-    """The future result of a step, which the policy of micro-batches learns from."""
-
-    def __init__(self, plan: StepPlan, policy: OverlapPolicy) -> None:
-        super().__init__()
-        self._plan = plan
-        self._policy = policy
-
-    def _set_result(self, value: StepResult) -> None:
-        self._policy.note(self._plan, value)
-        super()._set_result(value)
 
 
 class _SlowestProgress:

@@ -21,7 +21,7 @@ from moeserve.engine.plan import BlockMove
 from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec, local_kv_heads
 from moeserve.ops.inputs import LayerKV, entry_width
-from moeserve.runner.tables import HostUpload, Upload, lazy_zeros
+from moeserve.runner.tables import Upload, host_upload, lazy_zeros
 
 AT_ONCE = 64  # blocks that are moved together: their buffer is no larger than a step's work space
 PORTABLE = 1  # of cudaHostRegister: for all contexts
@@ -56,13 +56,10 @@ class KVCache:
         tp_size: int = 1,
         upload: Upload | None = None,
     ) -> None:
-        self._upload = upload or HostUpload()
+        self._upload = upload or host_upload
         block = (groups[0].block_size, local_kv_heads(spec, tp_size), entry_width(spec.head_dim, dtype))
         self._positions = [
-            LayerKV(
-                lazy_zeros((num_blocks, *block), dtype, device),
-                lazy_zeros((num_blocks, *block), dtype, device),
-            )
+            LayerKV(*(lazy_zeros((num_blocks, *block), dtype, device) for _ in ("k", "v")))
             for _ in range(num_positions(groups))
         ]
         by_layer = {layer: i for group in groups for i, layer in enumerate(group.layers)}

@@ -1,23 +1,25 @@
-"""Resolves the configuration to the limits that scheduler and runner obey, given the model and the memory."""
+"""Resolves the configuration to the limits that scheduler and runner obey, given the model and the memory: whether the
+weights fit, how many KV blocks fit beside them, and how long a context."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from moeserve.config import INT4_GROUPS, Config, Limits
-from moeserve.engine.blocks import KVGroup
-from moeserve.errors import ConfigError
+from moeserve.engine.blocks import KVGroup, blocks_needed
+from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.loader.spec import ModelSpec
 from moeserve.models import workspace as model_workspace
-from moeserve.runner.memory import KVAsked, KVPlan, plan_kv
 from moeserve.runner.sampling.logprobs import PROMPT_ELEMENTS
 from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
 _F32 = 4  # bytes
 ROOM = 256  # tokens of prompts in a step in which all requests that may run decode, at least
+USUAL_LEN = 4096  # tokens per request that the default KV size on a shared host provides for
 TILE = 64  # tokens: attention works on tiles of this many, so that blocks must divide them or be made of them
 
 
@@ -74,35 +76,120 @@ def chunk_tokens(config: Config) -> int:
     return min(config.scheduler.prefill_chunk or step_tokens(config), step_tokens(config))
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Bytes. limit: what may be used in all; used: what counts against the limit now; free: what could be had now."""
+
+    limit: int
+    used: int
+    free: int
+
+    def shared(self, ranks: int) -> MemoryFacts:
+        """Returns the share of one of several ranks: an equal part of the limit and of what is free."""
+        return MemoryFacts(self.limit // ranks, self.used, self.free // ranks)
+
+
+def kv_budget(memory: MemoryFacts, utilization: float, workspace: int, mapped: int = 0) -> int:
+    """Returns the bytes for KV blocks, measured with the weights in place: the share of the limit that is left beside
+    everything used and the work space of a step, and never more than that share of what is free now. mapped: bytes of
+    files that the weights are in, which the system counts as free."""
+    free = int(utilization * (memory.free - mapped))
+    return max(0, min(int(utilization * memory.limit) - memory.used, free) - workspace)
+
+
+def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
+    """Raises DoesNotFit before a load that could only end with the kernel killing this process."""
+    if weight_bytes > memory.free:
+        raise DoesNotFit(
+            f"the weights that this process loads take {_mib(weight_bytes)} and {_mib(memory.free)} of memory are free "
+            f"(limit {_mib(memory.limit)}). Free some memory, raise the limit, choose a smaller model or dtype, "
+            "or shard the experts over more machines."
+        )
+
+
+def blocks_for(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
+    """Returns the most blocks that one request of this length holds at once, over all groups."""
+    return sum(blocks_needed(group, num_tokens, chunk) for group in groups)
+
+
+def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, limit: int) -> int:
+    """Returns the longest request, up to `limit` tokens, that usable_blocks hold."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for(groups, middle, chunk) <= usable_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def resolve(
     config: Config, spec: ModelSpec, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, *, fill: bool
 ) -> tuple[Limits, tuple[str, ...]]:
-    """Returns the limits and notes about them for the user. budget: bytes for KV blocks.
+    """Returns the limits and notes about them for the user. budget: bytes for KV blocks, from `kv_budget`.
 
-    fill: take the whole budget (a device of our own) rather than what the requests can use (a shared host).
+    fill: take the whole budget (a device of our own) rather than what the requests can use (a shared host). Raises
+    DoesNotFit with the number that would fit when a length or a size was asked for and does not.
     """
-    asked = KVAsked(
-        kv_cache_bytes=config.cache.kv_cache_bytes,
-        max_model_len=config.model.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        chunk=chunk_tokens(config),
-        watermark=config.scheduler.watermark,
-        fill=fill,
-    )
-    plan: KVPlan = plan_kv(asked, groups, bytes_per_block, budget, spec.max_position)
+    cache, chunk, asked_len = config.cache, chunk_tokens(config), config.model.max_model_len
+    wanted_len = spec.max_position if asked_len is None else asked_len
+    num_blocks = _num_blocks(config, groups, bytes_per_block, budget, wanted_len, fill)
+    watermark = int(config.scheduler.watermark * num_blocks)
+    fits = longest_context(groups, num_blocks - 1 - watermark, chunk, wanted_len)
+    notes: tuple[str, ...] = ()
+    if fits < wanted_len:
+        need = (blocks_for(groups, wanted_len, chunk) + 1 + watermark) * bytes_per_block
+        have = num_blocks * bytes_per_block
+        if fits < cache.block_size:
+            one = blocks_for(groups, cache.block_size, chunk)
+            least = next(n for n in itertools.count(one + 1) if n - 1 - int(config.scheduler.watermark * n) >= one)
+            raise DoesNotFit(
+                f"{have:,} bytes for KV blocks of {bytes_per_block:,} bytes cannot hold even one block of a request: "
+                f"{least * bytes_per_block:,} is the least. Free some memory, raise --memory-utilization or "
+                "--kv-cache-bytes, or choose a smaller model."
+            )
+        if asked_len is not None:
+            raise DoesNotFit(
+                f"max_model_len={wanted_len} needs {_mib(need)} for KV blocks, {_mib(have)} are available. "
+                f"max_model_len={fits} would fit; or give more memory (--memory-utilization, --kv-cache-bytes)."
+            )
+        notes = (
+            f"max_model_len reduced from {wanted_len} to {fits}: the model's whole context needs {_mib(need)} for KV "
+            f"blocks, {_mib(have)} are available",
+        )
     limits = Limits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(config),
-        prefill_chunk=chunk_tokens(config),
-        max_model_len=plan.max_model_len,
-        block_size=config.cache.block_size,
-        num_blocks=plan.num_blocks,
-        watermark_blocks=plan.watermark_blocks,
+        prefill_chunk=chunk,
+        max_model_len=fits,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        watermark_blocks=watermark,
         depth=config.scheduler.depth,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        num_store_blocks=config.cache.host_store_bytes // bytes_per_block,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        num_store_blocks=cache.host_store_bytes // bytes_per_block,
     )
-    return limits, plan.notes
+    return limits, notes
+
+
+def _num_blocks(
+    config: Config, groups: Sequence[KVGroup], bytes_per_block: int, budget: int, wanted_len: int, fill: bool
+) -> int:
+    affordable, asked_bytes, chunk = budget // bytes_per_block, config.cache.kv_cache_bytes, chunk_tokens(config)
+    if asked_bytes is not None:
+        if asked_bytes > budget:
+            raise DoesNotFit(
+                f"kv_cache_bytes={asked_bytes} ({_mib(asked_bytes)}) was asked for, but only {_mib(budget)} are left "
+                f"beside weights and work space: ask for at most {budget}."
+            )
+        return asked_bytes // bytes_per_block
+    if fill:
+        return affordable
+    usual = blocks_for(groups, min(wanted_len, USUAL_LEN), chunk)
+    useful = max(config.scheduler.max_num_seqs * usual, blocks_for(groups, wanted_len, chunk)) + 1
+    # One more block for each that the watermark keeps free.
+    return min(affordable, int(useful / (1 - config.scheduler.watermark)) + 1)
 
 
 def workspace_bytes(
@@ -119,3 +206,7 @@ def workspace_bytes(
     forward = model_workspace.workspace_bytes(spec, tokens, rows, max_len, dtype, config.parallel.tp, inflow)
     logits = 2 * max(rows * spec.vocab_size, PROMPT_ELEMENTS)
     return forward + _F32 * (logits + 8 * 4 * CHUNK_ELEMENTS)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f} MiB"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked, group_of
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
-from moeserve.runner.host import MemoryFacts
-from moeserve.runner.memory import check_weights_fit
+from moeserve.runner.limits import MemoryFacts, check_weights_fit
 
 log = logging.getLogger(__name__)
 _DUMMY = (
@@ -41,8 +40,7 @@ Progress = Callable[[str, int], None]  # description of the phase, percent of th
 READ_FROM, READ_TO = 5, 85  # percent of start-up that reading the weights takes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Shard(NamedTuple):
     """The part of the model that a rank holds, and its connections to other ranks.
 
     placement: the experts of each rank; None for a model without any. backends: in order of preference. max_tokens: of
@@ -108,17 +106,7 @@ def load_model(
             progress("reading and packing the weights", percent)
 
     with params_of(described, plan, dtype, device=device, asked=asked, progress=read) as params:
-        model = build_decoder(
-            spec,
-            params,
-            ops,
-            world=shard.world,
-            tp=shard.tp,
-            placement=shard.placement,
-            backends=shard.backends,
-            ubatches=shard.ubatches,
-            max_tokens=shard.max_tokens,
-        )
+        model = build_decoder(spec, params, ops, **shard._asdict())
     files.check()
     if cache:
         cache.finish()

@@ -55,7 +55,7 @@ class Peers:
         wire: WireFormat,
         read: Read | None,
         num_ubatches: int,
-        on_placed: Callable[[Placed], None],
+        on_placed: Callable[[Placed], object],
     ) -> None:
         self._layers = tuple(layers)
         self._tp = tp

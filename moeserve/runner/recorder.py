@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,20 +25,13 @@ class Recording:
     replay: Callable[[], None]
 
 
-class Recorder(Protocol):
-    """Records work once, to be replayed."""
+class Recorder:
+    """Records work once, to be replayed. This one runs the work again at each replay, and copies its results to fixed
+    tensors, so that code for graphs can be tested without CUDA."""
 
     def record(self, work: Work) -> Recording:
         """Records the work. It may be run once for warmth, so its inputs must be harmless; results are valid after the
         first replay. Functions that the work passes to its `Pause` run between two graphs."""
-        ...
-
-
-class HostRecorder:
-    """Runs the work again at each replay, so that code for graphs can be tested without CUDA."""
-
-    def record(self, work: Work) -> Recording:
-        """Returns a recording whose replay runs `work` and copies its results to fixed tensors."""
         results: list[Tensor] = []
 
         def replay() -> None:
@@ -53,7 +45,7 @@ class HostRecorder:
         return Recording(results, replay)
 
 
-class CudaRecorder:
+class CudaRecorder(Recorder):
     """CUDA graphs that share one pool of memory, recorded on a stream of their own and replayed on the current one.
 
     warm: does the work once before it records it, which compiles kernels and loads libraries: that must not happen

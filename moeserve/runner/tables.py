@@ -15,7 +15,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,20 +31,13 @@ I64 = NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
 
 
-class Upload(Protocol):
-    """Moves arrays to the device."""
-
-    def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        """Returns the arrays as contiguous tensors on the device; the caller must not write to them afterwards."""
-        ...
+# Moves arrays to the device: returns contiguous tensors; the caller must not write to the arrays afterwards.
+Upload = Callable[..., tuple[Tensor, ...]]
 
 
-class HostUpload:
-    """Wraps arrays as CPU tensors, without a copy unless an array has gaps."""
-
-    def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        """Returns tensors that share the arrays' memory where they have no gaps."""
-        return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+def host_upload(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
+    """Returns the arrays as CPU tensors, without a copy unless an array has gaps."""
+    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

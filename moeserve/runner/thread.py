@@ -11,30 +11,16 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.errors import EngineDied
 
+if TYPE_CHECKING:
+    from moeserve.runner.base import ModelRunnerBase
+
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Executor(Protocol):
-    """A model runner as its thread uses it."""
-
-    @property
-    def device_is_async(self) -> bool:
-        """Whether a launched step goes on by itself, without the host."""
-        ...
-
-    def enter_thread(self) -> None:
-        """Prepares the thread that will call `launch`; called there before anything else."""
-        ...
-
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Starts a step. Returns a function that waits for its result."""
-        ...
 
 
 class StepFuture(Generic[T]):
@@ -52,23 +38,19 @@ class StepFuture(Generic[T]):
 
     def resolve(self, value: T) -> None:
         """Sets the answer, from any thread."""
-        self._from_thread(self._set_result, value)
+        self._from_thread(self._future.set_result, value)
 
     def fail(self, cause: BaseException) -> None:
         """Sets an error instead of the answer, from any thread."""
-        self._from_thread(self._set_exception, cause)
+        self._from_thread(self._future.set_exception, cause)
 
-    def _from_thread(self, set_: Callable[[T], None] | Callable[[BaseException], None], value: object) -> None:
+    def _from_thread(self, set_: Callable[[Any], None], value: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(set_, value)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(self._set, set_, value)
 
-    def _set_result(self, value: T) -> None:
+    def _set(self, set_: Callable[[Any], None], value: object) -> None:
         if not self._future.done():
-            self._future.set_result(value)
-
-    def _set_exception(self, cause: BaseException) -> None:
-        if not self._future.done():
-            self._future.set_exception(cause)
+            set_(value)
             self._future.exception()  # nobody has to await a failed step
 
 
@@ -108,7 +90,7 @@ class ThreadedRunner:
     """The engine's `Runner`: a model runner with threads of its own. After a step has failed, or after `close`, every
     later one fails with the cause."""
 
-    def __init__(self, runner: Executor) -> None:
+    def __init__(self, runner: ModelRunnerBase) -> None:
         self.runner = runner
         self._cause: str | None = None
         self._launcher = JobThread("model runner", runner.enter_thread)
@@ -116,7 +98,7 @@ class ThreadedRunner:
 
     def start(self, plan: StepPlan) -> StepFuture[StepResult]:
         """Queues a step and returns at once. To be called on the loop that awaits the result."""
-        handle = self._handle(plan)
+        handle: StepFuture[StepResult] = StepFuture()
         if not self._launcher.do(lambda: self._launch(plan, handle)):
             handle.fail(self._gone())
         return handle
@@ -161,9 +143,6 @@ class ThreadedRunner:
             self._collect(plan, collect, handle)
         else:
             self._collector.do(lambda: self._collect(plan, collect, handle))
-
-    def _handle(self, plan: StepPlan) -> StepFuture[StepResult]:
-        return StepFuture()
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         return self.runner.launch(plan)

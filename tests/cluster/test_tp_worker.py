@@ -95,9 +95,9 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
     assert pair.team is not None
     assert seen == sorted(set(seen))
     assert seen[-1] >= 95
-    placement = pair.model.placement
+    placement = pair.runner.placement
     assert placement is not None
-    driver = Driver(pair.model)
+    driver = Driver(pair.runner)
     request = driver.add(Request(list(PROMPT), SAMPLING))
     try:
         await pair.join(join_of(short_dir, 1, placement.to_table()))

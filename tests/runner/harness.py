@@ -1,4 +1,4 @@
-"""A tiny model whose logits depend on every K/V cell of a request's history, and a naive driver that makes plans."""
+"""A tiny model whose logits depend on every K/V entry of a request's history, and a naive driver that makes plans."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def spec_of(**changes: Any) -> ModelSpec:
 
 
 class HistoryModel:
-    """Writes each token id into its K cell of every layer. A token's hidden state is a digest of what the block
+    """Writes each token id into its K entry of every layer. A token's hidden state is a digest of what the block
     tables say its history is, in float64 carried as four 16-bit numbers; logits are a random row picked by it."""
 
     moe_layers = ()

@@ -16,12 +16,10 @@ from moeserve.errors import ConfigError
 from moeserve.kernels.attention_plan import SPLIT
 from moeserve.runner import factory
 from moeserve.runner.base import DeviceProperties
-from moeserve.runner.cpu import CPUModelRunner
+from moeserve.runner.cpu import CPUModelRunner, allowed_cores, useful_threads
 from moeserve.runner.factory import make_runner
 from moeserve.runner.gpu import GPUModelRunner
-from moeserve.runner.host import allowed_cores, cores_of_rank, useful_threads
-from moeserve.runner.limits import chunk_tokens, step_tokens, with_step_tokens
-from moeserve.runner.memory import kv_budget
+from moeserve.runner.limits import chunk_tokens, kv_budget, step_tokens, with_step_tokens
 from tests.runner.harness import FakeRunner, fake_runner, spec_of
 
 
@@ -62,7 +60,6 @@ def test_a_small_model_gets_the_threads_that_it_can_use() -> None:
 
 
 def test_ranks_of_a_host_share_its_cores(caplog: pytest.LogCaptureFixture) -> None:
-    assert [cores_of_rank(8, ranks) for ranks in (1, 3, 8, 20)] == [8, 2, 1, 1]
     world = World(rank=1, size=64, ranks_on_host=64)
     large = spec_of(vocab_size=1_000_000, hidden_size=64)
     torch.set_num_threads(2)

@@ -96,7 +96,7 @@ class Rank(CPUModelRunner):
         )  # fmt: skip
         backend = CudaIpcAll2All(facts, *host_symmetric())
         backend.caps = replace(backend.caps, devices=frozenset({"cpu"}))
-        return replace(shard, backends=[backend])
+        return shard._replace(backends=[backend])
 
     def warm_up(self) -> None: ...
 

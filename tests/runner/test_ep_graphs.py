@@ -14,8 +14,7 @@ from moeserve.config import config_of
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import triton_ops
-from moeserve.runner.ep_graphs import EPGraphs
-from moeserve.runner.graphs import Mode, common_sizes
+from moeserve.runner.graphs import EPGraphs, Mode, common_sizes
 from moeserve.runner.peers import Peers
 from tests.runner.harness import spec_of
 from tests.runner.test_graphs import LIMITS, SETTINGS, SPEC, ByTriton, Nothing

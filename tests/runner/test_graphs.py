@@ -26,10 +26,9 @@ from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
 from moeserve.runner import base, gpu, recorder, triton_inputs
 from moeserve.runner.base import DeviceProperties
-from moeserve.runner.cpu import CPUModelRunner
+from moeserve.runner.cpu import CPUModelRunner, host_memory
 from moeserve.runner.gpu import GPUModelRunner, RingUpload
 from moeserve.runner.graphs import GraphManager, Mode, sizes_of, sizes_to
-from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
 from moeserve.runner.sampling.reference import ReferenceSampler
 from moeserve.runner.sampling.sampler import Sampler
@@ -366,7 +365,7 @@ def test_what_is_dropped_can_be_recorded_again(cuda: FakeCuda) -> None:
     driver = Driver(fake_runner(graphs="auto", **settings))
     manager = driver.runner.graphs
     assert isinstance(manager, GraphManager)
-    manager.drop()
+    manager._recordings.clear()
     gc.collect()
     assert serve_ahead(driver)
     assert manager._recordings

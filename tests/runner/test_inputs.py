@@ -9,13 +9,13 @@ import torch
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockDiff, StepPlan
 from moeserve.runner.gpu import RingUpload
-from moeserve.runner.tables import HostRows, HostUpload, Tables, Upload, prepare_inputs
+from moeserve.runner.tables import HostRows, Tables, Upload, host_upload, prepare_inputs
 
 CPU = torch.device("cpu")
 GROUPS = (KVGroup("full", 4, (0,)), KVGroup("window", 4, (1,), 8))
 
 
-@pytest.mark.parametrize("upload", [HostUpload(), RingUpload(CPU, 3, pinned=False)], ids=["host", "ring"])
+@pytest.mark.parametrize("upload", [host_upload, RingUpload(CPU, 3, pinned=False)], ids=["host", "ring"])
 @pytest.mark.parametrize("counts", ["mixed", "ones", "threes"])
 @pytest.mark.parametrize("seed", range(6))
 def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> None:
@@ -44,14 +44,14 @@ def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> Non
     host = HostRows.of(plan)
     step = prepare_inputs(plan, host, tables, GROUPS, upload)
 
-    ids, positions, sample, cells, offset = [], [], [], ([], []), 0
+    ids, positions, sample, entries, offset = [], [], [], ([], []), 0
     longest = int((plan.starts_R + plan.counts_R).max())
     for slot, start, count, samples in zip(plan.slots_R, plan.starts_R, plan.counts_R, plan.samples_R, strict=True):
         for position in range(start, start + count):
             ids.append(int(tokens[slot, position]))
             positions.append(position)
             for group in range(2):
-                cells[group].append(int(blocks[group, slot, position // 4]) * 4 + position % 4)
+                entries[group].append(int(blocks[group, slot, position // 4]) * 4 + position % 4)
         offset += int(count)
         if samples:
             sample.append(offset - 1)
@@ -60,17 +60,17 @@ def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> Non
     assert step.sample_S.tolist() == sample
     assert step.offsets_R1.tolist() == [0, *np.cumsum(plan.counts_R)]
     for group, inputs in enumerate(step.groups):
-        assert inputs.slot_mapping_T.tolist() == cells[group]
+        assert inputs.slot_mapping_T.tolist() == entries[group]
         assert inputs.blocks_RN.tolist() == blocks[group][plan.slots_R, : -(-longest // 4)].tolist()
         assert (inputs.block_size, inputs.window) == (GROUPS[group].block_size, GROUPS[group].window)
         assert inputs.slot_mapping_T.dtype == inputs.blocks_RN.dtype == step.ids_T.dtype == torch.int64
 
 
 def test_a_token_sampled_into_the_table_is_the_next_steps_input() -> None:
-    tables = Tables(2, 10, GROUPS[:1], CPU, HostUpload())
+    tables = Tables(2, 10, GROUPS[:1], CPU, host_upload)
     tables.add(1, np.array([5, 6], dtype=np.int32))
     tables.apply()
     tables.append(torch.from_numpy(tables.token_offsets(np.array([1]), np.array([2]))), torch.tensor([7]).int())
     one = np.array([1], dtype=np.int32)
     plan = StepPlan(1, one, 2 * one, one, one.astype(bool), ())
-    assert prepare_inputs(plan, HostRows.of(plan), tables, GROUPS[:1], HostUpload()).ids_T.tolist() == [7]
+    assert prepare_inputs(plan, HostRows.of(plan), tables, GROUPS[:1], host_upload).ids_T.tolist() == [7]

@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from moeserve.config import Limits, config_of
 from moeserve.engine.blocks import KVGroup, groups_of
 from moeserve.errors import ConfigError, DoesNotFit
-from moeserve.runner.host import MemoryFacts, host_memory
+from moeserve.runner.cpu import host_memory
 from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions, page_locked
-from moeserve.runner.memory import (
-    KVAsked,
+from moeserve.runner.limits import (
+    MemoryFacts,
     blocks_for,
     check_weights_fit,
     kv_budget,
     longest_context,
-    plan_kv,
+    resolve,
+    with_step_tokens,
 )
 from tests.runner.harness import spec_of
 
@@ -28,16 +31,13 @@ FULL = (KVGroup("full", 16, (0, 1)),)
 HYBRID = groups_of((None, 64, None, 64), 16)
 
 
-def asked(**changes: object) -> KVAsked:
-    values: dict[str, object] = {
-        "kv_cache_bytes": None,
-        "max_model_len": None,
-        "max_num_seqs": 8,
-        "chunk": 256,
-        "watermark": 0.0,
-        "fill": False,
-    }
-    return KVAsked(**(values | changes))  # type: ignore[arg-type]
+def plan(
+    budget: int, max_position: int, *, groups: Any = FULL, fill: bool = False, **settings: Any
+) -> tuple[Limits, tuple[str, ...]]:
+    """Limits and notes for blocks of 1,000 bytes."""
+    values = {"max_num_seqs": 8, "block_size": 16, "prefill_chunk": 256, "watermark": 0.0}
+    config = with_step_tokens(config_of(None, **(values | settings)), 2048)
+    return resolve(config, spec_of(max_position=max_position), groups, 1000, budget, fill=fill)
 
 
 @pytest.mark.parametrize(
@@ -75,42 +75,42 @@ def test_weights_that_cannot_fit_are_refused_before_loading() -> None:
 
 
 def test_a_shared_host_gives_what_requests_can_use() -> None:
-    plan = plan_kv(asked(max_model_len=1024), FULL, 1000, GIB, 1 << 20)
-    assert plan.num_blocks == 8 * 64 + 1 + 1
-    assert plan.max_model_len == 1024
-    assert plan.notes == ()
+    limits, notes = plan(GIB, 1 << 20, max_model_len=1024)
+    assert limits.num_blocks == 8 * 64 + 1 + 1
+    assert limits.max_model_len == 1024
+    assert notes == ()
 
 
 def test_a_long_context_is_not_provided_for_every_request() -> None:
-    plan = plan_kv(asked(), FULL, 1000, GIB, 100_000)
-    assert plan.max_model_len == 100_000
-    assert 100_000 // 16 < plan.num_blocks < 100_000 // 16 + 5
-    small = plan_kv(asked(max_num_seqs=100), FULL, 1000, GIB, 100_000)
+    limits, _ = plan(GIB, 100_000)
+    assert limits.max_model_len == 100_000
+    assert 100_000 // 16 < limits.num_blocks < 100_000 // 16 + 5
+    small, _ = plan(GIB, 100_000, max_num_seqs=100)
     assert 100 * 4096 // 16 < small.num_blocks < 100 * 4096 // 16 + 5
 
 
 def test_a_device_of_our_own_is_filled() -> None:
-    assert plan_kv(asked(max_model_len=64, fill=True), FULL, 1000, 999_999, 64).num_blocks == 999
+    assert plan(999_999, 64, max_model_len=64, fill=True)[0].num_blocks == 999
 
 
 def test_the_models_context_is_reduced_to_what_fits_and_said_so() -> None:
-    plan = plan_kv(asked(), FULL, 1000, 50_500, 4096)
-    assert (plan.num_blocks, plan.max_model_len) == (50, 49 * 16)
-    assert "reduced from 4096 to 784" in plan.notes[0]
+    limits, notes = plan(50_500, 4096)
+    assert (limits.num_blocks, limits.max_model_len) == (50, 49 * 16)
+    assert "reduced from 4096 to 784" in notes[0]
 
 
 def test_a_context_that_was_asked_for_is_refused_with_the_one_that_fits() -> None:
     with pytest.raises(DoesNotFit, match=r"max_model_len=4096 needs .* max_model_len=784 would fit"):
-        plan_kv(asked(max_model_len=4096), FULL, 1000, 50_500, 8192)
-    assert plan_kv(asked(max_model_len=784), FULL, 1000, 50_500, 8192).max_model_len == 784
+        plan(50_500, 8192, max_model_len=4096)
+    assert plan(50_500, 8192, max_model_len=784)[0].max_model_len == 784
     with pytest.raises(DoesNotFit, match="max_model_len=784 would fit"):
-        plan_kv(asked(max_model_len=785), FULL, 1000, 50_500, 8192)
+        plan(50_500, 8192, max_model_len=785)
 
 
 def test_kv_bytes_that_were_asked_for_are_taken_or_refused() -> None:
-    assert plan_kv(asked(kv_cache_bytes=30_999), FULL, 1000, 50_000, 64).num_blocks == 30
+    assert plan(50_000, 64, kv_cache_bytes=30_999)[0].num_blocks == 30
     with pytest.raises(DoesNotFit, match="at most 50000"):
-        plan_kv(asked(kv_cache_bytes=50_001), FULL, 1000, 50_000, 64)
+        plan(50_000, 64, kv_cache_bytes=50_001)
 
 
 @pytest.mark.parametrize("watermark", [0.0, 0.01, 0.5])
@@ -120,12 +120,12 @@ def test_no_room_for_one_block_is_refused_with_the_least_that_helps(
     budget: int, groups: tuple[KVGroup, ...], watermark: float
 ) -> None:
     with pytest.raises(DoesNotFit, match="cannot hold even one block") as refused:
-        plan_kv(asked(watermark=watermark), groups, 1000, budget, 4096)
+        plan(budget, 4096, groups=groups, watermark=watermark)
     numbers = re.findall(r"([\d,]+) is the least", str(refused.value))
     least = int(numbers[0].replace(",", ""))
-    assert plan_kv(asked(watermark=watermark), groups, 1000, least, 4096).max_model_len >= 16
+    assert plan(least, 4096, groups=groups, watermark=watermark)[0].max_model_len >= 16
     with pytest.raises(DoesNotFit):
-        plan_kv(asked(watermark=watermark), groups, 1000, least - 1, 4096)
+        plan(least - 1, 4096, groups=groups, watermark=watermark)
 
 
 @pytest.mark.parametrize("watermark", [0.0, 0.01, 0.3])
@@ -134,11 +134,11 @@ def test_no_room_for_one_block_is_refused_with_the_least_that_helps(
 def test_whatever_is_promised_fits_beside_null_block_and_watermark(
     groups: tuple[KVGroup, ...], budget: int, watermark: float
 ) -> None:
-    plan = plan_kv(asked(watermark=watermark), groups, 1000, budget, 4096)
-    usable = plan.num_blocks - 1 - plan.watermark_blocks
-    assert plan.num_blocks * 1000 <= budget
-    assert blocks_for(groups, plan.max_model_len, 256) <= usable
-    assert plan.max_model_len == 4096 or blocks_for(groups, plan.max_model_len + 1, 256) > usable
+    limits, _ = plan(budget, 4096, groups=groups, watermark=watermark)
+    usable = limits.num_blocks - 1 - limits.watermark_blocks
+    assert limits.num_blocks * 1000 <= budget
+    assert blocks_for(groups, limits.max_model_len, 256) <= usable
+    assert limits.max_model_len == 4096 or blocks_for(groups, limits.max_model_len + 1, 256) > usable
 
 
 def test_a_window_group_needs_no_more_than_window_and_chunk() -> None:

@@ -13,9 +13,9 @@ from triton.runtime.interpreter import GridExecutor
 from moeserve.engine.plan import Agreed
 from moeserve.runner import gpu, recorder
 from moeserve.runner.base import DeviceProperties
+from moeserve.runner.cpu import host_memory
 from moeserve.runner.dummy import dummy_plan
 from moeserve.runner.gpu import GPUModelRunner, RingUpload
-from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch

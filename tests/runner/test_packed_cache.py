@@ -21,7 +21,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
 from moeserve.runner import cpu
 from moeserve.runner.cpu import CPUModelRunner
-from moeserve.runner.host import MemoryFacts
+from moeserve.runner.limits import MemoryFacts
 from tests.quantised_checkpoints import FORMS, write_quantised
 from tests.runner.engines import Group, alone
 from tests.runner.harness import Request, greedy

@@ -17,7 +17,7 @@ from moeserve.runner.sampling import noise, reference
 from moeserve.runner.sampling.native import NativeSampler
 from moeserve.runner.sampling.reference import ReferenceSampler
 from moeserve.runner.sampling.sampler import NEG_INF, Sampled, Sampler, Status, row_keys
-from moeserve.runner.tables import HostUpload, Tables
+from moeserve.runner.tables import Tables, host_upload
 from moeserve.sampling import TokenSampling
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ KINDS = [NativeSampler, ReferenceSampler] if native_rows.AVAILABLE else [Referen
 
 
 def sampler_of(vocab: int, slots: int = 64, kind: type[ReferenceSampler] = KINDS[0]) -> ReferenceSampler:
-    upload = HostUpload()
+    upload = host_upload
     tables = Tables(slots, MAX_LEN, (KVGroup("full", 16, (0,)),), CPU, upload)
     return kind(vocab, tables, upload)
 

@@ -1,4 +1,4 @@
-"""Staged writes reach the device tables as a plain dictionary of cells would say."""
+"""Staged writes reach the device tables as a plain dictionary of entries would say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockDiff, NewRequest
 from moeserve.errors import ConfigError
 from moeserve.runner.gpu import RingUpload
-from moeserve.runner.tables import HostUpload, Tables, Upload, _last_writes
+from moeserve.runner.tables import Tables, Upload, _last_writes, host_upload
 from moeserve.sampling import TokenSampling
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def diff(*entries: tuple[int, int, int]) -> BlockDiff:
     return BlockDiff(columns[0], columns[1], columns[2])
 
 
-@pytest.mark.parametrize("upload", [HostUpload(), RingUpload(CPU, 3, pinned=False)], ids=["host", "ring"])
+@pytest.mark.parametrize("upload", [host_upload, RingUpload(CPU, 3, pinned=False)], ids=["host", "ring"])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_writes_match_a_naive_table(upload: Upload, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def test_random_writes_match_a_naive_table(upload: Upload, seed: int) -> None:
 
 
 def test_a_new_occupant_finds_no_blocks_of_the_last_one() -> None:
-    tables = Tables(2, 30, GROUPS, CPU, HostUpload())
+    tables = Tables(2, 30, GROUPS, CPU, host_upload)
     tables.update(0, diff((1, 0, 5), (1, 1, 6), (1, 2, 7)))
     tables.apply()
     tables.add(1, np.array([3], dtype=np.int32))
@@ -76,7 +76,7 @@ def test_of_several_writes_to_one_place_only_the_last_is_sent() -> None:
 
 def test_tables_beyond_32_bit_offsets_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs=100000 times max_model_len=100000"):
-        Tables(100_000, 100_000, GROUPS, CPU, HostUpload())
+        Tables(100_000, 100_000, GROUPS, CPU, host_upload)
 
 
 def test_ring_sections_survive_later_uploads_and_growth() -> None:
@@ -94,7 +94,7 @@ def test_ring_sections_survive_later_uploads_and_growth() -> None:
 
 def test_sampling_of_an_added_request_does_not_touch_the_tables() -> None:
     new_requests = NewRequest(0, np.array([1, 2], dtype=np.int32), 2, TokenSampling(seed=1, max_tokens=1))
-    tables = Tables(1, 4, GROUPS[:1], CPU, HostUpload())
+    tables = Tables(1, 4, GROUPS[:1], CPU, host_upload)
     tables.add(new_requests.slot, new_requests.tokens)
     assert tables.tokens[0].tolist() == [0] * 5, "staged only"
     tables.apply()
@@ -104,7 +104,7 @@ def test_sampling_of_an_added_request_does_not_touch_the_tables() -> None:
 def test_tables_take_memory_only_where_they_are_used() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    tables = Tables(1024, 131_072, GROUPS, CPU, HostUpload())
+    tables = Tables(1024, 131_072, GROUPS, CPU, host_upload)
     tables.add(1023, np.arange(5, dtype=np.int32))
     tables.apply()
     assert tables.tokens[1023, :6].tolist() == [0, 1, 2, 3, 4, 0]

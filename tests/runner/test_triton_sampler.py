@@ -14,7 +14,7 @@ from moeserve.runner.gpu import RingUpload
 from moeserve.runner.sampling.reference import ReferenceSampler
 from moeserve.runner.sampling.sampler import Rules, Sampled, Sampler, Status
 from moeserve.runner.sampling.triton import TritonSampler
-from moeserve.runner.tables import HostUpload, Tables
+from moeserve.runner.tables import Tables, host_upload
 from moeserve.sampling import TokenSampling
 from tests.runner.test_sampler import MAX_LEN, random_sampling
 
@@ -26,9 +26,9 @@ def pair(vocab: int) -> tuple[Sampler, Sampler]:
     """In torch on the CPU, and by Triton."""
     upload = RingUpload(DEVICE, 64, pinned=DEVICE.type == "cuda")
     group = (KVGroup("full", 16, (0,)),)
-    plain = Tables(SLOTS, MAX_LEN, group, torch.device("cpu"), HostUpload())
+    plain = Tables(SLOTS, MAX_LEN, group, torch.device("cpu"), host_upload)
     tables = Tables(SLOTS, MAX_LEN, group, DEVICE, upload)
-    return ReferenceSampler(vocab, plain, HostUpload()), TritonSampler(vocab, tables, upload)
+    return ReferenceSampler(vocab, plain, host_upload), TritonSampler(vocab, tables, upload)
 
 
 def add(samplers: tuple[Sampler, Sampler], slot: int, history: np.ndarray, num_prompt: int, **asked: Any) -> None:
