@@ -26,7 +26,7 @@ from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.host import Ended, Farewell, FromNode, Keep, LogLine, Signal, Start, Started, ToNode
+from moeserve.cluster.host import Ended, Farewell, FromNode, LogLine, Signal, Start, Started, ToNode
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
 from moeserve.cluster.rendezvous import TOKEN, Admitted, Attendance, TurnedAway, attendance, bracketed, resolve
@@ -128,6 +128,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         except (ActorStopped, TimeoutError) as error:
             self._wire.close()
             raise EngineDied(f"machine 0 is lost: {error}") from None
+        self._host.keep(self._config)
         log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
 
     def handle(self, msg: ToNode | PeerGone) -> None:
@@ -137,8 +138,6 @@ class NodeAgent(Actor[ToNode | PeerGone]):
                 self._lives[msg.id] = asyncio.get_running_loop().create_task(self._live(msg), name=msg.name)
             case Signal():
                 self._signal(msg)
-            case Keep(tp_size=tp_size):
-                self._host.keep(tp_size)
             case Farewell(cause=""):
                 log.info("machine 0 stops, and so do we")
                 self.stop()
