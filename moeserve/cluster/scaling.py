@@ -83,16 +83,11 @@ class Scaling:
 
     def _add_groups(self, groups: Iterable[list[EngineHandle]], table: PlacementTable | None) -> None:
         """Lets each of these lists of engines meet as a group."""
-        fleet = self._fleet
-        for engines in groups:
-            group = EngineGroup(
-                engines,
-                self.machines,
-                placement=table,
-                alone=not fleet.together and fleet.config.parallel.tp == 1,
-                tell=partial(fleet.inbox.put, force=True),
-            )
-            fleet.groups.append(group)
+        fleet, tell = self._fleet, partial(self._fleet.inbox.put, force=True)
+        alone = not fleet.together and fleet.config.parallel.tp == 1
+        fleet.groups += [
+            EngineGroup(engines, self.machines, placement=table, alone=alone, tell=tell) for engines in groups
+        ]
 
     def _set_placement(self, placement: PlacementTable | None) -> None:
         """Tells this membership and placement to engines that are started from now on."""
