@@ -134,12 +134,17 @@ class Process(ABC):
             return await self.death()
 
 
+def to_stderr(line: str) -> None:
+    """Writes a child's log line to our stderr."""
+    with suppress(OSError, ValueError):  # a closed terminal must not hurt the engine
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
 class Child(Process):
     """A child process. It ends with the loop and with the thread that started it: see guard.py."""
 
-    def __init__(
-        self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None] | None
-    ) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None]) -> None:
         super().__init__(name, process.pid)
         self._reason = ""  # why we killed it
         self._process = process
@@ -158,7 +163,7 @@ class Child(Process):
         document: bytes | None,
         *,
         env: Mapping[str, str] | None = None,
-        forward: Callable[[str], None] | None = None,
+        forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
     ) -> Child:
         """Starts `command` and hands it `document` (JSON; None for none) over stdin, which nobody else can read.
@@ -173,7 +178,7 @@ class Child(Process):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=None if env is None else dict(env),
+                env=env,
                 bufsize=0,
                 pass_fds=pass_fds,
             )
@@ -188,7 +193,7 @@ class Child(Process):
         process: subprocess.Popen[bytes] | Forked,
         document: bytes,
         *,
-        forward: Callable[[str], None] | None = None,
+        forward: Callable[[str], None] = to_stderr,
     ) -> Child:
         """Watches a process that runs already and waits for its document. Raises ConfigError, and ends the process."""
         try:
@@ -252,10 +257,10 @@ def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name:
 class _LogLines(asyncio.Protocol):
     """Cuts a child's output into lines, keeps the last ones, passes each on."""
 
-    def __init__(self, forward: Callable[[str], None] | None) -> None:
+    def __init__(self, forward: Callable[[str], None]) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.forward = to_stderr if forward is None else forward
+        self.forward = forward
         self._rest = b""
 
     def data_received(self, data: bytes) -> None:
@@ -283,13 +288,6 @@ class _LogLines(asyncio.Protocol):
 def one_line(text: str) -> str:
     """Returns text that cannot forge a log line or move a terminal's cursor: control characters become \\xNN."""
     return text.rstrip("\r\n").translate(_CONTROL)
-
-
-def to_stderr(line: str) -> None:
-    """Writes a child's log line to our stderr."""
-    with suppress(OSError, ValueError):  # a closed terminal must not hurt the engine
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
 
 
 def describe_exit(code: int) -> str:

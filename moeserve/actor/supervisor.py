@@ -60,7 +60,7 @@ class Supervisor(ABC):
         """Returns whether another start may end differently."""
 
     @abstractmethod
-    async def buried(self, death: Death, again_in_s: float | None) -> None:
+    async def on_death(self, death: Death, again_in_s: float | None) -> None:
         """Takes note of a death. again_in_s: seconds to the next start, None if there will be none."""
 
     async def run(self) -> Death:
@@ -73,7 +73,7 @@ class Supervisor(ABC):
             self._ready_s = self.child = None
             death = await self._one_life(incarnation)
             pause_s = self._pause_after(death, await self.curable(death))
-            await self.buried(death, pause_s)
+            await self.on_death(death, pause_s)
             if pause_s is None or await self._retired_within(pause_s):
                 break
         return death
@@ -112,11 +112,11 @@ class Supervisor(ABC):
             self._starting.cancel()
 
     def progress(self) -> None:
-        """The starting process gave a sign of life."""
+        """Takes note of a sign of life from the starting process."""
         self._progress_s = time.monotonic()
 
     def serving(self) -> None:
-        """The process is ready."""
+        """Takes note that the process is ready."""
         self._ready_s = time.monotonic()
 
     def _check_progress(self, child: Process) -> None:

@@ -34,6 +34,7 @@ In = TypeVar("In")
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 128 * 2**20
+MAX_WAITING = 10_000  # frames on their way in each direction
 READ_BURST = 256  # frames per turn of the loop, so that a flood cannot starve everything else
 HEARTBEAT_MS, VANISHED_MS = 1000, 5000  # over TCP: a machine that is silent for so long is gone
 NEVER_MS = 2**30  # 12 days: a wire that has lost its peer is closed long before
@@ -56,8 +57,8 @@ class ZmqWire(Generic[Out, In]):
 
     address: `ipc:///path`, in a directory that only we can enter, or `tcp://host:port` with `keys` (port *: any free
     one; the listener's `address` then has its number). token: the secret that both ends know. receives: the union of
-    messages that may come. inbox: where they go. notice: makes the inbox's message from a `PeerGone`. limit: most
-    frames on their way in each direction. Raises ConfigError if the address cannot be used.
+    messages that may come. inbox: where they go. notice: makes the inbox's message from a `PeerGone`. Raises
+    ConfigError if the address cannot be used.
     """
 
     def __init__(
@@ -70,7 +71,6 @@ class ZmqWire(Generic[Out, In]):
         inbox: Inbox[In],
         notice: Callable[[PeerGone], Any] = lambda gone: gone,
         keys: Keys | None = None,
-        limit: int = 10_000,
     ) -> None:
         check_address(address, keys)
         self.address = address
@@ -87,12 +87,12 @@ class ZmqWire(Generic[Out, In]):
         self._gone: str | None = None  # why there is no peer any more
         self._loop = asyncio.get_running_loop()
         self._connected: asyncio.Future[None] = self._loop.create_future()
-        self._open(limit, keys)
+        self._open(keys)
 
-    def _open(self, limit: int, keys: Keys | None) -> None:
+    def _open(self, keys: Keys | None) -> None:
         self._context = zmq.Context(io_threads=1)
         self._socket = socket = self._context.socket(self._kind)
-        socket.set_hwm(limit)
+        socket.set_hwm(MAX_WAITING)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         # A peer that comes back is another process; it gets another wire. Not ZeroMQ's own "never" (-1): with a lost

@@ -86,13 +86,20 @@ class Balancer:
         if rank not in self.loads:
             self.loads[rank] = Load(ready.block_size, ready.num_blocks - 1)
 
-    def close(self, rank: int) -> None:
-        """Removes an engine with its requests and cached prefixes."""
+    def close(self, rank: int) -> tuple[int, ...]:
+        """Removes an engine with its cached prefixes, and its requests, which are returned: oldest first."""
         load = self.loads.pop(rank, None)
-        for rid in load.live if load else ():
+        rids = tuple(sorted(load.live)) if load is not None else ()
+        for rid in rids:
             del self._requests[rid]
         keep = ~(1 << rank)
         self._prefixes = OrderedDict((key, rest) for key, mask in self._prefixes.items() if (rest := mask & keep))
+        return rids
+
+    def rank_of(self, rid: int) -> int | None:
+        """Returns the engine that has this request, if one has it."""
+        request = self._requests.get(rid)
+        return request.rank if request is not None else None
 
     def choose(self, request: Submit, among: Collection[int]) -> int:
         """Returns the engine on which this request adds to the least work, if possible one with room for its K/V.
@@ -201,7 +208,7 @@ class Traffic:
     def __init__(self, serving: Callable[[], Sequence[EngineHandle]]) -> None:
         self.balancer = Balancer()
         self._serving = serving
-        self._owner: dict[int, EngineHandle] = {}
+        self._engines: dict[int, EngineHandle] = {}  # that have had requests, by rank
         self.waiting: dict[int, Submit] = {}  # for an engine
         self._retry: asyncio.TimerHandle | None = None
 
@@ -212,11 +219,9 @@ class Traffic:
             self.waiting[request.rid] = request
             return
         rank = self.balancer.choose(request, engines)
-        engine = engines[rank]
+        engine = self._engines[rank] = engines[rank]
         engine.send(request)
         self.balancer.assign(request, rank)
-        self._owner[request.rid] = engine
-        engine.rids.add(request.rid)
 
     def flush(self) -> None:
         """Sends the requests that wait, oldest first, as far as engines take them."""
@@ -234,32 +239,17 @@ class Traffic:
 
     def abort(self, rids: Sequence[int]) -> None:
         """Aborts requests. Raises Overloaded if an engine does not keep up; call again with the same requests then."""
-        by_engine: dict[EngineHandle, list[int]] = {}
+        by_rank: dict[int, list[int]] = {}
         for rid in rids:
-            if self.waiting.pop(rid, None) is None and (engine := self._owner.get(rid)) is not None:
-                by_engine.setdefault(engine, []).append(rid)
-        for engine, theirs in by_engine.items():
-            engine.send(Abort(theirs))
+            if self.waiting.pop(rid, None) is None and (rank := self.balancer.rank_of(rid)) is not None:
+                by_rank.setdefault(rank, []).append(rid)
+        for rank, theirs in by_rank.items():
+            self._engines[rank].send(Abort(theirs))
 
-    def note(self, engine: EngineHandle, out: StepOutput) -> None:
+    def note(self, rank: int, out: StepOutput) -> None:
         """Takes note of a step of this engine, and of the requests that it finished."""
-        self.balancer.note(engine.rank, out)
+        self.balancer.note(rank, out)
         if any(out.finish):
             for rid, finish in zip(memoryview(out.rids).cast("q"), out.finish, strict=True):
                 if finish:
-                    self.end(rid)
-
-    def end(self, rid: int) -> None:
-        """Removes a request that has ended."""
-        if (engine := self._owner.pop(rid, None)) is not None:
-            engine.rids.discard(rid)
-            self.balancer.end(rid)
-
-    def lost(self, engine: EngineHandle) -> tuple[int, ...]:
-        """Removes an engine; returns the requests that it had, oldest first."""
-        rids = tuple(sorted(engine.rids))
-        for rid in rids:
-            del self._owner[rid]
-        engine.rids.clear()
-        self.balancer.close(engine.rank)
-        return rids
+                    self.balancer.end(rid)

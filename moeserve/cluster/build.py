@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeserve.cluster.assemble import Built, Progress
 from moeserve.cluster.order import Role, command_of
-from moeserve.cluster.rundir import RunDir
+from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import groups_of
 from moeserve.engine.null_runner import NullRunner
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.loader.spec import ModelSpec, bytes_per_weight, local_heads, model_size
-from moeserve.messages import Ready
+from moeserve.messages import PlacementTable, Ready
 from moeserve.models.hf_config import read_model_spec
 
 if TYPE_CHECKING:
@@ -38,12 +38,11 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
     """
     began_s = time.monotonic()
     progress("reading the model's configuration", 2)
-    model_dir = resolve_model_dir(config.model.model)
-    spec = read_model_spec(model_dir)
+    spec = read_model_spec(resolve_model_dir(config.model.model))
     if config.device.null_runner:
         return _null(config, spec, began_s)
-    make = _grouped if role.grouped else _alone
-    threaded, limits, runner = make(config, spec, model_dir, role, progress)
+    local_heads(spec, role.world)  # before anything is started
+    threaded, limits, runner = (_grouped if role.grouped else _alone)(config, role, progress)
     ready = _ready(
         config,
         spec,
@@ -61,12 +60,11 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
 Made = tuple["Runner", Limits, "ModelRunnerBase"]
 
 
-def _alone(config: Config, spec: ModelSpec, model_dir: Path, role: Role, progress: Progress) -> Made:
-    from moeserve.runner.factory import make_runner
+def _alone(config: Config, role: Role, progress: Progress) -> Made:
     from moeserve.runner.thread import ThreadedRunner
 
     assert role.world.size == 1, "an engine among others waits for a Join"
-    runner = make_runner(config, spec, model_dir)
+    runner = make_rank(config, role.world, None, grouped=False)
     threaded = ThreadedRunner(runner)
     try:
         limits = asyncio.run(threaded.call(runner.prepare, progress))  # in the thread that will run it
@@ -76,15 +74,11 @@ def _alone(config: Config, spec: ModelSpec, model_dir: Path, role: Role, progres
     return threaded, limits, runner
 
 
-def _grouped(config: Config, spec: ModelSpec, model_dir: Path, role: Role, progress: Progress) -> Made:
-    local_heads(spec, role.world)  # before anything is started
-    with _team(config, role.world.tp_size) as team:
-        from moeserve.moe.placement.placement import Placement
-        from moeserve.runner.factory import make_runner
+def _grouped(config: Config, role: Role, progress: Progress) -> Made:
+    with _team(config, role) as team:
         from moeserve.runner.group import GroupedRunner
 
-        placement = None if role.placement is None else Placement.from_table(role.placement)
-        runner = make_runner(config, spec, model_dir, role.world, placement, grouped=True)
+        runner = make_rank(config, role.world, role.placement, grouped=True)
         threaded = GroupedRunner(runner, team)
         try:
             limits = threaded.prepare_model(progress)
@@ -94,23 +88,33 @@ def _grouped(config: Config, spec: ModelSpec, model_dir: Path, role: Role, progr
         return threaded, limits, runner
 
 
+def make_rank(config: Config, world: World, table: PlacementTable | None, *, grouped: bool) -> ModelRunnerBase:
+    """Returns the runner of one rank, with nothing loaded yet. grouped: it waits for a Join."""
+    from moeserve.moe.placement.placement import Placement
+    from moeserve.runner.factory import make_runner
+
+    model_dir = resolve_model_dir(config.model.model)
+    placement = None if table is None else Placement.from_table(table)
+    return make_runner(config, read_model_spec(model_dir), model_dir, world, placement, grouped=grouped)
+
+
 @contextmanager
-def _team(config: Config, size: int) -> Iterator[Team | None]:
+def _team(config: Config, role: Role) -> Iterator[Team | None]:
     """Starts the engine's other tensor-parallel ranks, if it has some; ends them if the block fails."""
-    if size == 1:
+    if role.world.tp_size == 1:
         yield None
         return
     from moeserve.cluster.tp_worker import WORKER, take_forked
     from moeserve.runner.remote import Team
 
-    run_dir = RunDir()
-    log = config.server
+    folder = os.path.join(role.folder, f"workers-{os.getpid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
     team = Team(
         command_of(WORKER),
-        run_dir.path,
-        size,
-        log_level=log.log_level,
-        log_format=log.log_format,
+        folder,
+        role.world.tp_size,
+        log_level=config.server.log_level,
+        log_format=config.server.log_format,
         forked=take_forked(),
     )
     try:
@@ -120,7 +124,7 @@ def _team(config: Config, size: int) -> Iterator[Team | None]:
         team.close()
         raise
     finally:
-        run_dir.close()  # they are connected: nobody needs the socket's name any more
+        shutil.rmtree(folder)  # they are connected: nobody needs the socket's name any more
 
 
 def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:

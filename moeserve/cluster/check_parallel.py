@@ -1,4 +1,4 @@
-"""Checks --dp, --tp and their kin against the model's config. Imports no torch."""
+"""Checks --dp, --tp and the settings of several machines against the model's config. Imports no torch."""
 
 from __future__ import annotations
 

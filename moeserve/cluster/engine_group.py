@@ -47,7 +47,7 @@ class GroupFailed:
 
 
 class EngineGroup:
-    """A group of engines. `start` keeps them together until `close`; `regroup` changes its members.
+    """A group of engines, which meet again whenever one was lost or replaced. `regroup` changes its members.
 
     machines: where the engines run. alone: the engines have one process each and no others to meet, so they serve as
     soon as they are up. tell: gets GroupMet and GroupFailed.
@@ -72,7 +72,7 @@ class EngineGroup:
         self._changed = asyncio.Event()
         self._outcomes: list[asyncio.Future[str]] = []
         self._folder = ""  # of the epoch in force
-        self._life: asyncio.Task[None] | None = None
+        self._life = asyncio.get_running_loop().create_task(self._run(), name=f"group of {engines[0].name}")
 
     @property
     def complete(self) -> bool:
@@ -94,25 +94,21 @@ class EngineGroup:
         self.poke()
         return outcome
 
-    def start(self) -> None:
-        """Begins to let the engines meet, whenever one was lost or replaced, and returns."""
-        self._life = asyncio.get_running_loop().create_task(self._run(), name=f"group of {self.engines[0].name}")
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the group, not its engines: those that are connected stay connected."""
-        if self._life is not None:
-            self._life.cancel()
+        self._life.cancel()
+        await asyncio.wait([self._life])
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _run(self) -> None:
         try:
-            await self._meet_again_and_again()
+            await self._keep_together()
         except Exception as error:  # a fault of ours
             log.exception("an engine group failed")
             self._tell(GroupFailed(f"the group of {self.engines[0].name} failed: {error!r}", 1))
 
-    async def _meet_again_and_again(self) -> None:
-        """Returns after GroupFailed."""
+    async def _keep_together(self) -> None:
+        """Forms the group anew whenever it is not complete; returns after GroupFailed."""
         failures = 0
         while True:
             await self._until(lambda: not self.complete)
@@ -168,9 +164,14 @@ class EngineGroup:
         folder = os.path.join(self._machines.here.folder, f"epoch-{epoch}")
         os.mkdir(folder, 0o700)
         cause = self._send_joins(engines, epoch, placement)
+
+        def joined() -> bool:
+            """Returns whether all are there, although the group may have got other members meanwhile."""
+            return all(engine.epoch == epoch for engine in engines)
+
         try:
             async with asyncio.timeout(JOIN_S):
-                await self._until(lambda: bool(cause) or self._all_joined(engines) or bool(self._broken(engines)))
+                await self._until(lambda: bool(cause or self._broken(engines)) or joined())
             cause = cause or self._broken(engines)
         except TimeoutError:
             cause = self._give_up_on_late(engines, epoch)
@@ -206,9 +207,6 @@ class EngineGroup:
             except Overloaded as error:
                 return f"{engine.name} does not read its messages: {error}"
         return ""
-
-    def _all_joined(self, engines: list[EngineHandle]) -> bool:
-        return all(engine.epoch == self.epoch for engine in engines)
 
     def _broken(self, engines: list[EngineHandle]) -> str:
         for engine in engines:

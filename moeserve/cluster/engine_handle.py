@@ -1,4 +1,4 @@
-"""One engine of a fleet: its standing in its group, the requests that it has, and its process (engine_process.py)."""
+"""One engine of a fleet: its standing in its group, its messages, and its process (engine_process.py)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
         self.phase = Phase("starting", 0, 0.0)
         self.ready: Ready | None = None  # its facts while a process serves, or could join
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self.rids: set[int] = set()
         self.epoch = 0  # of the group in which it serves, 0 for none
         self.parted: Parted | None = None  # why it left its group or did not get in
         self.held = False  # it waits for other engines: that it makes no progress is not its fault
@@ -134,7 +133,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
             self.send(Drain(deadline_s))
 
     def join(self, epoch: int) -> None:
-        """The engine serves in this epoch."""
+        """Takes note that the engine serves in this epoch."""
         self.epoch, self.parted = epoch, None
         self._served = True
 
@@ -171,7 +170,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
                 log.error("the supervision of %s failed", self.name, exc_info=error)
                 self._on_end(EngineGone(exit_code=1, cause=f"the supervision of {self.name} failed: {error!r}"))
         finally:
-            self.process.cut()
+            self.process.close_wire()
 
     async def turn(self) -> None:
         """Handles what there is, as fast as the front end reads: the process is held back with this inbox."""
@@ -196,7 +195,7 @@ class EngineHandle(Actor[EngineOut | PeerGone | EngineGone]):
                 self.process.heard_all.set()
             case PeerGone(cause):
                 self._on_lost()
-                self.process.hung_up(cause)
+                self.process.on_hang_up(cause)
             case Pong():
                 self.process.heart.pong(msg, time.monotonic())
             case _:

@@ -19,7 +19,6 @@ from moeserve.actor import guard
 from moeserve.actor.actor import Inbox
 from moeserve.actor.handshake import Keys, keys_of, read_secret
 from moeserve.actor.zmq_wire import ZmqWire, connect
-from moeserve.cluster import rundir
 from moeserve.cluster.assemble import SeveralRanks, assemble
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
@@ -46,9 +45,9 @@ def main() -> None:
 
 
 async def _live_and_end(order: EngineOrder) -> None:
-    code = await _serve(order)
-    rundir.close_all()  # a start that was cut short has one, until its other ranks are connected
-    guard.end_process(code)  # nothing of value is left in here, and a task may wait for a rank which is gone
+    guard.end_process(
+        await _serve(order)
+    )  # nothing of value is left in here, and a task may wait for a rank that is gone
 
 
 async def _serve(order: EngineOrder) -> int:

@@ -1,4 +1,4 @@
-"""The life of an engine's process: started with an order, watched by heartbeats, started again, ended."""
+"""The process of an engine under supervision: how it starts, how hangs and deaths are found, when it starts again."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EngineProcess(Supervisor):
         if self.child is not None and self.child.alive:
             self.child.kill(reason)
 
-    def hung_up(self, cause: str) -> None:
+    def on_hang_up(self, cause: str) -> None:
         """Takes note of the end of the wire; the process should end now."""
         self._misfit = "" if self.wire is not None and self.wire.greeted else cause
         self._lost_s = time.monotonic()
@@ -87,7 +87,7 @@ class EngineProcess(Supervisor):
             token=token,
             born_s=time.monotonic(),
             builder=self._builder,
-            role=engine.role,
+            role=msgspec.structs.replace(engine.role, folder=engine.host.folder),
         )
         self.last_words, self._misfit, self._lost_s = "", "", None
         engine.held = engine.role.grouped
@@ -108,9 +108,9 @@ class EngineProcess(Supervisor):
         obeyed = engine.told_to_stop and death.exit_code == 0
         return death.stranded or not (self._misfit or first_start_failed or obeyed or is_config_error(death.exit_code))
 
-    async def buried(self, death: Death, again_in_s: float | None) -> None:
-        """Returns once the end of the process was told."""
-        self.cut()
+    async def on_death(self, death: Death, again_in_s: float | None) -> None:
+        """Returns once the fleet was told of the death."""
+        self.close_wire()
         self.heard_all.clear()
         cause = self._misfit or self.last_words or death.summary
         tail = death.log_tail if death.exit_code and not is_config_error(death.exit_code) else ()
@@ -118,7 +118,7 @@ class EngineProcess(Supervisor):
         self._engine.inbox.put(end, force=True)
         await self.heard_all.wait()
 
-    def cut(self) -> None:
+    def close_wire(self) -> None:
         """Closes the wire."""
         if self.wire is not None:
             self.wire.close()
@@ -144,9 +144,5 @@ class EngineProcess(Supervisor):
                 continue
             with suppress(Overloaded):  # no pong is an answer too
                 engine.send(ping)
-            if engine.held:
-                self.heart.rest(now_s)
-                if self.heart.is_mute(now_s, self.stall_s):  # the others would wait for it for ever
-                    self.kill(f"has not answered for {self.heart.silent_s(now_s):.0f} s")
-            elif self.heart.hangs(now_s, self.stall_s, grouped=engine.role.grouped):
-                self.kill(f"has made no progress for {self.heart.stalled_s(now_s):.0f} s although it has work")
+            if why := self.heart.fault(now_s, self.stall_s, held=engine.held, grouped=engine.role.grouped):
+                self.kill(why)  # the others would wait for it for ever

@@ -132,7 +132,7 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
     def _on_said(self, engine: EngineHandle, msg: ForFleet) -> None:
         match msg:
             case StepOutput():
-                self.traffic.note(engine, msg)
+                self.traffic.note(engine.rank, msg)
                 self._emit(self._labelled(msg, engine.rank))
             case Refused():
                 self._on_refused(engine, msg)
@@ -273,12 +273,12 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
 
     def hand_back(self, engine: EngineHandle, *, died: bool, cause: str) -> None:
         """Returns an engine's requests to the front end."""
-        rids = self.traffic.lost(engine)
+        rids = self.traffic.balancer.close(engine.rank)
         if (rids or died) and not self.single:
             self._emit(RequestsLost(rids=rids, engine=engine.rank, died=died, cause=cause))
 
     def _on_refused(self, engine: EngineHandle, msg: Refused) -> None:
-        self.traffic.end(msg.rid)
+        self.traffic.balancer.end(msg.rid)
         if msg.code == "server_draining" and not self._late and not self.single:  # somebody sent it a SIGTERM
             engine.draining = True
             self._emit(RequestsLost(rids=(msg.rid,), engine=engine.rank, died=False, cause=msg.message))

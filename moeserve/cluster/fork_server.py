@@ -1,4 +1,4 @@
-"""The fork server: `python -m moeserve.cluster.fork_server FD`, started by `Forks` and by nobody else.
+"""The fork server: `python -m moeserve.cluster.fork_server FD`, started by `LocalHost` and by nobody else.
 
 Each of its forks first forks its tensor-parallel workers and then becomes an engine.
 """

@@ -16,6 +16,7 @@ from moeserve.actor.forking import POSSIBLE, ForkServer
 from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Child, to_stderr
 from moeserve.cluster.order import command_of
+from moeserve.config import Config
 from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -48,10 +49,11 @@ class LocalHost:
         """The fork server, if there is one and it is warm."""
         return self._server if self._server is not None and self._server.warm else None
 
-    def keep(self, tp_size: int) -> None:
-        """Keeps a fork server from now on. tp_size: processes of an engine."""
-        self._tp_size = tp_size
-        if POSSIBLE and self._keeping is None:
+    def keep(self, config: Config) -> None:
+        """Keeps a fork server from now on, if the settings ask for one and it would be of use."""
+        self._tp_size = config.parallel.tp
+        wanted = config.parallel.fork_server == "on" and not config.device.null_runner
+        if POSSIBLE and wanted and config.parallel.num_ranks > 1:
             self._keeping = asyncio.get_running_loop().create_task(self._keep(), name="fork server")
 
     async def start(self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr) -> Child:

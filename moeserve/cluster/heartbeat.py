@@ -40,18 +40,6 @@ class Heartbeat:
         self._steps = msg.steps
         self._answer_s = now_s
 
-    def rest(self, now_s: float) -> None:
-        """Counts as progress: only answers are expected at the moment."""
-        self._progress_s = now_s
-
-    def silent_s(self, now_s: float) -> float:
-        """Seconds since the last answer."""
-        return max(0.0, now_s - self._answer_s)
-
-    def is_mute(self, now_s: float, stall_s: float = STALL_S) -> bool:
-        """Returns whether an engine has stopped answering. An engine that leaves its group first ends its steps."""
-        return self.silent_s(now_s) > max(stall_s, 3 * self._step_s)
-
     def stalled_s(self, now_s: float) -> float:
         """Seconds since the last progress; a little over INTERVAL_S is normal."""
         return max(0.0, now_s - self._progress_s)
@@ -60,13 +48,19 @@ class Heartbeat:
         """Returns whether the last progress is recent enough for new requests."""
         return self.stalled_s(now_s) <= max(UNHEALTHY_S, 2 * self._step_s)
 
-    def hangs(self, now_s: float, stall_s: float = STALL_S, *, grouped: bool = False) -> bool:
-        """Returns whether the engine has made no progress for too long.
+    def fault(self, now_s: float, stall_s: float = STALL_S, *, held: bool = False, grouped: bool = False) -> str:
+        """Returns why the engine must be killed, the end of a sentence about it; "" if it need not be.
 
-        A group stands still with any one of its engines. Engines that answer get twice the time, because the silent
-        one is more likely at fault.
+        held: the engine waits for others, so only answers are expected. One that leaves its group first ends its steps.
+        grouped: a group stands still with any one of its engines. Those that answer get twice the time, because the
+        silent one is more likely at fault.
         """
+        silent_s = now_s - self._answer_s
+        if held:
+            self._progress_s = now_s
+            return f"has not answered for {silent_s:.0f} s" if silent_s > max(stall_s, 3 * self._step_s) else ""
         patience_s = max(stall_s, 10 * self._step_s)
-        if grouped and now_s - self._answer_s <= patience_s:
+        if grouped and silent_s <= patience_s:
             patience_s *= 2
-        return self.stalled_s(now_s) > patience_s
+        stalled_s = self.stalled_s(now_s)
+        return f"has made no progress for {stalled_s:.0f} s although it has work" if stalled_s > patience_s else ""

@@ -44,12 +44,6 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True):
-    """Orders a fork server for engines of tp_size processes; see forks.py."""
-
-    tp_size: int
-
-
 class Farewell(msgspec.Struct, frozen=True, tag=True):
     """Machine 0 ends, and so shall the node. cause: why machine 0 failed, empty after an ordered stop."""
 
@@ -77,7 +71,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     death: Death
 
 
-ToNode = Start | Signal | Keep | Farewell
+ToNode = Start | Signal | Farewell
 FromNode = Started | LogLine | Ended
 
 
@@ -93,7 +87,6 @@ class RemoteHost:
         self.absent = self._missing = f"waiting for machine {number} of {num_machines}"
         self.taken = False  # an agent was admitted as this machine
         self._let_go = False
-        self._keep: Keep | None = None
         self._keys = keys
         self._address = address
         self._wire: ZmqWire[ToNode, FromNode | PeerGone] | None = None
@@ -113,11 +106,6 @@ class RemoteHost:
         self._processes[process.id] = process
         self.tell(Start(process.id, name, order))
         return process
-
-    def keep(self, tp_size: int) -> None:
-        """Tells the agent to keep a fork server, now and whenever it comes back."""
-        self._keep = Keep(tp_size)
-        self.tell(self._keep)
 
     def admit(self, folder: str) -> tuple[str, str]:
         """Returns address and token of the wire to which the agent may connect now. folder: its private one."""
@@ -153,8 +141,6 @@ class RemoteHost:
             await wire.connected(CONNECT_S)
             log.info("%s is here", self.name)
             self._wire, self.absent = wire, ""
-            if self._keep is not None:
-                self.tell(self._keep)
             self._here.set()
             gone: PeerGone | None = None
             while gone is None:

@@ -81,13 +81,10 @@ class LocalEngine:
             log.exception("the engine failed")
             cause = f"{type(exc).__name__}: {exc}"
         finally:
-            self._end(EngineGone(exit_code=exit_code, cause=cause))
-
-    def _end(self, gone: EngineGone) -> None:
-        self.ready = None
-        self._engine_inbox.close()  # the front end answers for what was in there: see EngineGone
-        if not self.outbox.closed:
-            self.outbox.put(gone, force=True)
+            self.ready = None
+            self._engine_inbox.close()  # the front end answers for what was in there: see EngineGone
+            if not self.outbox.closed:
+                self.outbox.put(EngineGone(exit_code=exit_code, cause=cause), force=True)
 
     def _hear(self, msg: EngineOut) -> None:
         if not self.outbox.closed:

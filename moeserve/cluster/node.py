@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import assert_never
 
 import msgspec
-import psutil
 
 from moeserve.actor.actor import Actor, Inbox
 from moeserve.actor.handshake import Keys, keys_of, read_secret, token_of
@@ -26,7 +27,7 @@ from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
 from moeserve.cluster.forks import LocalHost
-from moeserve.cluster.host import Ended, Farewell, FromNode, Keep, LogLine, Signal, Start, Started, ToNode
+from moeserve.cluster.host import Ended, Farewell, FromNode, LogLine, Signal, Start, Started, ToNode
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
 from moeserve.cluster.rendezvous import TOKEN, Admitted, Attendance, TurnedAway, attendance, bracketed, resolve
@@ -60,8 +61,7 @@ async def _until_signal(config: Config) -> int:
 
 
 async def _live(config: Config) -> None:
-    age_s = time.time() - psutil.Process().create_time()
-    deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, JOIN_S - age_s)
+    deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, JOIN_S - _age_s())
     secret = read_secret(str(config.parallel.cluster_key_file))
     run_dir = RunDir()
     try:
@@ -91,6 +91,15 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
                     cause += ": start machine 0 first, or check --rendezvous"
                 await asyncio.sleep(AGAIN_S)
     raise ConfigError(f"machine {facts.node_rank} could not join: {cause}")
+
+
+def _age_s() -> float:
+    """Returns the age of this process, Python's own start included; 0 where there is no /proc."""
+    try:
+        begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since the boot
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK")
 
 
 async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | TurnedAway | PeerGone:
@@ -128,6 +137,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         except (ActorStopped, TimeoutError) as error:
             self._wire.close()
             raise EngineDied(f"machine 0 is lost: {error}") from None
+        self._host.keep(self._config)
         log.info("this is machine %d; machine 0 is in charge", self._config.parallel.node_rank)
 
     def handle(self, msg: ToNode | PeerGone) -> None:
@@ -137,8 +147,6 @@ class NodeAgent(Actor[ToNode | PeerGone]):
                 self._lives[msg.id] = asyncio.get_running_loop().create_task(self._live(msg), name=msg.name)
             case Signal():
                 self._signal(msg)
-            case Keep(tp_size=tp_size):
-                self._host.keep(tp_size)
             case Farewell(cause=""):
                 log.info("machine 0 stops, and so do we")
                 self.stop()

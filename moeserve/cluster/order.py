@@ -17,11 +17,15 @@ BUILDER = "moeserve.cluster.build:build_runner"
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's place among others. grouped: it serves after a Join only. placement: of the experts that it loads."""
+    """An engine's place among others. grouped: it serves after a Join only. placement: of the experts that it loads.
+
+    folder: private, on the engine's machine, for its sockets.
+    """
 
     world: World = World()
     grouped: bool = False
     placement: PlacementTable | None = None
+    folder: str = ""
 
 
 def role_of(parallel: ParallelConfig, together: bool, rank: int, dp: int, placement: PlacementTable | None) -> Role:

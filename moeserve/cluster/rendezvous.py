@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 TOKEN = "rendezvous"  # what the first token is for
 MAX_HELLO_BYTES = 1 << 16
 _SHARED = ("parallel", "cache", "scheduler", "device")  # sections of settings that must be alike
-# Settings that each machine has for itself; machine 0 decides about fork_server.
+# Settings that each machine has for itself.
 _OWN = {"node_rank", "rendezvous", "cluster_key_file", "threads", "fork_server"}
 
 
@@ -98,94 +98,91 @@ def misfit(ours: Attendance, theirs: Attendance, taken: set[int]) -> str:
 class Rendezvous:
     """The machines of a fleet, as its hosts. With several of them it listens until `close`: nodes may come back."""
 
-    def __init__(self, own: Attendance | None, folder: str) -> None:
+    def __init__(self, folder: str) -> None:
         self.here = LocalHost(folder)
         self.hosts: tuple[Host, ...] = (self.here,)
         self.address = "127.0.0.1"  # at which other machines reach this one
         self.epochs = count(1)  # of all groups
         self._nodes: dict[int, RemoteHost] = {}
-        self._own = own
-        self._greeted: set[bytes] = set()  # ZeroMQ's identities of nodes that have sent their hello
-        self._socket: zmq.asyncio.Socket | None = None
         self._listening: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, config: Config, folder: str) -> Rendezvous:
         """Returns the rendezvous of machine 0. folder: private, for sockets. Raises ConfigError for a key or an address
         that cannot be used."""
-        if config.parallel.nnodes == 1:
-            return cls(None, folder)
-        self = cls(await asyncio.to_thread(attendance, config), folder)
+        self, num_nodes = cls(folder), config.parallel.nnodes
+        if num_nodes == 1:
+            return self
+        own = await asyncio.to_thread(attendance, config)
         host, port = rendezvous_of(config.parallel)
         self.address = resolve(host, here=True)
         secret = read_secret(str(config.parallel.cluster_key_file))
-        keys, num_nodes = keys_of(secret), config.parallel.nnodes
-        self._listen(f"tcp://{bracketed(self.address)}:{port}", keys)
+        keys, hello = keys_of(secret), Hello(PROTOCOL_VERSION, token_of(secret, TOKEN))
+        socket = _listen(f"tcp://{bracketed(self.address)}:{port}", keys)
         for number in range(1, num_nodes):
             self._nodes[number] = RemoteHost(number, num_nodes, bracketed(self.address), keys)
         self.hosts = (*self.hosts, *self._nodes.values())
-        self._listening = asyncio.create_task(
-            self._serve(Hello(PROTOCOL_VERSION, token_of(secret, TOKEN))), name="rendezvous"
-        )
+        self._listening = asyncio.create_task(self._serve(socket, own, hello), name="rendezvous")
         return self
-
-    def _listen(self, address: str, keys: Keys) -> None:
-        context = zmq.asyncio.Context()
-        self._socket = context.socket(zmq.ROUTER)
-        secure(self._socket, keys, listens=True)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close(0)
-            context.term()
-            kind = AddressInUse if error.errno == zmq.EADDRINUSE else ConfigError
-            raise kind(f"--rendezvous: machine 0 cannot listen at {address}: {error}") from None
 
     async def close(self, cause: str = "") -> None:
         """Releases all nodes. cause: why machine 0 fails, empty if it was told to stop."""
         await self.here.close()
-        if self._socket is None or self._listening is None:
-            return
-        self._listening.cancel()
-        await asyncio.wait([self._listening])
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait([self._listening])
         await asyncio.gather(*(node.close(cause) for node in self._nodes.values()))
-        context, self._listening = self._socket.context, None
-        self._socket.close()
-        context.term()
 
-    async def _serve(self, own: Hello) -> None:
-        assert self._socket is not None
+    async def _serve(self, socket: zmq.asyncio.Socket, own: Attendance, hello: Hello) -> None:
+        """Answers those who come, until it is cancelled."""
         decode = msgspec.msgpack.Decoder(Hello | Attendance).decode
-        while True:
-            sender, *_, frame = await self._socket.recv_multipart()
-            try:
-                answer = self._answer(sender, decode(frame), own)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                log.warning("the rendezvous dropped %d bytes that are no message", len(frame))
-                continue
-            except ConfigError as error:
-                answer = TurnedAway(str(error))
-            if answer is not None:
-                with suppress(zmq.ZMQError):  # it did not wait for us
-                    await self._socket.send_multipart([sender, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+        greeted: set[bytes] = set()  # ZeroMQ's identities of nodes that have sent their hello
+        answer: msgspec.Struct | None
+        try:
+            while True:
+                sender, *_, frame = await socket.recv_multipart()
+                try:
+                    msg = decode(frame)
+                except (msgspec.MsgspecError, ValueError, RecursionError):
+                    log.warning("the rendezvous dropped %d bytes that are no message", len(frame))
+                    continue
+                if isinstance(msg, Attendance):
+                    answer = self._admit(msg, own) if sender in greeted else None
+                    greeted.discard(sender)
+                elif isinstance(answer := answer_hello(msg, hello), Hello):
+                    greeted.add(sender)
+                if answer is not None:
+                    with suppress(zmq.ZMQError):  # it did not wait for us
+                        await socket.send_multipart([sender, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+        finally:
+            socket.close()
+            socket.context.term()
 
-    def _answer(self, sender: bytes, msg: Hello | Attendance, own: Hello) -> msgspec.Struct | None:
-        assert self._own is not None
-        if isinstance(msg, Hello):
-            answer = answer_hello(msg, own)
-            if isinstance(answer, Hello):
-                self._greeted.add(sender)
-            return answer
-        if sender not in self._greeted:
-            return None
-        self._greeted.discard(sender)
-        cause = misfit(self._own, msg, {number for number, node in self._nodes.items() if node.taken})
+    def _admit(self, node: Attendance, own: Attendance) -> Admitted | TurnedAway:
+        cause = misfit(own, node, {number for number, host in self._nodes.items() if host.taken})
         if cause:
             log.warning("turned a machine away: %s", cause)
             return TurnedAway(cause)
-        return Admitted(*self._nodes[msg.node_rank].admit(msg.folder))
+        try:
+            return Admitted(*self._nodes[node.node_rank].admit(node.folder))
+        except ConfigError as error:
+            return TurnedAway(str(error))
+
+
+def _listen(address: str, keys: Keys) -> zmq.asyncio.Socket:
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    secure(socket, keys, listens=True)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        context.term()
+        kind = AddressInUse if error.errno == zmq.EADDRINUSE else ConfigError
+        raise kind(f"--rendezvous: machine 0 cannot listen at {address}: {error}") from None
+    return socket
 
 
 def resolve(host: str, *, here: bool = False) -> str:

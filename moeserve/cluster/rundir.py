@@ -28,24 +28,12 @@ class RunDir:
                 f"cannot make a directory for sockets in {base}: {exc}; set TMPDIR to one that can be written"
             ) from exc
 
-        _OPEN.add(self)
-
     def close(self) -> None:
         """Removes the directory. Safe to repeat."""
-        _OPEN.discard(self)
         if self._lock_fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock_fd)
             self._lock_fd = -1
-
-
-_OPEN: set[RunDir] = set()
-
-
-def close_all() -> None:
-    """Closes all directories of a process that is about to call `os._exit`."""
-    for run_dir in list(_OPEN):
-        run_dir.close()
 
 
 def _base() -> str:

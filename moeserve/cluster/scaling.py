@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BOOT_S = 1800.0  # for new engines to load; one that shows no progress is given up long before
 MOVE_S = 600.0  # for a placement to be prepared and put in force
 CHECK_S = 5.0  # between two looks at the load
 
@@ -59,10 +58,8 @@ class Scaling:
         if parallel.ep == "on" and spec.num_experts and not fleet.single:
             fleet.experts = await asyncio.to_thread(self._shard_experts)
         self._run_dir = RunDir()
-        machines = self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
-        if parallel.fork_server == "on" and not fleet.single and not fleet.config.device.null_runner:
-            for host in machines.hosts:
-                host.keep(parallel.tp)
+        self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+        self.machines.here.keep(fleet.config)
         table = fleet.experts.table if fleet.experts is not None else None
         engines = fleet.engines = self._new_engines(range(parallel.dp), parallel.dp, table)
         self._add_groups([engines] if fleet.together else [[engine] for engine in engines], table)
@@ -86,17 +83,11 @@ class Scaling:
 
     def _add_groups(self, groups: Iterable[list[EngineHandle]], table: PlacementTable | None) -> None:
         """Lets each of these lists of engines meet as a group."""
-        fleet = self._fleet
-        for engines in groups:
-            group = EngineGroup(
-                engines,
-                self.machines,
-                placement=table,
-                alone=not fleet.together and fleet.config.parallel.tp == 1,
-                tell=partial(fleet.inbox.put, force=True),
-            )
-            fleet.groups.append(group)
-            group.start()
+        fleet, tell = self._fleet, partial(self._fleet.inbox.put, force=True)
+        alone = not fleet.together and fleet.config.parallel.tp == 1
+        fleet.groups += [
+            EngineGroup(engines, self.machines, placement=table, alone=alone, tell=tell) for engines in groups
+        ]
 
     def _set_placement(self, placement: PlacementTable | None) -> None:
         """Tells this membership and placement to engines that are started from now on."""
@@ -109,7 +100,7 @@ class Scaling:
     async def close(self, cause: str) -> None:
         """Releases groups and machines, once the engines have ended. cause: why the fleet fails, empty if it stops."""
         for group in self._fleet.groups:
-            group.close()
+            await group.close()
         await self.machines.close(cause)
         self._run_dir.close()
 
@@ -219,12 +210,7 @@ class Scaling:
 
     async def _boot(self, new: list[EngineHandle]) -> None:
         """Returns once the new engines are up. Raises what keeps one of them from serving."""
-        try:
-            async with asyncio.timeout(BOOT_S):
-                facts = await asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new))
-        except TimeoutError:
-            late = [engine.name for engine in new if not engine.up]
-            raise ConfigError(f"{', '.join(late)} did not load within {BOOT_S:g} s") from None
+        facts = await asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new))
         combined([*(engine.ready for engine in self._fleet.engines if engine.ready is not None), *facts])
 
     async def _meet(self, engines: list[EngineHandle], table: PlacementTable) -> None:
@@ -250,7 +236,7 @@ class Scaling:
             engine.retired = True
         for group in [group for group in fleet.groups if group.engines[0] in leave]:
             fleet.groups.remove(group)
-            group.close()
+            await group.close()
         self._set_placement(table)
         for engine in leave:
             fleet.hand_back(engine, died=False, cause=f"only {dp} shall serve")

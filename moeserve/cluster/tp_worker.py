@@ -116,7 +116,8 @@ class Worker:
             log.exception("the tensor-parallel worker failed")
             self._fail(f"{type(exc).__name__}: {exc}", 1)
         else:
-            done = msgspec.structs.replace(done, placed=self._placed)
+            if self._runner is not None:
+                done = msgspec.structs.replace(done, placed=self._runner.peers.placed)
         self._stream.send(done)
 
     def _fail(self, cause: str, exit_code: int) -> None:
@@ -145,23 +146,14 @@ class Worker:
         assert self._runner is not None, "Build comes first"
         return self._runner
 
-    @property
-    def _placed(self) -> int:
-        return 0 if self._runner is None else self._runner.peers.placed
-
     def _progress(self, name: str, percent: int) -> None:
         self._stream.send(LoadProgress(name, percent))
 
     def _build(self, build: Build) -> int:
-        from moeserve.loader.model_dir import resolve_model_dir
-        from moeserve.models.hf_config import read_model_spec
-        from moeserve.moe.placement.placement import Placement
-        from moeserve.runner.factory import make_runner
+        from moeserve.cluster.build import make_rank
 
-        model_dir = resolve_model_dir(build.config.model.model)
         world = replace(build.world, rank=build.world.rank + self._tp_rank)
-        placement = None if build.placement is None else Placement.from_table(build.placement)
-        runner = make_runner(build.config, read_model_spec(model_dir), model_dir, world, placement, grouped=True)
+        runner = make_rank(build.config, world, build.placement, grouped=True)
         runner.enter_thread()
         budget = runner.load(self._progress)
         self._runner = runner

@@ -88,7 +88,7 @@ def fleet_view(fleet: Fleet) -> FleetView:
                 state=_state(engine),
                 epoch=engine.epoch,
                 restarts=engine.restarts,
-                num_requests=len(engine.rids),
+                num_requests=len(load.live) if load is not None else 0,
                 predicted_work=load.work if load is not None else 0.0,
                 last=engine.last,
             )

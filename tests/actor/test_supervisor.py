@@ -75,7 +75,7 @@ class Keeper(Supervisor):
     async def curable(self, death: Death) -> bool:
         return self._curable
 
-    async def buried(self, death: Death, again_in_s: float | None) -> None:
+    async def on_death(self, death: Death, again_in_s: float | None) -> None:
         self.notices.append((death, again_in_s))
         self.told.set()
 

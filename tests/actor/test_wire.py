@@ -54,8 +54,8 @@ class Ends:
 async def ends(address: str, limit: int = 1000) -> AsyncIterator[Ends]:
     at_a: Inbox[Any] = Inbox("a", limit)
     at_b: Inbox[Any] = Inbox("b", limit)
-    a: ZmqWire[Msg, Any] = listen(address, token="t", receives=Msg, inbox=at_a, limit=limit)
-    b: ZmqWire[Msg, Any] = connect(address, token="t", receives=Msg, inbox=at_b, limit=limit)
+    a: ZmqWire[Msg, Any] = listen(address, token="t", receives=Msg, inbox=at_a)
+    b: ZmqWire[Msg, Any] = connect(address, token="t", receives=Msg, inbox=at_b)
     try:
         await a.connected(5)
         await b.connected(5)
@@ -154,7 +154,11 @@ def test_last_words_reach_a_peer_that_is_busy_when_they_come(run: Run, address: 
     run(main())
 
 
-def test_a_peer_that_does_not_read_means_overloaded_and_not_memory(run: Run, address: str) -> None:
+def test_a_peer_that_does_not_read_means_overloaded_and_not_memory(
+    run: Run, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_wire, "MAX_WAITING", 50)
+
     async def main() -> None:
         async with ends(address, limit=50) as e:
             sent = 0

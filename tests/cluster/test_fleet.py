@@ -95,6 +95,12 @@ def answers(count: int, num_tokens: int) -> list[list[int]]:
     return [expected(3 + i, num_tokens) for i in range(count)]
 
 
+def rids(front: FrontEnd, rank: int) -> set[int]:
+    """Requests that this engine has."""
+    load = front.fleet.traffic.balancer.loads.get(rank)
+    return set(load.live) if load is not None else set()
+
+
 async def test_engines_share_the_requests_and_add_up(fleet: Open) -> None:
     async with fleet(2) as front:
         assert front.ready.max_num_seqs == 16
@@ -114,13 +120,13 @@ async def test_a_killed_engine_costs_no_token(fleet: Open, ep: str) -> None:
     async with fleet(2, ep=ep) as front:
         streams = await some(front, 8, 600)
         victim = front.fleet.engines[1]
-        kept = set(front.fleet.engines[0].rids)
+        kept = rids(front, 0)
         killed_s = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
-        await until(lambda: not victim.rids or not victim.up)
+        await until(lambda: not rids(front, 1) or not victim.up)
         assert time.monotonic() - killed_s < 2
         assert front.state == "ready"
-        assert kept <= front.fleet.engines[0].rids  # what lives keeps its own
+        assert kept <= rids(front, 0)  # what lives keeps its own
         assert await streams == answers(8, 600)
         await until(lambda: front.fleet.view.complete)
         assert front.stats.total.restarts == 1
@@ -170,7 +176,7 @@ async def test_growing_and_shrinking_under_load(fleet: Open) -> None:
         assert front.ready.max_num_seqs == 24
         assert front.fleet.view.dp == 3
         late = [asyncio.create_task(stream(front, 30 + i, 50)) for i in range(3)]
-        await until(lambda: bool(front.fleet.engines[2].rids))
+        await until(lambda: bool(rids(front, 2)))
         gone = [engine.pid for engine in front.fleet.engines[1:]]
         assert await front.fleet.scaling.scale(1) == 3
         assert front.ready.max_num_seqs == 8
@@ -300,7 +306,7 @@ async def test_a_drain_finishes_what_runs_also_over_a_death(fleet: Open) -> None
 async def test_a_drain_replaces_the_only_busy_engine(fleet: Open) -> None:
     async with fleet(2) as front:
         streams = await some(front, 1, 300)
-        (busy,) = (engine for engine in front.fleet.engines if engine.rids)
+        (busy,) = (engine for engine in front.fleet.engines if rids(front, engine.rank))
         draining = asyncio.create_task(front.drain(20.0))
         await asyncio.sleep(0.05)
         os.kill(busy.pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from moeserve.actor import forking
 from moeserve.cluster import forks as module
 from moeserve.cluster.engine_handle import EngineHandle
 from moeserve.cluster.forks import LocalHost
+from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError
 from moeserve.frontend.front_end import FrontEnd
 from tests.cluster.test_fleet import Open, answers, fleet, some, until
@@ -54,7 +55,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def kept() -> AsyncIterator[LocalHost]:
     forks = LocalHost("/nowhere")
-    forks.keep(1)
+    forks.keep(Config(parallel=ParallelConfig(dp=2)))
     try:
         yield forks
     finally:
@@ -62,12 +63,12 @@ async def kept() -> AsyncIterator[LocalHost]:
 
 
 def children() -> list[psutil.Process]:
-    """Of this process; not those that fixtures of other tests still keep."""
+    """Returns this process's children but those that fixtures of other tests still keep."""
     return [child for child in psutil.Process().children() if child.pid not in _others]
 
 
 def server_pid(front: FrontEnd) -> int | None:
-    """Of the fleet's fork server, if it is warm."""
+    """Returns the process id of the fleet's fork server, if it is warm."""
     server = front.fleet.scaling.machines.here.server
     return server.child.pid if server is not None else None
 
@@ -169,9 +170,10 @@ def test_all_end_with_their_parent() -> None:
     script = (
         "import asyncio\n"
         "from moeserve.cluster.forks import LocalHost\n"
+        "from moeserve.config import Config, ParallelConfig\n"
         "async def main():\n"
         "    forks = LocalHost('/nowhere')\n"
-        "    forks.keep(2)\n"
+        "    forks.keep(Config(parallel=ParallelConfig(tp=2)))\n"
         "    await asyncio.sleep(0)\n"
         "    server = forks._server\n"
         "    forked = [await server.fork(2), await server.fork(2)]\n"

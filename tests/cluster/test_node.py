@@ -66,7 +66,10 @@ class Cluster:
         flags = [word for name, value in self.parallel.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         log = self.folder / f"node-{len(self.nodes)}"
         env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-        command = [sys.executable, "-m", "moeserve.cli.main", "serve", "demo", *flags, "--node-rank", str(rank)]
+        settings = self.folder / "node.yaml"
+        settings.write_text('parallel: {fork_server: "off"}')
+        flags += ["--config", str(settings), "--node-rank", str(rank)]
+        command = [sys.executable, "-m", "moeserve.cli.main", "serve", "demo", *flags]
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
         self.nodes.append(Node(process, log))

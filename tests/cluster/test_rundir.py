@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.cluster.rundir import RunDir, close_all
+from moeserve.cluster.rundir import RunDir
 from moeserve.errors import ConfigError
 
 
@@ -47,15 +47,6 @@ def test_the_next_server_sweeps_what_a_killed_one_left_and_nothing_else(base: Pa
     assert Path(living.path).exists()
     assert foreign.exists()
     living.close()
-    other.close()
-
-
-def test_what_is_open_at_the_end_is_closed(base: Path) -> None:
-    one, other = RunDir(), RunDir()
-    one.close()
-    close_all()
-    assert not Path(other.path).exists()
-    close_all()
     other.close()
 
 

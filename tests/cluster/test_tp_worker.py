@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -89,7 +90,8 @@ async def test_two_ranks_have_the_bits_of_one_and_survive_a_loss(short_dir: Path
     one.close()
 
     seen: list[int] = []
-    built = await asyncio.to_thread(build_runner, config(tp=2), PAIR, lambda name, percent: seen.append(percent))
+    role = msgspec.structs.replace(PAIR, folder=str(short_dir))
+    built = await asyncio.to_thread(build_runner, config(tp=2), role, lambda name, percent: seen.append(percent))
     pair = built[0]
     assert isinstance(pair, GroupedRunner)
     assert pair.team is not None
@@ -158,7 +160,7 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
     ear = Ear()
     host = LocalHost(str(short_dir))
     if forked:
-        host.keep(2)
+        host.keep(config(tp=2))
     fleet: Any = ear
     process = EngineHandle(fleet, 0, PAIR, config(tp=2), policy=RestartPolicy(first_pause_s=0.05, max_deaths=1))
     process.start(host)
