@@ -7,6 +7,7 @@ of the places is padding: tokens 0 at position 0 whose K/V go to KV slot 0 of th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,19 +38,9 @@ class StepArrays:
     @classmethod
     def empty(cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device) -> StepArrays:
         """Uninitialised arrays of these sizes."""
-
-        def _array(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        return cls(
-            _array(tokens),
-            _array(tokens),
-            _array(groups, tokens),
-            _array(groups, rows, blocks, dtype=torch.int32),
-            _array(samples),
-            _array(rows + 1, dtype=torch.int32),
-            _array(rows, dtype=torch.int32),
-        )
+        i32, i64 = (partial(torch.empty, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+        blocks_GRN, ends = i32((groups, rows, blocks)), (i32(rows + 1), i32(rows))
+        return cls(i64(tokens), i64(tokens), i64((groups, tokens)), blocks_GRN, i64(samples), *ends)
 
 
 @dataclass(frozen=True, slots=True)

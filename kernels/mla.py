@@ -33,8 +33,7 @@ from moeserve.kernels.attention_sums import (
     within,
     zero_padding,
 )
-from moeserve.kernels.configs import tuned
-from moeserve.kernels.devices import facts_of
+from moeserve.kernels.configs import facts_of, tuned
 
 
 @dataclass(frozen=True, slots=True)

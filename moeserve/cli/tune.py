@@ -129,8 +129,7 @@ def check_weights(experts: ExpertShapes, weights: str) -> None:
 
 def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:
     """Runs the jobs and writes each result as soon as it is there, so that an interrupted search is not lost."""
-    from moeserve.kernels.configs import keep
-    from moeserve.kernels.devices import facts_of
+    from moeserve.kernels.configs import facts_of, keep
     from moeserve.kernels.tuning import search
 
     paths = set()
