@@ -14,15 +14,29 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 Config = Mapping[str, int]
 FOLDER = Path(__file__).parent / "configs"
 _folders = [FOLDER]
 
 
-def slug(device: str) -> str:
-    """Returns a device's name as it stands in file names: NVIDIA H200 -> nvidia-h200"""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+class DeviceFacts(NamedTuple):
+    """name: as in tables of configurations."""
+
+    name: str
+    multiprocessors: int
+
+
+@cache
+def facts_of(device: torch.device) -> DeviceFacts:
+    """Returns facts about a device, cached: asking CUDA takes longer than a launch. cpu -> ("cpu", 1)"""
+    if device.type != "cuda":
+        return DeviceFacts(device.type, 1)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(properties.name, properties.multi_processor_count)
 
 
 def cache_folder(name: str) -> Path:
@@ -42,8 +56,8 @@ def add_folder(folder: Path) -> None:
 
 
 def path_of(family: str, device: str, folder: Path) -> Path:
-    """The file of a kernel family's table for a device."""
-    return folder / f"{family}-{slug(device)}.json"
+    """The file of a kernel family's table for a device. linear, NVIDIA H200 -> linear-nvidia-h200.json"""
+    return folder / f"{family}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 @cache

@@ -1,12 +1,15 @@
-"""A step's inputs, computed on the device from the request tables and a few words per row.
+"""A step's inputs, computed on the device from the request tables and a few words per row; and the tables' changes:
+many small writes to one array, packed on the host, one copy, one launch.
 
 T tokens and T' places for them, R rows and R', S rows that sample and S', G KV groups, N blocks per row. What is left
 of the places is padding: tokens 0 at position 0 whose K/V go to KV slot 0 of the null block, rows without tokens.
+V values, W pieces: values that lie side by side, at most PIECE of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 1024  # entries that a program writes of each array
+PIECE = 1024  # values that a program writes
 I32 = NDArray[np.int32]
 
 
@@ -37,19 +41,9 @@ class StepArrays:
     @classmethod
     def empty(cls, tokens: int, rows: int, samples: int, groups: int, blocks: int, device: torch.device) -> StepArrays:
         """Uninitialised arrays of these sizes."""
-
-        def _array(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        return cls(
-            _array(tokens),
-            _array(tokens),
-            _array(groups, tokens),
-            _array(groups, rows, blocks, dtype=torch.int32),
-            _array(samples),
-            _array(rows + 1, dtype=torch.int32),
-            _array(rows, dtype=torch.int32),
-        )
+        i32, i64 = (partial(torch.empty, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+        blocks_GRN, ends = i32((groups, rows, blocks)), (i32(rows + 1), i32(rows))
+        return cls(i64(tokens), i64(tokens), i64((groups, tokens)), blocks_GRN, i64(samples), *ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +170,43 @@ def fill_step(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, w
         step.rows, step.tokens, step.samples, all_rows, all_tokens, all_samples, num_blocks,
         BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def write_kernel(arena_ptr, words_ptr, pieces, PIECE: tl.constexpr):
+    """One program: one piece. words: the pieces' places, their starts among the values (and the end), the values."""
+    piece = tl.program_id(0)
+    place = tl.load(words_ptr + piece).to(tl.int64)
+    start = tl.load(words_ptr + pieces + piece)
+    end = tl.load(words_ptr + pieces + piece + 1)
+    index = tl.arange(0, PIECE)
+    inside = index < end - start
+    values_ptr = words_ptr + 2 * pieces.to(tl.int64) + 1
+    tl.store(arena_ptr + place + index, tl.load(values_ptr + start + index, mask=inside, other=0), mask=inside)
+
+
+def pack(offsets_V: NDArray[np.int64], values_V: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
+    """Writes as words for `write`, and the number of their pieces. No offset may be there twice.
+
+    offsets [5, 6, 9], values [1, 2, 3] -> [5, 9, 0, 2, 3, 1, 2, 3] and 2: two values from 5 on, one at 9
+    """
+    assert len(offsets_V) == len(values_V), (len(offsets_V), len(values_V))
+    num_values = len(offsets_V)
+    jumps = np.flatnonzero(np.diff(offsets_V) != 1) + 1
+    run_starts = np.concatenate(([0] if num_values else [], jumps)).astype(np.int64)
+    pieces_of_run = -(-np.diff(run_starts, append=num_values) // PIECE)
+    piece_of_run = np.arange(pieces_of_run.sum()) - np.repeat(pieces_of_run.cumsum() - pieces_of_run, pieces_of_run)
+    starts_W = np.repeat(run_starts, pieces_of_run) + piece_of_run * PIECE
+    words = np.concatenate((offsets_V[starts_W], starts_W, [num_values], values_V)).astype(np.int32)
+    return words, len(starts_W)
+
+
+def write(arena: Tensor, words: Tensor, pieces: int) -> None:
+    """Puts what `pack` packed into the arena; both int32 on the device.
+
+    arena of zeros [0, 0, 0, 0], words [1, 3, 0, 2, 3, 7, 8, 9], 2 pieces -> [0, 7, 8, 9]
+    """
+    assert arena.is_contiguous(), arena.stride()
+    assert len(words) > 2 * pieces, (len(words), pieces)
+    if pieces:
+        write_kernel[(pieces,)](arena, words, pieces, PIECE=PIECE, num_warps=4)

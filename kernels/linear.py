@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.kernels.configs import Config, tuned
-from moeserve.kernels.devices import facts_of
+from moeserve.kernels.configs import Config, facts_of, tuned
 from moeserve.kernels.tiles import block_k, load_rows, load_weights, tile_of, weights_argument
 
 

@@ -33,8 +33,7 @@ from moeserve.kernels.attention_sums import (
     within,
     zero_padding,
 )
-from moeserve.kernels.configs import tuned
-from moeserve.kernels.devices import facts_of
+from moeserve.kernels.configs import facts_of, tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +227,8 @@ def mla(q_THc: Tensor, cache: Tensor, plan: MlaPlan, out: Tensor | None = None) 
     groups = shape.heads // plan.heads
     slots = plan.space.numel() // (groups * plan.block_m * row_floats(latent))
     values, stats = split_space(plan.space, slots * groups * plan.block_m, latent)
-    large = plan.block_m == 64
-    default = (
-        {"num_warps": 8, "num_stages": 2, "programs": 8} if large else {"num_warps": 4, "num_stages": 5, "programs": 8}
-    )
+    warps, stages = (8, 2) if plan.block_m == 64 else (4, 5)
+    default = {"num_warps": warps, "num_stages": stages, "programs": 8}
     device, multiprocessors = facts_of(q_THc.device)
     config = tuned("mla", device, f"L{latent} {shape.dtype}".replace("torch.", ""), plan.block_m, default)
     programs = min(plan.work.items_I4.shape[0] * groups, config["programs"] * multiprocessors)

@@ -16,13 +16,8 @@ from torch import Tensor
 
 from moeserve.kernels.attention_kernel import attend_kernel
 from moeserve.kernels.attention_plan import ANY, EVERYTHING, SPLIT, Bounds, WorkList, list_work, most_slots
-from moeserve.kernels.attention_sums import (
-    merge,
-    row_floats,
-    split_space,
-)
-from moeserve.kernels.configs import Config, tuned
-from moeserve.kernels.devices import facts_of
+from moeserve.kernels.attention_sums import merge, row_floats, split_space
+from moeserve.kernels.configs import Config, facts_of, tuned
 
 SCALE_BYTES = 4
 INVARIANT_M = 64  # the smallest that Hopper's own matrix instruction takes
@@ -147,19 +142,36 @@ def attention(
     `launch_of` for each pass.
     one head of width 1, q 1, keys [0, ln 3], values [4, 8] -> (4 + 3 * 8) / (1 + 3) = [7]
     """
-    tokens, heads, d = q_THd.shape
+    (tokens, heads, d), shape = q_THd.shape, plan.shape
     entry = d + SCALE_BYTES if k_cache.dtype == torch.int8 else d
-    assert (heads, d, q_THd.dtype) == (plan.shape.heads, plan.shape.head_dim, plan.shape.dtype), (q_THd, plan.shape)
+    assert (heads, d, q_THd.dtype) == (shape.heads, shape.head_dim, shape.dtype), (q_THd, shape)
     assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
     for cache in (k_cache, v_cache):
-        assert cache.shape[1:] == (plan.shape.block_size, plan.shape.kv_heads, entry), (cache.shape, plan.shape)
+        assert cache.shape[1:] == (shape.block_size, shape.kv_heads, entry), (cache.shape, shape)
         assert cache.dtype in (q_THd.dtype, torch.int8), (cache.dtype, q_THd.dtype)
         assert cache.is_contiguous(), cache.stride()
     if out is None:
         out = q_THd.new_empty((tokens, heads * d))
+    scales = [cache.view(torch.float32) if cache.dtype == torch.int8 else None for cache in (k_cache, v_cache)]
+    device, multiprocessors = facts_of(q_THd.device)
     for part in plan.passes:
-        how = config or launch_of(plan.shape, k_cache.dtype, part.block_m, facts_of(q_THd.device).name)
-        _launch(q_THd, k_cache, v_cache, plan, part, soft_cap, sinks_H, out, how)
+        how = config or launch_of(shape, k_cache.dtype, part.block_m, device)
+        slots = plan.space.numel() // (shape.kv_heads * part.block_m * row_floats(d))
+        values, stats = split_space(plan.space, slots * shape.kv_heads * part.block_m, d)
+        programs = min(part.work.items_I4.shape[0] * shape.kv_heads, how["programs"] * multiprocessors)
+        attend_kernel[(programs,)](
+            q_THd, k_cache, v_cache, *scales, sinks_H, out, values, stats, plan.blocks_RN, plan.starts_R,
+            plan.offsets_R1, part.work.items_I4, part.work.counts_2, plan.starts_R.shape[0], tokens, q_THd.stride(0),
+            plan.blocks_RN.stride(0),
+            KV_HEADS=shape.kv_heads, GROUP=shape.group, D=d, D_PAD=max(16, triton.next_power_of_2(d)), ENTRY=entry,
+            BLOCK_SIZE=shape.block_size, WINDOW=shape.reach, SOFT_CAP=soft_cap, SPLIT=SPLIT, TILE=part.tile,
+            BLOCK_M=part.block_m, BLOCK_N=32 if q_THd.dtype == torch.float32 else 64, FLAT=part.flat,
+            num_warps=how["num_warps"], num_stages=how["num_stages"],
+        )  # fmt: skip
+        merge(
+            values, stats, sinks_H, out, plan.offsets_R1, part.work,
+            shape.kv_heads, shape.group, part.tile, d, part.block_m,
+        )  # fmt: skip
     return out
 
 
@@ -181,30 +193,3 @@ def launch_of(shape: AttentionShape, cache_dtype: torch.dtype, block_m: int, dev
 def shape_of(shape: AttentionShape, cache_dtype: torch.dtype) -> str:
     """The shape's name in tables of configurations."""
     return f"G{shape.group} D{shape.head_dim} {shape.dtype} {cache_dtype}".replace("torch.", "")
-
-
-def _launch(
-    q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionMetadata, part: Pass, soft_cap: float,
-    sinks_H: Tensor | None, out: Tensor, config: Config,
-) -> None:  # fmt: skip
-    shape, d = plan.shape, plan.shape.head_dim
-    slots = plan.space.numel() // (shape.kv_heads * part.block_m * row_floats(d))
-    values, stats = split_space(plan.space, slots * shape.kv_heads * part.block_m, d)
-    quantised = k_cache.dtype == torch.int8
-    programs = min(
-        part.work.items_I4.shape[0] * shape.kv_heads, config["programs"] * facts_of(q_THd.device).multiprocessors
-    )
-    attend_kernel[(programs,)](
-        q_THd, k_cache, v_cache, k_cache.view(torch.float32) if quantised else None,
-        v_cache.view(torch.float32) if quantised else None, sinks_H, out, values, stats, plan.blocks_RN, plan.starts_R,
-        plan.offsets_R1, part.work.items_I4, part.work.counts_2, plan.starts_R.shape[0], q_THd.shape[0],
-        q_THd.stride(0), plan.blocks_RN.stride(0),
-        KV_HEADS=shape.kv_heads, GROUP=shape.group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
-        ENTRY=k_cache.shape[3], BLOCK_SIZE=shape.block_size, WINDOW=shape.reach, SOFT_CAP=soft_cap, SPLIT=SPLIT,
-        TILE=part.tile, BLOCK_M=part.block_m, BLOCK_N=32 if q_THd.dtype == torch.float32 else 64, FLAT=part.flat,
-        num_warps=config["num_warps"], num_stages=config["num_stages"],
-    )  # fmt: skip
-    merge(
-        values, stats, sinks_H, out, plan.offsets_R1, part.work,
-        shape.kv_heads, shape.group, part.tile, d, part.block_m,
-    )  # fmt: skip

@@ -1,8 +1,9 @@
 """Chooses tokens from logits: the likeliest, or one drawn among those that min-p, top-k and top-p leave.
 
-A draw is a race: each token arrives after an exponential time divided by its probability, and the first one wins, see
-noise.py. S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens. Distances as in cut.py. Rows never
-meet, and a row is divided among programs by V alone, so its token depends on nothing but the row.
+A draw is a race: each token arrives after an exponential time divided by its probability, and the first one wins
+(Maddison et al., 2014, "A* Sampling"); Gumbel noise is the negated logarithm of such a time, and here are logarithms.
+Distances as in cut.py. Rows never meet, and a row is divided among programs by V alone, so its token depends on nothing
+but the row. S rows, V vocabulary, B tiles of TILE tokens, P parts of RACED tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.kernels.cut import cut, distance, near_enough
-from moeserve.kernels.noise import HOPELESS, log_time
 
 TILE = 512
 TILES = 4  # of one program
 RACED = 2048  # tokens of one program
 FINE, NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_ID = tl.constexpr(2**31 - 1)
+EARLIEST, LATEST = -22.2, 2.8  # bounds of log_time
+HOPELESS = LATEST - EARLIEST  # a token that far behind the likeliest never arrives before it
+SCALE = tl.constexpr(2.0**-31 * (1 - 2.0**-23))  # maps 31 bits into (0, 1), see log_time
+SMALL = tl.constexpr(1 / 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,30 @@ def row_kernel(
             near = near_enough(tile_peaks, peak, temperature, farthest, top_k, top_p, num_tiles, width)
     tl.store(farthest_ptr + row, farthest)
     tl.store(near_ptr + row, near)
+
+
+@triton.jit
+def mixed(ids):
+    """Returns a hash of token ids, uint32: murmur3's finaliser after a product with 2^32 / golden ratio."""
+    x = (ids + 1).to(tl.uint32) * 0x9E3779B1
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def log_time(ids, low, high):
+    """Returns the log of tokens' times if all had weight 1. low, high: uint32, a row's key (seed and position).
+
+    The hash's 31 bits become a number from 2^-32, where float32 is densest and winners are, to just below 1.
+    """
+    x = (mixed(ids) ^ low) * 0x85EBCA6B
+    x = (x ^ (x >> 16) ^ high) * 0xC2B2AE35
+    x = (x ^ (x >> 15)) * 0x7FEB352D
+    u = ((x >> 1).to(tl.int32).to(tl.float32) + 0.5) * SCALE
+    # -log(1 - u): near 0 by its series, since 1 - u has lost u's digits there.
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    return tl.log(tl.where(u < SMALL, series, -tl.log(1 - u)))
 
 
 @triton.jit

@@ -23,8 +23,7 @@ from moeserve.kernels import grouped_weight_only as narrow
 from moeserve.kernels import linear as dense
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.attention_plan import Bounds
-from moeserve.kernels.configs import Config
-from moeserve.kernels.devices import facts_of
+from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
 from moeserve.kernels.paged_attention import AttentionShape
 
@@ -113,29 +112,31 @@ def grouped_jobs(
             return products.run(x, align(ids, experts, config["block_m"]), config, top_k)
 
         size = tokens * top_k
-        yield Job(products.family, products.shape, size, products.default(size), products.choices, _run)
+        default = products.launch(size, *products.about, facts_of(device).name)
+        yield Job(products.family, products.shape, size, default, products.choices, _run)
 
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """run: rows, alignment, parameters, choices per row. default: by the number of rows."""
+    """launch: default parameters, from the number of rows, `about` and the device's name. run: the products, from rows,
+    alignment, parameters and choices per row."""
 
     family: str
+    launch: Callable[..., Config]
+    about: Sequence[Any]
     shape: str
     choices: Choices
-    default: Callable[[int], Config]
     run: Callable[[Tensor, Alignment, Config, int], Tensor]
 
 
 def _plain(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
     w13, w2 = (random(experts, *size, dtype=dtype, device=device) for size in ((2 * width, dim), (dim, width)))
-    about, name = (experts, width, dim, dtype), facts_of(device).name
+    about = experts, width, dim, dtype
 
     def _run(x: Tensor, to: Alignment, config: Config, top_k: int) -> Tensor:
         return grouped_gemm.down(grouped_gemm.gate_up(x, w13, to, config, top_k), w2, to, config)
 
-    default = partial(_default, grouped_gemm.launch_of, *about, name)
-    return _Products("grouped_gemm", grouped_gemm.shape_of(*about), GROUPED, default, _run)
+    return _Products("grouped_gemm", grouped_gemm.launch_of, about, grouped_gemm.shape_of(*about), GROUPED, _run)
 
 
 def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
@@ -149,8 +150,8 @@ def _fp8(experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.d
         hidden = grouped_fp8.gate_up_fp8(grouped_fp8.Scaled(*quantise(x)), w13, to, config, top_k)
         return grouped_fp8.down_fp8(hidden, w2, to, config, x.new_zeros((len(hidden.values), dim)))
 
-    default = partial(_default, grouped_fp8.launch_fp8_of, experts, width, dim, facts_of(device).name)
-    return _Products("grouped_fp8", grouped_fp8.shape_of(experts, width, dim), FP8, default, _run)
+    about = experts, width, dim
+    return _Products("grouped_fp8", grouped_fp8.launch_fp8_of, about, grouped_fp8.shape_of(*about), FP8, _run)
 
 
 def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> _Products:
@@ -169,13 +170,8 @@ def _narrow(kind: str, experts: int, width: int, dim: int, dtype: torch.dtype, d
         return narrow.down_narrow(hidden, w2, to, config, x.new_zeros((len(hidden), dim)))
 
     about = experts, width, dim, kind, w2.group, dtype
-    default = partial(_default, narrow.launch_narrow_of, *about, facts_of(device).name)
-    return _Products("grouped_weight_only", narrow.shape_of(*about), GROUPED, default, _run)
-
-
-def _default(launch: Callable[..., Config], *rest: Any) -> Config:
-    *about, rows = rest
-    return launch(rows, *about)
+    shape = narrow.shape_of(*about)
+    return _Products("grouped_weight_only", narrow.launch_narrow_of, about, shape, GROUPED, _run)
 
 
 def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:

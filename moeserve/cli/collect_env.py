@@ -41,21 +41,12 @@ def collect(*, torch: bool = True) -> dict[str, Any]:
         "moeserve": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": versions(),
+        "packages": {name: _version(name) for name in PACKAGES},
         "cpu": cpu(),
         "memory": memory(),
         "environment": {name: "(not shown)" if "KEY" in name else value for name, value in variables.items()},
     }
     return found | ({"torch": torch_facts()} if torch else {})
-
-
-def versions() -> dict[str, str | None]:
-    """Returns the installed versions of the packages that matter, None for those that are not there."""
-    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def cpu() -> dict[str, Any]:
@@ -112,6 +103,12 @@ def torch_facts() -> dict[str, Any]:
         ],
         "build": [line.strip(" -") for line in torch.__config__.show().splitlines() if "settings" not in line],
     }
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def _read(path: str) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moeserve.version import __version__
@@ -85,6 +84,8 @@ def _main(words: list[str]) -> int:
 
 
 def _entry(name: str) -> Any:
+    from pkgutil import resolve_name
+
     return resolve_name(f"moeserve.cli.{COMMANDS[name].entry}")
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moeserve.errors import ConfigError
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 FAMILIES = ("grouped_gemm", "linear", "paged_attention")
 DTYPES = ("bfloat16", "float16", "float32")
-WEIGHTS = ("plain", "fp8", "int8", "int4")
+WEIGHTS = {"plain": 1, "fp8": 128, "int8": 16, "int4": 128}  # of which the experts' widths are multiples
 BLOCK_SIZE = 16
 _SHAPE = re.compile(r"E(\d+) +I(\d+) +D(\d+) +K(\d+)")
 
@@ -61,11 +60,10 @@ def run(args: argparse.Namespace) -> int:
     return tune(jobs, lambda call: float(do_bench(call, return_mode="median")), device, args.out or user_folder())
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertShapes:
+class ExpertShapes(NamedTuple):
     """The experts of a layer: how many, their inner width, the model's width, and experts per token."""
 
-    count: int
+    num_experts: int
     width: int
     dim: int
     top_k: int
@@ -77,7 +75,7 @@ def read_shape(text: str) -> ExpertShapes:
     if match is None:
         raise ConfigError(f"--shape {text!r} is not like 'E128 I768 D2048 K8'")
     found = ExpertShapes(*map(int, match.groups()))
-    if not 0 < found.top_k <= found.count or not found.width or not found.dim:
+    if not 0 < found.top_k <= found.num_experts or not found.width or not found.dim:
         raise ConfigError(f"--shape {text!r}: no size may be 0, and K may not be more than E")
     return found
 
@@ -108,8 +106,10 @@ def jobs_of(
     if experts is None and spec is not None and spec.num_experts:
         experts = ExpertShapes(spec.num_experts, spec.expert_size, spec.hidden_size, spec.experts_per_token)
     if experts is not None and only in (None, "grouped_gemm"):
-        check_weights(experts, weights)
-        yield from tuning.grouped_jobs(experts.count, experts.width, experts.dim, experts.top_k, dtype, device, weights)
+        if experts.width % WEIGHTS[weights] or experts.dim % WEIGHTS[weights]:
+            sizes = f"{WEIGHTS[weights]}s, and these are {experts.width} and {experts.dim}"
+            raise ConfigError(f"--weights {weights} takes widths of {sizes}")
+        yield from tuning.grouped_jobs(*experts, dtype, device, weights)
     if spec is not None and only in (None, "linear"):
         for shape in linear_shapes(spec):
             yield from tuning.linear_jobs(*shape, dtype, device)
@@ -118,19 +118,9 @@ def jobs_of(
         yield from tuning.attention_jobs(attention, device)
 
 
-def check_weights(experts: ExpertShapes, weights: str) -> None:
-    """Raises ConfigError for widths that the kernels of these weights do not take."""
-    step = {"plain": 1, "int8": 16, "int4": 128, "fp8": 128}[weights]
-    if experts.width % step or experts.dim % step:
-        raise ConfigError(
-            f"--weights {weights} takes widths of {step}s, and these are {experts.width} and {experts.dim}"
-        )
-
-
 def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:
     """Runs the jobs and writes each result as soon as it is there, so that an interrupted search is not lost."""
-    from moeserve.kernels.configs import keep
-    from moeserve.kernels.devices import facts_of
+    from moeserve.kernels.configs import facts_of, keep
     from moeserve.kernels.tuning import search
 
     paths = set()

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels import paged_attention
-from moeserve.kernels.activation import silu_mul
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
-from moeserve.kernels.embedding import embedding
 from moeserve.kernels.linear import linear
-from moeserve.kernels.norms import add_rms_norm, rms_norm
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
 from moeserve.kernels.route import route
+from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.linear import Linear, PlainLinear

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from moeserve.errors import ConfigError
 from moeserve.kernels import grouped_fp8, grouped_gemm
-from moeserve.kernels.configs import Config
-from moeserve.kernels.devices import facts_of
+from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
 from moeserve.kernels.grouped_weight_only import (
     GROUPS,

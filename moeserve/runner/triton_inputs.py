@@ -13,8 +13,7 @@ from torch import Tensor
 
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, StepPlan
-from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
-from moeserve.kernels.staged import pack, write
+from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, pack, write
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.runner.tables import I64, Tables, Upload
 

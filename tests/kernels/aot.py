@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Case:
     """One way to compile a kernel.
 
-    kernel: "activation:silu_mul_kernel", in moeserve.kernels. signature: the type of each argument that is not a
+    kernel: "rows:silu_mul_kernel", in moeserve.kernels. signature: the type of each argument that is not a
     constant: "*bf16" for a pointer, "i32", "fp32", ... constants: the others. aligned: integers that are multiples of
     16; pointers always are.
     """

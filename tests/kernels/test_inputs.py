@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
-from moeserve.kernels.staged import PIECE, pack, write
+from moeserve.kernels.inputs import PIECE, StepArrays, StepWords, fill_step, pack, write
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 from tools.gpu.references import step_reference, write_reference
@@ -132,7 +131,7 @@ def test_compiles_for_hopper() -> None:
     reports = compile_all(
         [
             Case("inputs:step_kernel", signature, {"BLOCK_SIZE": 16, "BLOCK": 1024}),
-            Case("staged:write_kernel", writes, {"PIECE": PIECE}),
+            Case("inputs:write_kernel", writes, {"PIECE": PIECE}),
         ]
     )
     assert [report.stack_bytes for report in reports] == [0, 0]

@@ -14,27 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.kernels.activation import silu_mul
 from moeserve.kernels.align import align
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.combine import combine
-from moeserve.kernels.devices import facts_of
-from moeserve.kernels.embedding import embedding
+from moeserve.kernels.configs import facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import launch_of
 from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of
-from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
+from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, pack, write
 from moeserve.kernels.linear import linear
 from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.mla import MlaShape, mla, plan_mla
-from moeserve.kernels.norms import add_rms_norm, rms_norm
 from moeserve.kernels.paged_attention import attention, plan_attention
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from moeserve.kernels.route import Rule, route_by
+from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
 from moeserve.kernels.sampling import SamplingTensors, sample
-from moeserve.kernels.staged import pack, write
 from tools.gpu import moe
 from tools.gpu import quantised as narrow
 from tools.gpu.attention import KV_HEADS, step_of

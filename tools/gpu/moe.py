@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.kernels.activation import silu_mul
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.combine import combine
-from moeserve.kernels.configs import Config
-from moeserve.kernels.devices import facts_of
+from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
 from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of
+from moeserve.kernels.rows import silu_mul
 from tools.gpu.bench import Bench, Run, error_of, figures
 from tools.gpu.peers import PeerMoe, load_peers
 

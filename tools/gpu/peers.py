@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.kernels.activation import silu_mul
+from moeserve.kernels.rows import silu_mul
 from tools.gpu.bench import Run
 from tools.gpu.references import align_reference
 

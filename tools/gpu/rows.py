@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from moeserve.kernels.activation import silu_mul
 from moeserve.kernels.align import align
 from moeserve.kernels.combine import combine
-from moeserve.kernels.embedding import embedding
 from moeserve.kernels.linear import linear
 from moeserve.kernels.logprobs import logprobs
-from moeserve.kernels.norms import add_rms_norm, rms_norm
 from moeserve.kernels.route import route
+from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
 from moeserve.kernels.sampling import SamplingTensors, sample
 from tools.gpu.bench import Bench, Run, figures
 

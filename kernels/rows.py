@@ -1,6 +1,6 @@
-"""RMS norms, alone and fused with the addition before them.
+"""Kernels of single rows: RMS norms, alone and fused with the addition before them, SwiGLU, and the embedding.
 
-T tokens, D width.
+T tokens, D width, M rows, I inner width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torch import Tensor
 MAX_WIDTH = 16_384
 ELEMENTS = 2048  # of a program, where rows are shorter than that
 PER_WARP = 512
+SWIGLU_BLOCK = 1024  # outputs of one program
+EMBEDDING_BLOCK = 2048  # elements of one program
 
 
 @triton.jit
@@ -98,3 +100,57 @@ def _check(x_TD: Tensor, weight_D: Tensor) -> None:
     assert weight_D.shape == (width,), (weight_D.shape, x_TD.shape)
     assert weight_D.dtype is torch.float32, weight_D.dtype
     assert width == 1 or x_TD.stride(1) == weight_D.stride(0) == 1, (x_TD.stride(), weight_D.stride())
+
+
+@triton.jit
+def silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, BLOCK: tl.constexpr):
+    """One program: BLOCK outputs of one row. fp32 inside, one rounding."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * width + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up_MI: Tensor) -> Tensor:
+    """silu(first half) * second half of the last dimension (SwiGLU, Shazeer 2020); rows may be strided.
+
+    [[1, 2]] -> [[1 / (1 + e^-1) * 2]] = [[1.4621]]
+    """
+    rows, width = gate_up_MI.shape[0], gate_up_MI.shape[1] // 2
+    assert gate_up_MI.stride(1) == 1, gate_up_MI.stride()
+    out = gate_up_MI.new_empty((rows, width))
+    if rows:
+        grid = (rows, triton.cdiv(width, SWIGLU_BLOCK))
+        silu_mul_kernel[grid](gate_up_MI, out, gate_up_MI.stride(0), width, BLOCK=SWIGLU_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def embedding_kernel(ids_ptr, table_ptr, out_ptr, table_stride, width, scale, BLOCK: tl.constexpr):
+    """One program: BLOCK elements of one row."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    x = tl.load(table_ptr + row * table_stride + columns, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out_ptr + token * width + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def embedding(ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tensor:
+    """table[ids] * scale, rounded once; every id must be one of the table's rows.
+
+    table [[1, 2], [3, 4]], ids [1, 0], scale 2 -> [[6, 8], [2, 4]]
+    """
+    tokens, width = ids_T.shape[0], table_VD.shape[1]
+    assert table_VD.stride(1) == 1, table_VD.stride()
+    assert ids_T.is_contiguous(), ids_T.stride()
+    out_TD = table_VD.new_empty((tokens, width))
+    if tokens:
+        grid = (tokens, triton.cdiv(width, EMBEDDING_BLOCK))
+        embedding_kernel[grid](
+            ids_T, table_VD, out_TD, table_VD.stride(0), width, float(scale), BLOCK=EMBEDDING_BLOCK, num_warps=4
+        )
+    return out_TD
