@@ -93,7 +93,7 @@ def short_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[socket.socket]:
-    """A warm fork server (light_fork_server.py) for the engines of all tests: a start takes 30 ms, not half a second."""
+    """A warm fork server (light_fork_server.py) for the engines of all tests: a start takes 30 ms, not 500."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "light_fork_server", str(theirs.fileno())]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

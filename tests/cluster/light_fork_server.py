@@ -1,6 +1,7 @@
 """A fork server without the imports that take long: for engines of builders.py."""
 
 import builders  # noqa: F401
+
 from moeserve.cluster import fork_server
 
 if __name__ == "__main__":
