@@ -91,7 +91,7 @@ async def test_a_sender_that_waits_for_room_gets_it_after_a_read() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     await inbox.drain(wait=True)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 15)
     inbox.put(3)
 
 

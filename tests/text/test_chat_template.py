@@ -165,10 +165,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_refused_quickly(byte_level, name):
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises((CheckpointError, InvalidRequest)):
         ChatTemplate(HOSTILE[name]).render(byte_level, CHATS[0])
-    assert time.perf_counter() - started < 8
+    assert time.process_time() - started < 8
 
 
 @pytest.mark.parametrize("name", ["class", "range", "nested loops", "output", "doubling", "power"])
