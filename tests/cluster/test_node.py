@@ -98,7 +98,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: None) -> Iterator[Callable[..., Cluster]]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     made: list[Cluster] = []
 
