@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.common import parser, save
 from moeserve.ops.inputs import entry_width, to_entries
 from moeserve.ops.native import native
-from moeserve.ops.native_attention import attention, plan_attention
+from moeserve.ops.native_layer import attention, plan_attention
+from moeserve.ops.probe import host_step
 
 BLOCK = 16
 CACHE_BYTES = 256 << 20
@@ -103,9 +103,8 @@ def make_step(size: Size, queries: int) -> tuple[Any, ...]:
     requests, context, heads, kv_heads, dim = size
     blocks = -(-context // BLOCK)
     order = (torch.arange(requests * blocks) * 7919 % (requests * blocks) + 1).view(requests, blocks)
-    starts = np.full(requests, context - queries, np.int32)
-    offsets = np.arange(requests + 1, dtype=np.int32) * queries
-    return order, BLOCK, None, starts, offsets, heads, kv_heads, dim
+    starts, offsets = [context - queries] * requests, range(0, (requests + 1) * queries, queries)
+    return *host_step(order, BLOCK, starts, offsets), heads, kv_heads, dim
 
 
 def probe_read() -> float:

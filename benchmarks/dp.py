@@ -22,7 +22,7 @@ from moeserve.config import Config, config_of
 from moeserve.frontend import open as opening
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import FrontStats
-from moeserve.metrics import StepRecord
+from moeserve.messages import StepRecord
 from moeserve.sampling import SamplingParams
 
 PROMPT_TOKENS = 32

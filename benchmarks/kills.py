@@ -111,7 +111,7 @@ async def kill(
     moving = asyncio.create_task(front.fleet.scaling.rebalance()) if moment == "rebalance" else None
     await asyncio.sleep(rng.uniform(0, 0.1))
     victim = rng.choice(front.fleet.engines)
-    warm = front.fleet.fork_server_pid is not None
+    warm = front.fleet.scaling.machines.here.server is not None
     assert victim.pid is not None
     leader = psutil.Process(victim.pid)
     ranks = [leader, *leader.children()]
@@ -142,7 +142,7 @@ class Timeline:
 
     async def run(self) -> dict[str, float]:
         stats, process = self._front.stats, self._victim
-        deaths, pid, phase = stats.engine_restarts, process.pid, process.phase
+        deaths, pid, phase = stats.total.restarts, process.pid, process.phase
         killed_s = time.monotonic()
         self._rank.kill()
         counts: list[int] | None = None
@@ -153,7 +153,7 @@ class Timeline:
 
         def over() -> bool:
             nonlocal counts, phase
-            if stats.engine_restarts > deaths and counts is None:
+            if stats.total.restarts > deaths and counts is None:
                 counts = [len(seen) for seen in self._streams.seen]
             mark("noticed", counts is not None)
             mark("process", process.pid not in (None, pid))

@@ -8,7 +8,7 @@ answer that is known beforehand. At the end all must come to rest: then each eng
 a fault in them dies.
 
 Memory is sampled once a second; the slope is taken over the second half of the time, for every process that lived
-through it. An engine keeps the heap that its largest step took (moeserve/ops/memory.py), which is planned for and no
+through it. An engine keeps the heap that its largest step took (moeserve/ops/table.py), which is planned for and no
 leak. So before that half all engines get the largest steps that there can be (the slope begins after them, if they take
 so long), and how much a process has grown since it was first seen is told beside the slope.
 
@@ -116,7 +116,7 @@ class Soak:
         return {
             **self.counts,
             "causes": sorted(self.causes),
-            "deaths_not_ours": stats.engine_restarts - self.counts["killed"],
+            "deaths_not_ours": stats.total.restarts - self.counts["killed"],
             "preemptions": stats.preemptions,
             "steps": stats.total.steps,
             "overlap_efficiency": round(stats.total.overlap_efficiency, 3),

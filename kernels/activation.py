@@ -5,7 +5,6 @@ M rows, I inner width.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,12 +22,6 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, BLOCK: tl.constexpr
     up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + row * width + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def silu_mul_reference(gate_up_MI: Tensor) -> Tensor:
-    """The definition, rounded once."""
-    gate, up = gate_up_MI.float().chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up_MI.dtype)
 
 
 def silu_mul(gate_up_MI: Tensor) -> Tensor:

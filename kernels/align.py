@@ -142,19 +142,6 @@ def groups_kernel(
     _describe(expert, counts, counts_ptr, ends_ptr, expert_ptr, row_ptr, num_experts, num_tiles, block_m, EXPERTS)
 
 
-def align_reference(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """The definition, with no tile left over and order_N no longer than it needs to be."""
-    flat = ids_TK.flatten()
-    order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
-    counts = flat[order].bincount(minlength=num_experts)
-    ends = counts.cumsum(0)
-    tiles = -(-counts // block_m)
-    experts = torch.arange(num_experts, device=flat.device).repeat_interleave(tiles)
-    within = torch.arange(len(experts), device=flat.device) - (tiles.cumsum(0) - tiles)[experts]
-    rows = (ends - counts)[experts] + within * block_m
-    return Alignment(block_m, order.int(), counts.int(), ends.int(), experts.int(), rows.int())
-
-
 def tile_bound(num_rows: int, num_experts: int, block_m: int) -> int:
     """Returns the most tiles that so many rows can make. 5 rows, 3 experts, tiles of 4 -> 3, as for counts [3, 1, 1]"""
     return min(num_rows, (num_rows + min(num_rows, num_experts) * (block_m - 1)) // block_m)

@@ -30,16 +30,6 @@ def combine_kernel(y_ptr, weights_ptr, ids_ptr, out_ptr, out_stride, width, K: t
     tl.store(out_ptr + token * out_stride + columns, total.to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
-def combine_reference(y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    """The definition; its bits are the kernel's."""
-    is_there = (ids_TK >= 0)[:, :, None]
-    terms_TKD = torch.where(is_there, y_TKD.float() * weights_TK[:, :, None], 0.0)
-    total_TD, *rest = terms_TKD.unbind(1)
-    for term_TD in rest:
-        total_TD = total_TD + term_TD
-    return total_TD.to(y_TKD.dtype)
-
-
 def combine(y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor, out_TD: Tensor | None = None) -> Tensor:
     """The sum over k = 0..K-1, in this order, of weights[t, k] * y[t, k], in fp32; one rounding at the end.
 

@@ -156,17 +156,6 @@ def cut_kernel(
     tl.store(farthest_ptr + row, tl.minimum(farthest, kept))
 
 
-def cut_reference(d_SV: Tensor, farthest_S: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
-    """The reference of `cut`, by sorting distances d_SV; those beyond farthest_S do not count."""
-    d_SV = d_SV.masked_fill(d_SV > farthest_S.unsqueeze(1), torch.inf).sort(dim=-1).values
-    kth_S1 = d_SV.gather(1, (top_k_S.long().unsqueeze(1) - 1).clamp(max=d_SV.shape[1] - 1))
-    weights_SV = torch.exp(-d_SV.double()).masked_fill(d_SV > kth_S1, 0.0)
-    before_SV = weights_SV.cumsum(-1) - weights_SV  # of tokens as near as this one, some; but then the first is kept
-    kept_SV = before_SV < top_p_S.double().unsqueeze(1) * weights_SV.sum(-1, keepdim=True)
-    pth_S = d_SV.masked_fill(~(kept_SV | (top_p_S == 1).unsqueeze(1)), 0.0).amax(dim=-1)
-    return torch.minimum(torch.minimum(kth_S1.squeeze(1), pth_S), farthest_S)
-
-
 def cut(
     logits_SV: Tensor,
     peaks_S: Tensor,

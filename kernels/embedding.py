@@ -23,11 +23,6 @@ def embedding_kernel(ids_ptr, table_ptr, out_ptr, table_stride, width, scale, BL
     tl.store(out_ptr + token * width + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def embedding_reference(ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tensor:
-    """The definition, rounded once."""
-    return (table_VD.index_select(0, ids_T).float() * scale).to(table_VD.dtype)
-
-
 def embedding(ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tensor:
     """table[ids] * scale, rounded once; every id must be one of the table's rows.
 

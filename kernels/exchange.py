@@ -20,8 +20,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from moeserve.kernels.combine import combine_reference
-
 POLLS = 64  # between two looks at the host's word and the clock: both are reads over the bus
 PAIRS = 1024  # ids that a program sends at a time
 TILE = 8192  # words that a program copies at a time: 64 bytes of each of 512 threads are under way
@@ -156,28 +154,6 @@ def collect_kernel(
             total = term if k == 0 else total + term  # 0 + -0 would lose the sign
         to_ptrs = out_ptr + rows[:, None] * out_stride + columns[None, :]
         tl.store(to_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def publish_reference(ids_TK: Tensor, most_tokens: int, num_local: int, num_ranks: int) -> Tensor:
-    """Returns the ids [R, M, K] that each rank is sent: its own experts count from 0, others lie outside."""
-    ids_MK = torch.nn.functional.pad(ids_TK, (0, 0, 0, most_tokens - len(ids_TK)), value=-1)
-    first_R = torch.arange(num_ranks, dtype=torch.int32, device=ids_TK.device) * num_local
-    return torch.where(ids_MK < 0, -1, ids_MK - first_R[:, None, None])
-
-
-def gather_reference(x_RMW: Tensor, order_P: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The rows [P, W], and where each pair's is [R, M * K], -1 where it is not here."""
-    ranks, most_tokens, _ = x_RMW.shape
-    places_N = order_P.new_full((ranks * most_tokens * top_k,), -1)
-    places_N[order_P] = torch.arange(len(order_P), dtype=order_P.dtype, device=order_P.device)
-    return x_RMW.flatten(0, 1)[order_P // top_k], places_N.view(ranks, -1)
-
-
-def collect_reference(y_RPD: Tensor, places_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_local: int) -> Tensor:
-    """The definition; its bits are the kernel's."""
-    known = (ids_TK >= 0) & (ids_TK < len(y_RPD) * num_local)
-    ranks_TK, rows_TK = (torch.where(known, of_TK, 0).long() for of_TK in (ids_TK // num_local, places_TK))
-    return combine_reference(y_RPD[ranks_TK, rows_TK], weights_TK, torch.where(known, ids_TK, -1))
 
 
 def _tile(words: int) -> dict[str, int]:

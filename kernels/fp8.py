@@ -41,21 +41,6 @@ def quantise_kernel(x_ptr, values_ptr, scales_ptr, row_stride, width, BLOCKS: tl
     tl.store(scales_ptr + row * num_blocks + blocks, scales, mask=blocks < num_blocks)
 
 
-def quantise_reference(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition."""
-    width = x_MK.shape[1]
-    x_MGB = torch.nn.functional.pad(x_MK.float(), (0, -width % BLOCK)).unflatten(1, (-1, BLOCK))
-    odd_MGB = ~x_MGB.isfinite()
-    scales_MG = x_MGB.abs().masked_fill(odd_MGB, 0).amax(2).clamp(min=LEAST_AMAX.value) / E4M3_MAX.value
-    values_MGB = (x_MGB / scales_MG[:, :, None]).masked_fill(odd_MGB, torch.nan)
-    return values_MGB.to(E4M3).flatten(1)[:, :width], scales_MG
-
-
-def widen(values_MK: Tensor, scales_MG: Tensor) -> Tensor:
-    """Multiplies values by their scales, in fp64, for references."""
-    return values_MK.double() * scales_MG.repeat_interleave(BLOCK, -1)[..., : values_MK.shape[-1]].double()
-
-
 def quantise(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """(e4m3 [M, K], fp32 scales [M, G]); a scale is its block's largest magnitude, at least 1e-4, over 448.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
-from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks, widen
+from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks
 from moeserve.kernels.tiles import load_rows, load_weights, rows_of, tile_of, tile_rows, weights_argument
 
 
@@ -81,27 +81,6 @@ def fp8_kernel(
         tl.store(out_scale_ptr + targets.to(tl.int64) * (width // BLOCK) + block, scales, mask=live)
     else:
         tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=mask)
-
-
-def _wide_weights(w: Scaled) -> Tensor:
-    return widen(w.values, w.scales.repeat_interleave(BLOCK, 1))
-
-
-def gate_up_fp8_reference(x: Scaled, w13: Scaled, to: Alignment, top_k: int = 1) -> Tensor:
-    """The definition without its last rounding to e4m3, in fp32; only the rows that are there."""
-    num_rows, found = int(to.counts_e.sum()), []
-    rows = widen(x.values, x.scales)
-    rows = rows[:num_rows] if to.order_N is None else rows[to.order_N[:num_rows] // top_k]
-    for w13_FD, part in zip(_wide_weights(w13), rows.split(to.counts_e.tolist()), strict=True):
-        gate, up = (part @ w13_FD.T).chunk(2, dim=-1)
-        found.append(gate * torch.sigmoid(gate) * up)
-    return torch.cat(found).float()
-
-
-def down_fp8_reference(h: Scaled, w2: Scaled, to: Alignment, dtype: torch.dtype) -> Tensor:
-    """The definition, rounded once, in the order of the sorted rows."""
-    parts = widen(h.values, h.scales)[: int(to.counts_e.sum())].split(to.counts_e.tolist())
-    return torch.cat([part @ w2_DI.T for w2_DI, part in zip(_wide_weights(w2), parts, strict=True)]).to(dtype)
 
 
 @lru_cache(4096)

@@ -54,23 +54,6 @@ def grouped_kernel(
     tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
 
 
-def gate_up_reference(x: Tensor, w13_eFD: Tensor, to: Alignment, top_k: int = 1) -> Tensor:
-    """The definition, rounded once; only the rows that are there."""
-    num_rows, found = int(to.counts_e.sum()), []
-    rows = x[:num_rows] if to.order_N is None else x[to.order_N[:num_rows] // top_k]
-    for w13_FD, part in zip(w13_eFD, rows.split(to.counts_e.tolist()), strict=True):
-        gate, up = (part.double() @ w13_FD.double().T).chunk(2, dim=-1)
-        found.append(gate * torch.sigmoid(gate) * up)
-    return torch.cat(found).to(x.dtype)
-
-
-def down_reference(h_NI: Tensor, w2_eDI: Tensor, to: Alignment) -> Tensor:
-    """The definition, rounded once, in the order of the sorted rows."""
-    parts = h_NI[: int(to.counts_e.sum())].split(to.counts_e.tolist())
-    found = [part.double() @ w2_DI.double().T for w2_DI, part in zip(w2_eDI, parts, strict=True)]
-    return torch.cat(found).to(h_NI.dtype)
-
-
 @lru_cache(4096)
 def launch_of(num_rows: int, num_experts: int, width: int, dim: int, dtype: torch.dtype, device: str) -> Config:
     """Launch parameters of the products for so many rows: rows of a tile (`block_m`, for `align`), and per product

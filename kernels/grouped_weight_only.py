@@ -72,18 +72,6 @@ def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) 
     return Narrow(group, (low | high << 4).flatten(-2).contiguous(), moved[0], moved[1])
 
 
-def widen_narrow(w: Narrow) -> Tensor:
-    """Returns the weights [e, outputs, inputs] in fp64, for references."""
-    values, zeros, inputs = w.values.double(), w.zeros, w.shape[-1]
-    if w.kind == "int4":
-        tiles = w.values.unflatten(-1, (-1, w.half))
-        values = torch.stack([tiles & 15, tiles >> 4], -2).flatten(-3).double()
-        zeros = torch.full_like(w.scales, 8) if zeros is None else zeros
-    parts = (w.scales, torch.zeros_like(w.scales) if zeros is None else zeros)
-    scales, zeros = (part.double().transpose(-1, -2).repeat_interleave(w.group, -1)[..., :inputs] for part in parts)
-    return (values - zeros) * scales
-
-
 @triton.jit
 def _centred(values, zeros, like):
     """values - zeros in the type of `like`, exactly: 16-bit floats by setting the low bits of 128 or 1,024."""

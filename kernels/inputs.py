@@ -151,25 +151,6 @@ def step_kernel(
         tl.store(out_row_ptr + index, block.to(rows_ptr.dtype.element_ty), mask=index < num_blocks)
 
 
-def step_reference(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, out: StepArrays) -> None:
-    """The definition, row by row."""
-    slots_R, starts_R, offsets_R1, sample_S = np.split(step.words, [step.rows, 2 * step.rows, 3 * step.rows + 1])
-    for array in (out.ids_T, out.positions_T, out.slot_mapping_GT, out.blocks_GRN, out.sample_S, out.starts_R):
-        array.zero_()
-    out.offsets_R1.fill_(step.tokens)
-    for row, (slot, start) in enumerate(zip(slots_R.tolist(), starts_R.tolist(), strict=True)):
-        mine = slice(int(offsets_R1[row]), int(offsets_R1[row + 1]))
-        positions = torch.arange(start, start + mine.stop - mine.start, device=table.device)
-        out.ids_T[mine] = table[slot, positions].to(out.ids_T.dtype)
-        out.positions_T[mine] = positions
-        out.slot_mapping_GT[:, mine] = (
-            blocks[:, slot, positions // block_size].long() * block_size + positions % block_size
-        )
-        out.blocks_GRN[:, row] = blocks[:, slot, : out.blocks_GRN.shape[2]]
-        out.starts_R[row], out.offsets_R1[row] = start, mine.start
-    out.sample_S[: step.samples] = torch.from_numpy(sample_S)
-
-
 def fill_step(table: Tensor, blocks: Tensor, block_size: int, step: StepWords, words: Tensor, out: StepArrays) -> None:
     """Writes all of `out` in one launch. table: int32 [slots, width], the tokens of each slot's request; blocks: int32
     [G, slots, at least N], its block tables; words: step.words on the device.

@@ -41,12 +41,6 @@ def linear_kernel(
     tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
 
 
-def linear_reference(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """The definition, rounded once."""
-    y = x_MK.double() @ w_NK.double().T
-    return (y if bias_N is None else y + bias_N.double()).to(x_MK.dtype)
-
-
 @lru_cache(4096)
 def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device: str) -> Config:
     """Launch parameters for so many rows; the result is the same for any. width: N, inner: K.

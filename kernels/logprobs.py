@@ -100,15 +100,6 @@ def rows_kernel(
         tl.store(values_ptr + 1 + place, x - peak - log_sum, mask=place < n)
 
 
-def logprobs_reference(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference of `logprobs`, by sorting."""
-    logprobs_PV = torch.log_softmax(logits_PV.float(), dim=-1)
-    likeliest_Pn = logprobs_PV.sort(dim=-1, descending=True, stable=True).indices[:, :n]
-    ids_PN = torch.cat([chosen_P.long().unsqueeze(1), likeliest_Pn], dim=1)
-    rank_P = (logits_PV >= logits_PV.gather(1, ids_PN[:, :1])).sum(dim=-1)
-    return ids_PN, logprobs_PV.gather(1, ids_PN), rank_P
-
-
 def logprobs(logits_PV: Tensor, chosen_P: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (ids, logprobs, rank): the chosen token and the n likeliest in order, equal ones by id, int64 [P, 1 + n];
     their logprobs, float32; how many tokens are at least as likely as the chosen one, int64 [P]. n is cut to V.

@@ -159,21 +159,6 @@ def latent_kernel(
         )  # fmt: skip
 
 
-def mla_reference(
-    q_THc: Tensor, cache: Tensor, blocks_RN: Tensor, starts_R: Tensor, offsets_R1: Tensor, latent: int
-) -> Tensor:
-    """The definition in fp32, row by row."""
-    out = q_THc.new_zeros((*q_THc.shape[:2], latent))
-    for row, start in enumerate(starts_R.tolist()):
-        first, end = offsets_R1[row : row + 2].tolist()
-        keys = torch.arange(start + end - first, device=q_THc.device)
-        k = cache[blocks_RN[row].long()].flatten(0, 1)[: len(keys)].float()
-        scores = torch.einsum("thc,lc->htl", q_THc[first:end].float(), k)
-        scores.masked_fill_(keys > keys[start:, None], -torch.inf)
-        out[first:end] = torch.einsum("htl,lc->thc", scores.softmax(-1), k[:, :latent]).to(out.dtype)
-    return out
-
-
 def _tiling(shape: MlaShape, invariant: bool) -> tuple[int, int, int]:
     """(query rows of a program, heads, tokens). The device's own matrix instruction wants 64 rows."""
     if shape.dtype == torch.float32:

@@ -52,12 +52,6 @@ def add_rms_norm_kernel(
     tl.store(x_at, normed(total.to(tl.float32), weight, eps, width).to(x_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The definition, rounded once."""
-    x = x_TD.float()
-    return (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D).to(x_TD.dtype)
-
-
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once; weight fp32, rows may be
     strided. A row's bits depend on D and the dtype alone, as long as rows start at multiples of 16 bytes (or never do).

@@ -76,36 +76,6 @@ class AttentionMetadata:
     space: Tensor
 
 
-def attention_reference(
-    q_THd: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    blocks_RN: Tensor,
-    starts_R: Tensor,
-    offsets_R1: Tensor,
-    window: int | None = None,
-    soft_cap: float = 0.0,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """The definition in fp32, row by row."""
-    out = torch.zeros_like(q_THd)
-    group = q_THd.shape[1] // k_cache.shape[2]
-    for row, start in enumerate(starts_R.tolist()):
-        first, end = offsets_R1[row : row + 2].tolist()
-        keys = torch.arange(start + end - first, device=q_THd.device)
-        k, v = (c[blocks_RN[row].long()].flatten(0, 1)[: len(keys)].float() for c in (k_cache, v_cache))
-        scores = torch.einsum("thd,lhd->htl", q_THd[first:end].float(), k.repeat_interleave(group, 1))
-        if soft_cap:
-            scores = soft_cap * (scores / soft_cap).tanh()
-        queries = keys[start:, None]
-        scores.masked_fill_((keys > queries) | (keys <= queries - (window or EVERYTHING)), -torch.inf)
-        if sinks_H is not None:
-            scores = torch.cat((scores, sinks_H[:, None, None].expand(-1, end - first, 1)), -1)
-        probs = scores.softmax(-1)[:, :, : len(keys)]
-        out[first:end] = torch.einsum("htl,lhd->thd", probs, v.repeat_interleave(group, 1)).to(out.dtype)
-    return out.flatten(1)
-
-
 def _tile_rows(shape: AttentionShape, invariant: bool) -> list[int]:
     """Query rows of a program: for any number of tokens, or for few and for more."""
     assert shape.heads % shape.kv_heads == 0, shape

@@ -138,38 +138,6 @@ def route_kernel(
     tl.store(weights_ptr + token * K + choices, weights_K, mask=choices < K)
 
 
-def _keys_reference(scores: Tensor) -> Tensor:
-    bits = (scores + 0.0).view(torch.int32).long()
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
-    return keys - torch.arange(scores.shape[-1], device=scores.device)
-
-
-def route_reference(logits_TE: Tensor, top_k: int, rule: Rule, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The definition, for logits that are numbers."""
-    z = logits_TE.float()
-    if rule.score == "softmax":
-        scores = z.softmax(-1)
-    elif rule.score == "softmax_selected":
-        scores = z
-    else:
-        scores = z.sigmoid() if rule.score == "sigmoid" else torch.nn.functional.softplus(z).sqrt()
-    judged = scores if bias_E is None else scores + bias_E
-    keys = _keys_reference(judged)
-    if rule.keep < rule.groups:
-        grouped = judged.unflatten(-1, (rule.groups, -1))
-        best_TG = grouped.topk(rule.group_top, dim=-1).values.sum(-1)
-        kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
-        kept_TG.scatter_(-1, _keys_reference(best_TG).topk(rule.keep, dim=-1).indices, True)
-        keys = keys.masked_fill(~kept_TG.repeat_interleave(grouped.shape[-1], -1), LOWEST.value)
-    ids_TK = keys.topk(top_k, dim=-1).indices
-    weights_TK = scores.gather(-1, ids_TK)
-    if rule.score == "softmax_selected":
-        weights_TK = weights_TK.softmax(-1)
-    if rule.renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + rule.epsilon)
-    return ids_TK.int(), weights_TK * rule.scale
-
-
 def route(
     logits_TE: Tensor, top_k: int, score: str, renormalize: bool, num_tokens: int | Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -44,14 +44,6 @@ def pack(offsets_N: NDArray[np.int64], values_N: NDArray[np.int32]) -> tuple[NDA
     return words, len(starts_W)
 
 
-def write_reference(arena: Tensor, words: Tensor, pieces: int) -> None:
-    """The definition, one piece after the other."""
-    values = words[2 * pieces + 1 :]
-    starts = words[pieces : 2 * pieces + 1].tolist()
-    for place, start, end in zip(words[:pieces].tolist(), starts, starts[1:], strict=False):
-        arena[place : place + end - start] = values[start:end]
-
-
 def write(arena: Tensor, words: Tensor, pieces: int) -> None:
     """Puts what `pack` packed into the arena; both int32 on the device.
 

@@ -25,7 +25,22 @@ Messages carry the offending values and the remedy. `assert` is only for our own
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+import msgspec
+
+_FAULT = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$\.?(.*)`)?", re.DOTALL)  # a msgspec.ValidationError
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_TYPES = re.compile(r"`([a-z |]+)`")
+_JSON_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "an array",
+    "object": "an object",
+}
 
 
 class MoeserveError(Exception):
@@ -52,6 +67,22 @@ class InvalidRequest(RequestError):
     """A field of the request is missing, of the wrong type, or out of its range."""
 
     code = "invalid_value"
+
+
+def invalid_request(error: msgspec.ValidationError) -> InvalidRequest:
+    """Returns "Expected `int | null`, got `str` - at `$.n`" as "n must be an integer or null, got a string"."""
+    fault = _FAULT.fullmatch(str(error))
+    assert fault is not None
+    message, param = fault[1], (fault[2] or "").removesuffix("[...]")
+    if missing := _MISSING.match(message):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        message = "is required"
+    elif message.startswith("Expected "):
+        message = message.replace("Expected", "must be", 1)
+        message = _TYPES.sub(lambda m: " or ".join(_JSON_TYPES.get(name, name) for name in m[1].split(" | ")), message)
+    else:
+        message = f"is not accepted: {message}"
+    return InvalidRequest(f"{param} {message}".lstrip(), param=param or None)
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -1,7 +1,7 @@
 """The messages between front end and engine: msgspec structs, in msgpack where they cross a process boundary.
 
-    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, AdminCall, Join, Place, TraceNext
-    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, AdminResult, Stopped,
+    front end --EngineIn-->  engine        Submit, Abort, Drain, Ping, Join, Place, TraceNext
+    engine   --EngineOut--> front end      Phase, Ready, StepOutput, Refused, Pong, Stopped,
                                            Joined, Parted, ExpertLoad, Placed, Traced
 
 Arrays are little-endian bytes (`int32`, `int64`, `uint8`) in one message per step, because decoding one struct per
@@ -10,11 +10,8 @@ request costs a hundred times more.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from moeserve.metrics import StepRecord
 from moeserve.sampling import TokenSampling
 
 PROTOCOL_VERSION = 1
@@ -58,13 +55,6 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks for a Pong with the same seq."""
 
     seq: int
-
-
-class AdminCall(msgspec.Struct, frozen=True, tag=True):
-    """An administrative request, answered by an AdminResult with the same id."""
-
-    id: int
-    what: Literal["reset_prefix_cache", "audit"]
 
 
 class PlacementTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +105,7 @@ class TraceNext(msgspec.Struct, frozen=True, tag=True):
     """Records the next step that all ranks run; each rank sends a Traced."""
 
 
-EngineIn = Submit | Abort | Drain | Ping | AdminCall | Join | Place | TraceNext
+EngineIn = Submit | Abort | Drain | Ping | Join | Place | TraceNext
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
@@ -167,6 +157,33 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rows: list[Logprobs]
 
 
+class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
+    """The work and the cost of one engine step, for metrics, dashboards and benchmarks.
+
+    Times in microseconds; at_s: the step's start on the monotonic clock.
+    """
+
+    step: int
+    at_s: float = 0.0
+    num_tokens: int
+    num_requests: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_preempted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    plan_us: int = 0
+    update_us: int = 0
+    device_us: int = 0
+    comm_us: int = 0  # from the start of each transfer to its last row, summed
+    exposed_comm_us: int = 0  # the part of comm_us during which the model waited
+    ubatches: int = 1
+    vote_us: int = 0
+    dp_rank: int = 0
+
+
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The tokens of one step, in columns: row i belongs to request rids[i].
 
@@ -198,14 +215,6 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     seq: int
     steps: int
     busy: bool
-
-
-class AdminResult(msgspec.Struct, frozen=True, tag=True):
-    """Answers an AdminCall. detail: the fault if not ok."""
-
-    id: int
-    ok: bool
-    detail: str = ""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
@@ -271,6 +280,4 @@ class Traced(msgspec.Struct, frozen=True, tag=True):
     events: list[TraceEvent]
 
 
-EngineOut = (
-    Phase | Ready | StepOutput | Refused | Pong | AdminResult | Stopped | Joined | Parted | ExpertLoad | Placed | Traced
-)
+EngineOut = Phase | Ready | StepOutput | Refused | Pong | Stopped | Joined | Parted | ExpertLoad | Placed | Traced

@@ -7,18 +7,19 @@ fields are ignored. A struct with `omit_defaults` leaves out what is None, excep
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
 from msgspec import Struct, field
 
 
 def written(default: Any) -> Any:
-    """Declares a field that is written to JSON even where it has its default."""
-    return field(default_factory=lambda: default)
+    """Declares a field that is written to JSON even where it has its default.
 
-
-def _empty() -> list[Any]:
-    return []  # with `list` itself as its default, an empty field would be left out
+    msgspec leaves out what equals a plain default, and an empty list whose factory is `list` itself.
+    """
+    return field(default_factory=partial(list) if default == [] else repeat(default).__next__)
 
 
 class Answer(Struct, kw_only=True, dict=True):
@@ -127,7 +128,7 @@ class Generated(Answer, kw_only=True, omit_defaults=True):
 class ChatCompletion(Generated, kw_only=True, omit_defaults=True):
     """A whole answer of /v1/chat/completions."""
 
-    choices: list[ChatChoice] = field(default_factory=_empty)
+    choices: list[ChatChoice] = written([])
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -161,7 +162,7 @@ class ChatChunkChoice(OpenChatChoice, kw_only=True, omit_defaults=True):
 class ChatCompletionChunk(Generated, kw_only=True, omit_defaults=True):
     """An event of a streamed chat answer. usage: in the last chunk, if it was asked for."""
 
-    choices: list[ChatChunkChoice] = field(default_factory=_empty)
+    choices: list[ChatChunkChoice] = written([])
     usage: Usage | None = None
 
 
@@ -186,7 +187,7 @@ class CompletionChoice(OpenCompletionChoice, kw_only=True, omit_defaults=True):
 class Completion(Generated, kw_only=True, omit_defaults=True):
     """A whole answer of /v1/completions, or one chunk of a streamed one: both have the same shape."""
 
-    choices: list[CompletionChoice] = field(default_factory=_empty)
+    choices: list[CompletionChoice] = written([])
     usage: Usage | None = None
 
 

@@ -19,7 +19,10 @@ RECORD = ROOT / "tests" / "full_tests.json"
 SOURCES = {
     "sanitizers": ["csrc/**/*.[ch]pp", "tests/native/*.py", "tests/ops/*.cpp"],
     "aot": ["kernels/*.py", "tests/kernels/*.py"],
-    "kernels": ["kernels/*.py", "tests/kernels/*.py", "moeserve/ops/*.py", "moeserve/moe/experts/*.py"],
+    "kernels": [
+        *("kernels/*.py", "tests/kernels/*.py", "tools/gpu/references.py"),
+        *("moeserve/ops/*.py", "moeserve/moe/experts/*.py"),
+    ],
     "models": [
         *("kernels/*.py", "csrc/**/*.[ch]pp", "tests/models/*.py", "tests/*.py"),
         *(f"moeserve/{p}/**/*.py" for p in ("ops", "blocks", "loader", "models")),

@@ -50,13 +50,13 @@ struct Matrix {
     }
 };
 
-/// Projection, prologue, attention and, if it is given, the product behind it.
+/// Projection, QK-norm, RoPE and KV write, attention and, if it is given, the product behind it.
 class AttentionBlock {
   public:
     AttentionBlock(Type type, const Matrix& qkv, const std::optional<Matrix>& out, size_t heads, size_t kv_heads,
                    size_t dim, Address norms, float eps, float clip, float scale)
         : qkv_(qkv), out_(out) {
-        if (dim > PrologueArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
+        if (dim > QkNormRopeCacheArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
         rule_.type = type;
         rule_.heads = heads;
         rule_.kv_heads = kv_heads;
@@ -67,32 +67,32 @@ class AttentionBlock {
         rule_.scale = scale;
     }
 
-    void run(const AttentionPlan& plan, Address x, size_t stride, size_t rows, Address cos, Address sin, Address cells,
-             Address k, Address v, Type kv_type, Address y) const {
+    void run(const AttentionPlan& plan, Address x, size_t stride, size_t rows, Address cos, Address sin,
+             Address slot_mapping, Address k, Address v, Type kv_type, Address y) const {
         const Type type = rule_.type;
         const size_t width = rule_.heads * rule_.dim, all = width + 2 * rule_.kv_heads * rule_.dim;
         const size_t element = bytes_of(type);
         const Arrays arrays({rows * all * element, rows * width * element, rows * width * element});
         qkv_.times(type, x, stride, rows, arrays[0]);
-        PrologueArgs prologue = rule_;
-        prologue.kv_type = kv_type;
-        prologue.real = static_cast<size_t>(plan.num_tokens());
-        prologue.qkv = at<void>(arrays[0]);
-        prologue.stride = all;
-        prologue.cos = at<float>(cos);
-        prologue.sin = at<float>(sin);
-        prologue.cells = at<int64_t>(cells);
-        prologue.k = at<void>(k);
-        prologue.v = at<void>(v);
-        prologue.q = at<void>(arrays[1]);
-        over_rows(kernels()->prologue, prologue, rows, all);
+        QkNormRopeCacheArgs norm_rope = rule_;
+        norm_rope.kv_type = kv_type;
+        norm_rope.real = static_cast<size_t>(plan.num_tokens());
+        norm_rope.qkv = at<void>(arrays[0]);
+        norm_rope.stride = all;
+        norm_rope.cos = at<float>(cos);
+        norm_rope.sin = at<float>(sin);
+        norm_rope.slot_mapping = at<int64_t>(slot_mapping);
+        norm_rope.k = at<void>(k);
+        norm_rope.v = at<void>(v);
+        norm_rope.q = at<void>(arrays[1]);
+        over_rows(kernels()->qk_norm_rope_cache, norm_rope, rows, all);
         AttentionCall call{};
-        call.q = prologue.q;
+        call.q = norm_rope.q;
         call.q_stride = static_cast<int64_t>(width);
         call.q_type = type;
         call.kv_type = kv_type;
-        call.k = prologue.k;
-        call.v = prologue.v;
+        call.k = norm_rope.k;
+        call.v = norm_rope.v;
         call.out = at<void>(out_ ? arrays[2] : y);
         plan.run(call, static_cast<int64_t>(rows));
         if (out_) out_->times(type, arrays[2], width, rows, y);
@@ -101,10 +101,10 @@ class AttentionBlock {
   private:
     Matrix qkv_;
     std::optional<Matrix> out_;
-    PrologueArgs rule_{};  // what is the same in every step
+    QkNormRopeCacheArgs rule_{};  // what is the same in every step
 };
 
-/// Router, experts and the weighted sum of a layer whose rows stay here. counts: rows of each slot.
+/// Router, experts and the weighted sum of a layer whose rows stay here. counts: rows of each expert.
 class ExpertsBlock {
   public:
     ExpertsBlock(Type type, const Matrix& router, size_t top_k, bool selected, bool renormalize)
@@ -115,27 +115,28 @@ class ExpertsBlock {
         }
     }
 
-    void run(const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes, Counts counts, Address x,
+    void run(const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes, Counts counts, Address x,
              size_t rows, Address y) const {
-        const size_t slots = router_.packing.columns, width = gate_up.depth, pairs = rows * top_k_;
-        if (static_cast<size_t>(counts.size()) != slots) throw std::invalid_argument("a slot per expert, please");
+        const size_t num_experts = router_.packing.columns, width = gate_up.depth, pairs = rows * top_k_;
+        if (static_cast<size_t>(counts.size()) != num_experts)
+            throw std::invalid_argument("one count per expert, please");
         int64_t* counted = counts.mutable_data();
         py::gil_scoped_release unlocked;
         const size_t row_bytes = width * bytes_of(type_);
-        const Arrays arrays({rows * slots * bytes_of(type_), pairs * sizeof(int32_t), pairs * sizeof(float),
+        const Arrays arrays({rows * num_experts * bytes_of(type_), pairs * sizeof(int32_t), pairs * sizeof(float),
                              pairs * sizeof(int64_t), pairs * sizeof(int64_t), pairs * row_bytes, pairs * row_bytes});
         router_.times(type_, x, width, rows, arrays[0]);
-        const RouteArgs route{type_,       slots,        top_k_,
-                              at<void>(arrays[0]), slots, selected_,
+        const RouteArgs route{type_,        num_experts,           top_k_,   at<void>(arrays[0]), num_experts, selected_,
                               renormalize_, at<int32_t>(arrays[1]), at<float>(arrays[2])};
-        over_rows(kernels()->route, route, rows, slots * (top_k_ / 2 + 4));
+        over_rows(kernels()->route, route, rows, num_experts * (top_k_ / 2 + 4));
         int64_t *order = at<int64_t>(arrays[3]), *place = at<int64_t>(arrays[4]);
-        group_pairs(route.ids, pairs, slots, counted, order, place);
+        group_pairs(route.ids, pairs, num_experts, counted, order, place);
         over_rows(pairs, row_bytes, [&](size_t begin, size_t end) {
             const auto top_k = static_cast<int64_t>(top_k_);
             copy_rows(at<char>(x), order, top_k, row_bytes, begin, end, at<char>(arrays[5]));
         });
-        experts(type_, gate_up, down, weights, slot_bytes, {counted, counted + slots}, arrays[5], width, arrays[6], width);
+        experts(type_, gate_up, down, weights, expert_bytes, {counted, counted + num_experts}, arrays[5], width, arrays[6],
+                width);
         const Element element = type_ == Type::fp32 ? Element::fp32 : type_ == Type::bf16 ? Element::bf16 : Element::fp16;
         sum_pairs(element, rows, top_k_, width, at<void>(arrays[6]), place, route.weights, at<void>(y));
     }

@@ -81,12 +81,12 @@ void bind_shm(py::module_& m) {
         .def(
             "await_rows",
             [](Exchange& self, int turn, double timeout_s, Counts counts_and_ends, Address out, size_t room) {
-                if (static_cast<size_t>(counts_and_ends.size()) != 2 * self.slots()) {
-                    throw std::invalid_argument("one count and one end per slot, please");
+                if (static_cast<size_t>(counts_and_ends.size()) != 2 * self.num_experts()) {
+                    throw std::invalid_argument("one count and one end per expert, please");
                 }
                 int64_t* counts = counts_and_ends.mutable_data();
                 py::gil_scoped_release unlocked;
-                const size_t rows = self.await_rows(turn, timeout_s, counts, counts + self.slots());
+                const size_t rows = self.await_rows(turn, timeout_s, counts, counts + self.num_experts());
                 if (rows <= room) self.take_rows(turn, at<void>(out));
                 return rows;
             },

@@ -35,12 +35,12 @@ size_t most_rows(Type type, size_t depth) {
     return std::clamp(kPartBytes / row / 12 * 12, size_t{12}, kMostRows);
 }
 
-/// Rows [first, first + count) of a slot in nearly equal parts of at most `most` rows.
-void divide(size_t slot, size_t first, size_t count, size_t most, std::vector<Part>& parts) {
+/// Rows [first, first + count) of an expert in nearly equal parts of at most `most` rows.
+void divide(size_t expert, size_t first, size_t count, size_t most, std::vector<Part>& parts) {
     const size_t number = (count + most - 1) / most;
     const size_t each = number > 1 ? (count + number - 1) / number + kTilesStep - 1 : count;
     const size_t step = number > 1 ? each / kTilesStep * kTilesStep : count;
-    for (size_t begin = 0; begin < count; begin += step) parts.push_back({slot, first + begin, std::min(step, count - begin)});
+    for (size_t begin = 0; begin < count; begin += step) parts.push_back({expert, first + begin, std::min(step, count - begin)});
 }
 
 /// Computes a product over all parts on the threads of the pool. Threads take tasks as they finish: bytes and rows of
@@ -89,16 +89,16 @@ void linear(Type type, const Packing& packing, Address weights, Address bias, Ad
     multiply(args, parts);
 }
 
-/// Gated experts over rows in the order of their slots. A slot is gate and up in alternating blocks (each as `gate_up`
-/// says), then `down`.
-void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes,
+/// Gated experts over rows in the order of their physical experts. An expert is gate and up in alternating blocks (each
+/// as `gate_up` says), then `down`.
+void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
              const std::vector<size_t>& counts, Address x, size_t x_stride, Address y, size_t y_stride) {
     std::vector<Part> into, back;
     size_t rows = 0;
-    for (size_t slot = 0; slot < counts.size(); ++slot) {
-        divide(slot, rows, counts[slot], most_rows(type, gate_up.depth), into);
-        divide(slot, rows, counts[slot], most_rows(type, down.depth), back);
-        rows += counts[slot];
+    for (size_t expert = 0; expert < counts.size(); ++expert) {
+        divide(expert, rows, counts[expert], most_rows(type, gate_up.depth), into);
+        divide(expert, rows, counts[expert], most_rows(type, down.depth), back);
+        rows += counts[expert];
     }
     const size_t element = type == Type::fp32 ? 4 : 2;
     uint8_t* hidden = scratch(Scratch::hidden, rows * gate_up.columns * element);
@@ -106,7 +106,7 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     ProductArgs first = product_args(type, gate_up, at<uint8_t>(weights));
     first.gated = true;
     first.num_blocks *= 2;
-    first.slot_bytes = slot_bytes;
+    first.expert_bytes = expert_bytes;
     first.x = at<void>(x);
     first.x_stride = x_stride;
     first.y = hidden;
@@ -114,7 +114,7 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     multiply(first, into);
 
     ProductArgs second = product_args(type, down, at<uint8_t>(weights) + 2 * gate_up.bytes());
-    second.slot_bytes = slot_bytes;
+    second.expert_bytes = expert_bytes;
     second.x = hidden;
     second.x_stride = down.depth;
     second.y = at<void>(y);
@@ -196,13 +196,13 @@ void bind_products(py::module_& m) {
           py::arg("x"), py::arg("x_stride"), py::arg("rows"), py::arg("y"));
     m.def(
         "experts",
-        [](Type type, const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes,
+        [](Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
            const Counts& counts, Address x, size_t x_stride, Address y, size_t y_stride) {
             const std::vector<size_t> rows(counts.data(), counts.data() + counts.size());
             py::gil_scoped_release unlocked;
-            experts(type, gate_up, down, weights, slot_bytes, rows, x, x_stride, y, y_stride);
+            experts(type, gate_up, down, weights, expert_bytes, rows, x, x_stride, y, y_stride);
         },
-        py::arg("type"), py::arg("gate_up"), py::arg("down"), py::arg("weights"), py::arg("slot_bytes"),
+        py::arg("type"), py::arg("gate_up"), py::arg("down"), py::arg("weights"), py::arg("expert_bytes"),
         py::arg("counts"), py::arg("x"), py::arg("x_stride"), py::arg("y"), py::arg("y_stride"));
     m.def("advise_huge_pages", &advise_huge_pages, py::arg("address"), py::arg("bytes"));
     m.def("checksum", &checksum_all, Unlocked(), py::arg("address"), py::arg("bytes"));

@@ -12,7 +12,7 @@ namespace moeserve {
 void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
             Address y);
 
-void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t slot_bytes,
+void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
              const std::vector<size_t>& counts, Address x, size_t x_stride, Address y, size_t y_stride);
 
 }  // namespace moeserve

@@ -34,14 +34,15 @@ void bind_dense(py::module_& m) {
     m.def("sigmoid_gate", [](Type type, size_t rows, Address x, size_t stride, Address out) {
         over_rows(kernels()->sigmoid, SigmoidArgs{type, at<void>(x), stride, at<float>(out)}, rows, 16);
     });
-    m.def("prologue", [](Type type, size_t rows, size_t real, size_t heads, size_t kv_heads, size_t dim, Address qkv,
-                         size_t stride, Address normed, Address norms, float eps, float clip, Address cos, Address sin,
-                         float scale, Address cells, Address k, Address v, Type kv_type, Address q) {
-        if (dim > PrologueArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
-        const PrologueArgs args{type,   kv_type,           heads,            kv_heads, dim,  real, at<void>(qkv),
-                                stride, at<float>(normed), at<float>(norms), eps, clip, at<float>(cos), at<float>(sin),
-                                scale,  at<int64_t>(cells), at<void>(k), at<void>(v), at<void>(q)};
-        over_rows(kernels()->prologue, args, rows, (heads + 2 * kv_heads) * dim);
+    m.def("qk_norm_rope_cache", [](Type type, size_t rows, size_t real, size_t heads, size_t kv_heads, size_t dim,
+                                   Address qkv, size_t stride, Address normed, Address norms, float eps, float clip,
+                                   Address cos, Address sin, float scale, Address slot_mapping, Address k, Address v,
+                                   Type kv_type, Address q) {
+        if (dim > QkNormRopeCacheArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
+        const QkNormRopeCacheArgs args{type, kv_type, heads, kv_heads, dim, real, at<void>(qkv), stride,
+                                       at<float>(normed), at<float>(norms), eps, clip, at<float>(cos), at<float>(sin),
+                                       scale, at<int64_t>(slot_mapping), at<void>(k), at<void>(v), at<void>(q)};
+        over_rows(kernels()->qk_norm_rope_cache, args, rows, (heads + 2 * kv_heads) * dim);
     });
 }
 

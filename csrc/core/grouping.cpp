@@ -8,22 +8,22 @@
 
 namespace moeserve {
 
-void count_ids(const int32_t* ids, size_t num_ids, size_t num_slots, int64_t* counts) {
-    check_ids(ids, num_ids, static_cast<uint32_t>(num_slots));
-    std::fill_n(counts, num_slots, int64_t{0});
+void count_ids(const int32_t* ids, size_t num_ids, size_t num_experts, int64_t* counts) {
+    check_ids(ids, num_ids, static_cast<uint32_t>(num_experts));
+    std::fill_n(counts, num_experts, int64_t{0});
     for (size_t n = 0; n < num_ids; ++n) {
         if (ids[n] >= 0) ++counts[ids[n]];
     }
 }
 
-size_t group_pairs(const int32_t* ids, size_t num_pairs, size_t num_slots, int64_t* counts, int64_t* order,
+size_t group_pairs(const int32_t* ids, size_t num_pairs, size_t num_experts, int64_t* counts, int64_t* order,
                    int64_t* place) {
-    count_ids(ids, num_pairs, num_slots, counts);
-    std::vector<int64_t> next(num_slots);
+    count_ids(ids, num_pairs, num_experts, counts);
+    std::vector<int64_t> next(num_experts);
     int64_t total = 0;
-    for (size_t slot = 0; slot < num_slots; ++slot) {
-        next[slot] = total;
-        total += counts[slot];
+    for (size_t expert = 0; expert < num_experts; ++expert) {
+        next[expert] = total;
+        total += counts[expert];
     }
     for (size_t n = 0; n < num_pairs; ++n) {
         place[n] = ids[n] < 0 ? -1 : next[ids[n]]++;

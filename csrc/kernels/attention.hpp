@@ -1,7 +1,7 @@
 // Paged attention for decode and prefill: online softmax over absolute tiles of a chunk, chunks added in order.
 //
 // The bits of a query depend on it and its context alone. Positions that it does not see have weight exactly 0, and
-// their values are never multiplied: what lies in unwritten cells does not matter.
+// their values are never multiplied: what lies in unwritten KV slots does not matter.
 #pragma once
 
 #include "kernels/attention_plan.hpp"
@@ -145,8 +145,8 @@ inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_
     const int64_t first = view.first(view.from()), last = view.last(view.to(block.count) - 1);
     int64_t index = (view.start + first) / shape.block_size, offset = (view.start + first) % shape.block_size;
     for (int64_t j = first; j < last; ++j) {
-        const int64_t cell = table[index] * shape.block_size + offset;
-        const int64_t at = (cell * shape.kv_heads + block.head) * head_bytes;
+        const int64_t kv_slot = table[index] * shape.block_size + offset;
+        const int64_t at = (kv_slot * shape.kv_heads + block.head) * head_bytes;
         rows.keys[j] = static_cast<const char*>(call.k) + at;
         rows.values[j] = static_cast<const char*>(call.v) + at;
         if (++offset == shape.block_size) ++index, offset = 0;

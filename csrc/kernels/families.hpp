@@ -32,7 +32,7 @@ constexpr Kernels table(const char* name) {
     kernels.rms_norm = rms_norm;
     kernels.silu_mul = silu_mul;
     kernels.sigmoid = sigmoid;
-    kernels.prologue = prologue;
+    kernels.qk_norm_rope_cache = qk_norm_rope_cache;
     kernels.route = route;
     kernels.argmax = argmax;
     kernels.product = product;

@@ -236,7 +236,7 @@ void product_of(const ProductArgs& args, size_t begin, size_t end, int worker) {
         }
         const size_t first = task % units * ProductArgs::kUnit, left = args.num_blocks - first;
         const size_t blocks = left < ProductArgs::kUnit ? left : ProductArgs::kUnit;
-        const uint8_t* w = args.weights + part.slot * args.slot_bytes + first * args.block_bytes;
+        const uint8_t* w = args.weights + part.expert * args.expert_bytes + first * args.block_bytes;
         sums<E>(args, space, part.count, w, blocks);
         finish<E>(args, part, space, first, blocks);
     }

@@ -29,9 +29,9 @@ struct Packing {
     size_t bytes() const { return num_blocks() * block_bytes(); }
 };
 
-/// Rows [first, first + count) meet the weights of `slot`.
+/// Rows [first, first + count) meet the weights of `expert`.
 struct Part {
-    size_t slot, first, count;
+    size_t expert, first, count;
 };
 
 /// y = x times weights (+ bias): one fp32 chain of fused multiply-adds per output, rounded once to the type.
@@ -43,7 +43,7 @@ struct ProductArgs {
     const void* x;
     size_t x_stride;  // elements
     const uint8_t* weights;
-    size_t slot_bytes;
+    size_t expert_bytes;
     Type weight_type;
     size_t depth, columns, num_blocks, block_bytes, group;
     bool zero_points, gated;

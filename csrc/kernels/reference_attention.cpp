@@ -69,9 +69,9 @@ class Row {
   private:
     /// Where the head's key or value of a position lies.
     const char* stored(const void* cache, int64_t position) const {
-        const int64_t size = call_.shape.block_size, cell = table_[position / size] * size + position % size;
+        const int64_t size = call_.shape.block_size, kv_slot = table_[position / size] * size + position % size;
         const int64_t bytes = call_.kv_type == Type::int8 ? call_.shape.dim + 4 : 4 * call_.shape.dim;
-        return static_cast<const char*>(cache) + (cell * call_.shape.kv_heads + head_ / call_.shape.group()) * bytes;
+        return static_cast<const char*>(cache) + (kv_slot * call_.shape.kv_heads + head_ / call_.shape.group()) * bytes;
     }
     float element(const char* head, int64_t d) const {
         return call_.kv_type == Type::int8 ? static_cast<int8_t>(head[d]) : float_at(head + 4 * d);

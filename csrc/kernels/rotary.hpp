@@ -1,4 +1,4 @@
-// Attention's prologue: per-head norms, clipping, rotary embedding (Su et al. 2021, half layout), the softmax scale, and
+// What precedes attention: per-head norms, clipping, rotary embedding (Su et al. 2021, half layout), the softmax scale, and
 // the way of keys and values into the cache. In fp32 from the projection's output to the one rounding.
 #pragma once
 
@@ -26,7 +26,7 @@ MOESERVE_INLINE void rotate(const float* x, const float* cos, const float* sin, 
 
 /// One query or key head of a row, from its place in the projection (or in `normed`) to y.
 template <class E>
-MOESERVE_INLINE void query_or_key(const PrologueArgs& args, size_t row, size_t head, float* x, float* y) {
+MOESERVE_INLINE void query_or_key(const QkNormRopeCacheArgs& args, size_t row, size_t head, float* x, float* y) {
     const size_t dim = args.dim, both = args.heads + args.kv_heads;
     if (args.normed) {
         memcpy(x, args.normed + (row * both + head) * dim, dim * sizeof(float));
@@ -72,8 +72,8 @@ MOESERVE_INLINE void store_head<Int8>(const float* y, size_t dim, char* to) {
 
 /// Cache: the elements of k and v.
 template <class E, class Cache>
-void prologue_into(const PrologueArgs& args, size_t begin, size_t end) {
-    alignas(64) float x[PrologueArgs::kMaxDim + 2 * kWidth] = {}, y[PrologueArgs::kMaxDim + 2 * kWidth];
+void qk_norm_rope_cache_into(const QkNormRopeCacheArgs& args, size_t begin, size_t end) {
+    alignas(64) float x[QkNormRopeCacheArgs::kMaxDim + 2 * kWidth] = {}, y[QkNormRopeCacheArgs::kMaxDim + 2 * kWidth];
     const size_t dim = args.dim, head_bytes = dim * E::bytes, cache_bytes = stored_bytes<Cache>(dim);
     for (size_t row = begin; row < end; ++row) {
         char* q = static_cast<char*>(args.q) + row * args.heads * head_bytes;
@@ -82,28 +82,28 @@ void prologue_into(const PrologueArgs& args, size_t begin, size_t end) {
             store_head<E>(y, dim, q + head * head_bytes);
         }
         if (row >= args.real) continue;
-        const size_t cell = static_cast<size_t>(args.cells[row]) * args.kv_heads;
+        const size_t kv_slot = static_cast<size_t>(args.slot_mapping[row]) * args.kv_heads;
         const char* values = static_cast<const char*>(args.qkv) +
                              (row * args.stride + (args.heads + args.kv_heads) * dim) * E::bytes;
         for (size_t group = 0; group < args.kv_heads; ++group) {
             query_or_key<E>(args, row, args.heads + group, x, y);
-            store_head<Cache>(y, dim, static_cast<char*>(args.k) + (cell + group) * cache_bytes);
+            store_head<Cache>(y, dim, static_cast<char*>(args.k) + (kv_slot + group) * cache_bytes);
             for (size_t i = 0; i < dim; i += kWidth) {
                 store(y + i, clipped(load_at<E>(values + group * head_bytes, i, dim), all(args.clip)));
             }
-            store_head<Cache>(y, dim, static_cast<char*>(args.v) + (cell + group) * cache_bytes);
+            store_head<Cache>(y, dim, static_cast<char*>(args.v) + (kv_slot + group) * cache_bytes);
         }
     }
 }
 
 template <class E>
-void prologue_of(const PrologueArgs& args, size_t begin, size_t end) {
-    if (args.kv_type == Type::int8) return prologue_into<E, Int8>(args, begin, end);
-    prologue_into<E, E>(args, begin, end);
+void qk_norm_rope_cache_of(const QkNormRopeCacheArgs& args, size_t begin, size_t end) {
+    if (args.kv_type == Type::int8) return qk_norm_rope_cache_into<E, Int8>(args, begin, end);
+    qk_norm_rope_cache_into<E, E>(args, begin, end);
 }
 
-inline void prologue(const PrologueArgs& args, size_t begin, size_t end) {
-    MOESERVE_BY_TYPE(prologue_of, args, begin, end)
+inline void qk_norm_rope_cache(const QkNormRopeCacheArgs& args, size_t begin, size_t end) {
+    MOESERVE_BY_TYPE(qk_norm_rope_cache_of, args, begin, end)
 }
 
 }  // namespace moeserve::MOESERVE_ISA

@@ -41,13 +41,13 @@ struct SigmoidArgs {
 };
 
 /// From a projection to attention's inputs: rows of heads + 2 * kv_heads heads of `dim`, queries first.
-struct PrologueArgs {
+struct QkNormRopeCacheArgs {
     static constexpr size_t kMaxDim = 1024;
 
     Type type;
     Type kv_type;  // of k and v: the same, or int8 with a scale per head
     size_t heads, kv_heads, dim;
-    size_t real;  // rows that have a cell; the others' keys and values go nowhere
+    size_t real;  // rows that have a KV slot; the others' keys and values go nowhere
     const void* qkv;
     size_t stride;
     const float* normed;  // queries and keys instead of qkv's, [rows, heads + kv_heads, dim]; or null
@@ -57,8 +57,8 @@ struct PrologueArgs {
     const float* cos;  // [rows, dim], as sin
     const float* sin;  // negative in the first half
     float scale;       // of queries
-    const int64_t* cells;
-    void* k;  // [cells, kv_heads, dim], as v; in int8 a float follows each head
+    const int64_t* slot_mapping;
+    void* k;  // [KV slots, kv_heads, dim], as v; in int8 a float follows each head
     void* v;
     void* q;  // [rows, heads, dim]
 };

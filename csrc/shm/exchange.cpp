@@ -24,12 +24,12 @@ struct Places {
 };
 
 Places places(size_t num_ranks, const Shape& shape) {
-    const size_t slots = num_ranks * shape.experts_per_rank, pairs = shape.max_tokens * shape.top_k;
+    const size_t experts = num_ranks * shape.experts_per_rank, pairs = shape.max_tokens * shape.top_k;
     Places at{};
     at.first = 64;
-    at.tokens = at.first + aligned((slots + 1) * 4, 64);
+    at.tokens = at.first + aligned((experts + 1) * 4, 64);
     at.start = at.tokens + aligned(pairs * 4, 64);
-    at.x = aligned(at.start + slots * 4, 4096);
+    at.x = aligned(at.start + experts * 4, 4096);
     at.y = aligned(at.x + shape.max_tokens * shape.x_row_bytes, 4096);
     at.end = aligned(at.y + num_ranks * pairs * shape.y_row_bytes, 4096);
     return at;
@@ -37,8 +37,8 @@ Places places(size_t num_ranks, const Shape& shape) {
 
 }  // namespace
 
-/// first[g]: how many of the rank's pairs go to global slots before g. tokens[j]: token of the pair at sorted place j.
-/// start[r * experts_per_rank + s]: row of this rank's y where source r's rows for local slot s begin.
+/// first[g]: how many of the rank's pairs go to global experts before g. tokens[j]: token of the pair at sorted place j.
+/// start[r * experts_per_rank + e]: row of this rank's y where source r's rows for local expert e begin.
 struct Exchange::View {
     Head* head;
     uint32_t *first, *tokens, *start;
@@ -74,13 +74,13 @@ Exchange::Turn& Exchange::expect(int turn, Stage stage, const char* what) {
 size_t Exchange::y_capacity() const { return channel_->size() * shape_.max_tokens * shape_.top_k; }
 
 int Exchange::dispatch(const int32_t* ids, size_t tokens, size_t top_k, const void* x) {
-    const uint32_t num_slots = static_cast<uint32_t>(channel_->size() * shape_.experts_per_rank);
+    const uint32_t num_experts = static_cast<uint32_t>(channel_->size() * shape_.experts_per_rank);
     if (tokens > shape_.max_tokens || top_k > shape_.top_k) {
         throw std::length_error("a dispatch of " + std::to_string(tokens) + " tokens x " + std::to_string(top_k) +
                                 " experts; agreed were at most " + std::to_string(shape_.max_tokens) + " x " +
                                 std::to_string(shape_.top_k));
     }
-    check_ids(ids, tokens * top_k, num_slots);
+    check_ids(ids, tokens * top_k, num_experts);
     const auto free = std::find_if(turns_.begin(), turns_.end(), [](const Turn& t) { return t.stage == Stage::free; });
     if (free == turns_.end()) throw std::logic_error("two dispatches of this micro-batch are in flight; combine one first");
     const int turn = static_cast<int>(free - turns_.begin());
@@ -92,8 +92,8 @@ int Exchange::dispatch(const int32_t* ids, size_t tokens, size_t top_k, const vo
     if (last > 0) std::memcpy(own.x + x_bytes - last, static_cast<const std::byte*>(x) + x_bytes - last, last);
     free->tokens = tokens, free->top_k = top_k;
     free->order.resize(tokens * top_k);
-    sort_pairs(ids, tokens * top_k, num_slots, own.first, free->order.data());
-    for (uint32_t j = 0; j < own.first[num_slots]; ++j) own.tokens[j] = free->order[j] / static_cast<uint32_t>(top_k);
+    sort_pairs(ids, tokens * top_k, num_experts, own.first, free->order.data());
+    for (uint32_t j = 0; j < own.first[num_experts]; ++j) own.tokens[j] = free->order[j] / static_cast<uint32_t>(top_k);
     own.head->call = channel_->calls();
     own.head->dispatched_ns = now_ns();
     free->call = channel_->ring(Call::dispatch);
@@ -106,7 +106,7 @@ size_t Exchange::await_rows(int turn, double timeout_s, int64_t* counts, int64_t
     mine.stage = Stage::broken;  // until all went well
     channel_->wait(mine.call, timeout_s);
     const int num_ranks = channel_->size();
-    const size_t slots = shape_.experts_per_rank, begin = channel_->index() * slots;
+    const size_t experts = shape_.experts_per_rank, begin = channel_->index() * experts;
     const View own = view(channel_->index(), turn);
     mine.arrived_ns = 0;
     for (int source = 0; source < num_ranks; ++source) {
@@ -117,15 +117,15 @@ size_t Exchange::await_rows(int turn, double timeout_s, int64_t* counts, int64_t
         if (source != channel_->index()) mine.arrived_ns = std::max(mine.arrived_ns, head.dispatched_ns);
     }
     uint32_t row = 0;
-    for (size_t slot = 0; slot < slots; ++slot) {
+    for (size_t expert = 0; expert < experts; ++expert) {
         const uint32_t before = row;
         for (int source = 0; source < num_ranks; ++source) {
-            const uint32_t* first = view(source, turn).first + begin + slot;
-            own.start[source * slots + slot] = row;
+            const uint32_t* first = view(source, turn).first + begin + expert;
+            own.start[source * experts + expert] = row;
             row += first[1] - first[0];
         }
-        counts[slot] = row - before;
-        ends[slot] = row;
+        counts[expert] = row - before;
+        ends[expert] = row;
     }
     if (row > y_capacity()) throw std::length_error("peers sent more rows than was agreed");
     mine.rows = row;
@@ -134,12 +134,12 @@ size_t Exchange::await_rows(int turn, double timeout_s, int64_t* counts, int64_t
 }
 
 void Exchange::take_rows(int turn, void* out) const {
-    const size_t slots = shape_.experts_per_rank, begin = channel_->index() * slots;
+    const size_t experts = shape_.experts_per_rank, begin = channel_->index() * experts;
     std::byte* to = static_cast<std::byte*>(out);
-    for (size_t slot = begin; slot < begin + slots; ++slot) {
+    for (size_t expert = begin; expert < begin + experts; ++expert) {
         for (int source = 0; source < channel_->size(); ++source) {
             const View from = view(source, turn);
-            const uint32_t first = from.first[slot], count = from.first[slot + 1] - first;
+            const uint32_t first = from.first[expert], count = from.first[expert + 1] - first;
             to = gather_rows(to, from.x, from.tokens + first, count, shape_.x_row_bytes);
         }
     }
@@ -174,13 +174,13 @@ void Exchange::await_sums(int turn, double timeout_s, const float* weights, Elem
 void Exchange::find_rows(int turn, std::vector<const void*>& rows) const {
     const Turn& mine = turns_[turn];
     const View own = view(channel_->index(), turn);
-    const size_t slots = shape_.experts_per_rank;
+    const size_t experts = shape_.experts_per_rank;
     rows.assign(mine.tokens * mine.top_k, zeros_.data());
     for (int owner = 0; owner < channel_->size(); ++owner) {
         const View from = view(owner, turn);
-        for (size_t slot = 0; slot < slots; ++slot) {
-            const uint32_t* first = own.first + owner * slots + slot;
-            const std::byte* y = from.y + size_t{from.start[channel_->index() * slots + slot]} * shape_.y_row_bytes;
+        for (size_t expert = 0; expert < experts; ++expert) {
+            const uint32_t* first = own.first + owner * experts + expert;
+            const std::byte* y = from.y + size_t{from.start[channel_->index() * experts + expert]} * shape_.y_row_bytes;
             for (uint32_t j = first[0]; j < first[1]; ++j, y += shape_.y_row_bytes) rows[mine.order[j]] = y;
         }
     }

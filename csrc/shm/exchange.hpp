@@ -28,20 +28,20 @@ public:
     Exchange(std::shared_ptr<Channel> channel, const Shape& shape);
 
     /// Writes rows x to this rank's region, sorted pairs beside them, and rings. Returns the turn taken. Throws before
-    /// anything is sent: std::length_error beyond the agreed shape, std::out_of_range for an id that is no slot.
+    /// anything is sent: std::length_error beyond the agreed shape, std::out_of_range for an id that is no expert.
     int dispatch(const int32_t* ids, size_t tokens, size_t top_k, const void* x);
 
-    /// Waits until all others dispatched. counts[s]: rows that came for local slot s; ends[s]: their sum up to slot s.
+    /// Waits until all others dispatched. counts[e]: rows that came for local expert e; ends[e]: their sum up to e.
     /// Returns the sum of all.
     size_t await_rows(int turn, double timeout_s, int64_t* counts, int64_t* ends);
 
-    /// Copies the rows out of all regions, ordered by (local slot, source rank, token, k).
+    /// Copies the rows out of all regions, ordered by (local expert, source rank, token, k).
     void take_rows(int turn, void* out) const;
 
     /// Where in the own region the experts' results for this turn go, in the same order.
     size_t y_offset(int turn) const { return Channel::kHead + turn * turn_bytes_ + y_at_; }
     size_t y_capacity() const;
-    size_t slots() const { return shape_.experts_per_rank; }
+    size_t num_experts() const { return shape_.experts_per_rank; }
 
     /// Says that y is written.
     void combine(int turn);

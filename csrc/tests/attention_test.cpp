@@ -29,7 +29,7 @@ struct Request {
     int64_t context, count;  // the last `count` positions are queries
 };
 
-/// Requests with paged contexts of fp32 numbers that type T can hold; cells that nobody wrote are NaN. Q: of queries.
+/// Requests with paged contexts of fp32 numbers that type T can hold; KV slots that nobody wrote are NaN. Q: of queries.
 template <class T, class Q = T>
 struct Step {
     AttentionShape shape;

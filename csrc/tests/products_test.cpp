@@ -111,7 +111,7 @@ void run(ProductArgs args, const std::vector<Part>& parts) {
     threads->share(parts.size() * args.units(), 1, Work{work, &args});
 }
 
-/// Two slots, and no rows for a third between them. E: of activations.
+/// Two experts, and no rows for a third between them. E: of activations.
 template <class E>
 void linear(const Packing& packing, size_t rows, size_t offset) {
     const Matrix matrix(packing, offset);
@@ -141,13 +141,13 @@ void linear(const Packing& packing, size_t rows, size_t offset) {
     run(arguments(packing, packing.num_blocks()), {});
 }
 
-/// The first product of gated experts: blocks of gate and up take turns, slots lie one behind the other.
+/// The first product of gated experts: blocks of gate and up take turns, experts lie one behind the other.
 template <class E>
 void gated(const Packing& packing, size_t offset) {
-    const size_t slots = 3, depth = packing.depth, columns = packing.columns, block = packing.block_bytes();
+    const size_t experts = 3, depth = packing.depth, columns = packing.columns, block = packing.block_bytes();
     std::vector<std::unique_ptr<Matrix>> halves;
-    Exact<uint8_t> weights(slots * 2 * packing.bytes());
-    for (size_t i = 0; i < 2 * slots; ++i) {
+    Exact<uint8_t> weights(experts * 2 * packing.bytes());
+    for (size_t i = 0; i < 2 * experts; ++i) {
         halves.push_back(std::make_unique<Matrix>(packing, offset));
         for (size_t b = 0; b < packing.num_blocks(); ++b) {
             std::memcpy(weights.data() + i / 2 * 2 * packing.bytes() + (2 * b + i % 2) * block,
@@ -161,7 +161,7 @@ void gated(const Packing& packing, size_t offset) {
     ProductArgs args = arguments(packing, 2 * packing.num_blocks());
     args.type = kType<E>;
     args.gated = true;
-    args.slot_bytes = 2 * packing.bytes();
+    args.expert_bytes = 2 * packing.bytes();
     args.x = x.data(), args.x_stride = depth;
     args.y = y.data(), args.y_stride = columns;
     args.weights = weights.data();
@@ -171,7 +171,7 @@ void gated(const Packing& packing, size_t offset) {
         for (size_t r = part.first; r < part.first + part.count; ++r) {
             for (size_t k = 0; k < depth; ++k) row[k] = static_cast<float>(x[r * depth + k]);
             for (size_t n = 0; n < columns; ++n) {
-                const float gate = halves[2 * part.slot]->sum(row.data(), n), up = halves[2 * part.slot + 1]->sum(row.data(), n);
+                const float gate = halves[2 * part.expert]->sum(row.data(), n), up = halves[2 * part.expert + 1]->sum(row.data(), n);
                 expected[r * columns + n] = E(silu_of(gate) * up);
             }
         }

@@ -67,9 +67,9 @@ void activations(size_t width, size_t offset) {
     CHECK(same(gate, expected_gate));
 }
 
-/// What `PrologueArgs` says, one head at a time.
+/// What `QkNormRopeCacheArgs` says, one head at a time.
 template <class T>
-std::vector<float> head_of(const PrologueArgs& args, size_t row, size_t head) {
+std::vector<float> head_of(const QkNormRopeCacheArgs& args, size_t row, size_t head) {
     const size_t dim = args.dim, both = args.heads + args.kv_heads, at = (row * both + head) * dim;
     std::vector<float> x(dim), y(dim);
     const T* from = static_cast<const T*>(args.qkv) + row * args.stride + head * dim;
@@ -102,8 +102,8 @@ void store(const std::vector<float>& x, int8_t* to) {
 
 /// Cache: the elements of keys and values.
 template <class T, class Cache>
-void prologues(size_t dim, size_t offset) {
-    const size_t heads = 3, groups = 2, all = heads + 2 * groups, stride = all * dim + 1, real = kRows - 1, cells = 4;
+void qk_norm_rope_caches(size_t dim, size_t offset) {
+    const size_t heads = 3, groups = 2, all = heads + 2 * groups, stride = all * dim + 1, real = kRows - 1, kv_slots = 4;
     const size_t width = stored_width<Cache>(dim);
     auto qkv = random<T>((kRows - 1) * stride + all * dim, offset);
     for (size_t i = 0; i < dim; ++i) {  // values of the first row: nothing, and next to it
@@ -113,19 +113,20 @@ void prologues(size_t dim, size_t offset) {
     qkv[stride + (all - 1) * dim + below(dim)] = T(offset ? kNan : -kInfinity);
     const auto normed = random<float>(kRows * (heads + groups) * dim, offset), norms = random<float>((heads + groups) * dim, offset);
     const auto cos = random<float>(kRows * dim, offset), sin = random<float>(kRows * dim, 1 - offset);
-    Exact<int64_t> cell(real);
-    cell[0] = 3, cell[1] = 0;
+    Exact<int64_t> kv_slot(real);
+    kv_slot[0] = 3, kv_slot[1] = 0;
     for (int way = 0; way < 8; ++way) {
-        Exact<Cache> k(cells * groups * width, offset), v(cells * groups * width, 1 - offset), want_k(k), want_v(v);
+        Exact<Cache> k(kv_slots * groups * width, offset), v(kv_slots * groups * width, 1 - offset), want_k(k), want_v(v);
         Exact<T> q(kRows * heads * dim, offset), want_q(q);
-        const PrologueArgs args{kType<T>, kType<Cache>, heads, groups, dim, real, qkv.data(), stride, way & 1 ? normed.data() : nullptr,
-                                way & 2 ? norms.data() : nullptr, 1e-5f, way & 4 ? 0.6f : kInfinity, cos.data(), sin.data(), 0.37f,
-                                cell.data(), k.data(), v.data(), q.data()};
-        tested::prologue(args, 0, kRows);
+        const QkNormRopeCacheArgs args{kType<T>, kType<Cache>, heads, groups, dim, real, qkv.data(), stride,
+                                       way & 1 ? normed.data() : nullptr, way & 2 ? norms.data() : nullptr, 1e-5f,
+                                       way & 4 ? 0.6f : kInfinity, cos.data(), sin.data(), 0.37f, kv_slot.data(), k.data(),
+                                       v.data(), q.data()};
+        tested::qk_norm_rope_cache(args, 0, kRows);
         for (size_t r = 0; r < kRows; ++r) {
             for (size_t h = 0; h < heads; ++h) store(head_of<T>(args, r, h), want_q.data() + (r * heads + h) * dim);
             for (size_t g = 0; g < groups && r < real; ++g) {
-                const size_t at = (static_cast<size_t>(cell[r]) * groups + g) * width;
+                const size_t at = (static_cast<size_t>(kv_slot[r]) * groups + g) * width;
                 store(head_of<T>(args, r, heads + g), want_k.data() + at);
                 store(head_of<T>(args, r, heads + groups + g), want_v.data() + at);
             }
@@ -241,8 +242,8 @@ void all_of(size_t offset) {
         for (size_t top_k : {size_t{1}, std::min<size_t>(width, 6), width}) routes<T>(width, top_k, offset);
     }
     for (size_t dim : {2, 6, 8, 10, 16, 24, 40, 72, 1024}) {
-        prologues<T, T>(dim, offset);
-        prologues<T, int8_t>(dim, offset);
+        qk_norm_rope_caches<T, T>(dim, offset);
+        qk_norm_rope_caches<T, int8_t>(dim, offset);
     }
     routes<T>(RouteArgs::kMaxExperts, 8, offset);
 }

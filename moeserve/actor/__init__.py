@@ -1,4 +1,4 @@
 """Messages between tasks and processes: inboxes, actors, wires between them, and the supervision of child processes.
 
-Read inbox.py, actor.py, zmq_wire.py; then guard.py, process.py, supervisor.py, forking.py.
+Read actor.py, zmq_wire.py; then guard.py, process.py, supervisor.py, forking.py.
 """

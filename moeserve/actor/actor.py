@@ -14,8 +14,9 @@ An actor has one inbox, one closed union of messages that it understands, one ow
                 case _:
                     assert_never(msg)
 
-    async with running(Counter("counter")) as counter:
-        counter.tell(Add(2))
+    counter = Counter("counter")
+    life = asyncio.create_task(counter.run())
+    counter.tell(Add(2))
 
 Messages are handled one at a time, in the order in which they were sent. There is no way to ask: an answer is a message
 to the asker's own inbox. Where an actor's process can die, a `Supervisor` (supervisor.py) starts it again.
@@ -24,14 +25,97 @@ to the asker's own inbox. Where an actor's process can die, a `Supervisor` (supe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from moeserve.actor.inbox import Inbox
+from moeserve.errors import ActorStopped, Overloaded
 
 M = TypeVar("M")
-A = TypeVar("A", bound="Actor[Any]")
+
+
+class Inbox(Generic[M]):
+    """Messages for one owner, first in, first out, at most `limit` of them. All of it belongs to one event loop.
+
+    The owner alone reads. A full inbox raises Overloaded, a closed one ActorStopped: a sender
+    always learns at once that its message will not be read.
+    """
+
+    def __init__(self, owner: str, limit: int = 10_000) -> None:
+        assert limit > 0, limit
+        self.owner = owner
+        self.limit = limit
+        self._queue: deque[M] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._when_room: list[Callable[[], None]] = []
+        self._cause: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def full(self) -> bool:
+        """Whether `put` would raise Overloaded."""
+        return len(self._queue) >= self.limit
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody reads any more."""
+        return self._cause is not None
+
+    def put(self, msg: M, *, force: bool = False) -> None:
+        """Adds a message. `force` ignores the limit: for the few notices that must not be lost."""
+        self._raise_if_closed()
+        if self.full and not force:
+            raise Overloaded(f"{self.owner}: {len(self)} messages are waiting already, the limit is {self.limit}")
+        self._queue.append(msg)
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes a `drain` that waits return, without a message if there is none."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def drain(self, wait: bool) -> list[M]:
+        """Returns all messages, oldest first. With `wait`, sleeps until there is one or `wake` is called.
+
+        Raises ActorStopped once the inbox is closed, so that a reading loop ends.
+        """
+        if wait and not self._queue and self._cause is None:
+            assert self._waiter is None, f"{self.owner}: an inbox has one reader"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._raise_if_closed()
+        messages = list(self._queue)
+        self._queue.clear()
+        self._tell_room()
+        return messages
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once, on the loop, when half of a full inbox is free again (or it is closed)."""
+        self._when_room.append(callback)
+        self._tell_room()
+
+    def _tell_room(self) -> None:
+        # A sender that sleeps is woken for a batch, not for every message that is read.
+        if self._when_room and (len(self._queue) <= self.limit // 2 or self.closed):
+            waiting, self._when_room = self._when_room, []
+            for callback in waiting:
+                callback()
+
+    def close(self, cause: str = "stopped") -> None:
+        """Refuses everything from now on and drops the messages that were not read. The first cause counts."""
+        self._cause = self._cause or cause
+        self._queue.clear()
+        self.wake()
+        self._tell_room()
+
+    def _raise_if_closed(self) -> None:
+        if self._cause is not None:
+            raise ActorStopped(f"{self.owner}: {self._cause}")
 
 
 class Actor(Generic[M]):
@@ -76,7 +160,7 @@ class Actor(Generic[M]):
         """Runs after the last turn, also after an error or a cancellation."""
 
     async def run(self) -> None:
-        """The actor's whole life; belongs in a TaskGroup or in `running`. Closes the inbox at its end."""
+        """The actor's whole life; belongs in a task. Closes the inbox at its end."""
         cause = "stopped"
         try:
             await self.on_start()
@@ -90,19 +174,3 @@ class Actor(Generic[M]):
             raise
         finally:
             self.inbox.close(cause)
-
-
-@asynccontextmanager
-async def running(actor: A, grace_s: float = 5.0) -> AsyncIterator[A]:
-    """Runs the actor as long as the block. If the actor dies first, the block is cancelled and the error comes out.
-
-    At the block's end the turn in hand may take `grace_s` seconds more; then it is cancelled.
-    """
-    async with asyncio.TaskGroup() as group:
-        life = group.create_task(actor.run(), name=actor.name)
-        try:
-            yield actor
-        finally:
-            actor.stop()
-            await asyncio.wait([life], timeout=grace_s)
-            life.cancel()

@@ -12,9 +12,10 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from moeserve.actor.guard import prctl
 from moeserve.actor.process import Child, Forked, end_now
 
 POSSIBLE = sys.platform == "linux"
@@ -34,8 +35,7 @@ class ForkServer:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         try:
-            fd = theirs.fileno()
-            self.child = Child.start("fork server", [*command, str(fd)], None, pass_fds=[fd])
+            self.child = Child.start("fork server", [*command, str(theirs.fileno())], None, pass_fds=[theirs.fileno()])
         except BaseException:
             self._sock.close()
             raise
@@ -55,8 +55,7 @@ class ForkServer:
 
     async def fork(self, argument: int) -> Forked:
         """Returns a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if there is none."""
-        async with asyncio.timeout(WARM_S):
-            await self.until_warm()
+        await asyncio.wait_for(self.until_warm(), WARM_S)
         forking = asyncio.get_running_loop().create_task(self._fork(argument), name="fork")
         try:
             return await asyncio.shield(forking)
@@ -74,18 +73,23 @@ class ForkServer:
 
     async def _fork(self, argument: int) -> Forked:
         async with self._exchange:
-            with _pipes() as (stdin, stdout), _adopting():
-                socket.send_fds(self._sock, [bytes([argument])], [stdin[0], stdout[1]])
-                try:
-                    async with asyncio.timeout(FORK_S):
-                        pid = await self._receive()
-                except TimeoutError:
+            ours, theirs = _pipes()
+            try:
+                with _adopting():
+                    socket.send_fds(self._sock, [bytes([argument])], theirs)
+                    pid = await asyncio.wait_for(self._receive(), FORK_S)
+                    if not pid:
+                        raise OSError("there are too many processes, or too little memory")
+                    # Does not wait: raises OSError unless it is a child of ours.
+                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # noqa: ASYNC222
+            except BaseException as error:
+                if isinstance(error, TimeoutError):
                     self.child.kill("did not fork in time")
-                    raise
-                if not pid:
-                    raise OSError("there are too many processes, or too little memory")
-                _check_ours(pid)
-                return Forked(pid, os.dup(stdin[1]), os.dup(stdout[0]))
+                _close(ours)
+                raise
+            finally:
+                _close(theirs)
+            return Forked(pid, *ours)
 
     async def _receive(self) -> int:
         message = await asyncio.get_running_loop().sock_recv(self._sock, 32)
@@ -94,43 +98,33 @@ class ForkServer:
         return int(message)
 
 
-def _check_ours(pid: int) -> None:
-    """Raises OSError if that is no child of this process. Does not wait."""
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-
-
 def _end_unwanted(forking: asyncio.Task[Forked]) -> None:
     if not forking.cancelled() and forking.exception() is None:
         end_now(forking.result())
 
 
-@contextmanager
-def _pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    pipes = os.pipe(), os.pipe()
-    try:
-        yield pipes
-    finally:
-        for fd in (*pipes[0], *pipes[1]):
-            os.close(fd)
+def _pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns a child's stdin and stdout: our ends, and the child's."""
+    stdin, stdout = os.pipe(), os.pipe()
+    return (stdin[1], stdout[0]), (stdin[0], stdout[1])
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 @contextmanager
 def _adopting() -> Iterator[None]:
     """Makes orphaned descendants children of this process, only inside the block. Raises OSError."""
     before = ctypes.c_int()
-    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
     try:
         yield
     finally:
         with suppress(OSError):
-            _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
-
-
-def _prctl(option: int, value: object) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+            prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
 
 
 # ---- in the process that forks: it has one thread, because a fork has only the thread that forked -----------------
@@ -154,8 +148,7 @@ def serve(fd: int) -> int:
             sock.close()
             _redirect(*fds)
             return argument[0]
-        for given in fds:
-            os.close(given)
+        _close(fds)
         sock.send(b"%d" % pid)
 
 
@@ -178,17 +171,14 @@ def _fork_orphan() -> int | None:
     except OSError:  # no fork, or nothing to read
         return 0
     finally:
-        os.close(told)
-        os.close(tell)
+        _close((told, tell))
 
 
 def fork_child() -> Forked | None:
     """Forks this process, which must have one thread. Returns None in the child. Raises OSError."""
-    stdin, stdout = os.pipe(), os.pipe()
+    ours, theirs = _pipes()
     pid = os.fork()
-    ours, theirs = (stdin[1], stdout[0]), (stdin[0], stdout[1])
-    for fd in theirs if pid else ours:
-        os.close(fd)
+    _close(theirs if pid else ours)
     if pid:
         return Forked(pid, *ours)
     _redirect(*theirs)
@@ -199,5 +189,4 @@ def _redirect(stdin: int, stdout: int) -> None:
     os.dup2(stdin, 0)
     os.dup2(stdout, 1)
     os.dup2(stdout, 2)
-    os.close(stdin)
-    os.close(stdout)
+    _close((stdin, stdout))

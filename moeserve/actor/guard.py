@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from typing import NoReturn
 
 import msgspec
 
@@ -48,7 +49,21 @@ def adopt() -> bytes:
 def die_with_parent() -> None:
     """Makes the kernel kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def prctl(option: int, value: object) -> None:
+    """Sets a property of this process in the kernel (Linux). Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process at once: taking down a large process in order takes seconds or hangs."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _read_line() -> bytes:

@@ -88,6 +88,11 @@ def end_now(process: subprocess.Popen[bytes] | Forked) -> None:
     """Kills and reaps a process that nobody watches yet, and closes its pipes."""
     process.send_signal(signal.SIGKILL)
     process.wait()
+    close_pipes(process)
+
+
+def close_pipes(process: subprocess.Popen[bytes] | Forked) -> None:
+    """Closes our ends of a child's pipes."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
@@ -136,7 +141,7 @@ class Child(Process):
         self, name: str, process: subprocess.Popen[bytes] | Forked, forward: Callable[[str], None] | None
     ) -> None:
         super().__init__(name, process.pid)
-        self.reason = ""  # why we killed it
+        self._reason = ""  # why we killed it
         self._process = process
         self._born_s = time.monotonic()
         self._log = _LogLines(forward)
@@ -198,14 +203,9 @@ class Child(Process):
         """Whether the process has not been reaped yet."""
         return not self._exit.done()
 
-    @property
-    def age_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._born_s
-
     def kill(self, reason: str) -> None:
         """Sends SIGKILL; the first reason counts."""
-        self.reason = self.reason or reason
+        self._reason = self._reason or reason
         self._process.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
@@ -226,31 +226,27 @@ class Child(Process):
             transport, _ = await self._loop.connect_read_pipe(lambda: self._log, process.stdout)
             try:
                 code = await self._exit
-                lived_s = self.age_s
+                lived_s = time.monotonic() - self._born_s
                 await asyncio.wait([self._log.ended], timeout=LOG_GRACE_S)
             finally:
                 transport.close()
         finally:
             process.stdin.close()  # the lifeline: a child whose watcher is cancelled ends too
-        return Death(self.name, self.pid, code, lived_s, tuple(self._log.tail), self.reason)
+        return Death(self.name, self.pid, code, lived_s, tuple(self._log.tail), self._reason)
 
 
 def _hand_over(process: subprocess.Popen[bytes] | Forked, document: bytes, name: str) -> None:
     line = msgspec.json.encode(Birth(os.getpid(), msgspec.Raw(document))) + b"\n"
     assert process.stdin is not None
-    _make_room(process.stdin.fileno(), len(line), name)
+    if len(line) > PIPE_BYTES:  # the pipe must take all of it before anyone reads: writing must not block the loop
+        try:
+            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(line))  # type: ignore[attr-defined,unused-ignore]  # Linux
+        except (AttributeError, OSError) as exc:
+            raise ConfigError(
+                f"cannot hand {name} a start document of {len(line)} bytes through a pipe: {exc}"
+            ) from exc
     with suppress(BrokenPipeError):  # it is dead already, and its exit says why
         process.stdin.write(line)
-
-
-def _make_room(fd: int, num_bytes: int, name: str) -> None:
-    """A pipe must take the whole start document before anyone reads: writing must not block the loop."""
-    if num_bytes <= PIPE_BYTES:
-        return
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, num_bytes)  # type: ignore[attr-defined,unused-ignore]  # Linux
-    except (AttributeError, OSError) as exc:
-        raise ConfigError(f"cannot hand {name} a start document of {num_bytes} bytes through a pipe: {exc}") from exc
 
 
 class _LogLines(asyncio.Protocol):

@@ -7,10 +7,11 @@ import logging
 import math
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from moeserve.actor.process import Death, Process
 
@@ -34,36 +35,33 @@ class RestartPolicy:
     proven_s: float = math.inf
 
 
-class Owner(Protocol):
-    """The user of a supervisor, which calls `Supervisor.serving` once its process is ready."""
+class Supervisor(ABC):
+    """Keeps one process at a time running; `run` is its whole life.
 
-    name: str
+    Subclasses start the process, and call `progress` while it starts and `serving` once it is ready.
+    """
 
-    async def begin(self, incarnation: int) -> Process:
-        """Starts a process, incarnation 0 first; may be cancelled. Raises ConfigError."""
-        ...
-
-    async def curable(self, death: Death) -> bool:
-        """Returns whether another start may end differently."""
-        ...
-
-    async def buried(self, death: Death, again_in_s: float | None) -> None:
-        """The process is dead. again_in_s: seconds to the next start, None if there will be none."""
-        ...
-
-
-class Supervisor:
-    """Keeps one process at a time running for its owner. `run` is its whole life."""
-
-    def __init__(self, owner: Owner, policy: RestartPolicy | None = None) -> None:
+    def __init__(self, name: str, policy: RestartPolicy | None = None) -> None:
+        self.name = name
         self.policy = policy or RestartPolicy()
         self.child: Process | None = None
-        self._owner = owner
         self._deaths: deque[float] = deque()
         self._retired = asyncio.Event()
-        self._served = asyncio.Event()
+        self._starting: asyncio.Future[Process] | None = None
         self._progress_s = 0.0
         self._ready_s: float | None = None  # since when the child is ready
+
+    @abstractmethod
+    async def begin(self, incarnation: int) -> Process:
+        """Starts a process, incarnation 0 first; may be cancelled. Raises ConfigError."""
+
+    @abstractmethod
+    async def curable(self, death: Death) -> bool:
+        """Returns whether another start may end differently."""
+
+    @abstractmethod
+    async def buried(self, death: Death, again_in_s: float | None) -> None:
+        """Takes note of a death. again_in_s: seconds to the next start, None if there will be none."""
 
     async def run(self) -> Death:
         """Starts the process again and again; returns its last death after `stop` or after giving up.
@@ -73,32 +71,28 @@ class Supervisor:
         for incarnation in count():
             self.progress()
             self._ready_s = self.child = None
-            self._served.clear()
             death = await self._one_life(incarnation)
-            pause_s = self._pause_after(death, await self._owner.curable(death))
-            await self._owner.buried(death, pause_s)
+            pause_s = self._pause_after(death, await self.curable(death))
+            await self.buried(death, pause_s)
             if pause_s is None or await self._retired_within(pause_s):
                 break
         return death
 
     async def _one_life(self, incarnation: int) -> Death:
-        never = Death(self._owner.name, 0, -signal.SIGKILL, 0.0, (), "was stopped before it began")
+        never = Death(self.name, 0, -signal.SIGKILL, 0.0, (), "was stopped before it began")
         if self._retired.is_set():
             return never
-        starting = asyncio.ensure_future(self._owner.begin(incarnation))
-        retired = asyncio.ensure_future(self._retired.wait())
+        self._starting = asyncio.ensure_future(self.begin(incarnation))
         try:
-            await asyncio.wait({starting, retired}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                return never
-        finally:
-            retired.cancel()
-            starting.cancel()
-        child = self.child = starting.result()
+            child = self.child = await self._starting
+        except asyncio.CancelledError:
+            if not self._retired.is_set():
+                raise
+            return never
         if self._retired.is_set():  # `stop` has found no child
             child.kill("was stopped at its start")
         try:
-            await self._until_ready(child)
+            self._check_progress(child)
             return await child.death()
         finally:
             if child.alive:
@@ -114,6 +108,8 @@ class Supervisor:
     def retire(self) -> None:
         """Makes the next death final, and ends a start that has no process yet."""
         self._retired.set()
+        if self._starting is not None:
+            self._starting.cancel()
 
     def progress(self) -> None:
         """The starting process gave a sign of life."""
@@ -122,23 +118,16 @@ class Supervisor:
     def serving(self) -> None:
         """The process is ready."""
         self._ready_s = time.monotonic()
-        self._served.set()
 
-    async def _until_ready(self, child: Process) -> None:
-        """Waits for ready or dead, whichever comes first; a process that does neither is killed."""
-        ready = asyncio.ensure_future(self._served.wait())
-        died = asyncio.ensure_future(child.death())
-        try:
-            while not ready.done() and not died.done():
-                left_s = self._progress_s + self.policy.silence_s - time.monotonic()
-                if left_s <= 0:
-                    child.kill(f"showed no progress for {self.policy.silence_s:g} s during start-up")
-                    await died
-                    break
-                await asyncio.wait({ready, died}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-            died.cancel()
+    def _check_progress(self, child: Process) -> None:
+        """Kills a starting process that shows no progress, else looks again when that would be due."""
+        if child is not self.child or self._ready_s is not None or not child.alive:
+            return
+        left_s = self._progress_s + self.policy.silence_s - time.monotonic()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._check_progress, child)
+        else:
+            child.kill(f"showed no progress for {self.policy.silence_s:g} s during start-up")
 
     def _pause_after(self, death: Death, curable: bool) -> float | None:
         """Returns the seconds until the next start, None if there will be none."""
@@ -164,9 +153,6 @@ class Supervisor:
         return pause_s
 
     async def _retired_within(self, pause_s: float) -> bool:
-        try:
-            async with asyncio.timeout(pause_s):
-                await self._retired.wait()
-        except TimeoutError:
-            return self._retired.is_set()  # in the same turn of the loop
-        return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._retired.wait(), pause_s)
+        return self._retired.is_set()

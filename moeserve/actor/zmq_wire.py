@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import logging
 import os
 import struct
@@ -24,8 +23,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.keys import Keys
+from moeserve.actor.actor import Inbox
+from moeserve.actor.handshake import Hello, Keys, Refusal, answer_hello, check_address, secure
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
 from moeserve.messages import PROTOCOL_VERSION
 
@@ -38,7 +37,6 @@ MAX_FRAME_BYTES = 128 * 2**20
 READ_BURST = 256  # frames per turn of the loop, so that a flood cannot starve everything else
 HEARTBEAT_MS, VANISHED_MS = 1000, 5000  # over TCP: a machine that is silent for so long is gone
 NEVER_MS = 2**30  # 12 days: a wire that has lost its peer is closed long before
-MAX_PATH_BYTES = 107  # sun_path of a Unix socket, its end mark excluded
 _GONE_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENTS = _GONE_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 
@@ -49,44 +47,8 @@ class PeerGone(msgspec.Struct, frozen=True):
     cause: str
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first frame in each direction. Its sender is a stranger without the right token."""
-
-    version: int
-    token: str
-
-
-class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """The listener's answer to a peer with the right token and another protocol version."""
-
-    cause: str
-
-
 _encode = msgspec.msgpack.Encoder().encode
 _decode_greeting = msgspec.msgpack.Decoder(Hello | Refusal).decode
-
-
-def secure(socket: zmq.Socket[Any], keys: Keys, *, listens: bool) -> None:
-    """Encrypts and authenticates a socket by CURVE, before it is bound or connected."""
-    socket.curve_publickey = keys.server_public if listens else keys.client_public
-    socket.curve_secretkey = keys.server_secret if listens else keys.client_secret
-    if listens:
-        socket.curve_server = True
-    else:
-        socket.curve_serverkey = keys.server_public
-    socket.setsockopt(zmq.IPV6, 1)
-
-
-def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
-    """Returns a listener's answer to a hello: its own, a refusal to another protocol version, None to a stranger."""
-    if not hmac.compare_digest(hello.token.encode(), own.token.encode()):
-        return None
-    if hello.version != own.version:
-        return Refusal(
-            f"the connecting process speaks message protocol {hello.version}, the listening one {own.version}: "
-            "moeserve was changed while it ran, or differs between machines; install the same and restart it"
-        )
-    return own
 
 
 class ZmqWire(Generic[Out, In]):
@@ -109,16 +71,15 @@ class ZmqWire(Generic[Out, In]):
         notice: Callable[[PeerGone], Any] = lambda gone: gone,
         keys: Keys | None = None,
         limit: int = 10_000,
-        version: int = PROTOCOL_VERSION,
     ) -> None:
-        _check_address(address, keys)
+        check_address(address, keys)
         self.address = address
         self.inbox = inbox
         self.greeted = False  # both ends know each other, or did
         self.num_dropped = 0  # frames that were no message, or came from a stranger
         self._kind = kind
         self._notice = notice
-        self._hello = Hello(version, token)
+        self._hello = Hello(PROTOCOL_VERSION, token)
         self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(receives).decode
         self._route: list[bytes] = []  # how ZeroMQ addresses the peer: its identity on a ROUTER
         self._peer_fd: int | None = None
@@ -163,19 +124,20 @@ class ZmqWire(Generic[Out, In]):
         self._loop.call_soon(self._read)
         self._loop.call_soon(self._on_monitor)
 
-    # Sending
+    def send(self, msg: Out) -> bool:
+        """Sends in order, without blocking. Returns False if there is no peer yet, or no more: `PeerGone` says why.
 
-    def send(self, msg: Out) -> None:
-        """Sends in order, without blocking. Raises Overloaded when the peer does not keep up, ActorStopped when there
-        is none, ValueError for a message beyond MAX_FRAME_BYTES."""
-        frame = _encode(msg)
+        Raises Overloaded when the peer does not keep up, ValueError for a message beyond MAX_FRAME_BYTES.
+        """
         if self._gone is not None or (self._kind == zmq.ROUTER and not self.greeted):
-            raise ActorStopped(f"{self.inbox.owner}: {self._gone or 'nobody has connected yet'}")
-        if len(frame) > MAX_FRAME_BYTES:
-            raise ValueError(f"a {type(msg).__name__} of {len(frame)} bytes exceeds the wire's {MAX_FRAME_BYTES}")
-        self._send_frame(frame, type(msg).__name__)
+            return False
+        return self._send(msg)
 
-    def _send_frame(self, frame: bytes, what: str) -> None:
+    def _send(self, msg: Any) -> bool:
+        frame = _encode(msg)
+        what = type(msg).__name__
+        if len(frame) > MAX_FRAME_BYTES:
+            raise ValueError(f"a {what} of {len(frame)} bytes exceeds the wire's {MAX_FRAME_BYTES}")
         try:
             self._socket.send_multipart([*self._route, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -183,13 +145,13 @@ class ZmqWire(Generic[Out, In]):
         except zmq.ZMQError as exc:
             if exc.errno != errno.EHOSTUNREACH:
                 raise
-            self._finish("the connection was closed by the other process")
-            raise ActorStopped(f"{self.inbox.owner}: {self._gone}") from None
+            self._read_rest()
+            self._lose("the connection was closed by the other process")
+            return False
         # Sending may swallow the descriptor's news of an incoming frame; see zmq_getsockopt(3), ZMQ_FD.
         if int(self._socket.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._read)
-
-    # Receiving
+        return True
 
     def _read(self) -> None:
         if self._gone is not None:
@@ -208,30 +170,23 @@ class ZmqWire(Generic[Out, In]):
         except zmq.Again:
             return False
         *route, frame = frames
-        addresses = [part.bytes for part in route]
-        if not self.greeted:
-            self._greet(addresses, frame)
-        elif addresses != self._route:
+        sender = [part.bytes for part in route]
+        if self.greeted and sender != self._route:
             self._drop("a stranger")
-        else:
-            self._deliver(frame.bytes)
-        return True
-
-    def _deliver(self, frame: bytes) -> None:
+            return True
+        decode = self._decode if self.greeted else _decode_greeting
         try:
-            msg = self._decode(frame)
+            msg: Any = decode(frame.bytes)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             self._drop(f"{len(frame)} bytes that are no message ({exc})")
-            return
-        if not self.inbox.closed:
+            return True
+        if not self.greeted:
+            self._greet(msg, sender, int(frame.get(zmq.SRCFD)))
+        elif not self.inbox.closed:
             self.inbox.put(msg, force=True)  # `_read` has looked at the limit
+        return True
 
-    def _greet(self, route: list[bytes], frame: zmq.Frame) -> None:
-        try:
-            greeting = _decode_greeting(frame.bytes)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            self._drop("no hello")
-            return
+    def _greet(self, greeting: Hello | Refusal, sender: list[bytes], fd: int) -> None:
         if isinstance(greeting, Refusal):
             if self._kind == zmq.DEALER:
                 self._lose(greeting.cause)
@@ -240,12 +195,10 @@ class ZmqWire(Generic[Out, In]):
         elif (answer := answer_hello(greeting, self._hello)) is None:
             self._drop("a wrong token")
         else:
-            self._route = route
-            self._peer_fd = int(frame.get(zmq.SRCFD))
+            self._route, self._peer_fd = sender, fd
             self.greeted = isinstance(answer, Hello)
             if self._kind == zmq.ROUTER:
-                with suppress(ActorStopped):  # a peer that ended since; the notice says so
-                    self._send_frame(_encode(answer), type(answer).__name__)
+                self._send(answer)
             if isinstance(answer, Refusal):
                 self._lose(answer.cause)
             elif not self._connected.done():
@@ -283,10 +236,6 @@ class ZmqWire(Generic[Out, In]):
         if not self._met:
             return f"nobody listens at {self.address}"
         return f"{self.address} closed the connection before it answered: is the cluster key there the same?"
-
-    def _finish(self, cause: str) -> None:
-        self._read_rest()
-        self._lose(cause)
 
     def _read_rest(self) -> None:
         """Delivers what arrived before the end, whatever the inbox's limit: the notice comes behind it."""
@@ -341,24 +290,3 @@ class ZmqWire(Generic[Out, In]):
 # `listen` waits at an address for the one peer with the token, `connect` makes the other end, which may send at once.
 listen: Callable[..., ZmqWire[Any, Any]] = partial(ZmqWire, zmq.ROUTER)
 connect: Callable[..., ZmqWire[Any, Any]] = partial(ZmqWire, zmq.DEALER)
-
-
-def _check_address(address: str, keys: Keys | None) -> None:
-    if address.startswith("tcp://"):
-        if keys is None:
-            raise ConfigError(f"{address}: messages cross a network only with CURVE keys; give a --cluster-key-file")
-        return
-    path = address.removeprefix("ipc://")
-    if path == address:
-        raise ConfigError(f"{address}: must begin with ipc:// or tcp://")
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ConfigError(
-            f"{path} is longer than the {MAX_PATH_BYTES} bytes of a socket path; set TMPDIR to a shorter one"
-        )
-    folder = os.path.dirname(path) or "."
-    try:
-        mode = os.stat(folder).st_mode & 0o777
-    except OSError as exc:
-        raise ConfigError(f"cannot use {folder} for sockets: {exc}") from exc
-    if mode & 0o077:
-        raise ConfigError(f"{folder} can be entered by others (mode {mode:o}); it must have mode 700")

@@ -6,6 +6,7 @@ K inputs, N outputs in all, n of this rank (zeros beyond N). T tokens, D model w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -41,29 +42,31 @@ def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1)
     return torch.cat((stacked, filler), 1).flatten(0, 1)
 
 
+@dataclass(frozen=True, slots=True)
 class ColumnLinear:
     """x [M, K] -> [M, N], whole on every rank; `part` computes this rank's columns."""
 
-    def __init__(self, part: Linear, num_columns: int, tp: TensorParallel) -> None:
-        self.part = part
-        self._num_columns = num_columns
-        self._tp = tp
+    part: Linear
+    num_columns: int
+    tp: TensorParallel
 
     def __call__(self, x_MK: Tensor, channel: int) -> Tensor:
         """Returns all columns [M, N]. channel: of the gather between ranks."""
-        return whole(self.part(x_MK), self._num_columns, self._tp, channel)
+        return whole(self.part(x_MK), self.num_columns, self.tp, channel)
 
 
+@dataclass(eq=False)
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), with this rank's columns of gate and up as one product D -> 2i, i of I."""
 
-    def __init__(self, ops: Ops, gate_up: Linear, down: ColumnLinear, inner_size: int, tp: TensorParallel) -> None:
-        self._ops = ops
-        self._gate_up = gate_up
-        self._down = down
-        self._inner_size = inner_size
-        self._tp = tp
-        self._run = ops.trace(self._all)
+    ops: Ops
+    gate_up: Linear
+    down: ColumnLinear
+    inner_size: int
+    tp: TensorParallel
+
+    def __post_init__(self) -> None:
+        self._run = self.ops.trace(self._all)
 
     def __call__(self, x_TD: Tensor, channel: int) -> Tensor:
         """Returns the MLP's output [T, D], whole on every rank. channel: of the gathers between ranks."""
@@ -71,8 +74,8 @@ class GatedMLP:
         return y_TD
 
     def _all(self, x_TD: Tensor, channel: int) -> Tensor:
-        part_Ti = self._ops.silu_mul(self._gate_up(x_TD))
-        return self._down(whole(part_Ti, self._inner_size, self._tp, channel), channel)
+        part_Ti = self.ops.silu_mul(self.gate_up(x_TD))
+        return self.down(whole(part_Ti, self.inner_size, self.tp, channel), channel)
 
 
 class SigmoidGatedMLP:

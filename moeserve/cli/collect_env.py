@@ -21,14 +21,16 @@ VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "LD_PRELOAD", "M
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the report."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of YAML")
     parser.add_argument("--no-torch", action="store_true", help="leave torch and the GPUs out (it is quicker)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report."""
+    import yaml
+
     found = collect(torch=not args.no_torch)
-    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    print(json.dumps(found, indent=2) if args.json else yaml.safe_dump(found, sort_keys=False, width=120).rstrip())
     return 0
 
 
@@ -99,7 +101,7 @@ def torch_facts() -> dict[str, Any]:
         return {"error": str(error)}
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
-        "version": torch.__version__,
+        "version": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -110,22 +112,6 @@ def torch_facts() -> dict[str, Any]:
         ],
         "build": [line.strip(" -") for line in torch.__config__.show().splitlines() if "settings" not in line],
     }
-
-
-def as_text(found: dict[str, Any], indent: int = 0) -> str:
-    """Returns the report as indented `name: value` lines, sizes in GiB."""
-    lines = []
-    for name, value in found.items():
-        head = " " * indent + f"{name}:"
-        if isinstance(value, dict):
-            lines += [head, as_text(value, indent + 2)] if value else [f"{head} -"]
-        elif name.endswith("_bytes") and value is not None:
-            lines.append(f"{head[:-7]}: {value / 2**30:.2f} GiB")
-        elif isinstance(value, list):
-            lines.append(f"{head} {', '.join(map(str, value)) or '-'}")
-        else:
-            lines.append(f"{head} {'-' if value is None else value}")
-    return "\n".join(lines)
 
 
 def _read(path: str) -> str | None:

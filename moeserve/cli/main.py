@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moeserve.version import __version__
 
@@ -17,27 +17,28 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """One command. Its module has `add_arguments(parser)` and `run(args) -> int` (exit code)."""
+    """One command. Its entry is a module or class with `add_arguments(parser)` and `run(args) -> int` (exit code)."""
 
     group: str
-    module: str
+    entry: str
     help: str
 
 
 COMMANDS = {
     "serve": Command("Serve", "serve", "serve a model over an OpenAI-compatible HTTP API"),
-    "chat": Command("Talk to a running server", "chat", "chat in the terminal, or ask one question with -q"),
-    "complete": Command("Talk to a running server", "complete", "continue a text"),
+    "chat": Command(
+        "Talk to a running server", "talk:ChatSession", "chat in the terminal, or ask one question with -q"
+    ),
+    "complete": Command("Talk to a running server", "talk:CompleteSession", "continue a text"),
     "run-batch": Command("Talk to a running server", "run_batch", "answer a file of OpenAI Batch lines"),
     "bench serve": Command("Measure", "bench.serve", "load a running server, as `vllm bench serve` does"),
-    "bench latency": Command("Measure", "bench.latency", "time one batch, offline"),
-    "bench throughput": Command("Measure", "bench.throughput", "time many prompts, offline"),
+    "bench latency": Command("Measure", "bench.offline:Latency", "time one batch, offline"),
+    "bench throughput": Command("Measure", "bench.offline:Throughput", "time many prompts, offline"),
     "tune": Command("Measure", "tune", "find launch parameters of the GPU kernels for a model"),
     "experts": Command("Look", "experts", "how evenly the experts of a running server are loaded"),
-    "config show": Command("Look", "config_show", "print every setting with its origin"),
-    "config check": Command("Look", "config_check", "check a --config file without starting anything"),
+    "config show": Command("Look", "config:Show", "print every setting with its origin"),
+    "config check": Command("Look", "config:Check", "check a --config file without starting anything"),
     "collect-env": Command("Look", "collect_env", "versions and hardware, for a bug report"),
-    "completion": Command("Look", "completion", "print a completion script for bash, zsh or fish"),
 }
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -69,34 +70,26 @@ def _main(words: list[str]) -> int:
     name, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
     if name not in COMMANDS:
         return _no_command(name, rest)
-    try:
-        return _run(name, rest)
-    except Exception as error:
-        return report(error, name)
-
-
-def report(error: Exception, name: str) -> int:
-    """Prints an error that moeserve raises on purpose and returns its exit code; raises any other one again."""
     from moeserve.errors import ConfigError, MoeserveError
 
-    if not isinstance(error, MoeserveError):
-        raise error
-    print(f"moeserve {name}: {error}", file=sys.stderr)
-    return error.exit_code if isinstance(error, ConfigError) else FAILURE
+    try:
+        parser = build_parser(name)
+        args, unknown = parser.parse_known_args(rest)
+        if unknown:
+            _unknown_arguments(parser, unknown)
+        code: int = _entry(name).run(args)
+        return code
+    except MoeserveError as error:
+        print(f"moeserve {name}: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, ConfigError) else FAILURE
 
 
-def _run(name: str, rest: list[str]) -> int:
-    module = import_module(f"moeserve.cli.{COMMANDS[name].module}")
-    parser = build_parser(name)
-    args, unknown = parser.parse_known_args(rest)
-    if unknown:
-        _unknown_arguments(parser, unknown)
-    code: int = module.run(args)
-    return code
+def _entry(name: str) -> Any:
+    return resolve_name(f"moeserve.cli.{COMMANDS[name].entry}")
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """Returns the parser of one command; shell completion reads it too."""
+    """Returns the parser of one command."""
     import argparse
 
     class Formatter(argparse.HelpFormatter):
@@ -106,7 +99,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         f"moeserve {name}", description=COMMANDS[name].help, formatter_class=Formatter, allow_abbrev=False
     )
-    import_module(f"moeserve.cli.{COMMANDS[name].module}").add_arguments(parser)
+    _entry(name).add_arguments(parser)
     return parser
 
 

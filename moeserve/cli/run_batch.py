@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import secrets
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from moeserve.cli.batch_file import BatchLine, open_output, read_done, read_input
-from moeserve.cli.connect import add_url_flag, client_of
-from moeserve.cli.local_server import local_server
+from moeserve.cli.connect import add_url_flag, client_of, run_async
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.client import AsyncClient
+from moeserve.config import Config
 from moeserve.errors import ConfigError, RequestError, Unreachable
 
 
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
     if args.base_url and args.model:
         raise ConfigError("--base-url asks a running server, --model starts one: give one of them")
-    return asyncio.run(_run(args))
+    return run_async(_run(args))
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -64,6 +67,45 @@ async def _run(args: argparse.Namespace) -> int:
         failed = await answer(client, todo, output, args.max_concurrency, quiet=args.disable_tqdm)
     print(f"{len(todo)} lines answered, {failed} of them with an error", file=sys.stderr)
     return 0
+
+
+@asynccontextmanager
+async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
+    """Yields a client of a server in this process, on a private port and with a private key.
+
+    Raises the cause if the engine does not start, or dies for good inside the block.
+    """
+    from moeserve.cluster.logs import set_up_logging
+    from moeserve.frontend.open import open_front_end
+    from moeserve.server.app import App, Auth, Context
+    from moeserve.server.routes import ROUTES
+    from moeserve.server.run import bind, listening
+
+    key = secrets.token_urlsafe(24)
+    server = replace(config.server, host="127.0.0.1", port=0, api_key=(key,), api_key_file=None, admin_key_file=None)
+    config = replace(config, server=replace(server, log_level="error"))
+    set_up_logging("error")
+    context, sock = Context(config.server, Auth(config.server)), bind(config.server)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+    async with (
+        listening(sock, App(context, ROUTES)),
+        open_front_end(config, child=True) as front,
+        AsyncClient(url, key) as client,
+    ):
+        context.front = front
+        await front.wait_ready()
+        context.started = True
+        block, death = asyncio.current_task(), asyncio.create_task(front.died())
+        assert block is not None
+        death.add_done_callback(lambda task: task.cancelled() or block.cancel())
+        try:
+            yield client
+        except asyncio.CancelledError:
+            if death.done():
+                raise death.result() from None
+            raise
+        finally:
+            death.cancel()
 
 
 async def answer(

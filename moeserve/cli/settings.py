@@ -10,11 +10,13 @@ import argparse
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
 
 from moeserve.cli.values import convert, strip_optional
 from moeserve.config import SECTIONS, Config, check_range
@@ -40,7 +42,6 @@ class Setting:
     section: str
     name: str
     kind: Any
-    default: Any
     help: str
     flag: str | None
     env: str | None
@@ -76,12 +77,11 @@ def settings() -> tuple[Setting, ...]:
     for section, kind in SECTIONS.items():
         hints = get_type_hints(kind)
         for field in dataclasses.fields(kind):
-            flag = field.metadata["flag"]
+            name, help, flag = field.name, field.metadata["help"], field.metadata["flag"]
             if flag == "":
-                flag = "--" + field.name.replace("_", "-")
-            env = PREFIX + field.name.upper() if flag or field.name == "model" else None
-            help = field.metadata["help"]
-            found.append(Setting(section, field.name, hints[field.name], field.default, help, flag, env, field))
+                flag = "--" + name.replace("_", "-")
+            env = PREFIX + name.upper() if flag or name == "model" else None
+            found.append(Setting(section, name, hints[name], help, flag, env, field))
     return tuple(found)
 
 
@@ -99,22 +99,24 @@ def add_flags(parser: argparse.ArgumentParser, *, shown: bool = True, model: boo
     for setting in settings():
         if setting.flag is None:
             continue
-        help = _help(setting) if shown else argparse.SUPPRESS
         kind, _ = strip_optional(setting.kind)
-        how: dict[str, Any] = {"default": None, "dest": setting.name, "help": help}
+        how: dict[str, Any] = {"default": None, "dest": setting.name, "help": argparse.SUPPRESS}
+        if shown:
+            how["help"] = _help(setting)
         if kind is bool:
             how["action"] = argparse.BooleanOptionalAction
         else:
             how["metavar"] = _metavar(setting, kind)
-            if get_origin(kind) is tuple:
-                how["action"] = "append"
+        if get_origin(kind) is tuple:
+            how["action"] = "append"
         groups[setting.section].add_argument(setting.flag, **how)
 
 
 def _help(setting: Setting) -> str:
-    stated = "(default" in setting.help or setting.default in (None, False, ())
-    default = "yes" if setting.default is True else setting.default
-    return (setting.help if stated else f"{setting.help} [{default}]").replace("%", "%%")
+    default = setting.field.default
+    if "(default" in setting.help or default in (None, False, ()):
+        return setting.help
+    return f"{setting.help} [{'yes' if default is True else default}]"
 
 
 def _metavar(setting: Setting, kind: Any) -> str:
@@ -154,28 +156,47 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> Re
     return ResolvedSettings(config, origins)
 
 
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses a key that occurs twice, whose first value YAML drops silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raises ConstructorError at a repeated key; see PyYAML."""
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Returns a YAML file's values by "section.name". Raises ConfigError for an unknown key, with the nearest one."""
-    from moeserve.cli.yaml_file import load_mapping
-
-    known = {section: [s.name for s in settings() if s.section == section] for section in SECTIONS}
+    try:
+        document = yaml.load(path.read_text("utf-8"), _Loader) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --config {path}: {error}") from None
+    except (yaml.YAMLError, TypeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: expected sections such as `server:`, got {document!r:.64}")
     found: dict[str, Any] = {}
-    for section, body in load_mapping(path).items():
-        if section not in known:
-            home = _by_name().get(section)
-            hint = f"; write it under `{home.section}:`" if home else nearest(section, known)
-            raise ConfigError(f"{path}: unknown section {section!r}{hint}")
-        if body is None:
-            continue
-        if not isinstance(body, dict):
+    for section, body in document.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{path}: unknown section {section!r}{_hint('write it', section, SECTIONS)}")
+        if not isinstance(body, dict | None):
             raise ConfigError(f"{path}: {section}: expected `name: value` lines below it, got {body!r:.64}")
-        for name, value in body.items():
-            if name not in known[section]:
-                home = _by_name().get(name)
-                hint = f"; it belongs under `{home.section}:`" if home else nearest(name, known[section])
-                raise ConfigError(f"{path}: unknown setting {section}.{name}{hint}")
+        known = [setting.name for setting in settings() if setting.section == section]
+        for name, value in (body or {}).items():
+            if name not in known:
+                raise ConfigError(f"{path}: unknown setting {section}.{name}{_hint('it belongs', name, known)}")
             found[f"{section}.{name}"] = value
     return found
+
+
+def _hint(advice: str, name: Any, known: Iterable[str]) -> str:
+    home = _by_name().get(name)
+    return f"; {advice} under `{home.section}:`" if home else nearest(name, known)
 
 
 def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
@@ -185,7 +206,7 @@ def unknown_variables(env: Mapping[str, str] = os.environ) -> list[str]:
     return [name + nearest(name, known) for name in unknown if "_SERVICE_" not in name and "_PORT_" not in name]
 
 
-def nearest(word: Any, known: Any) -> str:
+def nearest(word: Any, known: Iterable[str]) -> str:
     """Returns the end of an error message about an unknown name: the nearest known one, or all."""
     near = get_close_matches(str(word), list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"

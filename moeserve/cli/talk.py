@@ -1,4 +1,4 @@
-"""The shared part of chat and complete: flags, the loop over lines, and printing an answer as it comes.
+"""`moeserve chat` and `moeserve complete`: flags, the loop over lines, and printing an answer as it comes.
 
 Ctrl-C stops an answer, on the server too; at the prompt it ends the command.
 """
@@ -18,22 +18,11 @@ from moeserve.client import AsyncClient, Stream
 from moeserve.errors import RequestError
 
 
-def add_talk_flags(parser: argparse.ArgumentParser, quick: str, max_tokens: int | None = None) -> None:
-    """Adds the flags of server, model and sampling. quick: the help of -q."""
-    add_server_flags(parser)
-    parser.add_argument("--model", "--model-name", metavar="NAME", help="model to ask (default: the server's first)")
-    parser.add_argument("-q", "--quick", metavar="TEXT", help=quick)
-    limit = f"longest answer in tokens [{max_tokens or 'up to the context length'}]"
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=limit)
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-    parser.add_argument("--stats", action="store_true", help="print time to first token and tokens per second")
-
-
 class Session:
-    """One conversation with a model. `help` is shown at the start and by /help."""
+    """One conversation with a model. `help` is shown at the start and by /help, `quick` is the help of -q."""
 
-    help = ""
+    help = quick = ""
+    max_tokens: int | None = None
 
     def __init__(self, client: AsyncClient, model: str, args: argparse.Namespace) -> None:
         self.client = client
@@ -46,6 +35,35 @@ class Session:
             "seed": args.seed,
         }
 
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of server, model and sampling."""
+        add_server_flags(parser)
+        parser.add_argument(
+            "--model", "--model-name", metavar="NAME", help="model to ask (default: the server's first)"
+        )
+        parser.add_argument("-q", "--quick", metavar="TEXT", help=cls.quick)
+        limit = f"longest answer in tokens [{cls.max_tokens or 'up to the context length'}]"
+        parser.add_argument("--max-tokens", type=int, default=cls.max_tokens, metavar="N", help=limit)
+        parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
+        parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+        parser.add_argument("--stats", action="store_true", help="print time to first token and tokens per second")
+
+    @classmethod
+    def run(cls, args: argparse.Namespace) -> int:
+        """Answers --quick, or line after line from the terminal or a pipe. Returns the exit code."""
+        with asyncio.Runner() as runner:
+            client = client_from(args)
+            try:
+                name = runner.run(model_name(client, args.model))
+                session = cls(client, name, args)
+                if args.quick is not None:
+                    runner.run(session.answer(args.quick))
+                    return 0
+                return _each_line(runner, session, name)
+            finally:
+                runner.run(client.close())
+
     def command(self, line: str) -> bool:
         """Handles a line that is a command of this session; returns False if the line is a question."""
         return False
@@ -55,19 +73,53 @@ class Session:
         raise NotImplementedError
 
 
-def talk(args: argparse.Namespace, kind: type[Session]) -> int:
-    """Answers --quick, or line after line from the terminal or a pipe. Returns the exit code."""
-    with asyncio.Runner() as runner:
-        client = client_from(args)
-        try:
-            name = runner.run(model_name(client, args.model))
-            session = kind(client, name, args)
-            if args.quick is not None:
-                runner.run(session.answer(args.quick))
-                return 0
-            return _each_line(runner, session, name)
-        finally:
-            runner.run(client.close())
+class CompleteSession(Session):
+    """Each line is a prompt of its own."""
+
+    help = "each line is continued; /quit ends, /help prints this; Ctrl-C stops an answer"
+    quick = "continue this text, then end"
+    max_tokens = 128
+
+    async def answer(self, line: str) -> None:
+        """Prints the continuation."""
+        stream = await self.client.completions.create(prompt=line, stream=True, **self.options)
+        await print_stream(stream, lambda choice: choice.text, stats=self.args.stats)
+
+
+class ChatSession(Session):
+    """The conversation so far. An answer that was stopped or failed is forgotten together with its question."""
+
+    help = "/clear forgets the conversation, /quit ends, /help prints this; Ctrl-C stops an answer"
+    quick = "ask this, print the answer, end"
+
+    def __init__(self, client: AsyncClient, model: str, args: argparse.Namespace) -> None:
+        super().__init__(client, model, args)
+        self._first = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        self.messages: list[dict[str, Any]] = [*self._first]
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds --system-prompt too."""
+        super().add_arguments(parser)
+        parser.add_argument("--system-prompt", metavar="TEXT", help="system message at the start of the conversation")
+
+    def command(self, line: str) -> bool:
+        """Forgets the conversation at /clear; another word with a slash is answered with the help."""
+        if line == "/clear":
+            self.messages = [*self._first]
+        elif line.startswith("/"):
+            note(self.help)
+        return line.startswith("/")
+
+    async def answer(self, line: str) -> None:
+        """Prints the answer, says why if it is cut short, and remembers both."""
+        messages = [*self.messages, {"role": "user", "content": line}]
+        stream = await self.client.chat.completions.create(messages=messages, stream=True, **self.options)
+        text, reason = await print_stream(stream, lambda choice: choice.delta.content, stats=self.args.stats)
+        if reason == "length":
+            limit = self.args.max_tokens
+            note(f"[cut off at --max-tokens {limit}]" if limit else "[cut off: the context is full]")
+        self.messages = [*messages, {"role": "assistant", "content": text}]
 
 
 def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
@@ -87,14 +139,13 @@ def _each_line(runner: asyncio.Runner, session: Session, name: str) -> int:
             return 0
         if line == "/help":
             note(session.help)
-        if not line or line == "/help" or session.command(line):
-            continue
-        try:
-            runner.run(session.answer(line))
-        except KeyboardInterrupt:
-            note("\n[stopped]")
-        except RequestError as error:
-            print(f"\n{error}", file=sys.stderr)
+        elif line and not session.command(line):
+            try:
+                runner.run(session.answer(line))
+            except KeyboardInterrupt:
+                note("\n[stopped]")
+            except RequestError as error:
+                print(f"\n{error}", file=sys.stderr)
 
 
 def note(text: str) -> None:

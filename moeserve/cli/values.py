@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 import types
+from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 from typing import Any, Literal, Union, get_args, get_origin
 
-_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 def parse_int(text: str) -> int:
@@ -21,80 +21,70 @@ def parse_int(text: str) -> int:
     match = re.fullmatch(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmgtKMGT]?)(i?B?)", text.strip())
     if match is None:
         raise ValueError(f"expected a whole number such as 4096, 25.6k or 2GiB, got {text!r}")
-    digits, unit, suffix = match[1].replace("_", ""), match[2], match[3]
-    if suffix.startswith("i"):
-        scale = _BINARY.get(unit.upper(), 1)
-    elif suffix == "B":
-        scale = _DECIMAL[unit.lower()]
-    else:
-        scale = _BINARY.get(unit) or _DECIMAL[unit]
-    whole, _, fraction = digits.partition(".")
-    number, remainder = divmod(int(whole + fraction) * scale, int(10 ** len(fraction)))
-    if remainder:
+    digits, unit, suffix = match.groups()
+    base = 1024 if suffix.startswith("i") or (unit.isupper() and not suffix) else 1000
+    scale: int = base ** " kmgt".index(unit.lower() or " ")
+    number = Fraction(digits.replace("_", "")) * scale
+    if number.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number")
-    return number
+    return number.numerator
 
 
 def strip_optional(kind: Any) -> tuple[Any, bool]:
     """Splits a type: int | None -> (int, True); int -> (int, False)."""
     if get_origin(kind) in (Union, types.UnionType):
-        inner = [k for k in get_args(kind) if k is not type(None)]
-        assert len(inner) == 1, kind
-        return inner[0], True
+        (inner,) = (k for k in get_args(kind) if k is not type(None))
+        return inner, True
     return kind, False
 
 
 def convert(kind: Any, value: Any) -> Any:
     """Returns `value` (text from a flag or variable, or a YAML value) as `kind`. ValueError says what was expected."""
     kind, optional = strip_optional(kind)
-    if value is None:
-        if optional:
-            return None
-        raise ValueError("a value is missing")
+    if value is None and optional:
+        return None
     if get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-        raise _unexpected(f"one of {', '.join(map(str, get_args(kind)))}", value)
-    if get_origin(kind) is tuple:
-        parts = value.split(",") if isinstance(value, str) else value
-        if isinstance(parts, list | tuple) and all(isinstance(p, str) and p for p in parts):
-            return tuple(parts)
-        raise _unexpected("a list of words", value)
-    return _SCALARS[kind](value)
+        expected, found = f"one of {', '.join(map(str, get_args(kind)))}", value if value in get_args(kind) else None
+    elif get_origin(kind) is tuple:
+        expected, found = "a list of words", _words(value)
+    else:
+        expected, read = _SCALARS[kind]
+        found = read(value)
+    if found is None:
+        shown = repr(value)
+        raise ValueError(f"expected {expected}, got {shown if len(shown) <= 64 else shown[:61] + '...'}")
+    return found
 
 
-def _bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in _TRUE + _FALSE:
-        return value.lower() in _TRUE
-    raise _unexpected("true or false", value)
+def _words(value: Any) -> tuple[str, ...] | None:
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(parts) if isinstance(parts, list) and all(isinstance(p, str) and p for p in parts) else None
 
 
-def _int(value: Any) -> int:
+def _bool(value: Any) -> bool | None:
+    return _BOOLS.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
+
+
+def _int(value: Any) -> int | None:
     if isinstance(value, str):
         return parse_int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise _unexpected("a whole number", value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _float(value: Any) -> float:
+def _float(value: Any) -> float | None:
     with suppress(ValueError):
         if isinstance(value, str | int | float) and not isinstance(value, bool) and math.isfinite(float(value)):
             return float(value)
-    raise _unexpected("a number", value)
+    return None
 
 
-def _str(value: Any) -> str:
-    if isinstance(value, str) and value:
-        return value
-    raise _unexpected("a text (in quotes, if YAML reads it otherwise)", value)
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
-_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _str}
-
-
-def _unexpected(what: str, value: Any) -> ValueError:
-    shown = repr(value)
-    return ValueError(f"expected {what}, got {shown if len(shown) <= 64 else shown[:61] + '...'}")
+_SCALARS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    bool: ("true or false", _bool),
+    int: ("a whole number", _int),
+    float: ("a number", _float),
+    str: ("a text (in quotes, if YAML reads it otherwise)", _str),
+}

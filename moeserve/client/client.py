@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, overload
 from urllib.parse import quote
 
 from moeserve.client.stream import Stream
@@ -23,7 +23,6 @@ from moeserve.protocol import (
     Tokenized,
 )
 
-T = TypeVar("T", bound=Answer)
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
 
@@ -121,16 +120,19 @@ class _Resource:
     async def _create(
         self,
         path: str,
-        whole: type[T],
-        chunk: type[T],
-        body: dict[str, Any],
-        headers: Mapping[str, str] | None,
-        timeout_s: float | None,
-    ) -> T | Stream[T]:
-        url = self._transport.base_url + path
+        kinds: tuple[type[Answer], type[Answer]],
+        *,
+        extra_body: Mapping[str, Any] | None = None,
+        extra_headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Returns an answer, or the stream of its chunks. kinds: the types of a whole answer and of a chunk."""
+        url, (whole, chunk) = self._transport.base_url + path, kinds
+        body = _without_none(**fields) | dict(extra_body or {})
         if not body.get("stream"):
-            return await self._transport.fetch("POST", url, whole, body, headers=headers, timeout_s=timeout_s)
-        response = await self._transport.open("POST", url, body, headers=headers, timeout_s=timeout_s)
+            return await self._transport.fetch("POST", url, whole, body, headers=extra_headers, timeout_s=timeout_s)
+        response = await self._transport.open("POST", url, body, headers=extra_headers, timeout_s=timeout_s)
         return Stream(response, chunk, timeout_s or self._transport.timeout_s)
 
 
@@ -156,25 +158,13 @@ class ChatCompletions(_Resource):
     ) -> Stream[ChatCompletionChunk]:
         """Returns the answer's stream of chunks."""
 
-    async def create(
-        self,
-        *,
-        messages: Sequence[Mapping[str, Any]],
-        model: str | None = None,
-        stream: bool = False,
-        extra_body: Mapping[str, Any] | None = None,
-        extra_headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        **fields: Any,
-    ) -> Any:
+    async def create(self, **fields: Any) -> Any:
         """Returns the answer to a conversation, or its stream of chunks.
 
-        `fields` and `extra_body` are further fields of the request's JSON; None is left out of `fields`. `model` may be
-        left out where the server has one.
+        `fields` are those of the request's JSON, as are the entries of `extra_body`; None is left out of `fields`.
+        `model` may be left out where the server has one. `extra_headers` and `timeout_s` are for this request alone.
         """
-        body = _without_none(model=model, messages=messages, stream=stream or None, **fields) | dict(extra_body or {})
-        path = "/chat/completions"
-        return await self._create(path, ChatCompletion, ChatCompletionChunk, body, extra_headers, timeout_s)
+        return await self._create("/chat/completions", (ChatCompletion, ChatCompletionChunk), **fields)
 
 
 class Completions(_Resource):
@@ -188,20 +178,9 @@ class Completions(_Resource):
     async def create(self, *, prompt: Prompt, stream: Literal[True], **fields: Any) -> Stream[Completion]:
         """Returns the answer's stream of chunks."""
 
-    async def create(
-        self,
-        *,
-        prompt: Prompt,
-        model: str | None = None,
-        stream: bool = False,
-        extra_body: Mapping[str, Any] | None = None,
-        extra_headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        **fields: Any,
-    ) -> Any:
+    async def create(self, **fields: Any) -> Any:
         """Returns what follows a text, a list of token ids, or several of either. Other arguments are those of chat."""
-        body = _without_none(model=model, prompt=prompt, stream=stream or None, **fields) | dict(extra_body or {})
-        return await self._create("/completions", Completion, Completion, body, extra_headers, timeout_s)
+        return await self._create("/completions", (Completion, Completion), **fields)
 
 
 class Models(_Resource):

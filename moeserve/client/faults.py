@@ -72,12 +72,9 @@ def build_error(status: int, found: ErrorBody, headers: Mapping[str, str]) -> er
     kind = _BY_CODE.get(code or "") or _BY_STATUS.get(status)
     if kind is None:
         kind = errors.RequestError if 400 <= status < 500 else errors.RequestFailed
-    if kind is errors.Overloaded:
-        error: errors.RequestError = errors.Overloaded(
-            found.message, retry_after_s=retry_after_s(headers) or 1.0, code=code
-        )
-    else:
-        error = kind(found.message, code=code)
+    error = kind(found.message, code=code)
+    if isinstance(error, errors.Overloaded):
+        error.retry_after_s = retry_after_s(headers) or 1.0
     error.param = found.param
     if found.type is not None:
         error.type = found.type
@@ -95,11 +92,9 @@ def should_retry(status: int, headers: Mapping[str, str]) -> bool:
     asked = retry_after_s(headers)
     if asked is not None and asked > LONGEST_RETRY_AFTER_S:
         return False
-    match headers.get("x-should-retry", "").lower():
-        case "true":
-            return True
-        case "false":
-            return False
+    wish = headers.get("x-should-retry", "").lower()
+    if wish in ("true", "false"):
+        return wish == "true"
     return status in (408, 409, 429) or status >= 500
 
 

@@ -1,27 +1,28 @@
-"""Builds an engine on the running loop: the runner in a thread, the core around it here."""
+"""Builds an engine on the running loop: the runner in a thread, the core around it here. Connects it to its group."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
-from moeserve.actor.inbox import Inbox
-from moeserve.cluster.group import form
+from moeserve.actor.actor import Inbox
 from moeserve.cluster.order import Role
 from moeserve.config import Config, Limits
-from moeserve.messages import EngineIn, EngineOut, Phase, Ready, Traced
+from moeserve.errors import PeerLost
+from moeserve.messages import EngineIn, EngineOut, Join, Phase, Ready, Traced
 
 if TYPE_CHECKING:
     from moeserve.engine.blocks import KVGroup
     from moeserve.engine.core import EngineCore
     from moeserve.engine.plan import Runner
-    from moeserve.engine.vote import GroupRunner
+    from moeserve.engine.vote import DPCoordinator, GroupRunner
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class SeveralRanks(Protocol):
 
 
 async def assemble(
-    config: Config, builder: str, role: Role, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], None], born_s: float
+    config: Config, builder: str, role: Role, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], object], born_s: float
 ) -> tuple[EngineCore, Ready]:
     """Builds the runner (`builder` is `module:function`) and an EngineCore for it; emits Phase meanwhile.
 
@@ -93,31 +94,55 @@ async def assemble(
     return GroupCore(scheduler, grouped, inbox, emit, partial(form, grouped)), ready
 
 
+async def form(runner: GroupRunner, join: Join) -> DPCoordinator:
+    """Executes a Join: connects a runner's ranks, and returns the connection to the coordinator, for `GroupCore`.
+
+    Raises PeerLost as soon as coordinator or runner fails, or another engine gives up before both are connected.
+    """
+    from moeserve.comm.dp_coordinator import open_coordinator
+    from moeserve.comm.members import Members
+    from moeserve.engine.group_core import drop_coordinator
+
+    os.makedirs(join.directory, mode=0o700, exist_ok=True)  # the front end may be on another machine
+    loop = asyncio.get_running_loop()
+    joining = loop.create_task(runner.join(join))
+    meeting = loop.create_task(open_coordinator(Members.of(join, 0)))
+    tasks: set[asyncio.Task[Any]] = {joining, meeting}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if joining.done():
+            joining.result()
+        coordinator = await meeting
+        tasks.add(breaking := loop.create_task(coordinator.broken()))
+        await asyncio.wait({joining, breaking}, return_when=asyncio.FIRST_COMPLETED)
+        if coordinator.lost is not None:
+            raise coordinator.lost
+        await joining
+        breaking.cancel()
+        return coordinator
+    except BaseException as error:
+        missing = error.missing if isinstance(error, PeerLost) else ()
+        meeting.add_done_callback(partial(drop_coordinator, cause=str(error), missing=missing))
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
+
+
 def in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
     """Calls a function in a daemon thread of its own, whose end nothing waits for, unlike the loop's executor.
 
     Raises RuntimeError at once when the interpreter ends and starts no threads any more.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: T | None, error: BaseException | None) -> None:
-        """Resolves the future, on the loop."""
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # a call cannot be taken back: its result is dropped
 
     def run() -> None:
         """Calls the function; runs in the thread."""
         try:
-            outcome: tuple[T | None, BaseException | None] = (function(), None)
+            done.set_result(function())
         except BaseException as exc:
-            outcome = (None, exc)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, *outcome)
+            done.set_exception(exc)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return done
+    return asyncio.wrap_future(done)

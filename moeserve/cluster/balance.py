@@ -2,7 +2,7 @@
 
 `Balancer` chooses by predicted work, room for K/V, and the prefixes that an engine has seen. It is pure: messages in, a
 rank out. Work is counted in prompt tokens to compute; a token to generate costs as much as DECODE_COST of them, because
-it takes a row of a step of its own. `Traffic` and `Polls` send what it decides to the engines, and wait for answers.
+it takes a row of a step of its own. `Traffic` sends the requests to the engines that it chooses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moeserve.errors import Overloaded
-from moeserve.messages import Abort, AdminCall, AdminResult, Ready, StepOutput, Submit
+from moeserve.messages import Abort, Ready, StepOutput, Submit
 
 if TYPE_CHECKING:
     from moeserve.cluster.engine_handle import EngineHandle
@@ -33,7 +33,6 @@ class _Request:
     prefill: int  # predicted, so that it can be taken back
     decode: float
     hits: int  # tokens expected in the prefix cache
-    blocks: int
     emitted: int  # when it came to this engine
     first_step: int = -1  # of its engine's outputs, the one with its first token here
 
@@ -101,7 +100,7 @@ class Balancer:
         Ties go to the fewest requests, then to the lowest rank. `among` holds at least one open engine.
         """
         num_tokens = len(request.tokens) // _TOKEN_BYTES
-        roomy = [rank for rank in among if self._has_room(self.loads[rank], num_tokens)]
+        roomy = [rank for rank in among if self.loads[rank].room >= -(-num_tokens // self.loads[rank].block_size)]
         hits = self._hits(request, roomy or among)
 
         def cost(rank: int) -> tuple[float, int, int]:
@@ -119,7 +118,7 @@ class Balancer:
         hits = self._hits(request, (rank,)).get(rank, 0)
         left = min(request.sampling.max_tokens - emitted, max(self._mean - emitted, self._least))
         blocks = -(-num_tokens // load.block_size)
-        self._requests[request.rid] = _Request(rank, num_tokens - hits, max(1.0, left), hits, blocks, emitted)
+        self._requests[request.rid] = _Request(rank, num_tokens - hits, max(1.0, left), hits, emitted)
         load.live.add(request.rid)
         load.promise(request.rid, blocks)
         load.prefill += num_tokens - hits
@@ -163,9 +162,6 @@ class Balancer:
         """The least number of tokens still expected of a request, however many it has generated."""
         return max(1.0, self._mean / 4)
 
-    def _has_room(self, load: Load, num_tokens: int) -> bool:
-        return load.room >= -(-num_tokens // load.block_size)
-
     def _hits(self, request: Submit, among: Collection[int]) -> dict[int, int]:
         """Returns how many tokens at the beginning of the request each engine has seen before."""
         hits: dict[int, int] = {}
@@ -206,19 +202,14 @@ class Traffic:
         self.balancer = Balancer()
         self._serving = serving
         self._owner: dict[int, EngineHandle] = {}
-        self._waiting: dict[int, Submit] = {}
+        self.waiting: dict[int, Submit] = {}  # for an engine
         self._retry: asyncio.TimerHandle | None = None
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that wait for an engine."""
-        return len(self._waiting)
 
     def submit(self, request: Submit) -> None:
         """Sends a request to the engine that suits it best. Raises Overloaded if that one does not keep up."""
         engines = {engine.rank: engine for engine in self._serving()}
         if not engines:
-            self._waiting[request.rid] = request
+            self.waiting[request.rid] = request
             return
         rank = self.balancer.choose(request, engines)
         engine = engines[rank]
@@ -232,33 +223,23 @@ class Traffic:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for rid, request in waiting.items():
             try:
                 self.submit(request)
             except Overloaded:
-                self._waiting[rid] = request
-        if self._waiting and self._serving():
+                self.waiting[rid] = request
+        if self.waiting and self._serving():
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self.flush)
-
-    def forget_waiting(self) -> None:
-        """Drops the requests that wait for an engine; the front end submits them again."""
-        self._waiting.clear()
 
     def abort(self, rids: Sequence[int]) -> None:
         """Aborts requests. Raises Overloaded if an engine does not keep up; call again with the same requests then."""
         by_engine: dict[EngineHandle, list[int]] = {}
         for rid in rids:
-            if self._waiting.pop(rid, None) is None and (engine := self._owner.get(rid)) is not None:
+            if self.waiting.pop(rid, None) is None and (engine := self._owner.get(rid)) is not None:
                 by_engine.setdefault(engine, []).append(rid)
-        failure: Overloaded | None = None
         for engine, theirs in by_engine.items():
-            try:
-                engine.send(Abort(theirs))
-            except Overloaded as error:
-                failure = error
-        if failure is not None:
-            raise failure
+            engine.send(Abort(theirs))
 
     def note(self, engine: EngineHandle, out: StepOutput) -> None:
         """Takes note of a step of this engine, and of the requests that it finished."""
@@ -282,39 +263,3 @@ class Traffic:
         engine.rids.clear()
         self.balancer.close(engine.rank)
         return rids
-
-
-class Polls:
-    """Calls to all engines, answered once by all of them together. answer: gets the merged answer."""
-
-    def __init__(self, answer: Callable[[AdminResult], None]) -> None:
-        self._answer = answer
-        self._awaited: dict[int, set[EngineHandle]] = {}
-        self._faults: dict[int, list[str]] = {}
-
-    def ask(self, call: AdminCall, engines: Sequence[EngineHandle]) -> None:
-        """Passes a call on to these engines. Raises Overloaded if one does not keep up."""
-        if not engines:
-            self._answer(AdminResult(call.id, False, "no engine serves at the moment"))
-            return
-        for engine in engines:
-            engine.send(call)
-        self._awaited[call.id], self._faults[call.id] = set(engines), []
-
-    def answered(self, engine: EngineHandle, msg: AdminResult) -> None:
-        """Takes an engine's answer."""
-        if engine in self._awaited.get(msg.id, ()):
-            self._strike(msg.id, engine, "" if msg.ok else f"{engine.name}: {msg.detail}")
-
-    def lost(self, engine: EngineHandle) -> None:
-        """Counts as answers what this engine still owes."""
-        for number in [number for number, awaited in self._awaited.items() if engine in awaited]:
-            self._strike(number, engine, f"{engine.name} ended before it answered")
-
-    def _strike(self, number: int, engine: EngineHandle, fault: str) -> None:
-        awaited, faults = self._awaited[number], self._faults[number]
-        awaited.discard(engine)
-        faults += [fault] if fault else []
-        if not awaited:
-            del self._awaited[number], self._faults[number]
-            self._answer(AdminResult(number, not faults, "; ".join(faults)))

@@ -8,21 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from moeserve.cluster.assemble import Built, Progress
-from moeserve.cluster.command import command_of
-from moeserve.cluster.order import Role
+from moeserve.cluster.order import Role, command_of
 from moeserve.cluster.rundir import RunDir
 from moeserve.config import Config, Limits
-from moeserve.engine.blocks import KVGroup, groups_of
+from moeserve.engine.blocks import groups_of
 from moeserve.engine.null_runner import NullRunner
-from moeserve.loader.heads import local_heads
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.loader.size import ModelSize, bytes_per_weight, model_size
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, bytes_per_weight, local_heads, model_size
 from moeserve.messages import Ready
 from moeserve.models.hf_config import read_model_spec
 
@@ -49,10 +44,17 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
         return _null(config, spec, began_s)
     make = _grouped if role.grouped else _alone
     threaded, limits, runner = make(config, spec, model_dir, role, progress)
-    dtype = str(runner.dtype).removeprefix("torch.")
-    asked = config.model.quantization
-    ready = _ready(spec, limits, dtype, asked, runner.properties.name, began_s, runner.notes)
-    ready = msgspec.structs.replace(ready, step_s=runner.step_s, checkpoint=runner.fingerprint)
+    ready = _ready(
+        config,
+        spec,
+        limits,
+        began_s,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=runner.properties.name,
+        notes=tuple(runner.notes),
+        step_s=runner.step_s,
+        checkpoint=runner.fingerprint,
+    )
     return threaded, limits, ready, runner.groups, spec.eos_token_ids
 
 
@@ -125,31 +127,22 @@ def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
     from moeserve.runner.limits import check, resolve, with_step_tokens
 
     check(config, spec)
-    groups: tuple[KVGroup, ...] = groups_of((None,), config.cache.block_size)
+    groups = groups_of((None,), config.cache.block_size)
     config = with_step_tokens(config, NULL_STEP_TOKENS)
     limits, notes = resolve(config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False)
-    ready = _ready(spec, limits, spec.dtype, "none", "null", began_s, notes)
+    ready = _ready(config, spec, limits, began_s, dtype=spec.dtype, device="null", notes=tuple(notes))
     return NullRunner(spec.vocab_size, step_s=config.device.null_step_ms / 1e3), limits, ready, groups, ()
 
 
-def _ready(
-    spec: ModelSpec,
-    limits: Limits,
-    dtype: str,
-    asked: str,
-    device: str,
-    began_s: float,
-    notes: list[str] | tuple[str, ...],
-) -> Ready:
-    size: ModelSize = model_size(spec)
+def _ready(config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, dtype: str, **facts: Any) -> Ready:
+    size = model_size(spec)
     itemsize = 4 if dtype == "float32" else 2
-    per_weight = bytes_per_weight(spec, asked, itemsize)
+    per_weight = bytes_per_weight(spec, config.model.quantization, itemsize)
     heads = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
     return Ready(
         pid=os.getpid(),
         architecture=spec.architecture,
         dtype=dtype,
-        device=device,
         vocab_size=spec.vocab_size,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
@@ -163,5 +156,5 @@ def _ready(
         num_moe_layers=sum(spec.moe_layers),
         num_experts=spec.num_experts,
         expert_bytes=int(3 * spec.hidden_size * spec.expert_size * per_weight),
-        notes=tuple(notes),
+        **facts,
     )

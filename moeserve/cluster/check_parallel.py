@@ -7,8 +7,7 @@ from dataclasses import replace
 from moeserve.comm.world import World
 from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError
-from moeserve.loader.heads import local_heads
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, local_heads
 from moeserve.moe.all2all.registry import check_name
 
 

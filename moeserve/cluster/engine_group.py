@@ -9,42 +9,26 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
 from moeserve.cluster.engine_handle import EngineHandle
-from moeserve.cluster.rendezvous import bracketed
+from moeserve.cluster.rendezvous import Rendezvous, bracketed
 from moeserve.errors import ConfigError, Overloaded
-from moeserve.messages import Join, PlacementTable, Ready, StepOutput, Traced
+from moeserve.messages import Join, PlacementTable, Ready
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 600.0  # loading weights that a new placement asks for included
 SETTLE_S = 0.1  # survivors often tell of a death before its own notice comes
 MAX_FAILURES = 6  # meetings in a row that fail although nobody died
-FromOne = TypeVar("FromOne", StepOutput, Traced)
 _EQUAL = (
     "version", "architecture", "dtype", "vocab_size", "block_size", "eos_token_ids", "num_params", "num_moe_layers",
     "num_experts", "checkpoint",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MeetingPlace:
-    """The place where groups meet.
-
-    folder: for sockets, private (mode 0700). epochs: rising numbers, shared by all groups. address: of this machine,
-    as the other machines know it.
-    """
-
-    folder: str
-    epochs: Iterator[int]
-    tp_size: int
-    address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +47,16 @@ class GroupFailed:
 
 
 class EngineGroup:
-    """A group of engines. `run` keeps them together; `regroup` changes its members.
+    """A group of engines. `start` keeps them together until `close`; `regroup` changes its members.
 
-    alone: the engines have one process each and no others to meet, so they serve as soon as they are up. tell: gets
-    GroupMet and GroupFailed.
+    machines: where the engines run. alone: the engines have one process each and no others to meet, so they serve as
+    soon as they are up. tell: gets GroupMet and GroupFailed.
     """
 
     def __init__(
         self,
         engines: list[EngineHandle],
-        place: MeetingPlace,
+        machines: Rendezvous,
         *,
         placement: PlacementTable | None,
         alone: bool,
@@ -81,13 +65,14 @@ class EngineGroup:
         self.engines = engines
         self.placement = placement
         self.epoch = 0
-        self._place = place
+        self._machines = machines
         self._alone = alone
         self._tell = tell
         self._stale = True  # who belongs to it has changed since the last meeting
         self._changed = asyncio.Event()
         self._outcomes: list[asyncio.Future[str]] = []
         self._folder = ""  # of the epoch in force
+        self._life: asyncio.Task[None] | None = None
 
     @property
     def complete(self) -> bool:
@@ -95,7 +80,10 @@ class EngineGroup:
         return not self._stale and all(engine.epoch == self.epoch for engine in self.engines)
 
     def poke(self) -> None:
-        """A engine's standing has changed."""
+        """Takes note of a change in an engine's standing: if the group is broken, all of its engines wait."""
+        if not self.complete:
+            for engine in self.engines:
+                engine.held = not self._alone
         self._changed.set()
 
     def regroup(self, engines: list[EngineHandle], placement: PlacementTable | None) -> asyncio.Future[str]:
@@ -106,17 +94,29 @@ class EngineGroup:
         self.poke()
         return outcome
 
+    def start(self) -> None:
+        """Begins to let the engines meet, whenever one was lost or replaced, and returns."""
+        self._life = asyncio.get_running_loop().create_task(self._run(), name=f"group of {self.engines[0].name}")
+
     def close(self) -> None:
-        """Removes the sockets of the epoch in force; engines that are connected stay connected."""
+        """Ends the group, not its engines: those that are connected stay connected."""
+        if self._life is not None:
+            self._life.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def run(self) -> None:
-        """Lets the engines meet whenever one was lost or replaced; returns after GroupFailed."""
+    async def _run(self) -> None:
+        try:
+            await self._meet_again_and_again()
+        except Exception as error:  # a fault of ours
+            log.exception("an engine group failed")
+            self._tell(GroupFailed(f"the group of {self.engines[0].name} failed: {error!r}", 1))
+
+    async def _meet_again_and_again(self) -> None:
+        """Returns after GroupFailed."""
         failures = 0
         while True:
             await self._until(lambda: not self.complete)
-            for engine in self.engines:
-                engine.held = not self._alone
+            self.poke()
             if any(engine.parted for engine in self.engines):
                 await asyncio.sleep(SETTLE_S)
             await self._until(lambda: all(engine.up for engine in self.engines))
@@ -157,7 +157,7 @@ class EngineGroup:
 
     async def _meet(self, engines: list[EngineHandle], placement: PlacementTable | None) -> str:
         """Sends each engine its Join and waits for all; returns why the meeting failed, or ""."""
-        epoch = self.epoch = next(self._place.epochs)
+        epoch = self.epoch = next(self._machines.epochs)
         self._stale = False
         for engine in engines:
             engine.epoch, engine.parted = 0, None
@@ -165,7 +165,7 @@ class EngineGroup:
             for engine in engines:
                 engine.join(epoch)
             return ""
-        folder = os.path.join(self._place.folder, f"epoch-{epoch}")
+        folder = os.path.join(self._machines.here.folder, f"epoch-{epoch}")
         os.mkdir(folder, 0o700)
         cause = self._send_joins(engines, epoch, placement)
         try:
@@ -186,7 +186,7 @@ class EngineGroup:
     def _send_joins(self, engines: list[EngineHandle], epoch: int, placement: PlacementTable | None) -> str:
         hosts = tuple(engine.host.name for engine in engines)
         # For a group within another machine the port is a guess; if it is taken, they meet again with another one.
-        store, vote = _free_addresses(self._place.address if len(set(hosts)) > 1 else "127.0.0.1", 2)
+        store, vote = _free_addresses(self._machines.address if len(set(hosts)) > 1 else "127.0.0.1", 2)
         token = secrets.token_hex(16)
         for number, engine in enumerate(engines):
             try:
@@ -194,7 +194,7 @@ class EngineGroup:
                     Join(
                         epoch=epoch,
                         dp_rank=number,
-                        tp_size=self._place.tp_size,
+                        tp_size=engine.role.world.tp_size,
                         hosts=hosts,
                         directory=os.path.join(engine.host.folder, f"epoch-{epoch}"),
                         store=store,
@@ -222,7 +222,7 @@ class EngineGroup:
     def _give_up_on_late(self, engines: list[EngineHandle], epoch: int) -> str:
         late = [engine for engine in engines if engine.epoch != epoch]
         for engine in late:
-            engine.kill(f"did not join epoch {epoch} within {JOIN_S:g} s")
+            engine.process.kill(f"did not join epoch {epoch} within {JOIN_S:g} s")
         return f"{', '.join(engine.name for engine in late)} did not join within {JOIN_S:g} s"
 
 
@@ -249,15 +249,6 @@ def combined(facts: Sequence[Ready]) -> Ready:
         step_s=max(engine.step_s for engine in facts),
         notes=tuple(dict.fromkeys(note for engine in facts for note in engine.notes)),
     )
-
-
-def labelled(msg: FromOne, rank: int) -> FromOne:
-    """Returns a message under the engine's rank in the fleet: with ep off, each is rank 0 of a group of its own."""
-    if isinstance(msg, Traced):
-        return msgspec.structs.replace(msg, dp_rank=rank)
-    if msg.record is None or msg.record.dp_rank == rank:
-        return msg
-    return msgspec.structs.replace(msg, record=msgspec.structs.replace(msg.record, dp_rank=rank))
 
 
 def _free_addresses(address: str, count: int) -> list[str]:

@@ -9,27 +9,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
-import sys
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from moeserve.actor import guard
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.keys import Keys, keys_of, read_secret
-from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
+from moeserve.actor.actor import Inbox
+from moeserve.actor.handshake import Keys, keys_of, read_secret
+from moeserve.actor.zmq_wire import ZmqWire, connect
 from moeserve.cluster import rundir
 from moeserve.cluster.assemble import SeveralRanks, assemble
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
 from moeserve.errors import ActorStopped, ConfigError, EngineDied
 from moeserve.messages import Drain, EngineIn, EngineOut, Stopped
-
-if TYPE_CHECKING:
-    from moeserve.engine.plan import Runner
 
 log = logging.getLogger("moeserve.cluster.engine_main")
 
@@ -53,42 +48,42 @@ def main() -> None:
 async def _live_and_end(order: EngineOrder) -> None:
     code = await _serve(order)
     rundir.close_all()  # a start that was cut short has one, until its other ranks are connected
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    # Nothing of value is left in here. Taking down a large process in order takes seconds or hangs, and so may a task
-    # that waits for a rank which is gone.
-    os._exit(code)
+    guard.end_process(code)  # nothing of value is left in here, and a task may wait for a rank which is gone
 
 
 async def _serve(order: EngineOrder) -> int:
     inbox: Inbox[EngineIn] = Inbox("engine")
-    wire = connect(
-        order.address, token=order.token, receives=EngineIn, inbox=inbox, notice=_without_front_end, keys=_keys(order)
+
+    def drain() -> None:
+        """Lets running requests finish, as a Drain does."""
+        if not inbox.closed:
+            inbox.put(Drain(order.config.server.shutdown_timeout), force=True)
+
+    # Without a front end nobody is left to compute for.
+    wire: ZmqWire[EngineOut, EngineIn] = connect(
+        order.address,
+        token=order.token,
+        receives=EngineIn,
+        inbox=inbox,
+        notice=lambda gone: Drain(0.0),
+        keys=_keys(order),
     )
-    asyncio.get_running_loop().add_signal_handler(
-        signal.SIGTERM, lambda: _drain(inbox, order.config.server.shutdown_timeout)
-    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain)
     try:
         await wire.connected(CONNECT_S)
-        return await _live(order, inbox, wire)
+        return await _live(order, inbox, wire.send)
     except ActorStopped as exc:  # refused by the front end; it knows why
         log.error("%s", exc)
         return 1
     except ConfigError as exc:
-        _emit(wire, Stopped(str(exc)))
+        wire.send(Stopped(str(exc)))
         return exc.exit_code
     except Exception as exc:
         log.exception("the engine failed")
-        _emit(wire, Stopped(f"{type(exc).__name__}: {exc}"))
+        wire.send(Stopped(f"{type(exc).__name__}: {exc}"))
         return 1
     finally:
         wire.close(LINGER_S)
-
-
-def _drain(inbox: Inbox[EngineIn], timeout_s: float) -> None:
-    if not inbox.closed:
-        inbox.put(Drain(timeout_s), force=True)
 
 
 def _keys(order: EngineOrder) -> Keys | None:
@@ -97,23 +92,7 @@ def _keys(order: EngineOrder) -> Keys | None:
     return keys_of(read_secret(key_file)) if key_file and order.address.startswith("tcp://") else None
 
 
-def _without_front_end(gone: PeerGone) -> EngineIn:
-    return Drain(0.0)  # nobody is left to compute for
-
-
-def _emit(wire: ZmqWire[EngineOut, EngineIn], msg: EngineOut) -> None:
-    with suppress(ActorStopped):  # the Drain that says so is in the inbox already
-        wire.send(msg)
-
-
-async def _live(order: EngineOrder, inbox: Inbox[EngineIn], wire: ZmqWire[EngineOut, EngineIn]) -> int:
-    over = False  # the last word is said
-
-    def emit(msg: EngineOut) -> None:
-        """Sends a message to the front end unless the final one was sent."""
-        if not over:
-            _emit(wire, msg)
-
+async def _live(order: EngineOrder, inbox: Inbox[EngineIn], emit: Callable[[EngineOut], object]) -> int:
     loop = asyncio.get_running_loop()
     building = loop.create_task(assemble(order.config, order.builder, order.role, inbox, emit, order.born_s))
     stopping = loop.create_task(_order_to_stop(inbox))
@@ -129,13 +108,15 @@ async def _live(order: EngineOrder, inbox: Inbox[EngineIn], wire: ZmqWire[Engine
     gc.freeze()  # what is there now stays for life: no collection needs to look at it again
     emit(ready)
     running = loop.create_task(core.run())  # its last message is Stopped, also when it fails
-    dying = loop.create_task(_death(core.runner))
-    await asyncio.wait({running, dying}, return_when=asyncio.FIRST_COMPLETED)
+    dying: asyncio.Future[Exception] = loop.create_future()
+    if isinstance(core.runner, SeveralRanks):
+        dying = loop.create_task(core.runner.died())
+    either: tuple[asyncio.Future[Any], ...] = running, dying
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         running.add_done_callback(lambda task: task.cancelled() or task.exception())  # the cause is known
         log.error("%s", dying.result())
         emit(Stopped(str(dying.result())))
-        over = True
         return 1
     dying.cancel()
     if (error := running.exception()) is not None:
@@ -144,13 +125,6 @@ async def _live(order: EngineOrder, inbox: Inbox[EngineIn], wire: ZmqWire[Engine
         return 1
     core.runner.close()
     return 0
-
-
-async def _death(runner: Runner) -> Exception:
-    """Returns why this engine cannot go on, once another one of its processes is gone."""
-    if isinstance(runner, SeveralRanks):
-        return await runner.died()
-    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
 async def _order_to_stop(inbox: Inbox[EngineIn]) -> None:

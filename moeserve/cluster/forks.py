@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 
 from moeserve.actor.forking import POSSIBLE, ForkServer
-from moeserve.actor.process import Child
-from moeserve.cluster.command import command_of
+from moeserve.actor.handshake import Keys
+from moeserve.actor.process import Child, to_stderr
+from moeserve.cluster.order import command_of
 from moeserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -23,16 +25,23 @@ FORK_SERVER = "moeserve.cluster.fork_server"
 PAUSE_S = 0.5  # before a fork server that died is replaced; twice as long each time in a row
 MAX_PAUSE_S = 60.0
 
-Forward = Callable[[str], None]
 
+class LocalHost:
+    """This machine, which starts engines: from a fork server once `keep` was called. Belongs to one loop.
 
-class Forks:
-    """Starts engines, from a fork server once `keep` was called. Belongs to one loop."""
+    name: hosts of equal names share memory. folder: private here, for sockets. absent: what the start of an engine
+    waits for, for people; empty if the machine is there.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        self.name, self.folder, self.absent = "node-0", folder, ""
         self._tp_size = 1
         self._server: ForkServer | None = None
         self._keeping: asyncio.Task[None] | None = None
+
+    def listen_address(self, name: str) -> tuple[str, Keys | None]:
+        """Returns where to listen for an engine of this machine, and the wire's keys: a socket here needs none."""
+        return f"ipc://{os.path.join(self.folder, name.replace(' ', '-'))}.sock", None
 
     @property
     def server(self) -> ForkServer | None:
@@ -45,7 +54,7 @@ class Forks:
         if POSSIBLE and self._keeping is None:
             self._keeping = asyncio.get_running_loop().create_task(self._keep(), name="fork server")
 
-    async def start(self, name: str, order: bytes, forward: Forward | None) -> Child:
+    async def start(self, name: str, order: bytes, forward: Callable[[str], None] = to_stderr) -> Child:
         """Starts an engine with this order (JSON of an EngineOrder). Raises ConfigError."""
         if self._server is not None:
             try:

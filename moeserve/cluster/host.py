@@ -1,4 +1,4 @@
-"""The machines that engine processes run on: this one, or another one whose agent (node.py) starts them for us.
+"""The machines that engine processes run on: this one (forks.py), or another one whose agent (node.py) starts them.
 
 Each engine talks to the front end over a wire of its own; the agent's wire carries starts, deaths and log lines only.
 """
@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import signal
 import time
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Protocol
 
 import msgspec
 
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.keys import Keys
+from moeserve.actor.actor import Inbox
+from moeserve.actor.handshake import Keys
 from moeserve.actor.process import Death, Process, to_stderr
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, listen
-from moeserve.cluster.forks import Forks
+from moeserve.cluster.forks import LocalHost
 from moeserve.errors import ActorStopped, Overloaded
 
 log = logging.getLogger(__name__)
@@ -31,8 +27,6 @@ log = logging.getLogger(__name__)
 CONNECT_S = 5.0  # for a node that was admitted to open its wire
 FAREWELL_S = 1.0  # for a node that was let go to hang up
 LET_GO = "it was let go"
-
-Forward = Callable[[str], None]
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -87,49 +81,6 @@ ToNode = Start | Signal | Keep | Farewell
 FromNode = Started | LogLine | Ended
 
 
-class Host(Protocol):
-    """A machine for engines. name: hosts of equal names share memory. folder: private there, for sockets.
-
-    absent: what the start of an engine waits for, for people; empty if the machine is there.
-    """
-
-    name: str
-    folder: str
-    absent: str
-
-    def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Returns where to listen for an engine of that host, and the wire's keys."""
-        ...
-
-    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
-        """Starts an engine process, once the machine is there. Raises ConfigError if it cannot be started."""
-        ...
-
-    def keep(self, tp_size: int) -> None:
-        """Keeps a fork server for engines of tp_size processes each; see forks.py."""
-        ...
-
-
-class LocalHost:
-    """This machine."""
-
-    def __init__(self, folder: str) -> None:
-        self.name, self.folder, self.absent = "node-0", folder, ""
-        self.forks = Forks()
-
-    def listen_address(self, name: str) -> tuple[str, Keys | None]:
-        """Returns the path of a socket in the private folder; it needs no keys."""
-        return f"ipc://{os.path.join(self.folder, name.replace(' ', '-'))}.sock", None
-
-    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
-        """Starts a child process."""
-        return await self.forks.start(name, order, forward)
-
-    def keep(self, tp_size: int) -> None:
-        """Keeps a fork server here."""
-        self.forks.keep(tp_size)
-
-
 class RemoteHost:
     """Machine `number` of `num_machines`, through the agent there. It may come late, vanish, and come back.
 
@@ -155,10 +106,10 @@ class RemoteHost:
         """Returns an address of this machine that the other one can reach, and the cluster's keys."""
         return f"tcp://{self._address}:*", self._keys
 
-    async def start(self, name: str, order: bytes, forward: Forward | None) -> Process:
+    async def start(self, name: str, order: bytes) -> Process:
         """Waits for the machine and tells its agent to start the engine, which ends with the machine."""
         await self._here.wait()
-        process = RemoteProcess(self, next(self._ids), name, forward or to_stderr)
+        process = RemoteProcess(self, next(self._ids), name)
         self._processes[process.id] = process
         self.tell(Start(process.id, name, order))
         return process
@@ -191,13 +142,9 @@ class RemoteHost:
 
     def tell(self, msg: ToNode) -> None:
         """Sends the agent a message; drops it if the agent is gone, because its processes are gone too."""
-        with suppress(ActorStopped, Overloaded):
+        with suppress(Overloaded):
             if self._wire is not None:
                 self._wire.send(msg)
-
-    def forget(self, id: int) -> None:
-        """Drops a process that has ended."""
-        self._processes.pop(id, None)
 
     async def _serve(self, wire: ZmqWire[ToNode, FromNode | PeerGone], inbox: Inbox[FromNode | PeerGone]) -> None:
         """Serves one life of the agent."""
@@ -209,12 +156,14 @@ class RemoteHost:
             if self._keep is not None:
                 self.tell(self._keep)
             self._here.set()
-            async for msg in inbox:
-                if isinstance(msg, PeerGone):
-                    cause = LET_GO if self._let_go else msg.cause
-                    break
-                if msg.id in self._processes:
-                    self._processes[msg.id].hear(msg)
+            gone: PeerGone | None = None
+            while gone is None:
+                for msg in await inbox.drain(wait=True):
+                    if isinstance(msg, PeerGone):
+                        gone = msg
+                    elif msg.id in self._processes:
+                        self._hear(self._processes[msg.id], msg)
+            cause = LET_GO if self._let_go else gone.cause
         except (ActorStopped, TimeoutError) as error:
             cause = str(error)
         finally:
@@ -222,37 +171,30 @@ class RemoteHost:
             self._here.clear()
             wire.close()
             log.log(logging.INFO if cause == LET_GO else logging.WARNING, "%s is gone: %s", self.name, cause)
-            for process in list(self._processes.values()):
+            for process in self._processes.values():
                 process.strand(f"was lost with {self.name}: {cause}")
+            self._processes.clear()
+
+    def _hear(self, process: RemoteProcess, msg: FromNode) -> None:
+        match msg:
+            case Started(pid=pid):
+                process.pid = pid
+            case LogLine(text=text):
+                to_stderr(text)
+            case Ended(death=death):
+                process.end(death)
+                del self._processes[process.id]
 
 
 class RemoteProcess(Process):
     """A process on another machine; it ends with that machine."""
 
-    def __init__(self, host: RemoteHost, id: int, name: str, forward: Forward) -> None:
+    def __init__(self, host: RemoteHost, id: int, name: str) -> None:
         super().__init__(name, pid=0)
         self.id = id
         self._host = host
-        self._forward = forward
-        self._tail: deque[str] = deque(maxlen=20)
         self._begun_s = time.monotonic()
         self._death = asyncio.get_running_loop().create_future()
-
-    def hear(self, msg: FromNode) -> None:
-        """Takes note of what the agent reports of this process."""
-        match msg:
-            case Started(pid=pid):
-                self.pid = pid
-            case LogLine(text=text):
-                self._tail.append(text)
-                self._forward(text)
-            case Ended(death=death):
-                self._end(death)
-
-    def strand(self, reason: str) -> None:
-        """The machine is gone, and the process with it."""
-        lived_s = time.monotonic() - self._begun_s
-        self._end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, tuple(self._tail), reason, stranded=True))
 
     def kill(self, reason: str) -> None:
         """Tells the agent to send SIGKILL."""
@@ -262,7 +204,15 @@ class RemoteProcess(Process):
         """Tells the agent to send SIGTERM."""
         self._host.tell(Signal(self.id))
 
-    def _end(self, death: Death) -> None:
-        self._host.forget(self.id)
+    def strand(self, reason: str) -> None:
+        """The machine is gone, and the process with it."""
+        lived_s = time.monotonic() - self._begun_s
+        self.end(Death(self.name, self.pid, -signal.SIGKILL, lived_s, (), reason, stranded=True))
+
+    def end(self, death: Death) -> None:
+        """The process is dead."""
         if not self._death.done():
             self._death.set_result(death)
+
+
+Host = LocalHost | RemoteHost

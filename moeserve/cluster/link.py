@@ -13,9 +13,9 @@ from typing import Protocol
 
 import msgspec
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.errors import AddressInUse, CheckpointError, ConfigError, DoesNotFit, EngineDied, MoeserveError
-from moeserve.messages import EngineIn, EngineOut, Phase, Ready
+from moeserve.messages import EngineIn, EngineOut, Ready
 
 INBOX_LIMIT = 20_000  # messages that may wait on their way from an engine to the front end
 
@@ -80,21 +80,6 @@ class EngineLink(Protocol):
     """
 
     outbox: Inbox[FromEngine]
-
-    @property
-    def phase(self) -> Phase:
-        """The last progress of a start-up."""
-        ...
-
-    @property
-    def ready(self) -> Ready | None:
-        """The engine's facts while it serves, None while there is none or it loads."""
-        ...
-
-    @property
-    def stalled_s(self) -> float:
-        """Seconds for which the engine has had work and made no progress, or has not answered."""
-        ...
 
     @property
     def healthy(self) -> bool:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.cluster.assemble import assemble, in_thread
-from moeserve.cluster.heartbeat import INTERVAL_S, Heartbeat
 from moeserve.cluster.link import EngineGone, FromEngine
 from moeserve.cluster.order import BUILDER, Role
 from moeserve.config import Config
-from moeserve.errors import ConfigError, Overloaded
-from moeserve.messages import Drain, EngineIn, EngineOut, Phase, Pong, Ready
+from moeserve.errors import ConfigError
+from moeserve.messages import Drain, EngineIn, EngineOut, Ready
 
 if TYPE_CHECKING:
     from moeserve.engine.plan import Runner
@@ -31,12 +29,10 @@ class LocalEngine:
 
     def __init__(self, config: Config, *, builder: str = BUILDER) -> None:
         self.outbox: Inbox[FromEngine] = Inbox("front end", INBOX_LIMIT)
-        self.phase = Phase("starting", 0, 0.0)
         self.ready: Ready | None = None
         self._config = config
         self._builder = builder
         self._engine_inbox: Inbox[EngineIn] = Inbox("engine", INBOX_LIMIT)
-        self._heart = Heartbeat(time.monotonic())
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -45,14 +41,9 @@ class LocalEngine:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
 
     @property
-    def stalled_s(self) -> float:
-        """Seconds since the last progress of an engine that has work."""
-        return self._heart.stalled_s(time.monotonic()) if self.ready else 0.0
-
-    @property
     def healthy(self) -> bool:
-        """Whether the engine serves and makes progress."""
-        return self.ready is not None and self._heart.healthy(time.monotonic())
+        """Whether the engine serves."""
+        return self.ready is not None
 
     def send(self, msg: EngineIn, *, force: bool = False) -> None:
         """Sends the engine a message; drops it once the engine has ended. Raises Overloaded unless `force`."""
@@ -77,29 +68,20 @@ class LocalEngine:
             core, ready = await assemble(
                 self._config, self._builder, Role(), self._engine_inbox, self._hear, time.monotonic()
             )
+            self.ready = ready
+            self._hear(ready)
             try:
-                self._begin(ready)
-                async with asyncio.TaskGroup() as group:
-                    beat = group.create_task(self._beat(), name="heartbeat")
-                    await core.run()
-                    beat.cancel()
+                await core.run()
             finally:
                 await _close(core.runner)
             exit_code, cause = 0, "stopped"
         except ConfigError as exc:
             exit_code, cause = exc.exit_code, str(exc)
         except Exception as exc:
-            while isinstance(exc, ExceptionGroup):
-                exc = exc.exceptions[0]
             log.exception("the engine failed")
             cause = f"{type(exc).__name__}: {exc}"
         finally:
             self._end(EngineGone(exit_code=exit_code, cause=cause))
-
-    def _begin(self, ready: Ready) -> None:
-        self._heart = Heartbeat(time.monotonic(), ready.step_s)
-        self.ready = ready
-        self._hear(ready)
 
     def _end(self, gone: EngineGone) -> None:
         self.ready = None
@@ -108,20 +90,8 @@ class LocalEngine:
             self.outbox.put(gone, force=True)
 
     def _hear(self, msg: EngineOut) -> None:
-        match msg:
-            case Pong():
-                self._heart.pong(msg, time.monotonic())
-                return
-            case Phase():
-                self.phase = msg
         if not self.outbox.closed:
             self.outbox.put(msg)
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            with suppress(Overloaded):
-                self._engine_inbox.put(self._heart.ping(time.monotonic()))
 
 
 async def _close(runner: Runner) -> None:

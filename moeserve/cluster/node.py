@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import assert_never
 
 import msgspec
+import psutil
 
-from moeserve.actor.actor import Actor
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.keys import Keys, keys_of, read_secret, token_of
+from moeserve.actor.actor import Actor, Inbox
+from moeserve.actor.handshake import Keys, keys_of, read_secret, token_of
 from moeserve.actor.process import Child, Death, to_stderr
 from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect
 from moeserve.cluster.assemble import in_thread
 from moeserve.cluster.check_parallel import check_machines, rendezvous_of
-from moeserve.cluster.forks import Forks
+from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.host import Ended, Farewell, FromNode, Keep, LogLine, Signal, Start, Started, ToNode
 from moeserve.cluster.logs import set_up_logging
 from moeserve.cluster.order import EngineOrder
@@ -41,7 +39,6 @@ log = logging.getLogger(__name__)
 JOIN_S = 4.0  # from the process's own start: less than 5 s until we say what is wrong
 ATTEMPT_S = 1.0  # at least, however slow the start was
 AGAIN_S = 0.1
-TERM_S = 3600.0  # SIGTERM lets an engine finish; machine 0 knows how long
 
 
 def serve_node(config: Config) -> int:
@@ -63,24 +60,24 @@ async def _until_signal(config: Config) -> int:
 
 
 async def _live(config: Config) -> None:
-    deadline_s = time.monotonic() + max(ATTEMPT_S, JOIN_S - _age_s())
-    keys_file = str(config.parallel.cluster_key_file)
-    secret = read_secret(keys_file)
+    age_s = time.time() - psutil.Process().create_time()
+    deadline_s = asyncio.get_running_loop().time() + max(ATTEMPT_S, JOIN_S - age_s)
+    secret = read_secret(str(config.parallel.cluster_key_file))
     run_dir = RunDir()
     try:
         facts = await in_thread("model", lambda: attendance(config, run_dir.path))
         admitted = await join(config, secret, facts, deadline_s)
-        await NodeAgent(config, admitted, keys_of(secret)).run()
+        await NodeAgent(config, LocalHost(run_dir.path), admitted, keys_of(secret)).run()
     finally:
         run_dir.close()
 
 
 async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: float) -> Admitted:
-    """Tries to join until the deadline (monotonic). Raises ConfigError with machine 0's reason, or the cause."""
+    """Tries to join until the deadline, on the loop's clock. Raises ConfigError with machine 0's reason or a cause."""
     host, port = rendezvous_of(config.parallel)
     cause = f"the name {host!r} was not resolved in time"
     with suppress(TimeoutError):
-        async with asyncio.timeout_at(_on_loop(deadline_s)):
+        async with asyncio.timeout_at(deadline_s):
             address = f"tcp://{bracketed(await in_thread('resolve', lambda: resolve(host)))}:{port}"
             cause = f"no answer from {address}: check --rendezvous, and that firewalls let its port through"
             while True:
@@ -94,19 +91,6 @@ async def join(config: Config, secret: bytes, facts: Attendance, deadline_s: flo
                     cause += ": start machine 0 first, or check --rendezvous"
                 await asyncio.sleep(AGAIN_S)
     raise ConfigError(f"machine {facts.node_rank} could not join: {cause}")
-
-
-def _age_s() -> float:
-    """Returns the age of this process, Python's own start included; 0 where there is no /proc."""
-    try:
-        begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # in ticks since the boot
-    except OSError:
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK")
-
-
-def _on_loop(monotonic_s: float) -> float:
-    return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
 
 
 async def _ask(address: str, secret: bytes, facts: Attendance) -> Admitted | TurnedAway | PeerGone:
@@ -127,13 +111,12 @@ class NodeAgent(Actor[ToNode | PeerGone]):
     `run` returns when machine 0 stops and raises EngineDied when machine 0 fails or is lost.
     """
 
-    def __init__(self, config: Config, admitted: Admitted, keys: Keys) -> None:
+    def __init__(self, config: Config, host: LocalHost, admitted: Admitted, keys: Keys) -> None:
         super().__init__("machine 0")
         self._config = config
+        self._host = host
         self._children: dict[int, Child] = {}
         self._lives: dict[int, asyncio.Task[None]] = {}  # one for each child, from the order to its end
-        self._stops: set[asyncio.Task[Death]] = set()
-        self._forks = Forks()
         self._wire: ZmqWire[FromNode, ToNode | PeerGone] = connect(
             admitted.address, token=admitted.token, receives=ToNode, inbox=self.inbox, keys=keys
         )
@@ -155,7 +138,7 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             case Signal():
                 self._signal(msg)
             case Keep(tp_size=tp_size):
-                self._forks.keep(tp_size)
+                self._host.keep(tp_size)
             case Farewell(cause=""):
                 log.info("machine 0 stops, and so do we")
                 self.stop()
@@ -170,14 +153,14 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         """Ends all engines."""
         for id in list(self._lives):
             self._signal(Signal(id, "was ended with its machine's agent"))
-        await self._forks.close()
-        await asyncio.gather(*self._lives.values(), *self._stops, return_exceptions=True)
+        await self._host.close()
+        await asyncio.gather(*self._lives.values(), return_exceptions=True)
         self._wire.close()
 
     async def _live(self, msg: Start) -> None:
         """One engine, from its start to the report of its end."""
         try:
-            child = await self._forks.start(msg.name, self._made_local(msg.order), self._relay(msg.id))
+            child = await self._host.start(msg.name, self._made_local(msg.order), self._relay(msg.id))
         except ConfigError as error:
             death = Death(msg.name, 0, 1, 0.0, (str(error),))
         else:
@@ -210,25 +193,20 @@ class NodeAgent(Actor[ToNode | PeerGone]):
         return msgspec.json.encode(msgspec.structs.replace(ordered, config=config, born_s=time.monotonic()))
 
     def _signal(self, msg: Signal) -> None:
-        child, life = self._children.get(msg.id), self._lives.get(msg.id)
-        if child is None:
-            if life is not None:  # its start is under way
-                del self._lives[msg.id]
+        if (child := self._children.get(msg.id)) is None:
+            if (life := self._lives.pop(msg.id, None)) is not None:  # its start is under way
                 life.cancel()
-                reason = msg.reason or "was stopped before it began"
-                self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), reason)))
+                why = "was stopped before it began"
+                self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), why)))
         elif msg.reason:
             child.kill(msg.reason)
         else:
-            stop = asyncio.get_running_loop().create_task(child.stop(TERM_S))
-            self._stops.add(stop)
-            stop.add_done_callback(self._stops.discard)
+            child.terminate()
 
     def _tell(self, msg: FromNode) -> bool:
         """Returns False if machine 0 does not keep up; a log line may be lost then."""
-        with suppress(ActorStopped):  # nothing matters any more then
-            try:
-                self._wire.send(msg)
-            except Overloaded:
-                return False
+        try:
+            self._wire.send(msg)
+        except Overloaded:
+            return False
         return True

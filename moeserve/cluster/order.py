@@ -1,11 +1,14 @@
-"""The start document of an engine process, which gets it over stdin: other users can read a command line."""
+"""How an engine process is started: its command line, and its start document, which nobody else can read."""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 
 import msgspec
 
+import moeserve
 from moeserve.comm.world import World
 from moeserve.config import Config, ParallelConfig, ServerConfig
 from moeserve.messages import PlacementTable
@@ -52,3 +55,12 @@ def without_secrets(config: Config) -> Config:
         log_level=server.log_level, log_format=server.log_format, shutdown_timeout=server.shutdown_timeout
     )
     return replace(config, server=kept)
+
+
+def command_of(module: str) -> list[str]:
+    """Returns the command that runs `module` with this interpreter."""
+    # -P: a file torch.py in the user's folder must not become the engine's torch. From a bare checkout, though,
+    # the folder is where moeserve itself is.
+    root = os.path.dirname(os.path.dirname(os.path.abspath(moeserve.__file__)))
+    safe = [] if root == os.getcwd() else ["-P"]
+    return [sys.executable, *safe, "-m", module]

@@ -11,15 +11,16 @@ import logging
 import socket
 from contextlib import suppress
 from dataclasses import fields
+from itertools import count
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from moeserve.actor.keys import Keys, keys_of, read_secret, token_of
-from moeserve.actor.zmq_wire import Hello, answer_hello, secure
+from moeserve.actor.handshake import Hello, Keys, answer_hello, keys_of, read_secret, secure, token_of
 from moeserve.cluster.check_parallel import rendezvous_of
-from moeserve.cluster.host import Host, LocalHost, RemoteHost
+from moeserve.cluster.forks import LocalHost
+from moeserve.cluster.host import Host, RemoteHost
 from moeserve.config import Config
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.loader.checkpoint import fingerprint, open_checkpoint
@@ -98,10 +99,10 @@ class Rendezvous:
     """The machines of a fleet, as its hosts. With several of them it listens until `close`: nodes may come back."""
 
     def __init__(self, own: Attendance | None, folder: str) -> None:
-        here = LocalHost(folder)
-        self.hosts: tuple[Host, ...] = (here,)
-        self.forks = here.forks
+        self.here = LocalHost(folder)
+        self.hosts: tuple[Host, ...] = (self.here,)
         self.address = "127.0.0.1"  # at which other machines reach this one
+        self.epochs = count(1)  # of all groups
         self._nodes: dict[int, RemoteHost] = {}
         self._own = own
         self._greeted: set[bytes] = set()  # ZeroMQ's identities of nodes that have sent their hello
@@ -144,7 +145,7 @@ class Rendezvous:
 
     async def close(self, cause: str = "") -> None:
         """Releases all nodes. cause: why machine 0 fails, empty if it was told to stop."""
-        await self.forks.close()
+        await self.here.close()
         if self._socket is None or self._listening is None:
             return
         self._listening.cancel()

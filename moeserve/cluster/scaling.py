@@ -1,22 +1,30 @@
-"""Changes to a fleet that serves, one at a time: more engines, fewer engines, experts elsewhere."""
+"""The engines of a fleet: how they start, and how they change while it serves: more, fewer, experts elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moeserve.cluster.check_parallel import check_scale
+from moeserve.cluster.check_parallel import check_parallel, check_scale
 from moeserve.cluster.engine_group import EngineGroup, combined
+from moeserve.cluster.engine_handle import EngineHandle
+from moeserve.cluster.order import role_of
+from moeserve.cluster.rendezvous import Rendezvous
+from moeserve.cluster.rundir import RunDir
 from moeserve.cluster.view import RebalanceDecision
 from moeserve.errors import ConfigError, Conflict, InvalidRequest, MoeserveError
-from moeserve.messages import Place
+from moeserve.loader.model_dir import resolve_model_dir
+from moeserve.loader.spec import ModelSpec
+from moeserve.messages import Place, PlacementTable
+from moeserve.models.hf_config import read_model_spec
 
 if TYPE_CHECKING:
-    from moeserve.cluster.engine_handle import EngineHandle
     from moeserve.cluster.fleet import Fleet
+    from moeserve.cluster.rebalancing import Rebalancing
     from moeserve.moe.placement.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -29,11 +37,83 @@ T = TypeVar("T")
 
 
 class Scaling:
-    """Changes a fleet; each change is done, or undone with its cause in the error, before the next one begins."""
+    """Starts a fleet's engines, and changes them; each change is done, or undone with its cause in the error, before
+    the next one begins. options: those of `EngineProcess`."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, **options: Any) -> None:
         self._fleet = fleet
+        self._options = options
+        self.machines: Rendezvous  # from `start` on
+        self._run_dir: RunDir
+        self._spec: ModelSpec
+        self._watching: asyncio.Task[None] | None = None
         self._at_work: asyncio.Task[Any] | None = None
+
+    # ---- the first ones, and the last -----------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts all engines. Raises ConfigError for settings that cannot work."""
+        fleet, parallel = self._fleet, self._fleet.config.parallel
+        spec = self._spec = read_model_spec(resolve_model_dir(fleet.config.model.model))
+        check_parallel(fleet.config, spec)
+        if parallel.ep == "on" and spec.num_experts and not fleet.single:
+            fleet.experts = await asyncio.to_thread(self._shard_experts)
+        self._run_dir = RunDir()
+        machines = self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+        if parallel.fork_server == "on" and not fleet.single and not fleet.config.device.null_runner:
+            for host in machines.hosts:
+                host.keep(parallel.tp)
+        table = fleet.experts.table if fleet.experts is not None else None
+        engines = fleet.engines = self._new_engines(range(parallel.dp), parallel.dp, table)
+        self._add_groups([engines] if fleet.together else [[engine] for engine in engines], table)
+        if fleet.experts is not None and parallel.rebalance == "auto":
+            self._watching = asyncio.get_running_loop().create_task(self.watch(), name="rebalancing")
+
+    def _shard_experts(self) -> Rebalancing:
+        from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
+
+        spec, parallel = self._spec, self._fleet.config.parallel
+        return Rebalancing(sum(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts)
+
+    def _new_engines(self, ranks: Iterable[int], dp: int, table: PlacementTable | None) -> list[EngineHandle]:
+        """Starts engines, which belong to no group yet."""
+        fleet, hosts, engines = self._fleet, self.machines.hosts, []
+        for rank in ranks:
+            role = role_of(fleet.config.parallel, fleet.together, rank, dp, table)
+            engines.append(EngineHandle(fleet, rank, role, fleet.config, **self._options))
+            engines[-1].start(hosts[rank * len(hosts) // dp])
+        return engines
+
+    def _add_groups(self, groups: Iterable[list[EngineHandle]], table: PlacementTable | None) -> None:
+        """Lets each of these lists of engines meet as a group."""
+        fleet = self._fleet
+        for engines in groups:
+            group = EngineGroup(
+                engines,
+                self.machines,
+                placement=table,
+                alone=not fleet.together and fleet.config.parallel.tp == 1,
+                tell=partial(fleet.inbox.put, force=True),
+            )
+            fleet.groups.append(group)
+            group.start()
+
+    def _set_placement(self, placement: PlacementTable | None) -> None:
+        """Tells this membership and placement to engines that are started from now on."""
+        fleet = self._fleet
+        for engine in fleet.engines:
+            engine.role = role_of(fleet.config.parallel, fleet.together, engine.rank, fleet.dp, placement)
+        for group in fleet.groups:
+            group.placement = placement
+
+    async def close(self, cause: str) -> None:
+        """Releases groups and machines, once the engines have ended. cause: why the fleet fails, empty if it stops."""
+        for group in self._fleet.groups:
+            group.close()
+        await self.machines.close(cause)
+        self._run_dir.close()
+
+    # ---- one change at a time -------------------------------------------------------------------------------
 
     async def scale(self, dp: int) -> int:
         """Changes the number of engines to `dp` while requests go on; returns how many there were before.
@@ -44,7 +124,7 @@ class Scaling:
         if not isinstance(dp, int) or not 1 <= dp <= 1024:
             raise InvalidRequest(f"dp must be from 1 to 1024, not {dp}", param="dp")
         try:
-            check_scale(self._fleet.config, self._fleet.spec, dp)
+            check_scale(self._fleet.config, self._spec, dp)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="dp") from error
         return await self._alone(self._scale(dp))
@@ -71,10 +151,11 @@ class Scaling:
                     log.exception("rebalancing failed; the experts stay where they are")
 
     async def stop(self) -> None:
-        """Cancels the change that is under way."""
-        if self._at_work is not None:
-            self._at_work.cancel()
-            await asyncio.wait([self._at_work])
+        """Cancels the change that is under way, and lets no other follow by itself."""
+        for task in (self._watching, self._at_work):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
 
     async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs one change at a time, to its end even if the caller is cancelled."""
@@ -111,24 +192,23 @@ class Scaling:
             log.info("%d engines serve; there were %d", dp, before)
         return before
 
-    def _rescaled(self, dp: int) -> Placement | None:
+    def _rescaled(self, dp: int) -> PlacementTable | None:
         experts = self._fleet.experts
-        return experts.rescaled(dp * self._fleet.config.parallel.tp) if experts is not None else None
+        return experts.rescaled(dp * self._fleet.config.parallel.tp).to_table() if experts is not None else None
 
     async def _grow(self, dp: int) -> None:
         """Adds engines, which load while the others serve; then all meet."""
         fleet, old = self._fleet, self._fleet.engines
-        placement = await asyncio.to_thread(self._rescaled, dp)
-        table = placement.to_table() if placement is not None else None
-        new = fleet.new_engines(range(len(old), dp), dp, table)
+        table = await asyncio.to_thread(self._rescaled, dp)
+        new = self._new_engines(range(len(old), dp), dp, table)
         try:
             await self._boot(new)
-            if placement is not None:
-                await self._meet([*old, *new], placement)
+            if table is not None:
+                await self._meet([*old, *new], table)
             else:
                 fleet.engines = [*old, *new]
-                fleet.add_groups([engine] for engine in new)
-                fleet.set_placement(None)
+                self._add_groups(([engine] for engine in new), None)
+                self._set_placement(None)
         except BaseException as error:
             for engine in new:
                 engine.retired = True
@@ -147,31 +227,31 @@ class Scaling:
             raise ConfigError(f"{', '.join(late)} did not load within {BOOT_S:g} s") from None
         combined([*(engine.ready for engine in self._fleet.engines if engine.ready is not None), *facts])
 
-    async def _meet(self, engines: list[EngineHandle], placement: Placement) -> None:
+    async def _meet(self, engines: list[EngineHandle], table: PlacementTable) -> None:
         """Makes these engines the group. Raises Conflict with the cause if the group stays as it was."""
         fleet, (group,) = self._fleet, self._fleet.groups
         assert fleet.experts is not None
         old, old_table = fleet.engines, fleet.experts.table
         fleet.engines = engines
-        cause = await group.regroup(engines, placement.to_table())
+        cause = await group.regroup(engines, table)
         if cause:
             fleet.engines = old
             group.regroup(old, old_table)
             raise Conflict(cause)
-        fleet.set_placement(placement.to_table())
+        self._set_placement(table)
 
     async def _shrink(self, dp: int) -> None:
         """Removes the last engines: their requests are handed back at once, and the others meet without them."""
         fleet = self._fleet
         stay, leave = fleet.engines[:dp], fleet.engines[dp:]
-        placement = await asyncio.to_thread(self._rescaled, dp)
-        table = placement.to_table() if placement is not None else None
+        table = await asyncio.to_thread(self._rescaled, dp)
         fleet.engines = stay
         for engine in leave:
             engine.retired = True
         for group in [group for group in fleet.groups if group.engines[0] in leave]:
-            fleet.drop_group(group)
-        fleet.set_placement(table)
+            fleet.groups.remove(group)
+            group.close()
+        self._set_placement(table)
         for engine in leave:
             fleet.hand_back(engine, died=False, cause=f"only {dp} shall serve")
         # By vote, some engines hold and the others end between the same two steps.
@@ -192,13 +272,13 @@ class Scaling:
         if placement is None:
             return None
         began_s = time.monotonic()
-        before = experts.moved_bytes
+        before = experts.rebalancer.moved_bytes
         error = await self._move(group, placement)
         decision = RebalanceDecision(
             at_s=began_s,
             forced=forced,
             version=placement.version,
-            moved_bytes=experts.moved_bytes - before,
+            moved_bytes=experts.rebalancer.moved_bytes - before,
             took_s=time.monotonic() - began_s,
             error=error,
         )
@@ -208,7 +288,7 @@ class Scaling:
 
     async def _move(self, group: EngineGroup, placement: Placement) -> str:
         """Puts a placement in force; returns why it is not, or ""."""
-        fleet, experts, engines = self._fleet, self._fleet.experts, group.engines
+        experts, engines = self._fleet.experts, group.engines
         assert experts is not None
         try:
             if not group.complete:
@@ -222,7 +302,7 @@ class Scaling:
         except MoeserveError as cause:
             error = str(cause)
         else:
-            fleet.set_placement(experts.table)  # all of it, or the layers that were done
+            self._set_placement(experts.table)  # all of it, or the layers that were done
             return error
         group.regroup(engines, experts.table)  # some may have begun: all meet again where they were
         return error

@@ -7,12 +7,9 @@ lost ends a step, not the worker; it waits for the next command to join. Exit co
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +18,7 @@ import msgspec
 
 from moeserve.actor import guard
 from moeserve.actor.forking import fork_child
-from moeserve.actor.process import Forked
+from moeserve.actor.process import Forked, close_pipes
 from moeserve.cluster.logs import set_up_logging
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.messages import Join
@@ -62,9 +59,7 @@ def fork_workers(number: int) -> None:
         worker = fork_child()
         if worker is None:
             for sibling in _forked:
-                for pipe in (sibling.stdin, sibling.stdout):
-                    assert pipe is not None
-                    pipe.close()
+                close_pipes(sibling)
             Path("/proc/self/comm").write_text("moeserve-worker", "ascii")
             main()
         else:
@@ -84,15 +79,7 @@ def main() -> None:
     birth = msgspec.json.decode(guard.adopt(), type=WorkerBirth)
     set_up_logging(birth.log_level, birth.log_format)
     Worker(birth.tp_rank, connect_to_leader(birth)).serve()
-    end(0)
-
-
-def end(code: int) -> None:
-    """Ends this process at once: taking down a large process in order takes seconds or hangs."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(code)
+    guard.end_process(0)
 
 
 def _import() -> None:
@@ -134,7 +121,7 @@ class Worker:
 
     def _fail(self, cause: str, exit_code: int) -> None:
         self._stream.send(Failed(cause, exit_code))
-        end(exit_code)
+        guard.end_process(exit_code)
 
     def _execute(self, command: WorkerCommand) -> CommandDone:
         match command.what:
@@ -181,7 +168,7 @@ class Worker:
         return budget
 
     def _run(self, seq: int, data: bytes) -> CommandDone:
-        from moeserve.engine.plan_codec import decode_plan
+        from moeserve.engine.plan import decode_plan
         from moeserve.runner.group import checksum
 
         if self._lost is not None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from moeserve.messages import PlacementTable
-from moeserve.metrics import StepRecord
+from moeserve.messages import PlacementTable, StepRecord
+
+if TYPE_CHECKING:
+    from moeserve.cluster.engine_handle import EngineHandle
+    from moeserve.cluster.fleet import Fleet
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,3 +72,44 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int  # requests that wait for an engine
     engines: tuple[EngineView, ...]
     experts: ExpertsView | None
+
+
+def fleet_view(fleet: Fleet) -> FleetView:
+    """Returns what there is to see of a fleet now."""
+    loads = fleet.traffic.balancer.loads
+    engines = []
+    for engine in fleet.engines:
+        load = loads.get(engine.rank)
+        engines.append(
+            EngineView(
+                rank=engine.rank,
+                host=engine.host.name,
+                pid=engine.pid,
+                state=_state(engine),
+                epoch=engine.epoch,
+                restarts=engine.restarts,
+                num_requests=len(engine.rids),
+                predicted_work=load.work if load is not None else 0.0,
+                last=engine.last,
+            )
+        )
+    return FleetView(
+        dp=fleet.dp,
+        tp=fleet.config.parallel.tp,
+        together=fleet.together,
+        epoch=max((group.epoch for group in fleet.groups), default=0),
+        complete=all(group.complete for group in fleet.groups),
+        waiting=len(fleet.traffic.waiting),
+        engines=tuple(engines),
+        experts=fleet.experts.view() if fleet.experts is not None else None,
+    )
+
+
+def _state(engine: EngineHandle) -> str:
+    if engine.end is not None:
+        return "gone"
+    if not engine.up:
+        return "lost" if engine.restarts else "loading"
+    if engine.draining:
+        return "draining"
+    return "serving" if engine.epoch else "waiting"

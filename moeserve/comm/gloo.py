@@ -1,8 +1,8 @@
 """Messages between the ranks of one epoch by torch's Gloo, without any process-wide state.
 
-A mesh has one channel per micro-batch, each with a `ProcessGroupGloo` of its own. Messages go from rank to rank instead
-of through collectives: at four ranks on two cores a small exchange takes a sixth of the time of `alltoall_base` (no hop
-through the group's worker threads), receivers need not know the sizes beforehand, and a failed one names its peer.
+A mesh has one `ProcessGroupGloo`, and one channel per micro-batch. Messages go from rank to rank instead of through
+collectives: at four ranks on two cores a small exchange takes a sixth of the time of `alltoall_base` (no hop through
+the group's worker threads), receivers need not know the sizes beforehand, and a failed one names its peer.
 
 Gloo's own `abort` wakes nobody. A receive that times out does: it closes every connection of its group, and thereby
 the peers' ends. `close` makes use of that.
@@ -54,12 +54,7 @@ class Mesh:
         self._closed = threading.Event()
         self.lock = threading.Lock()  # of what `close` removes
         self._channels: list[Channel] = []
-        self._line: Any | None = None
-
-    @property
-    def kind(self) -> type[Channel]:
-        """The class of its channels."""
-        return Channel
+        self._group: Any | None = None
 
     @property
     def closed(self) -> bool:
@@ -78,7 +73,7 @@ class Mesh:
         """Connects to the other ranks. Raises PeerLost naming those that did not come, ConfigError for other terms."""
         members = self.members
         if members.size == 1:
-            self._channels = [self.kind(self, index, None) for index in range(self.num_channels)]
+            self._channels = [Channel(self, index) for index in range(self.num_channels)]
             return
         deadline = time.monotonic() + members.deadline_s
         host, port = _address(members.store)
@@ -90,26 +85,22 @@ class Mesh:
         options._timeout = timedelta(seconds=min(members.deadline_s, CONNECT_S))
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         try:
-            for index in range(self.num_channels):
-                own = dist.PrefixStore(f"{self._prefix}/{index}", store)
-                group = dist.ProcessGroupGloo(own, members.rank, members.size, options)
-                group.set_timeout(timedelta(seconds=members.deadline_s))  # of collectives, from here on
-                self._channels.append(self.kind(self, index, group))
-                self._line = self._line or group
+            prefixed = dist.PrefixStore(f"{self._prefix}/gloo", store)
+            self._group = dist.ProcessGroupGloo(prefixed, members.rank, members.size, options)
         except RuntimeError as error:
             self.close()
             raise PeerLost(f"a rank left while all were connecting: {error}") from None
+        self._channels = [Channel(self, index) for index in range(self.num_channels)]
         if self.closed:
             self.close()
             raise self.lost()
 
     @property
-    def line(self) -> Any:
-        """The connections that carry all messages; those of the other channels carry only collectives. Raises
-        PeerLost after `close`."""
-        if (line := self._line) is None:
+    def group(self) -> Any:
+        """The process group, whose connections carry the messages of all channels. Raises PeerLost after `close`."""
+        if (group := self._group) is None:
             raise self.lost()
-        return line
+        return group
 
     def channel(self, ubatch: int) -> Channel:
         """Returns a micro-batch's channel. Raises PeerLost after `close`."""
@@ -122,9 +113,14 @@ class Mesh:
         self._closed.set()
         with self.lock:
             channels, self._channels = self._channels, []
-            self._store = self._server = self._line = None
+            group, self._group = self._group, None
+            self._store = self._server = None
+        for peer in range(0 if group is None else group.size()):
+            if peer != self.members.rank:  # a connection that is gone fails at once, without closing the others
+                with contextlib.suppress(RuntimeError):  # the time-out is the purpose
+                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
         for channel in channels:
-            channel.sever()
+            channel.close()
 
     def lost(self, reason: str = "this rank left the group", missing: tuple[int, ...] = ()) -> PeerLost:
         """Returns the error of a call that cannot succeed any more. The first ranks found missing stay the cause."""
@@ -186,10 +182,9 @@ class Channel:
     and arrives first. With two connections the rows that are needed first would arrive later than they can.
     """
 
-    def __init__(self, mesh: Mesh, index: int, group: Any | None) -> None:
+    def __init__(self, mesh: Mesh, index: int) -> None:
         self.mesh = mesh
         self._index = index
-        self._group = group
         self._tag = 0
         self._sends: list[_Sent] = []  # until they are known to have arrived
         self._watch: SimpleQueue[Exchange | None] | None = None
@@ -220,7 +215,7 @@ class Channel:
             raise mesh.lost()
         try:
             for peer, tensor in receive:
-                receives.append((peer, mesh.line.recv([tensor], peer, self._number(self._tag))))
+                receives.append((peer, mesh.group.recv([tensor], peer, self._number(self._tag))))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
         return Exchange(self, self._tag, receives)
@@ -232,32 +227,14 @@ class Channel:
             raise mesh.lost()
         try:
             for peer, tensor in send.items():
-                works.append(mesh.line.send([tensor], peer, self._number(tag)))
+                works.append(mesh.group.send([tensor], peer, self._number(tag)))
         except RuntimeError as error:
             raise mesh.lost(f"rank {peer} is gone: {_brief(error)}", (peer,)) from None
         self._sends.append(_Sent(tag, works, list(send.values()), release))
 
-    def all_gather(self, out: Tensor, mine: Tensor) -> Collective:
-        """Starts to fill out [R * N, B] with every rank's [N, B]. Raises PeerLost."""
-        return self._collective(lambda group: group._allgather_base(out, mine))
-
     def _number(self, tag: int) -> int:
         """The exchange's tag among those of all channels."""
         return tag * self.mesh.num_channels + self._index
-
-    def _collective(self, start: Callable[[Any], dist.Work]) -> Collective:
-        try:
-            return Collective(self.mesh, start(self.group))
-        except RuntimeError as error:
-            raise self.mesh.lost(_brief(error)) from None
-
-    @property
-    def group(self) -> Any:
-        """The channel's process group, for collectives. Raises PeerLost after `close`."""
-        group = self._group
-        if group is None:
-            raise self.mesh.lost()
-        return group
 
     def finish(self, tag: int) -> None:
         """Releases what was sent before exchange `tag`: a peer that answered this one has received all before it."""
@@ -270,24 +247,17 @@ class Channel:
                 work.wait()
             sent.release()
 
-    def sever(self) -> None:
-        """Closes all connections, also while other threads wait on them."""
-        group, self._group = self._group, None
+    def close(self) -> None:
+        """Ends the thread that receives and drops what was sent, once the connections are closed."""
         if self._watch is not None:
             self._watch.put(None)
-        if group is None:
-            return
-        for peer in range(group.size()):  # a connection that is gone fails at once, without closing the others
-            if peer != group.rank():
-                with contextlib.suppress(RuntimeError):  # the time-out is the purpose
-                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
         self._sends = []  # they keep the group alive, and with it the store's port
 
     def watch(self, exchange: Exchange) -> None:
         """Has a thread receive the exchange: its time of arrival is then exact though nobody waits yet, and a wait can
         be given up. Gloo does not wake a receive whose message had begun to arrive when its sender died; that thread
         then hangs until the deadline."""
-        with self.mesh.lock:  # an exchange that `sever` does not find would never be received
+        with self.mesh.lock:  # an exchange that `close` does not find would never be received
             if not self.mesh.closed:
                 if self._watch is None:
                     self._watch = SimpleQueue()
@@ -328,10 +298,11 @@ class Exchange:
         self._watched = True
         self._channel.watch(self)
 
-    def wait(self, deadline_s: float | None = None) -> None:
-        """Returns when every message is here. Raises PeerLost naming the first rank whose message did not come."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Returns when every message is here. Raises PeerLost naming the first rank whose message did not come within
+        `limit_s` seconds (default: the members' deadline)."""
         mesh = self._channel.mesh
-        limit = mesh.members.deadline_s if deadline_s is None else deadline_s
+        limit = mesh.members.deadline_s if limit_s is None else limit_s
         until = time.monotonic() + limit
         if not self._watched:
             self.watch()
@@ -367,37 +338,6 @@ class Exchange:
         if self._receives:
             self.arrived_ns = time.monotonic_ns()
         self._underway.release()
-
-
-class Collective:
-    """One collective of all ranks under way. Gloo tells neither which rank made it fail nor when a reduction ended: its
-    arrived_ns is the end of the wait."""
-
-    def __init__(self, mesh: Mesh, work: Any) -> None:
-        self.arrived_ns = 0
-        self._mesh = mesh
-        self._work = work
-        with contextlib.suppress(RuntimeError):  # not implemented
-            work.get_future().add_done_callback(self._stamp)
-
-    def _stamp(self, future: object) -> None:
-        self.arrived_ns = time.monotonic_ns()
-
-    def wait(self, deadline_s: float | None = None) -> None:
-        """Returns when the collective is done. Raises PeerLost."""
-        mesh = self._mesh
-        end_s = time.monotonic() + (mesh.members.deadline_s if deadline_s is None else deadline_s)
-        while True:
-            try:
-                self._work.wait(timedelta(seconds=LOOK_S))
-                break
-            except RuntimeError as error:
-                # Closed connections do not end every collective: one that had no receive under way waits on.
-                if self._work.is_completed() or mesh.closed or time.monotonic() > end_s:
-                    lost = mesh.lost() if mesh.closed else mesh.lost(_brief(error))
-                    mesh.close()
-                    raise lost from None
-        self.arrived_ns = self.arrived_ns or time.monotonic_ns()
 
 
 def _receive_all(queue: SimpleQueue[Exchange | None]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import ON_DEVICE, Channel, Collective, Mesh, dist
+from moeserve.comm.gloo import Mesh, dist
 from moeserve.comm.members import Members
 
 # Does work on some stream, and returns a function that makes the current stream wait for that work.
@@ -34,10 +34,10 @@ def in_line(work: Callable[[], object]) -> Callable[[], object]:
 
 
 class DeviceMesh(Mesh):
-    """A mesh whose collectives take tensors of this process's GPU; the host never waits for them.
+    """A mesh with collectives on tensors of this process's GPU; the host never waits for them.
 
-    One communicator serves all channels: all ranks launch in the same order. launch: puts collectives on a stream.
-    max_sms: multiprocessors that NCCL takes at most, None: as many as it likes.
+    All ranks launch collectives in the same order. launch: puts them on a stream. max_sms: multiprocessors that NCCL
+    takes at most, None: as many as it likes.
     """
 
     def __init__(
@@ -51,14 +51,9 @@ class DeviceMesh(Mesh):
         max_sms: int | None = None,
     ) -> None:
         super().__init__(members, num_channels, name, terms)
-        self.launch = launch
+        self._launch = launch
         self._max_sms = max_sms
-        self._group: Any | None = None
-
-    @property
-    def kind(self) -> type[Channel]:
-        """The class of its channels."""
-        return DeviceChannel
+        self._nccl: Any | None = None
 
     def connect(self) -> None:
         """Connects the hosts by Gloo and the GPUs by NCCL. Raises PeerLost and ConfigError as in `Mesh`."""
@@ -66,8 +61,8 @@ class DeviceMesh(Mesh):
         if self.members.size == 1:
             return
         try:
-            self._group = self._open(dist.PrefixStore(f"{self._prefix}/device", self.store))
-            self._connect_devices(self._group)
+            self._nccl = self._open(dist.PrefixStore(f"{self._prefix}/device", self.store))
+            self._connect_devices(self._nccl)
         except RuntimeError as error:
             self.close()
             raise self.lost(f"NCCL did not connect the ranks: {error}") from None
@@ -75,25 +70,56 @@ class DeviceMesh(Mesh):
             self.close()
             raise self.lost()
 
+    def all_gather(self, out: Tensor, mine: Tensor) -> Callable[[], None]:
+        """Starts to fill out [R * N, B] with every rank's [N, B]; see `_start`."""
+        return self._start(lambda nccl: nccl._allgather_base(out, mine))
+
+    def all_to_all(
+        self, out: Tensor, mine: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int]
+    ) -> Callable[[], None]:
+        """Sends to_ranks[r] rows of `mine` to rank r, for all ranks in order, and receives from_ranks[r] rows of rank r
+        into `out`; see `_start`."""
+        if self.members.size == 1:
+            return self._waiting(self._launch(lambda: out.copy_(mine)))
+        return self._start(lambda nccl: nccl.alltoall_base(out, mine, list(from_ranks), list(to_ranks)))
+
+    def _start(self, collective: Callable[[Any], Any]) -> Callable[[], None]:
+        """Returns a function that orders what comes next on the current stream behind the collective. The host does not
+        wait, so the deadline is NCCL's, which is the members'. Both calls raise PeerLost when the group is gone."""
+        nccl = self.check()
+        try:
+            # NCCL's `wait` blocks the stream, not the host, whichever stream NCCL itself uses.
+            return self._waiting(self._launch(lambda: collective(nccl).wait()))
+        except RuntimeError as error:
+            raise self.lost(f"NCCL: {error}") from None
+
+    def _waiting(self, join: Callable[[], object]) -> Callable[[], None]:
+        def wait() -> None:
+            """Makes the current stream wait, unless the group is gone."""
+            self.check()
+            join()
+
+        return wait
+
     def check(self) -> Any:
         """Returns NCCL's group. Raises PeerLost if what the device computed is invalid, because this rank left or NCCL
         gave up on a peer. To be called once the host has waited for the device."""
-        group = self._group
-        if self.closed or (group is None and self.members.size > 1):
+        nccl = self._nccl
+        if self.closed or (nccl is None and self.members.size > 1):
             raise self.lost()
-        if group is not None and (error := group.get_error().name) != "SUCCESS":
+        if nccl is not None and (error := nccl.get_error().name) != "SUCCESS":
             self.close()
             raise self.lost(f"NCCL gave up on a rank: {error}")
-        return group
+        return nccl
 
     def close(self) -> None:
         """Closes every connection and aborts NCCL's kernels."""
         super().close()
         with self.lock:
-            group, self._group = self._group, None
-        if group is not None:
+            nccl, self._nccl = self._nccl, None
+        if nccl is not None:
             with contextlib.suppress(RuntimeError):  # raised when aborting took too long; nothing waits any more
-                group.abort()
+                nccl.abort()
 
     def _open(self, store: Any) -> Any:
         os.environ.setdefault(HANDLING, ABORT)  # read by the group as it is made
@@ -103,49 +129,9 @@ class DeviceMesh(Mesh):
             options.config.max_ctas = self._max_sms
         return dist.ProcessGroupNCCL(store, self.members.rank, self.members.size, options)
 
-    def _connect_devices(self, group: Any) -> None:
+    def _connect_devices(self, nccl: Any) -> None:
         # Not later, in the first collective: nobody expects that one to take seconds.
-        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-
-
-class DeviceChannel(Channel):
-    """The collectives of one micro-batch. They begin in the order of the calls on all channels."""
-
-    mesh: DeviceMesh
-
-    def all_to_all(
-        self, out: Tensor, mine: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int]
-    ) -> DeviceCollective:
-        """Sends to_ranks[r] rows of `mine` to rank r, for all ranks in order, and receives from_ranks[r] rows of rank r
-        into `out`. Raises PeerLost."""
-        if self.mesh.members.size == 1:
-            return DeviceCollective(self.mesh, self.mesh.launch(lambda: out.copy_(mine)))
-        rows = [list(from_ranks), list(to_ranks)]
-        return self._collective(lambda group: group.alltoall_base(out, mine, *rows))
-
-    def _collective(self, start: Callable[[Any], Any]) -> DeviceCollective:
-        mesh = self.mesh
-        group = mesh.check()
-        try:
-            # NCCL's `wait` blocks the stream, not the host, whichever stream NCCL itself uses.
-            return DeviceCollective(mesh, mesh.launch(lambda: start(group).wait()))
-        except RuntimeError as error:
-            raise mesh.lost(f"NCCL: {error}") from None
-
-
-class DeviceCollective(Collective):
-    """One collective under way on the device."""
-
-    def __init__(self, mesh: DeviceMesh, join: Callable[[], object]) -> None:
-        self.arrived_ns = ON_DEVICE
-        self._device_mesh = mesh
-        self._join = join
-
-    def wait(self, deadline_s: float | None = None) -> None:
-        """Orders what comes next on the current stream behind the collective. The host does not wait, so the deadline
-        is NCCL's, which is the members'. Raises PeerLost when the group is gone already."""
-        self._device_mesh.check()
-        self._join()
+        nccl.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
 
 
 def why_not(num_ranks: int) -> str | None:

@@ -159,7 +159,7 @@ class DeviceTensor(GlooTensor):
         all_RTN = mine.new_empty((self.size, most, mine.shape[1]))
         sent_TN = torch.nn.functional.pad(mine, (0, 0, 0, most - len(mine))).contiguous()
         try:
-            self._mesh.channel(channel).all_gather(_bytes(all_RTN), _bytes(sent_TN)).wait()
+            self._mesh.all_gather(_bytes(all_RTN), _bytes(sent_TN))()
         except PeerLost as error:
             raise self._of_group(error) from None
         for part, found_TN in zip(parts, all_RTN, strict=True):

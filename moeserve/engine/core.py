@@ -10,19 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.actor.actor import Actor
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Actor, Inbox
 from moeserve.engine.plan import Agreed, Runner, StepHandle, StepPlan, StepResult
 from moeserve.engine.scheduler import Scheduler
 from moeserve.errors import RequestError
 from moeserve.messages import (
     Abort,
-    AdminCall,
-    AdminResult,
     Drain,
     EngineIn,
     EngineOut,
@@ -70,7 +66,7 @@ class EngineCore(Actor[EngineIn]):
         scheduler: Scheduler,
         runner: Runner,
         inbox: Inbox[EngineIn],
-        emit: Callable[[EngineOut], None],
+        emit: Callable[[EngineOut], object],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -138,8 +134,6 @@ class EngineCore(Actor[EngineIn]):
                 self._deadline_s = min(self._deadline_s, self._clock() + deadline_s)
             case Ping(seq=seq):
                 self.emit(Pong(seq, self.num_finished_steps, self.busy))
-            case AdminCall():
-                self.emit(self._admin(msg))
             case TraceNext():
                 self._trace_next = True
             case Join(epoch=epoch):
@@ -158,19 +152,6 @@ class EngineCore(Actor[EngineIn]):
         except RequestError as error:
             self.emit(Refused(msg.rid, error.message, error.code or error.type))
 
-    def _admin(self, call: AdminCall) -> AdminResult:
-        match call.what:
-            case "reset_prefix_cache":
-                self.scheduler.reset_prefix_cache()
-            case "audit":
-                try:
-                    self.scheduler.audit()
-                except AssertionError as error:
-                    return AdminResult(call.id, False, str(error))
-            case _:
-                assert_never(call.what)
-        return AdminResult(call.id, True)
-
     def _start(self) -> Step | None:
         at_s = self._clock()
         plan = self.scheduler.plan()
@@ -188,19 +169,13 @@ class EngineCore(Actor[EngineIn]):
         start_s = self._clock()
         output = self.scheduler.update_from_output(step.plan, result)
         updated_s = self._clock()
-        assert output.record is not None
-        record = msgspec.structs.replace(
-            output.record,
-            at_s=step.at_s,
-            plan_us=step.plan_us,
-            update_us=round((updated_s - start_s) * 1e6),
-            comm_us=result.comm_us,
-            exposed_comm_us=result.exposed_comm_us,
-            ubatches=step.agreed.ubatches if step.agreed is not None else 1,
-            vote_us=step.vote_us,
-            dp_rank=self._dp_rank,
-        )
-        self.emit(msgspec.structs.replace(output, record=record))
+        record = output.record
+        assert record is not None
+        record.at_s, record.plan_us, record.vote_us = step.at_s, step.plan_us, step.vote_us
+        record.update_us = round((updated_s - start_s) * 1e6)
+        record.ubatches = step.agreed.ubatches if step.agreed is not None else 1
+        record.dp_rank = self._dp_rank
+        self.emit(output)
         self._account(step, result, start_s, updated_s)
 
     def _account(self, step: Step, result: StepResult, start_s: float, updated_s: float) -> None:
@@ -233,7 +208,7 @@ class LoadReport:
     version: the number of the placement in force, which the messages carry.
     """
 
-    def __init__(self, emit: Callable[[ExpertLoad], None]) -> None:
+    def __init__(self, emit: Callable[[ExpertLoad], object]) -> None:
         self.version = 0
         self._emit = emit
         self._sum_LE: NDArray[np.int64] | None = None

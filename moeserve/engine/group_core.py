@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.engine.core import EngineCore, Step
 from moeserve.engine.plan import Agreed, BlockDiff, StepPlan, StepResult, best_split
 from moeserve.engine.scheduler import Scheduler
@@ -51,7 +51,7 @@ class GroupCore(EngineCore):
         scheduler: Scheduler,
         runner: GroupRunner,
         inbox: Inbox[EngineIn],
-        emit: Callable[[EngineOut], None],
+        emit: Callable[[EngineOut], object],
         form: Form,
         *,
         clock: Callable[[], float] = time.monotonic,

@@ -2,25 +2,179 @@
 which requests get them.
 
 `free` undoes everything that `admit` and `grow` took, and `audit` checks that nothing is lost or held twice.
+
+The prefix cache finds blocks of equal prompt beginnings by a chained hash per full block and KV group:
+h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as little-endian int32.
+The root hashes everything besides tokens that K/V depend on, each value tagged with its kind. A block may be
+registered as soon as the step that computes it is submitted, because steps run in order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TypeVar
+
 import numpy as np
+from numpy.typing import NDArray
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import BlockPool, Key, KVGroup, blocks_needed, first_live_token
-from moeserve.engine.input_batch import InputBatch
-from moeserve.engine.plan import I32, BlockChanges, BlockMove, Slots
-from moeserve.engine.prefix_cache import Hit, PrefixCache
-from moeserve.engine.requests import Request
+from moeserve.engine.blocks import BlockPool, Key, KVGroup, blocks_needed, first_live_token, longest_hit
+from moeserve.engine.plan import I32, BlockDiff, BlockMove, Slots
+from moeserve.engine.requests import InputBatch, Request
 from moeserve.engine.store import HostStore
+
+T = TypeVar("T", bound=np.generic)
+IN_STORE = -1
+_NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The cached beginning of a request: blocks[g][i] for the first num_blocks blocks of group g.
+
+    A block of 0 was passed by the window and is never read; IN_STORE is to be loaded into a new block.
+    """
+
+    num_blocks: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+def root_of(salt: str, num_resets: int = 0) -> bytes:
+    """Returns the start of a hash chain. Requests share blocks only below equal roots."""
+    extras = [(b"salt", salt.encode())] if salt else []
+    if num_resets:
+        extras.append((b"num_resets", num_resets.to_bytes(8, "little")))
+    tagged = b"".join(tag + b"\0" + len(value).to_bytes(8, "little") + value for tag, value in extras)
+    return sha256(b"moeserve kv 1\0" + tagged).digest()
+
+
+def chain(parent: bytes, tokens: I32, block_size: int) -> list[bytes]:
+    """Returns the hashes of the full blocks of `tokens` (little-endian int32), which follow the block `parent`."""
+    step = 4 * block_size
+    data = tokens.tobytes()
+    hashes = []
+    for at in range(0, len(data) - step + 1, step):
+        parent = sha256(parent + data[at : at + step]).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class PrefixCache:
+    """Finds blocks by content, in the pool and in the store behind it. A disabled cache finds and registers nothing."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: tuple[KVGroup, ...],
+        store: HostStore | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._block_size = groups[0].block_size
+        self._store = store
+        self._enabled = enabled
+        self._num_resets = 0
+        self._miss = Hit(0, tuple(() for _ in groups))
+
+    def match(self, request: Request) -> Hit:
+        """Returns the longest cached beginning of the request, its last token excepted. Takes no references yet."""
+        if not self._enabled:
+            return self._miss
+        self._begin(request)
+        if not request.reads_cache:
+            return self._miss
+        limit = (len(request.tokens) - 1) // self._block_size
+        self._extend(request, request.tokens, limit)
+        hashes = request.hashes
+        length = limit
+        for g, group in enumerate(self._groups):
+            if group.window is None:
+                length = longest_hit(group, self._finder(hashes, g), length)
+        # A shorter hit stays good for full groups but not for windows: repeat these until they all agree.
+        before = -1
+        while length != before:
+            before = length
+            for g, group in enumerate(self._groups):
+                if group.window is not None:
+                    length = longest_hit(group, self._finder(hashes, g), length)
+        return Hit(length, tuple(self._blocks(hashes, g, length) for g in range(len(self._groups))))
+
+    def claim(self, request: Request, hit: Hit) -> tuple[list[I32], list[BlockMove]]:
+        """Takes references to the blocks of a hit. Returns each group's table entries, and the loads of new blocks."""
+        absent: list[tuple[int, int, int]] = []
+        tables = [np.array(blocks, np.int32) for blocks in hit.blocks]
+        for g, blocks in enumerate(hit.blocks):
+            for i, block in enumerate(blocks):
+                if block > 0:
+                    self._pool.touch(block)
+                elif block == IN_STORE:
+                    assert self._store is not None
+                    absent.append((g, i, self._store.load((request.hashes[i], g))))
+        loads = []
+        for (g, i, host_block), block in zip(absent, self._pool.take(len(absent)).tolist(), strict=True):
+            tables[g][i] = block
+            self._pool.cache(block, (request.hashes[i], g))
+            loads.append(BlockMove(block, host_block))
+        return tables, loads
+
+    def register(self, request: Request, tokens: I32, blocks: list[list[int]], first: int) -> None:
+        """Makes a request's blocks from index `first` on findable. blocks[g]: group g's, 0 where a window passed."""
+        if not self._enabled:
+            return
+        self._extend(request, tokens, first + len(blocks[0]))
+        for g, row in enumerate(blocks):
+            for i, block in enumerate(row, first):
+                if block:
+                    self._pool.cache(block, (request.hashes[i], g))
+
+    def reset(self) -> None:
+        """Drops everything: later requests find nothing that was computed until now."""
+        self._num_resets += 1
+        self._pool.forget()
+        if self._store is not None:
+            self._store.clear()
+
+    def _begin(self, request: Request) -> None:
+        """Starts the hash chain, again after a reset. Called at admission only: a request that runs during a reset
+        keeps its old hashes, which no later request has."""
+        if request.num_resets != self._num_resets:
+            request.num_resets = self._num_resets
+            request.root = root_of(request.salt, self._num_resets)
+            request.hashes.clear()
+
+    def _extend(self, request: Request, tokens: I32, num_blocks: int) -> None:
+        hashes = request.hashes
+        if len(hashes) >= num_blocks:
+            return
+        if not request.root:
+            self._begin(request)
+        parent = hashes[-1] if hashes else request.root
+        start = len(hashes) * self._block_size
+        hashes.extend(chain(parent, tokens[start : num_blocks * self._block_size], self._block_size))
+
+    def _finder(self, hashes: list[bytes], g: int) -> Callable[[int], bool]:
+        return lambda i: self._block((hashes[i], g)) is not None
+
+    def _block(self, key: Key) -> int | None:
+        block = self._pool.find(key)
+        if block is None and self._store is not None and self._store.lookup(key):
+            return IN_STORE
+        return block
+
+    def _blocks(self, hashes: list[bytes], g: int, length: int) -> tuple[int, ...]:
+        first = first_live_token(self._groups[g], length * self._block_size) // self._block_size
+        found = [self._block((hashes[i], g)) for i in range(first, length)]
+        return (*(0,) * first, *(block for block in found if block is not None))
 
 
 class KVCacheManager:
     """The input batch, the block pool and the prefix cache, kept consistent.
 
-    Changes that the runner must repeat on the device are collected until `take_changes`, once per plan.
+    Changes that the runner must repeat on the device are collected until `take_changes`, once per plan: new table
+    entries, and blocks to copy to the host store (`stores`) and back (`loads`).
     """
 
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...], store: HostStore | None) -> None:
@@ -31,7 +185,9 @@ class KVCacheManager:
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, groups)
         self.chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
-        self._changes = BlockChanges([[] for _ in groups])
+        self._stores: list[BlockMove] = []
+        self._loads: list[BlockMove] = []
+        self._entries: list[list[tuple[I32, I32, I32]]] = [[] for _ in groups]  # slots, indices, blocks
 
     # ---- one request
 
@@ -46,8 +202,8 @@ class KVCacheManager:
             batch.tables[g][slot, : hit.num_blocks] = entries
             batch.passed[g][slot] = first_live_token(self.groups[g], num_hit) // self._block_size
             if hit.num_blocks:
-                self._changes.set_entries(g, np.full(hit.num_blocks, slot, np.int32), indices, entries)
-        self._changes.loads.extend(loads)
+                self._entries[g].append((np.full(hit.num_blocks, slot, np.int32), indices, entries))
+        self._loads.extend(loads)
         return slot
 
     def free(self, slot: int) -> Request:
@@ -77,7 +233,7 @@ class KVCacheManager:
         for g, table in enumerate(self.batch.tables):
             blocks = self.pool.take(total)
             table[rows, indices] = blocks
-            self._changes.set_entries(g, rows_i32, indices, blocks)
+            self._entries[g].append((rows_i32, indices, blocks))
 
     def release_passed(self, slots: Slots, start: I32) -> None:
         """Gives up blocks that no position from start[i] on can see; the null block takes their table entries."""
@@ -94,7 +250,7 @@ class KVCacheManager:
                 row[first:end] = 0
                 passed[slot] = end
                 rows, nulls = np.full(end - first, slot, np.int32), np.zeros(end - first, np.int32)
-                self._changes.set_entries(g, rows, np.arange(first, end, dtype=np.int32), nulls)
+                self._entries[g].append((rows, np.arange(first, end, dtype=np.int32), nulls))
 
     def register(self, slots: Slots) -> None:
         """Makes blocks findable in the prefix cache that are full and scheduled and whose tokens are known."""
@@ -131,12 +287,14 @@ class KVCacheManager:
 
     # ---- the plan
 
-    def take_changes(self) -> BlockChanges:
-        """Returns the changes since the last call, and ends the store's leases: the plan is complete."""
-        changes, self._changes = self._changes, BlockChanges([[] for _ in self.groups])
+    def take_changes(self) -> tuple[tuple[BlockDiff, ...], tuple[BlockMove, ...], tuple[BlockMove, ...]]:
+        """Returns the table entries, stores and loads since the last call, and ends the store's leases."""
+        diffs = tuple(BlockDiff(*concatenate(parts)) if parts else _NO_DIFF for parts in self._entries)
+        stores, loads = tuple(self._stores), tuple(self._loads)
+        self._entries, self._stores, self._loads = [[] for _ in self.groups], [], []
         if self.store is not None:
             self.store.release()
-        return changes
+        return diffs, stores, loads
 
     def audit(self) -> None:
         """Raises AssertionError unless slots, tables, pool, cache and store agree."""
@@ -149,4 +307,12 @@ class KVCacheManager:
         assert self.store is not None
         host_block = self.store.store(key)
         if host_block is not None:
-            self._changes.stores.append(BlockMove(block, host_block))
+            self._stores.append(BlockMove(block, host_block))
+
+
+def concatenate(parts: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:
+    """Concatenates triples of arrays column by column, without a copy for a single one."""
+    if len(parts) == 1:
+        return parts[0]
+    first, second, third = zip(*parts, strict=True)
+    return np.concatenate(first), np.concatenate(second), np.concatenate(third)

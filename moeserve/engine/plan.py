@@ -1,4 +1,4 @@
-"""The plan of one step, which is the scheduler's output and the runner's input, its builder, and the step's result.
+"""The plan of one step, which is the scheduler's output and the runner's input, and the step's result.
 
 R rows scheduled in the step, S rows that sample (those rows where `samples_R`), N new block-table entries.
 """
@@ -6,8 +6,9 @@ R rows scheduled in the step, S rows that sample (those rows where `samples_R`),
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +17,6 @@ from moeserve.sampling import TokenSampling
 
 I32 = NDArray[np.int32]
 Slots = NDArray[np.intp]
-T = TypeVar("T", bound=np.generic)
 UNEVEN = 0.15  # share of all tokens by which two micro-batches may differ before a request is split
 
 
@@ -85,11 +85,6 @@ class StepPlan:
     loads: tuple[BlockMove, ...] = ()  # store host block -> device block
     split_at: int = 0  # tokens of the first micro-batch, if the step runs in two
     agreed: Agreed | None = None  # None: this engine serves alone
-
-    def __post_init__(self) -> None:
-        rows = len(self.slots_R)
-        assert len(self.starts_R) == len(self.counts_R) == len(self.samples_R) == rows, self
-        assert rows == 0 or int(self.counts_R.min()) > 0, self
 
     @property
     def num_tokens(self) -> int:
@@ -160,56 +155,17 @@ def best_split(counts_R: I32) -> int:
     return total // 2
 
 
-_NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
+def _pack(value: Any) -> tuple[str, bytes]:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(type(value).__name__)
+    return value.dtype.str, value.tobytes()
 
 
-@dataclass(slots=True)
-class PlanBuilder:
-    """The rows that the scheduler has granted so far in this step. budget: tokens that are left to grant."""
-
-    budget: int
-    rows: list[tuple[Slots, I32, I32]] = field(default_factory=list)  # slots, starts, counts
-    new_requests: list[NewRequest] = field(default_factory=list)
-    num_preempted: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-    def grant(self, slots: Slots, starts: I32, counts: I32) -> None:
-        """Adds rows that compute counts[i] positions from starts[i] on."""
-        self.rows.append((slots, starts, counts))
-        self.budget -= int(counts.sum())
+def _unpack(_: type, packed: Any) -> Any:
+    array = np.frombuffer(packed[1], packed[0])
+    return array.astype(array.dtype.newbyteorder("="))  # a copy: torch wants memory that it may write to
 
 
-@dataclass(slots=True)
-class BlockChanges:
-    """Changes of block tables and cached blocks that the runner must make before it runs the plan."""
-
-    diffs: list[list[tuple[I32, I32, I32]]]  # per KV group: slots, indices, blocks
-    stores: list[BlockMove] = field(default_factory=list)
-    loads: list[BlockMove] = field(default_factory=list)
-
-    def set_entries(self, group: int, slots: I32, indices: I32, blocks: I32) -> None:
-        """Records new entries of one group's block table."""
-        self.diffs[group].append((slots, indices, blocks))
-
-    def block_diffs(self) -> tuple[BlockDiff, ...]:
-        """Returns the recorded table entries, one diff per KV group."""
-        return tuple(BlockDiff(*concat_columns(parts)) if parts else _NO_DIFF for parts in self.diffs)
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A plan without a result yet. occupancy: which occupant of each row's slot the plan was made for."""
-
-    plan: StepPlan
-    slots: Slots
-    occupancy: NDArray[np.int64]
-    builder: PlanBuilder
-
-
-def concat_columns(parts: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:
-    """Concatenates tuples of arrays column by column, without a copy for a single one."""
-    if len(parts) == 1:
-        return parts[0]
-    first, second, third = zip(*parts, strict=True)
-    return np.concatenate(first), np.concatenate(second), np.concatenate(third)
+# A plan as bytes, for the other processes of an engine, which execute the same plans as its leader.
+encode_plan = msgspec.msgpack.Encoder(enc_hook=_pack).encode
+decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_unpack).decode

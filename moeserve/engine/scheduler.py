@@ -5,32 +5,52 @@ made before the results of earlier ones are known (`Limits.depth`); results come
 here waits for the device, and blocks are reused at once: the runner executes plans strictly in order, so a block that
 one plan gives up is read for the last time before any later plan writes it.
 
-One step: `Scheduler.plan` grants rows in a PlanBuilder (plan.py) and takes blocks from the KVCacheManager
-(kv_cache_manager.py), whose rows are the InputBatch (input_batch.py); update.py applies the step's result.
+One step: `Scheduler.plan` grants rows in a PlanBuilder and takes blocks from the KVCacheManager (kv_cache_manager.py),
+whose rows are the InputBatch (requests.py); `Scheduler.update_from_output` applies the step's result.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import KVGroup
-from moeserve.engine.kv_cache_manager import KVCacheManager
-from moeserve.engine.plan import I32, InFlightStep, NewRequest, PlanBuilder, Slots, StepPlan, StepResult, concat_columns
-from moeserve.engine.prefix_cache import Hit
+from moeserve.engine.kv_cache_manager import Hit, KVCacheManager, concatenate
+from moeserve.engine.plan import I32, NewRequest, Slots, StepPlan, StepResult
 from moeserve.engine.requests import Request, WaitingQueue, request_of
 from moeserve.engine.store import HostStore
-from moeserve.engine.update import ended_rows, update_from_output
 from moeserve.errors import InvalidRequest
-from moeserve.messages import FinishReason, StepOutput, Submit
-from moeserve.metrics import StepRecord
+from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, StepOutput, StepRecord, Submit
 
 _ANY_TOKEN = 2**31 - 1
+_NO_TOKEN = -1
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """The rows that the scheduler has granted so far in this step. budget: tokens that are left to grant."""
+
+    budget: int
+    rows: list[tuple[Slots, I32, I32]] = field(default_factory=list)  # slots, starts, counts
+    new_requests: list[NewRequest] = field(default_factory=list)
+    num_preempted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A plan without a result yet. occupancy: which occupant of each row's slot the plan was made for."""
+
+    plan: StepPlan
+    slots: Slots
+    occupancy: NDArray[np.int64]
+    builder: PlanBuilder
 
 
 class Scheduler:
@@ -108,7 +128,14 @@ class Scheduler:
             else:
                 continue
             ended.append(rid)
-        return ended_rows(ended, FinishReason.ABORT) if ended else None
+        if not ended:
+            return None
+        count = len(ended)
+        return StepOutput(
+            rids=np.array(ended, "<i8").tobytes(),
+            tokens=np.full(count, _NO_TOKEN, "<i4").tobytes(),
+            finish=np.full(count, FinishReason.ABORT, np.uint8).tobytes(),
+        )
 
     def abort_all(self) -> StepOutput | None:
         """Ends every request at once."""
@@ -128,11 +155,11 @@ class Scheduler:
         self._preempt_for_head(builder)
         if self._schedule_running(builder):
             self._schedule_waiting(builder)
-        changes = kv_manager.take_changes()
+        diffs, stores, loads = kv_manager.take_changes()
         if not builder.rows:
-            assert not changes.stores, "blocks were evicted for nothing"
+            assert not stores, "blocks were evicted for nothing"
             return None
-        slots, starts, counts = concat_columns(builder.rows)
+        slots, starts, counts = concatenate(builder.rows)
         kv_manager.register(slots)
         plan = StepPlan(
             step=self.num_planned,
@@ -140,22 +167,14 @@ class Scheduler:
             starts_R=starts,
             counts_R=counts,
             samples_R=batch.scheduled[slots] >= batch.known[slots],
-            diffs=changes.block_diffs(),
+            diffs=diffs,
             new_requests=tuple(builder.new_requests),
-            stores=tuple(changes.stores),
-            loads=tuple(changes.loads),
+            stores=stores,
+            loads=loads,
         )
         self.num_planned += 1
         self._in_flight.append(InFlightStep(plan, slots, batch.occupancy[slots], builder))
         return plan
-
-    def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Applies the result of the oldest plan: appends tokens, ends requests, and frees what they held."""
-        in_flight = self._in_flight.popleft()
-        assert in_flight.plan is plan, (in_flight.plan.step, plan.step)
-        assert result.step == plan.step, (result.step, plan.step)
-        output = update_from_output(self.kv_manager, in_flight, result, self.eos_ids)
-        return msgspec.structs.replace(output, record=self._record(in_flight, result))
 
     def start_over(self) -> None:
         """Discards the steps in flight and all computed K/V. Running requests wait again with their known tokens, and
@@ -259,7 +278,8 @@ class Scheduler:
     def _grant(self, builder: PlanBuilder, slots: Slots, start: I32, count: I32, new: I32) -> None:
         self.kv_manager.grow(slots, start, new)
         self.kv_manager.batch.scheduled[slots] = start + count
-        builder.grant(slots, start, count)
+        builder.rows.append((slots, start, count))
+        builder.budget -= int(count.sum())
 
     def _preempt(self, slot: int) -> None:
         """Puts a request back into the queue with its known tokens. Later ones are computed again, equal to before."""
@@ -268,12 +288,100 @@ class Scheduler:
         request.tokens = tokens
         self.waiting.push(request)
 
+    # ---- the result of a plan
+
+    def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Applies the result of the oldest plan: appends tokens, ends requests that are complete or failed, frees what
+        they held, and reports all of it.
+
+        Rows are ignored if their request left the slot since the plan was made: a preempted request computes that
+        token again, and an ended or aborted one has had its ending.
+        """
+        in_flight = self._in_flight.popleft()
+        assert in_flight.plan is plan, (in_flight.plan.step, plan.step)
+        assert result.step == plan.step, (result.step, plan.step)
+        batch = self.kv_manager.batch
+        errors = self._fail(in_flight, result.failed) if result.failed else {}
+        live = batch.occupancy[in_flight.slots] == in_flight.occupancy
+        slots, tokens = in_flight.slots[live & plan.samples_R], result.tokens_S[live[plan.samples_R]]
+        known = batch.known[slots] + 1
+        batch.tokens[slots, known - 1] = tokens
+        batch.known[slots] = known
+        finish = np.zeros(len(slots), np.uint8)
+        finish[known > batch.last[slots]] = FinishReason.LENGTH
+        stop_ids = self._stop(slots, tokens, finish)
+        cached = self._unsent_hits(slots)
+        logprobs, prompt_logprobs = self._logprobs(in_flight.slots[live], result)
+        rids = batch.rid[slots]
+        for row in np.flatnonzero(finish).tolist():
+            self.kv_manager.free(int(slots[row]))
+        if errors:
+            rids = np.concatenate((rids, np.array(list(errors), np.int64)))
+            tokens = np.concatenate((tokens, np.full(len(errors), _NO_TOKEN, np.int32)))
+            finish = np.concatenate((finish, np.full(len(errors), FinishReason.ERROR, np.uint8)))
+        return StepOutput(
+            rids=rids.astype("<i8", copy=False).tobytes(),
+            tokens=tokens.astype("<i4", copy=False).tobytes(),
+            finish=finish.tobytes(),
+            cached=cached,
+            stop_ids=stop_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
+            record=self._record(in_flight, result),
+        )
+
+    def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:
+        """Ends the requests that could not be sampled; returns their ids and messages."""
+        planned = dict(zip(in_flight.slots.tolist(), in_flight.occupancy.tolist(), strict=True))
+        live = [slot for slot in failed if self.kv_manager.batch.occupancy[slot] == planned[slot]]
+        return {self.kv_manager.free(slot).rid: failed[slot] for slot in live}
+
+    def _stop(self, slots: Slots, tokens: I32, finish: NDArray[np.uint8]) -> dict[int, int]:
+        """Marks rows that a stop token ended; returns, by request id, stop tokens that are not the model's end
+        tokens."""
+        batch, stop_ids = self.kv_manager.batch, {}
+        for row in batch.stops.hits(slots, tokens):
+            slot, token = int(slots[row]), int(tokens[row])
+            if batch.known[slot] >= batch.min_known[slot]:
+                finish[row] = FinishReason.STOP
+                if token not in self.eos_ids:
+                    stop_ids[int(batch.rid[slot])] = token
+        return stop_ids
+
+    def _unsent_hits(self, slots: Slots) -> dict[int, int]:
+        """Returns the cache hits of rows whose first token this is, in prompt tokens by request id."""
+        batch, cached = self.kv_manager.batch, {}
+        for slot in slots[batch.unsent[slots]].tolist():
+            request = batch.request(slot)
+            cached[request.rid] = request.num_cached or 0
+            request.was_sent = True
+            batch.unsent[slot] = False
+        return cached
+
+    def _logprobs(self, live: Slots, result: StepResult) -> tuple[dict[int, Logprobs], dict[int, PromptLogprobs]]:
+        """Returns the logprobs and the prompt logprobs by request id; of the latter, those not sent before a preemption
+        caused them to be computed again."""
+        if not (result.logprobs or result.prompt_logprobs):
+            return {}, {}
+        batch, prompt_logprobs = self.kv_manager.batch, {}
+        rid_of = dict(zip(live.tolist(), batch.rid[live].tolist(), strict=True))
+        logprobs = {rid_of[slot]: row for slot, row in result.logprobs.items() if slot in rid_of}
+        for slot, part in result.prompt_logprobs.items():
+            if slot not in rid_of:
+                continue
+            request, end = batch.request(slot), part.start + len(part.rows)
+            start = max(part.start, request.num_scored)
+            if start < end:
+                prompt_logprobs[rid_of[slot]] = PromptLogprobs(start, part.rows[start - part.start :])
+                request.num_scored = end
+        return logprobs, prompt_logprobs
+
     def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
-        """Returns the step's numbers; the core, which has a clock, fills in the times."""
+        """Returns the step's numbers; the core, which has a clock, sets the others."""
         pool, builder = self.kv_manager.pool, in_flight.builder
         return StepRecord(
-            step=in_flight.plan.step,
-            at_s=0.0,
+            step=result.step,
             num_tokens=self.limits.max_num_batched_tokens - builder.budget,
             num_requests=len(in_flight.slots),
             num_running=self.num_running,
@@ -284,6 +392,8 @@ class Scheduler:
             prompt_tokens=builder.prompt_tokens,
             cached_tokens=builder.cached_tokens,
             device_us=result.device_us,
+            comm_us=result.comm_us,
+            exposed_comm_us=result.exposed_comm_us,
         )
 
 

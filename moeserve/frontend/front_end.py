@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, assert_never
-
-import msgspec
+from time import monotonic
+from typing import Any, assert_never
 
 from moeserve.actor.actor import Actor
 from moeserve.cluster.fleet import Fleet
@@ -29,21 +28,12 @@ from moeserve.errors import (
     RequestError,
     RequestFailed,
 )
-from moeserve.frontend.generation import (
-    Admission,
-    Generation,
-    Sequence,
-    check_priority,
-    check_prompt,
-    submission,
-    token_ids,
-    token_sampling,
-)
+from moeserve.frontend.generation import Admission, Generation, Sequence, check_request, submission, token_sampling
+from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
 from moeserve.messages import (
     Abort,
-    AdminResult,
     Drain,
     ExpertLoad,
     FinishReason,
@@ -61,17 +51,17 @@ from moeserve.messages import (
 from moeserve.sampling import SamplingParams
 from moeserve.text.bad_words import bad_sequences
 from moeserve.text.chat_template import ChatTemplate
-from moeserve.text.detokenizer import Detokenizer, make_detokenizer
+from moeserve.text.detokenizer import make_detokenizer
 from moeserve.text.stop import StopMatcher
 from moeserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "draining", "lost"]
+LONG_TEXT = 4_000  # characters; longer texts are encoded in a thread
 ABORT_GRACE_S = 2.0  # for the engine's aborts at the end of draining to arrive
 
 
-class FrontEnd(Actor[FromEngine]):
+class FrontEnd(Actor[FromEngine], ServingState):
     """The actor that owns all running sequences; its inbox is that of the engine link.
 
     max_queued: sequences that may wait beyond those that the engine runs at once; None for no limit (offline use).
@@ -88,30 +78,23 @@ class FrontEnd(Actor[FromEngine]):
         defaults: dict[str, Any],
         max_queued: int | None,
     ) -> None:
-        super().__init__("front end", link.outbox)
+        Actor.__init__(self, "front end", link.outbox)
+        ServingState.__init__(self)
         self.model_name = model_name
         self.model_dir = model_dir
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.defaults = defaults
         self.stats = FrontStats()
-        self.state: State = "loading"
-        self.ready: Ready | None = None
-        self.phase = Phase("starting", 0, 0.0)
-        self.failure: MoeserveError | None = None  # why the engine is gone for good
-        self.watch = Watch(link, self.stats)
+        self.fleet = link if isinstance(link, Fleet) and not link.single else None  # where there may be several engines
+        self.watch = Watch(link, self.fleet, self.stats)
         self._link = link
         self._admission = Admission(max_queued)
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
-        self._drain_by_s: float | None = None  # when draining ends, on the loop's clock
-        self._changed = asyncio.Event()  # set whenever state changes or the last sequence ends
-
-    @property
-    def fleet(self) -> Fleet | None:
-        """The fleet behind this front end, if there may be several engines."""
-        return self._link if isinstance(self._link, Fleet) and not self._link.single else None
+        self._drain_by_s: float | None = None  # when draining ends
+        self._idle = asyncio.Event()  # set when the last sequence ends
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -126,17 +109,20 @@ class FrontEnd(Actor[FromEngine]):
     ) -> Generation:
         """Admits, checks and submits a request. Raises RequestError before anything runs."""
         ready = self.admit(params.n)
-        check_prompt(prompt, ready)
-        check_priority(priority)
+        check_request(prompt, priority, ready)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
         samplings = token_sampling(params, len(prompt), ready, bad)
-        generation = Generation(prompt, params, request_id, self._now(), self._abort, priority, salt)
+        generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt)
         for index, sampling in enumerate(samplings):
-            if index and sampling.prompt_logprobs is not None:
-                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)  # sent once per request
-            sequence = Sequence(next(self._rids), index, generation, sampling, *self._text_side(prompt, params))
+            sequence = Sequence(next(self._rids), index, generation, sampling)
+            if self.tokenizer is not None:
+                sequence.detok = make_detokenizer(
+                    self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens
+                )
+            if params.stop_strings:
+                sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
             generation.sequences.append(sequence)
         self._sequences |= {sequence.rid: sequence for sequence in generation.sequences}
         self.stats.num_active = len(self._sequences)
@@ -144,16 +130,9 @@ class FrontEnd(Actor[FromEngine]):
             for sequence in generation.sequences:
                 self._link.send(submission(sequence))
         except Overloaded:
-            self._abort(generation)
+            self._drop(generation)
             raise
         return generation
-
-    def _text_side(self, prompt: list[int], params: SamplingParams) -> tuple[Detokenizer | None, StopMatcher | None]:
-        if self.tokenizer is None:
-            return None, None
-        detok = make_detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
-        stops = params.stop_strings
-        return detok, StopMatcher(stops, include_stop=params.include_stop_str_in_output) if stops else None
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the token ids of a text, with the tokenizer's own special tokens around it if `special`."""
@@ -161,20 +140,23 @@ class FrontEnd(Actor[FromEngine]):
 
     async def encode_all(self, texts: list[str], *, special: bool = True) -> list[list[int]]:
         """Returns the token ids of several texts; see `encode`."""
-        return await token_ids(self.tokenizer, texts, special=special)
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
+
+        def work() -> list[list[int]]:
+            """Encodes the texts, in this thread."""
+            return [tokenizer.encode(text, special=special) for text in texts]
+
+        return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
     def admit(self, num_sequences: int) -> Ready:
         """Raises Overloaded unless so many more sequences may come now, InvalidRequest if they never may.
 
         `generate` calls this; call it earlier only to save work on a prompt that would be refused.
         """
-        if self.state == "draining":
-            raise Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)
-        if self.failure is not None:
-            raise EngineLost("the engine has ended") from self.failure
         if self.ready is None or self.state != "ready":
-            what = "the engine is being restarted" if self.state == "lost" else f"loading: {self.phase.name}"
-            raise Overloaded(what, code="model_loading", retry_after_s=2)
+            raise self.refusal()
         try:
             self._admission.check(len(self._sequences), num_sequences, self.ready)
         except Overloaded:
@@ -182,10 +164,7 @@ class FrontEnd(Actor[FromEngine]):
             raise
         return self.ready
 
-    def _abort(self, generation: Generation) -> None:
-        self._drop(generation, "abort")
-
-    def _drop(self, generation: Generation, reason: str) -> None:
+    def _drop(self, generation: Generation, reason: str = "abort") -> None:
         """Ends the sequences of a request that still run, here and in the engine."""
         live = [s for s in generation.sequences if s.rid in self._sequences]
         for sequence in live:
@@ -241,13 +220,13 @@ class FrontEnd(Actor[FromEngine]):
                 self.ready = ready
             case ExpertLoad() | Traced():
                 self.watch.hear(msg, self.ready)
-            case Pong() | AdminResult() | Stopped() | Joined() | Parted() | Placed():
+            case Pong() | Stopped() | Joined() | Parted() | Placed():
                 pass  # the link acts on these
             case _:
                 assert_never(msg)
 
     def _deliver(self, out: StepOutput) -> None:
-        now = self._now()
+        now = monotonic()
         if out.record is not None:
             self.stats.step(out.record)
         rids = memoryview(out.rids).cast("q")
@@ -306,14 +285,12 @@ class FrontEnd(Actor[FromEngine]):
         self.ready = ready
         self._unsent_aborts = []
         self.phase = Phase("ready", 100, self.phase.elapsed_s)
-        if self.state != "draining":
-            self.state = "ready"
+        self.enter("ready")
         if again:
             self.stats.lost_engine(0, died=True)
             self._replay(list(self._sequences), "the engine is back")
         if self._drain_by_s is not None:
-            self._link.send(Drain(max(0.0, self._drain_by_s - self._now())))
-        self._notify()
+            self._link.send(Drain(max(0.0, self._drain_by_s - monotonic())))
 
     def _on_lost(self, msg: RequestsLost) -> None:
         self.stats.lost_engine(msg.engine, died=msg.died)
@@ -341,20 +318,16 @@ class FrontEnd(Actor[FromEngine]):
             self._fail(sequence.owner, kind(msg.message, code=msg.code))
 
     def _on_gone(self, gone: EngineGone) -> None:
-        if not gone.restarting:
+        if gone.restarting:
+            self.enter("lost")
+        else:
             self._give_up(gone.error())
-            return
-        if self.state != "draining":
-            self.state = "lost"
-        self._notify()
 
     def _give_up(self, failure: MoeserveError) -> None:
         """Fails all sequences: there will be no engine any more."""
         self.failure = failure
-        if self.state != "draining":
-            self.state = "lost"
+        self.enter("lost")
         self._fail_all("the engine stopped while this request ran; send it again")
-        self._notify()
 
     # ---- endings --------------------------------------------------------------------------------------------
 
@@ -370,7 +343,7 @@ class FrontEnd(Actor[FromEngine]):
             self._fail(generation, error)
 
     def _end(self, sequence: Sequence, reason: str) -> None:
-        now = self._now()
+        now = monotonic()
         del self._sequences[sequence.rid]
         owner = sequence.owner
         owner.num_live -= 1
@@ -378,25 +351,7 @@ class FrontEnd(Actor[FromEngine]):
         self.stats.end(reason, now - owner.submitted_at, len(owner.prompt_token_ids), len(sequence.tokens))
         self._admission.ended(now, len(self._sequences))
         if not self._sequences:
-            self._notify()
-
-    async def wait_ready(self) -> Ready:
-        """Returns when the engine serves. Raises ConfigError or EngineDied if it is gone for good."""
-        await self._until(lambda: self.state == "ready" or self.failure is not None)
-        if self.failure is not None:
-            raise self.failure
-        assert self.ready is not None
-        return self.ready
-
-    async def died(self) -> MoeserveError:
-        """Waits until the engine is gone for good and returns the cause."""
-        await self._until(lambda: self.failure is not None)
-        assert self.failure is not None
-        return self.failure
-
-    async def stopping(self) -> None:
-        """Returns once the front end drains, or the engine is gone for good."""
-        await self._until(lambda: self.state == "draining" or self.failure is not None)
+            self._idle.set()
 
     @property
     def healthy(self) -> bool:
@@ -410,22 +365,10 @@ class FrontEnd(Actor[FromEngine]):
         """
         if self.state == "ready":
             self._link.send(Drain(timeout_s))
-        self.state = "draining"
-        self._drain_by_s = self._now() + timeout_s
-        self._notify()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s + ABORT_GRACE_S):
-                await self._until(lambda: not self._sequences)
+        self.enter("draining")
+        self._drain_by_s = monotonic() + timeout_s
+        self._idle.clear()
+        if self._sequences:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout_s + ABORT_GRACE_S)
         self._fail_all("the server stopped before this request could finish")
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _notify(self) -> None:
-        self._changed.set()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()

@@ -1,7 +1,7 @@
 """A request in the front end, from its check to its deltas.
 
 `Generation` is the running request: an async iterator of deltas over n sequences, each with its text state. Before it
-come `Admission`, the checks of prompt and priority, and `token_sampling`; `submission` is the message to the engine.
+come `Admission`, `check_request` and `token_sampling`; `submission` makes the message to the engine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Sub
 from moeserve.sampling import SamplingParams, TokenSampling
 from moeserve.text.detokenizer import Detokenizer
 from moeserve.text.stop import StopMatcher
-from moeserve.text.tokenizer import Tokenizer
 
-LONG_TEXT = 4_000  # characters
 MAX_RETRY_AFTER_S = 60.0
 _SEED_MASK = 2**63 - 1
 
@@ -56,8 +54,8 @@ class Sequence:
     index: int
     owner: Generation
     sampling: TokenSampling
-    detok: Detokenizer | None
-    stops: StopMatcher | None
+    detok: Detokenizer | None = None
+    stops: StopMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     first_at: float | None = None
     last_at: float = 0.0
@@ -187,20 +185,9 @@ class Generation:
         await self.aclose()
 
 
-async def token_ids(tokenizer: Tokenizer | None, texts: list[str], *, special: bool) -> list[list[int]]:
-    """Returns the token ids of each text; encodes in a thread if the texts are long together."""
-    if tokenizer is None:
-        raise InvalidRequest("this server runs without a tokenizer: send token ids", param="prompt")
-
-    def work() -> list[list[int]]:
-        """Encodes the texts, in this thread."""
-        return [tokenizer.encode(text, special=special) for text in texts]
-
-    return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
-
-
-def check_prompt(prompt: list[int], ready: Ready) -> None:
-    """Raises InvalidRequest for an empty prompt or an unknown token id, ContextLengthExceeded for a long one."""
+def check_request(prompt: list[int], priority: int, ready: Ready) -> None:
+    """Raises InvalidRequest for an empty prompt, an unknown token id or a priority that is no 32-bit integer, and
+    ContextLengthExceeded for a long prompt."""
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
     low, high = min(prompt), max(prompt)
@@ -213,10 +200,6 @@ def check_prompt(prompt: list[int], ready: Ready) -> None:
             "prompt and answer together, so shorten the prompt",
             param="prompt",
         )
-
-
-def check_priority(priority: int) -> None:
-    """Raises InvalidRequest unless the priority is a 32-bit integer."""
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
         raise InvalidRequest("priority must be an integer of 32 bits; lower ones go first", param="priority")
 
@@ -227,7 +210,8 @@ def token_sampling(
     ready: Ready,
     bad_seqs: tuple[tuple[int, ...], ...] = (),
 ) -> list[TokenSampling]:
-    """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i.
+    """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i, and only the first one
+    computes prompt logprobs.
 
     max_tokens is cut to the room that the context leaves (at least 1: `check_prompt` came first). Raises
     InvalidRequest for a parameter out of its range.
@@ -256,7 +240,8 @@ def token_sampling(
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
     )
-    return [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
+    each = [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
+    return [each[0], *(msgspec.structs.replace(other, prompt_logprobs=None) for other in each[1:])]
 
 
 def submission(sequence: Sequence) -> Submit:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moeserve.metrics import StepRecord
+from moeserve.messages import StepRecord
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -29,10 +29,10 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float, times: int = 1) -> None:
-        """Counts a value, several times if asked."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
+    def add(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
 
 @dataclass(slots=True)
@@ -104,11 +104,6 @@ class FrontStats:
             for name in SUMS:
                 setattr(total, name, getattr(total, name) + getattr(engine, name))
         return total
-
-    @property
-    def engine_restarts(self) -> int:
-        """Restarts of all engines."""
-        return sum(engine.restarts for engine in self.engines.values())
 
     @property
     def last(self) -> StepRecord | None:

@@ -27,10 +27,10 @@ Rank = tuple[int, int]  # data-parallel, tensor-parallel
 
 
 class Watch:
-    """Makes views and traces of the engines. state, ready: the front end's, at the moment of the call."""
+    """Makes views and traces of the engines. fleet: None for one engine. state, ready: the front end's at present."""
 
-    def __init__(self, link: EngineLink, stats: FrontStats) -> None:
-        self._fleet = link if isinstance(link, Fleet) and not link.single else None
+    def __init__(self, link: EngineLink, fleet: Fleet | None, stats: FrontStats) -> None:
+        self._fleet = fleet
         self._stats = stats
         self.tracing = Tracing(link)
         self._loads: Rebalancing | None = None  # where every engine has all experts
@@ -100,7 +100,7 @@ class Tracing:
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._answers: _Answers | None = None
+        self._answers: asyncio.Queue[Traced] | None = None
 
     async def take(self, view: FleetView, timeout_s: float) -> Trace:
         """Traces the next step. Engines that form a group are traced in the same step, others each in its own.
@@ -113,45 +113,26 @@ class Tracing:
         if not serving or (view.together and not view.complete):
             raise Conflict("the engines do not serve at the moment")
         wanted = {(rank, tp_rank) for rank in serving for tp_rank in range(view.tp)}
-        answers = self._answers = _Answers(wanted, view.together)
+        answers = self._answers = asyncio.Queue()
+        steps: dict[int, dict[Rank, Traced]] = {}  # a step that was asked for earlier, when nothing ran, may still come
         try:
             self._link.send(TraceNext())
             with suppress(TimeoutError):
-                await asyncio.wait_for(answers.some.wait(), timeout_s)
-                await asyncio.wait_for(answers.all.wait(), LATE_S)
+                async with asyncio.timeout(timeout_s) as limit:
+                    while not any(ranks.keys() == wanted for ranks in steps.values()):
+                        msg = await answers.get()
+                        if (rank := (msg.dp_rank, msg.tp_rank)) in wanted:
+                            if not steps:
+                                limit.reschedule(asyncio.get_running_loop().time() + LATE_S)
+                            steps.setdefault(msg.step if view.together else 0, {})[rank] = msg
         finally:
             self._answers = None
-        ranks = answers.fullest
-        if not ranks:
+        if not steps:
             raise Conflict(f"no step ran within {timeout_s:g} s; send a request meanwhile, or wait longer")
-        return Trace([ranks[rank] for rank in sorted(ranks)], sorted(wanted - ranks.keys()))
+        fullest = max(steps.values(), key=len)
+        return Trace([fullest[rank] for rank in sorted(fullest)], sorted(wanted - fullest.keys()))
 
     def hear(self, msg: Traced) -> None:
         """Adds one rank's answer; one that comes too late is dropped."""
         if self._answers is not None:
-            self._answers.add(msg)
-
-
-class _Answers:
-    """Answers by step: a step that was asked for earlier, when nothing ran, may still come."""
-
-    def __init__(self, wanted: set[Rank], together: bool) -> None:
-        self.some, self.all = asyncio.Event(), asyncio.Event()
-        self._wanted = wanted
-        self._together = together
-        self._steps: dict[int, dict[Rank, Traced]] = {}
-
-    def add(self, msg: Traced) -> None:
-        """Adds an answer of a wanted rank; sets `some`, and `all` once a step has every wanted rank."""
-        rank = msg.dp_rank, msg.tp_rank
-        if rank in self._wanted:
-            answers = self._steps.setdefault(msg.step if self._together else 0, {})
-            answers[rank] = msg
-            self.some.set()
-            if answers.keys() == self._wanted:
-                self.all.set()
-
-    @property
-    def fullest(self) -> dict[Rank, Traced]:
-        """The answers of the step that most ranks answered for."""
-        return max(self._steps.values(), key=len, default={})
+            self._answers.put_nowait(msg)

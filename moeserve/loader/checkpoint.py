@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import model_file, read_json
+from moeserve.loader.quantisation import Stored, find_stored
 from moeserve.loader.safetensors_file import TensorInfo, read_header
 from moeserve.loader.spec import StoredFormat
-from moeserve.loader.stored import Stored, find_stored
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_SHARD = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})\.safetensors")
-_MAX_SHARDS = 10_000
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 SAMPLES = 64  # tensors of each dtype and shape that a fingerprint looks into
 SAMPLE_BYTES = 4096
@@ -45,11 +41,6 @@ class Checkpoint:
     def parts(self, name: str) -> list[TensorInfo]:
         """The tensors that make up a weight, the values first."""
         return self.stored[name].parts if name in self.stored else [self.tensors[name]]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
 def open_checkpoint(model_dir: Path, form: StoredFormat | None = None) -> Checkpoint:
@@ -84,7 +75,6 @@ def weight_files(model_dir: Path) -> list[Path]:
         names = {SINGLE}
     else:
         names = {path.name for path in model_dir.glob("*.safetensors")}
-        names |= _siblings(names)
     if not names:
         raise _no_weights(model_dir)
     return [model_file(model_dir, name) for name in sorted(names)]
@@ -115,18 +105,6 @@ def _read_index(model_dir: Path) -> dict[str, str]:
     return weight_map
 
 
-def _siblings(names: set[str]) -> set[str]:
-    """All shards that `x-00002-of-00005.safetensors` implies, so that a missing one is noticed without an index."""
-    implied = set()
-    for name in names:
-        if match := _SHARD.fullmatch(name):
-            stem, number, total = match.groups()
-            if int(total) > _MAX_SHARDS:
-                raise CheckpointError(f"{name}: at most {_MAX_SHARDS} files are supported")
-            implied |= {f"{stem}-{i:0{len(number)}}-of-{total}.safetensors" for i in range(1, int(total) + 1)}
-    return implied
-
-
 def _no_weights(model_dir: Path) -> CheckpointError:
     pickled = sorted(path.name for path in model_dir.glob("*") if path.suffix in _PICKLED)
     if pickled:
@@ -143,29 +121,18 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     Covers config.json, the headers, and a few kilobytes of up to SAMPLES tensors of each kind: two trainings of one
     model differ in nothing else. A change of a few weights may go unseen.
     """
-    digest = hashlib.sha256()
+    digest, kinds = hashlib.sha256(), defaultdict(list)
     try:
         digest.update(model_file(checkpoint.model_dir, "config.json").read_bytes())
-        for tensor in _ordered(checkpoint.tensors.values()):
+        for _, tensor in sorted(checkpoint.tensors.items()):
             place = tensor.path.name, tensor.offset, tensor.num_bytes
             digest.update(repr((tensor.name, tensor.dtype, tensor.shape, place)).encode())
-        for tensor in _samples(checkpoint):
-            with tensor.path.open("rb") as file:
-                file.seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE_BYTES) // 2)
-                digest.update(file.read(min(SAMPLE_BYTES, tensor.num_bytes)))
+            kinds[tensor.dtype, tensor.shape].append(tensor)
+        for tensors in kinds.values():
+            for tensor in tensors[:: -(-len(tensors) // SAMPLES)]:  # evenly over the tensors of each kind
+                with tensor.path.open("rb") as file:
+                    file.seek(tensor.offset + max(0, tensor.num_bytes - SAMPLE_BYTES) // 2)
+                    digest.update(file.read(min(SAMPLE_BYTES, tensor.num_bytes)))
     except OSError as error:
         raise CheckpointError(f"{checkpoint.model_dir} cannot be read: {error}") from None
     return digest.hexdigest()[:32]
-
-
-def _samples(checkpoint: Checkpoint) -> Iterator[TensorInfo]:
-    """Evenly over the tensors of each kind."""
-    kinds: dict[tuple[str, tuple[int, ...]], list[TensorInfo]] = defaultdict(list)
-    for tensor in _ordered(checkpoint.tensors.values()):
-        kinds[tensor.dtype, tensor.shape].append(tensor)
-    for tensors in kinds.values():
-        yield from tensors[:: -(-len(tensors) // SAMPLES)]
-
-
-def _ordered(tensors: Iterable[TensorInfo]) -> Sequence[TensorInfo]:
-    return sorted(tensors, key=lambda tensor: tensor.name)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.load_plan import LoadPlan, Piece
+from moeserve.loader.quantisation import Stored
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.spec import StoredFormat
-from moeserve.loader.stored import Stored
-from moeserve.loader.weights import Params, Reader
+from moeserve.loader.weights import Reader
 from moeserve.ops.quantised import Quantised
 
 
@@ -34,19 +34,14 @@ def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) 
     return Checkpoint(model_dir, tensors, stored)
 
 
-class DummyParams(Params):
-    """`Params` of an imagined checkpoint, the same in every start on a device.
+class RandomReader(Reader):
+    """A reader of random numbers, seeded by the tensor's name: the same in every start on a device.
 
     Vectors lie around 1; products keep their inputs' size, so nothing overflows and routers choose all experts alike.
     """
 
-    def __init__(self, checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, **options: Any) -> None:
-        super().__init__(checkpoint, plan, dtype, **options)
-        self._reader = _RandomReader(Checkpoint(checkpoint.model_dir, {}))
-
-
-class _RandomReader(Reader):
-    """A reader of random numbers, seeded by the tensor's name."""
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(Checkpoint(checkpoint.model_dir, {}))
 
     def jobs(self, piece: Piece, param: Any, limit: int | None = None) -> Iterator[Callable[[], int]]:
         """Yields one job, which fills a piece with random numbers."""

@@ -2,21 +2,20 @@
 
 The bytes are the file's own, so an expert is the same wherever it is and however often it moved. The checks:
 
-- The files are opened once, at start. Replacing a file under its name later (a download into the same folder) does no
-  harm: reads still come from the file that the model was loaded from.
+- The files are opened once, at start; a file that replaces one under its name later is not read.
 - Size and modification time of a file must be those of the start, before and after each expert is read.
 - Each expert is read twice, and both reads must agree to the bit. This finds a write in between that kept size and
   time (a file mapped by its writer, say), and a fault of the memory that received the bytes.
 - Its CRC-32 is kept: whenever the expert comes back to this rank, it must be the same.
 
-No check here finds damage that was in the file, or in the system's cache of it, before the first read of an expert that
-this rank never read before. Safetensors files carry no checksums to compare with.
+Damage from before the first read of an expert is not found: safetensors files carry no checksums.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,10 +27,12 @@ from moeserve.loader.load_plan import LoadPlan
 from moeserve.loader.weights import Reader, empty_weight
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
+CPU = torch.device("cpu")
 READ_BYTES = 2**20  # small: between two reads the background gives way to the model
 Work = Callable[[int], None]  # called after each little piece of work with the bytes it read; may sleep, or raise
 
 
+@dataclass(eq=False)
 class ExpertFiles:
     """The experts in a checkpoint's files.
 
@@ -39,21 +40,15 @@ class ExpertFiles:
     Create the object before the model is loaded and call `check` after, so that both certainly read the same files.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        plan: Callable[[int, int], LoadPlan],
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        asked: Asked | None = None,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._plan = plan
-        self._dtype = dtype
-        self._device = torch.device(device)
-        self._asked = asked
-        self._reader = Reader(checkpoint).__enter__()
-        self._paths = {tensor.path for tensor in checkpoint.tensors.values()}
+    checkpoint: Checkpoint
+    plan: Callable[[int, int], LoadPlan]
+    dtype: torch.dtype
+    device: torch.device = CPU
+    asked: Asked | None = None
+
+    def __post_init__(self) -> None:
+        self._reader = Reader(self.checkpoint)
+        self._paths = {tensor.path for tensor in self.checkpoint.tensors.values()}
         self._marks = {path: self._mark(path) for path in self._paths}
         self._crcs: dict[tuple[int, int], int] = {}
 
@@ -75,8 +70,8 @@ class ExpertFiles:
 
         Raises CheckpointError when a file cannot be read or is not what it was. One thread at a time.
         """
-        plan = self._plan(layer, expert)
-        paths = {part.path for piece in plan.pieces for part in self._checkpoint.parts(piece.source)}
+        plan = self.plan(layer, expert)
+        paths = {part.path for piece in plan.pieces for part in self.checkpoint.parts(piece.source)}
         self._check_marks(paths)
         once, twice = self._fill(plan, work), self._fill(plan, work)
         self._check_marks(paths)
@@ -95,7 +90,7 @@ class ExpertFiles:
 
     def fingerprint(self) -> str:
         """Returns the checkpoint's fingerprint; call `check` before. Raises CheckpointError."""
-        return fingerprint(self._checkpoint)
+        return fingerprint(self.checkpoint)
 
     def identity(self) -> str:
         """Returns the fingerprint with size and modification time of each file as it was opened."""
@@ -103,22 +98,22 @@ class ExpertFiles:
 
     def close(self) -> None:
         """Closes the files."""
-        self._reader.__exit__()
+        self._reader.close()
 
     def _fill(self, plan: LoadPlan, work: Work) -> list[Weight]:
         weights = []
         for param in plan.params:
             pieces = [piece for piece in plan.pieces if piece.param == param.name]
-            weights.append(empty_weight(self._checkpoint, param, pieces, self._dtype, self._device))
+            weights.append(empty_weight(self.checkpoint, param, pieces, self.dtype, self.device))
             for piece in pieces:
                 for job in self._reader.jobs(piece, weights[-1], READ_BYTES):
                     work(job())
         return weights
 
     def _quantised(self, weight: Weight, name: str, work: Work) -> Weight:
-        if self._asked is None or isinstance(weight, Quantised):
+        if self.asked is None or isinstance(weight, Quantised):
             return weight
-        quantised, jobs = quantisation_of(weight, self._asked, name)
+        quantised, jobs = quantisation_of(weight, self.asked, name)
         for job in jobs:
             job()
             work(0)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.errors import CheckpointError, InvalidRequest
-from moeserve.loader.fields import Fields
-from moeserve.loader.files import read_json
+from moeserve.loader.files import Fields, read_json
 from moeserve.sampling import SamplingParams
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,14 @@ _MAX_NAME = 200  # characters: a name in a file may be of any length
 LINEAR = frozenset({"qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down", "w13", "w2"})
 
 
+def kind_of(name: str) -> str:
+    """Returns a parameter's kind: "layers.3.qkv" -> "qkv"."""
+    return name.rpartition(".")[2]
+
+
 def is_packed(name: str) -> bool:
-    """Whether a parameter is the weight of a matrix product, which kernels pack."""
-    return name.rpartition(".")[2] in LINEAR | {"router", "lm_head", "shared_gate"}
+    """Returns whether a parameter is the weight of a matrix product, which kernels pack."""
+    return kind_of(name) in LINEAR | {"router", "lm_head", "shared_gate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +41,14 @@ class Param:
 
         The router decides too much with too little, and the LM head is the layer that llama.cpp and vLLM spare, too.
         """
-        return self._kind in LINEAR
-
-    @property
-    def may_be_stored_quantised(self) -> bool:
-        """Whether a checkpoint may hold it quantised."""
-        return self._kind in LINEAR | {"router", "lm_head"}
-
-    @property
-    def _kind(self) -> str:
-        return self.name.rpartition(".")[2]
+        return kind_of(self.name) in LINEAR
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A copy of checkpoint tensor `source` (or the part `take` of it) to `param[at]`.
+    """A copy of checkpoint tensor `source` to `param[at]`, which is contiguous.
 
-    shape: of the whole source.
+    shape: of the whole source. take: some rows of it, or one; empty for all.
     """
 
     source: str
@@ -82,20 +78,20 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     """
     _check_coverage(plan)
     wanted = {piece.source: piece.shape for piece in plan.pieces}
-    found, stored = checkpoint.names, checkpoint.stored
-    problems = [f"tensor {name!r} {list(shape)} is missing" for name, shape in wanted.items() if name not in found]
+    tensors, stored, problems = checkpoint.tensors, checkpoint.stored, []
     for name, shape in wanted.items():
         if name in stored:
-            problem = stored[name].mismatch(shape)
+            problems.append(stored[name].mismatch(shape))
+        elif name in tensors:
+            problems.append(_mismatch(tensors[name], shape))
         else:
-            problem = _mismatch(checkpoint.tensors[name], shape) if name in found else ""
-        problems += [problem] if problem else []
+            problems.append(f"tensor {name!r} {list(shape)} is missing")
     owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
-    for name, tensor in checkpoint.tensors.items():
+    for name, tensor in tensors.items():
         if (owner := owners.get(name, name)) not in wanted and owner not in plan.ignore:
             problems.append(f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model")
     problems += _half_quantised(checkpoint, plan) if stored else ()
-    if problems:
+    if problems := list(filter(None, problems)):
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_MAX_SHOWN])
         raise CheckpointError(
@@ -105,11 +101,10 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
 
 
 def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
-    where = f"tensor {tensor.name!r} in {tensor.path.name}"
     if tensor.shape != shape:
-        return f"{where} has shape {list(tensor.shape)}, config.json implies {list(shape)}"
+        return f"{tensor} has shape {list(tensor.shape)}, config.json implies {list(shape)}"
     if tensor.dtype not in SUPPORTED:
-        return f"{where} is {tensor.dtype}; supported: {', '.join(SUPPORTED)}"
+        return f"{tensor} is {tensor.dtype}; supported: {', '.join(SUPPORTED)}"
     return ""
 
 
@@ -122,7 +117,7 @@ def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
         sources = kinds[param.name]
         if len(sources) > 1:
             yield f"tensor {sources[True]!r} is quantised and {sources[False]!r} is not; they are computed as one"
-        elif True in sources and not param.may_be_stored_quantised:
+        elif True in sources and kind_of(param.name) not in LINEAR | {"router", "lm_head"}:
             yield f"tensor {sources[True]!r} is quantised; this is supported for linear layers only"
 
 
@@ -132,6 +127,7 @@ def _check_coverage(plan: LoadPlan) -> None:
     assert len(shapes) == len(plan.params), "two parameters of one name"
     written: Counter[str] = Counter()
     for piece in plan.pieces:
+        assert len(piece.take) <= 1, piece
         taken, target = part_shape(piece.shape, piece.take), part_shape(shapes[piece.param], piece.at)
         assert taken == target, (piece, taken, target)
         written[piece.param] += math.prod(target)

@@ -25,10 +25,8 @@ def resolve_model_dir(name: str) -> Path:
     try:
         path = Path(name).expanduser()
         is_dir, exists = path.is_dir(), path.exists()
-    except OSError as error:  # a name too long, say
-        raise CheckpointError(f"{name[:200]!r} is not a directory: {error.strerror}") from None
-    except RuntimeError as error:  # an unknown ~user
-        raise CheckpointError(f"{name[:200]!r} is not a directory: {error}") from None
+    except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
+        raise CheckpointError(f"{name[:200]!r} is not a directory: {getattr(error, 'strerror', error)}") from None
     if is_dir and name:
         return path.resolve()
     if exists and name:

@@ -1,12 +1,11 @@
 """Packed weights on disk. A start that finds its file maps it: nothing is read, packed or held a second time.
 
-One file has the packed weights of one rank; its name is its key, made of all that decides the bytes (`key_of`). It is a
-safetensors file of the packed weights, of the parameters that no kernel packs, and of checksums, in a tensor that is
-named by the key; a start verifies every byte. Files are written aside, private to their user, and renamed when whole,
-so any number of processes may write and map them at once; a process that is killed meanwhile leaves nothing. Files are
-mapped privately: pages that an expert moves into become the process's own. They may be deleted at any time. Only
-writing into a file in place while it is mapped does harm (other weights), or cutting it short (SIGBUS), and only its
-owner can; so does another machine that deletes it from a shared disk.
+A file has the packed weights of one rank; its name is its key, made of all that decides the bytes (`key_of`). It is a
+safetensors file of the packed weights, of the parameters that no kernel packs, and of checksums, in a tensor named by
+the key; a start verifies every byte. Files are written aside, private to their user, and renamed when whole, so any
+number of processes may write, map and delete them at once, or be killed. Files are mapped privately: pages that an
+expert moves into become the process's own. Only their owner can do harm, by writing into a mapped file (other weights)
+or cutting it short (SIGBUS), or another machine that deletes it from a shared disk.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from moeserve.ops.native_layer import HUGE, LAYOUT, new_room
 from moeserve.version import __version__
 
 log = logging.getLogger(__name__)
-
+_native: Any = native()
 _NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SYNC_BYTES = 1 << 30  # so much at a time goes to the disk: at the end it might take longer than a start may be silent
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -122,8 +121,7 @@ def _mapped(path: Path, key: str, alive: Callable[[], None]) -> dict[str, Tensor
         if key not in entries or any(entry.dtype not in _DTYPES for entry in entries.values()):
             raise CheckpointError("it was made for something else")
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    module: Any = native()
-    module.advise_huge_pages(memory.data_ptr(), len(memory))
+    _native.advise_huge_pages(memory.data_ptr(), len(memory))
     head = memory[: min(entry.offset for entry in entries.values())]
     parts = {name: memory[entry.offset : entry.offset + entry.num_bytes] for name, entry in entries.items()}
     if not torch.equal(parts.pop(key), _checksums([head, *parts.values()], alive)):
@@ -132,12 +130,11 @@ def _mapped(path: Path, key: str, alive: Callable[[], None]) -> dict[str, Tensor
 
 
 def _checksums(parts: list[Tensor], alive: Callable[[], None]) -> Tensor:
-    module: Any = native()
-    sums = bytearray()
+    sums = []
     for part in parts:
-        sums += module.checksum(part.data_ptr(), len(part)).to_bytes(8, "little")
+        sums.append(_native.checksum(part.data_ptr(), len(part)))
         alive()
-    return torch.frombuffer(sums, dtype=torch.uint8)
+    return torch.tensor(sums, dtype=torch.uint64).view(torch.uint8)
 
 
 def _contents(tensors: dict[str, Tensor], key: str, alive: Callable[[], None]) -> list[Tensor]:

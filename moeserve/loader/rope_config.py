@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from moeserve.loader.fields import Fields
+from moeserve.loader.files import Fields
 from moeserve.loader.spec import RopeSpec
 
 KINDS = ("default", "linear", "llama3", "yarn")

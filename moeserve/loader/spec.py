@@ -1,9 +1,17 @@
-"""A model in numbers: one frozen record per checkpoint, read from its config.json. No torch here."""
+"""A model in numbers: one frozen record per checkpoint, read from its config.json, and what follows from it: the heads
+that a rank computes, and the size. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from moeserve.comm.world import World
+from moeserve.errors import ConfigError
+
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # of a quantised weight without scales
+_USUAL_GROUP = 64  # of int4 weights that are quantised on loading
+_MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +38,7 @@ class RopeSpec:
     original_max_position: int = 8192
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None
+    attention_factor: float = 1.0  # on cos and sin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +109,81 @@ class ModelSpec:
     def scale(self) -> float:
         """The factor on attention scores before the softmax."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer routes to experts; without `moe_layers` all are dense."""
+        return layer < len(self.moe_layers) and self.moe_layers[layer]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The rank's query heads [first, first + count) and the KV heads that they read."""
+
+    first: int
+    count: int
+    first_kv: int
+    count_kv: int
+
+
+def possible_tp(spec: ModelSpec) -> list[int]:
+    """Returns the numbers of ranks that an engine may have.
+
+    Each rank gets equally many query heads, and whole KV heads or a part of one's queries.
+    12 query heads on 4 KV heads -> [1, 2, 4, 12]
+    """
+    heads, kv = spec.num_heads, spec.num_kv_heads
+    return [tp for tp in range(1, heads + 1) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
+
+
+def local_heads(spec: ModelSpec, world: World) -> Heads:
+    """Returns this rank's heads; a KV head that several ranks need is computed and cached by each of them.
+
+    8 query heads on 2 KV heads, rank 3 of 4 -> queries 6 and 7, KV head 1. Raises ConfigError with the possible tp.
+    """
+    tp, rank = world.tp_size, world.tp_rank
+    possible = possible_tp(spec)
+    if tp not in possible:
+        raise ConfigError(
+            f"tp={tp} cannot share out {spec.num_heads} query heads on {spec.num_kv_heads} KV heads evenly; "
+            f"choose tp from {', '.join(map(str, possible))}"
+        )
+    queries = spec.num_heads // tp
+    return Heads(rank * queries, queries, rank * spec.num_kv_heads // tp, local_kv_heads(spec, tp))
+
+
+def local_kv_heads(spec: ModelSpec, tp_size: int) -> int:
+    """The number of KV heads in each rank's cache."""
+    return max(1, spec.num_kv_heads // tp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Numbers of parameters. active: those that compute one token, without the embedding table."""
+
+    total: int
+    active: int
+
+
+def model_size(spec: ModelSpec) -> ModelSize:
+    """Counts the matrices of a model; norms and biases are a rounding error (< 0.1 %).
+
+    Qwen3-30B-A3B (D 2048, 48 layers, E 128, K 8, I 768) -> about 30.5e9 and 3.0e9
+    """
+    width, moe = spec.hidden_size, sum(spec.moe_layers)
+    attention = 2 * width * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    expert, head = 3 * width * spec.expert_size, spec.vocab_size * width
+    always = spec.num_layers * attention + (spec.num_layers - moe) * 3 * width * spec.intermediate_size
+    always += moe * width * (spec.num_experts + 3 * spec.shared_expert_size) + head
+    total = always + moe * spec.num_experts * expert + (0 if spec.tie_embeddings else head)
+    return ModelSize(total, always + moe * spec.experts_per_token * expert)
+
+
+def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
+    """Bytes of a linear layer's weight in memory, scales included. asked: the kind it becomes on loading."""
+    form = spec.stored
+    if form is None and asked == "int4":
+        form = StoredFormat(kind="int4", group=_USUAL_GROUP)
+    if form is None:
+        return _BYTES.get(asked or "", itemsize)
+    group = min(form.group or _MOST_GROUP, _MOST_GROUP) if form.kind == "int4" else form.group
+    return _BYTES[form.kind] + ((8 if form.zeros else 4) / group if group else 0.0)

@@ -1,7 +1,7 @@
 """Carries out a load plan: bytes go from the files straight into the parameters, many ranges at a time.
 
-A range whose dtype and layout are already right is read by `preadv` into the parameter itself; any other range passes
-through a small buffer per thread. A parameter is read when it is asked for, so memory holds what was made of earlier
+A range whose dtype is already right is read by `preadv` into the parameter itself; any other range passes through a
+small buffer per thread. A parameter is read when it is asked for, so memory holds what was made of earlier
 parameters, and a few buffers. Nothing is mapped: a file that shrinks meanwhile is an error, not a crash. Headers and
 plan are compared before the first byte is allocated.
 """
@@ -14,7 +14,7 @@ import threading
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece, check_plan, part_shape
+from moeserve.loader.quantisation import Stored
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.stored import Stored, place
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
@@ -38,12 +38,129 @@ DTYPES = {
 READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to share out among threads
 
 
+def empty_weight(
+    checkpoint: Checkpoint, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
+) -> Weight:
+    """Returns uninitialised memory for a parameter in the format of the files."""
+    stored = checkpoint.stored.get(pieces[0].source) if pieces else None
+    if stored is None:
+        return torch.empty(param.shape, dtype=dtype, device=device)
+    form = stored.form
+    group = form.group or (-(-param.shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # int4 always has groups
+    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, param.shape, device), rows=form.rows)
+
+
+def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
+    taken = math.prod(part_shape(piece.shape, piece.take))
+    return taken * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
+
+
+class Reader:
+    """Open files, and one buffer per thread for what has to be converted on its way. Raises CheckpointError."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[Path, int] = {}
+        self._local = threading.local()
+        for path in {tensor.path for tensor in checkpoint.tensors.values()}:
+            try:
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                self.close()
+                raise CheckpointError(f"{path} cannot be opened: {error}") from None
+
+    def close(self) -> None:
+        """Closes the files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
+        """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.
+
+        limit: of bytes in one read (default: READ_BYTES). A quantised weight is one job.
+        """
+        limit = limit or READ_BYTES
+        if isinstance(param, Quantised):
+            yield partial(self._carry_out_stored, piece, param, limit)
+        else:
+            yield from self._reads(self._checkpoint.tensors[piece.source], piece.take, param[piece.at], limit)
+
+    def _reads(self, tensor: TensorInfo, take: Index, into: Tensor, limit: int) -> Iterator[Callable[[], int]]:
+        """Yields the reads, of `limit` bytes each at most, that bring some rows of a tensor to contiguous memory."""
+        flat, itemsize, first = into.view(-1), DTYPES[tensor.dtype].itemsize, 0
+        if take:
+            rows = range(tensor.shape[0])[take[0]]
+            first = (rows if isinstance(rows, int) else rows.start) * math.prod(tensor.shape[1:])
+        step = max(1, limit // itemsize)
+        for at in range(0, flat.numel(), step):
+            yield partial(self.read, tensor, tensor.offset + (first + at) * itemsize, flat[at : at + step])
+
+    @torch.inference_mode()
+    def _carry_out_stored(self, piece: Piece, param: Quantised, limit: int) -> int:
+        def read(tensor: TensorInfo, take: Index) -> Tensor:
+            """Returns a part of a stored tensor."""
+            raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
+            for job in self._reads(tensor, take, raw, limit):
+                job()
+            return raw
+
+        unpack(self._checkpoint.stored[piece.source], piece, param, read)
+        return _num_bytes(piece, self._checkpoint)
+
+    @torch.inference_mode()  # per thread: the caller's mode does not reach this one
+    def read(self, tensor: TensorInfo, offset: int, into: Tensor) -> int:
+        """Fills `into` from an offset on; returns the bytes read. Any thread; reading and converting drop the GIL."""
+        dtype = DTYPES[tensor.dtype]
+        num_bytes, target = into.numel() * dtype.itemsize, into
+        if into.device.type != "cpu" or into.dtype != dtype:
+            target = self._buffer(num_bytes, pinned=into.device.type == "cuda").view(dtype)
+        self._fill(tensor, offset, target)
+        if target is not into:
+            into.copy_(target)
+        if into.dtype == torch.float16 and dtype != torch.float16 and not torch.isfinite(into).all():
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 at most); use "
+                "--dtype bfloat16 or float32"
+            )
+        return num_bytes
+
+    def _buffer(self, num_bytes: int, pinned: bool) -> Tensor:
+        have: Tensor | None = getattr(self._local, "buffer", None)
+        if have is None or have.numel() < num_bytes:
+            have = torch.empty(max(num_bytes, READ_BYTES), dtype=torch.uint8, pin_memory=pinned)
+            self._local.buffer = have
+        return have[:num_bytes]
+
+    def stat(self, path: Path) -> os.stat_result:
+        """Returns the status of the file that was opened, whatever its name means by now."""
+        try:
+            return os.fstat(self._files[path])
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+
+    def _fill(self, tensor: TensorInfo, offset: int, target: Tensor) -> None:
+        memory: memoryview = target.view(torch.uint8).numpy().data
+        left = len(memory)
+        try:
+            while left:
+                count = os.preadv(self._files[tensor.path], [memory[-left:]], offset)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{tensor.path} ended inside tensor {tensor.name!r}: the file was changed while it "
+                        "was read; start again when it is complete"
+                    )
+                offset, left = offset + count, left - count
+        except OSError as error:
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r}: {error}") from None
+
+
 class Params(UserDict[str, Any]):
     """The plan's parameters by name, each read anew whenever it is asked for: `pop` them. Use it as a context.
 
     Values are contiguous tensors of `dtype` (float32, bfloat16 or float16) on `device`, or `Quantised`: where the files
     have them so, and with `asked` the other linear layers. On "meta" they have no values, and nothing is read. progress
-    is called in the thread that asks. threads: concurrent reads (default: one per core, 2 to 16).
+    is called in the thread that asks. threads: concurrent reads (default: one per core, 2 to 16). reader: of
+    the files.
 
     Raises CheckpointError if plan and checkpoint do not fit each other, and when a parameter is asked for: if a file
     cannot be read, float16 cannot hold a value, or a weight that is to be quantised is not finite.
@@ -59,26 +176,28 @@ class Params(UserDict[str, Any]):
         asked: Asked | None = None,
         progress: Progress = lambda done, total: None,
         threads: int | None = None,
+        reader: type[Reader] = Reader,
     ) -> None:
         check_plan(checkpoint, plan)
         super().__init__({param.name: param for param in plan.params})
         self._checkpoint, self._dtype, self._device, self._asked = checkpoint, dtype, torch.device(device), asked
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
-        for piece in sorted(plan.pieces, key=lambda piece: _place(checkpoint.parts(piece.source)[0])):
+        first = {piece.source: checkpoint.parts(piece.source)[0] for piece in plan.pieces}
+        for piece in sorted(plan.pieces, key=lambda piece: (first[piece.source].path, first[piece.source].offset)):
             self._pieces[piece.param].append(piece)
         self._progress = progress
         self._done, self._total = 0, sum(_num_bytes(piece, checkpoint) for piece in plan.pieces)
         self._threads = threads or max(2, min(16, os.cpu_count() or 1))
-        self._reader = Reader(checkpoint)
+        self._reader_type = reader
 
     def __enter__(self) -> Params:
-        self._reader.__enter__()
+        self._reader = self._reader_type(self._checkpoint)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="load")
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._reader.__exit__()
+        self._reader.close()
 
     def __getitem__(self, name: str) -> Any:
         param = self.data[name]
@@ -100,191 +219,6 @@ class Params(UserDict[str, Any]):
         return quantised
 
 
-def empty_weight(
-    checkpoint: Checkpoint, param: Param, pieces: list[Piece], dtype: torch.dtype, device: torch.device
-) -> Weight:
-    """Returns uninitialised memory for a parameter in the format of the files."""
-    stored = checkpoint.stored.get(pieces[0].source) if pieces else None
-    if stored is None:
-        return torch.empty(param.shape, dtype=dtype, device=device)
-    return empty_stored(stored, dtype, param.shape, device)
-
-
-def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
-    taken = math.prod(part_shape(piece.shape, piece.take))
-    return taken * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
-
-
-def _place(tensor: TensorInfo) -> tuple[str, int]:
-    return tensor.path.name, tensor.offset
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """One range of a file and where it goes. `into` is a view of the parameter."""
-
-    tensor: TensorInfo
-    offset: int
-    shape: tuple[int, ...]  # of the bytes that are read
-    take: Index  # what of them is wanted
-    into: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes to read."""
-        return math.prod(self.shape) * DTYPES[self.tensor.dtype].itemsize
-
-
-def reads_of(piece: Piece, tensor: TensorInfo, param: Tensor, limit: int | None = None) -> Iterator[Read]:
-    """Yields the reads that carry out a piece, of about `limit` bytes each at most (default: READ_BYTES)."""
-    into = param[piece.at]
-    take = tuple(
-        range(size)[part] if isinstance(part, int) else slice(*part.indices(size))
-        for part, size in zip(piece.take, piece.shape, strict=False)
-    )
-    take += tuple(slice(0, size, 1) for size in piece.shape[len(take) :])
-    assert all(isinstance(part, int) or part.step == 1 for part in take), piece
-    yield from _split(tensor, tensor.offset, piece.shape, take, into, limit or READ_BYTES)
-
-
-def _split(
-    tensor: TensorInfo, offset: int, shape: tuple[int, ...], take: Index, into: Tensor, limit: int
-) -> Iterator[Read]:
-    """Yields the reads, of about `limit` bytes each, that bring `take` of a row-major array at `offset`."""
-    if not shape:
-        shape, take, into = (1,), (slice(0, 1, 1),), into.unsqueeze(0)
-    first, rest = take[0], take[1:]
-    row_bytes = math.prod(shape[1:]) * DTYPES[tensor.dtype].itemsize
-    if isinstance(first, int):
-        yield from _split(tensor, offset + first * row_bytes, shape[1:], rest, into, limit)
-        return
-    if row_bytes > limit and len(shape) > 1:
-        for row in range(first.start, first.stop):
-            yield from _split(tensor, offset + row * row_bytes, shape[1:], rest, into[row - first.start], limit)
-        return
-    step = max(1, limit // max(row_bytes, 1))
-    for row in range(first.start, first.stop, step):
-        stop = min(row + step, first.stop)
-        part = into[row - first.start : stop - first.start]
-        yield Read(tensor, offset + row * row_bytes, (stop - row, *shape[1:]), (slice(None), *rest), part)
-
-
-class Reader:
-    """Open files, and one buffer per thread for what has to be converted on its way."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._files: dict[Path, int] = {}
-        self._paths = {tensor.path for tensor in checkpoint.tensors.values()}
-        self._local = threading.local()
-
-    def __enter__(self) -> Reader:
-        for path in self._paths:
-            try:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                self.__exit__()
-                raise CheckpointError(f"{path} cannot be opened: {error}") from None
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
-        """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.
-
-        limit: of bytes in one read (default: READ_BYTES). A quantised weight is one job.
-        """
-        if isinstance(param, Quantised):
-            yield partial(self._carry_out_stored, piece, param, limit)
-            return
-        for read in reads_of(piece, self._checkpoint.tensors[piece.source], param, limit):
-            yield partial(self.carry_out, read)
-
-    @torch.inference_mode()
-    def _carry_out_stored(self, piece: Piece, param: Quantised, limit: int | None) -> int:
-        def read(tensor: TensorInfo, take: Index) -> Tensor:
-            """Returns a part of a stored tensor."""
-            raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
-            for part in reads_of(Piece(tensor.name, tensor.shape, "", take=take), tensor, raw, limit):
-                self.carry_out(part)
-            return raw
-
-        unpack(self._checkpoint.stored[piece.source], piece, param, read)
-        return _num_bytes(piece, self._checkpoint)
-
-    @torch.inference_mode()  # per thread: the caller's mode does not reach this one
-    def carry_out(self, read: Read) -> int:
-        """Does one read and returns its number of bytes. Runs in any thread; reading and converting drop the GIL."""
-        if not read.num_bytes:
-            return 0
-        into, source_dtype = read.into, DTYPES[read.tensor.dtype]
-        wanted = (read.shape[0], *_shape_of(read))
-        direct = into.device.type == "cpu" and into.dtype == source_dtype and wanted == read.shape
-        if direct and into.is_contiguous():
-            self._fill(read, into)
-            return read.num_bytes
-        buffer = self._buffer(read.num_bytes, pinned=into.device.type == "cuda").view(source_dtype).view(read.shape)
-        self._fill(read, buffer)
-        into.copy_(buffer[read.take])
-        if into.dtype == torch.float16 and source_dtype != torch.float16:
-            _check_range(read)
-        return read.num_bytes
-
-    def _buffer(self, num_bytes: int, pinned: bool) -> Tensor:
-        have: Tensor | None = getattr(self._local, "buffer", None)
-        if have is None or have.numel() < num_bytes:
-            have = torch.empty(max(num_bytes, READ_BYTES), dtype=torch.uint8, pin_memory=pinned)
-            self._local.buffer = have
-        return have[:num_bytes]
-
-    def stat(self, path: Path) -> os.stat_result:
-        """Returns the status of the file that was opened, whatever its name means by now."""
-        try:
-            return os.fstat(self._files[path])
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-
-    def _fill(self, read: Read, target: Tensor) -> None:
-        flat = target.as_strided((target.numel(),), (1,))  # a size of 1 may have any stride, which `view` refuses
-        memory: memoryview = flat.view(torch.uint8).numpy().data
-        offset, left = read.offset, len(memory)
-        try:
-            while left:
-                count = os.preadv(self._files[read.tensor.path], [memory[-left:]], offset)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{read.tensor.path} ended inside tensor {read.tensor.name!r}: the file was changed while it "
-                        "was read; start again when it is complete"
-                    )
-                offset, left = offset + count, left - count
-        except OSError as error:
-            raise CheckpointError(f"{read.tensor.path}: tensor {read.tensor.name!r}: {error}") from None
-
-
-def _shape_of(read: Read) -> tuple[int, ...]:
-    """Sizes after the first dimension that `take` leaves."""
-    sizes = zip(read.take[1:], read.shape[1:], strict=True)
-    return tuple(len(range(size)[part]) for part, size in sizes if isinstance(part, slice))
-
-
-def _check_range(read: Read) -> None:
-    if not torch.isfinite(read.into).all():
-        raise CheckpointError(
-            f"{read.tensor.path}: tensor {read.tensor.name!r} has values that float16 cannot hold (65504 at most); "
-            "use --dtype bfloat16 or float32"
-        )
-
-
-def empty_stored(stored: Stored, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Quantised:
-    """Returns uninitialised memory for a parameter of this format."""
-    form = stored.form
-    whole = -(-shape[-1] // 8) * 8  # int4 always has groups
-    group = form.group or (whole if form.kind == "int4" else 0)
-    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
-
-
 def unpack(stored: Stored, piece: Piece, into: Quantised, read: Callable[[TensorInfo, Index], Tensor]) -> None:
     """Fills a piece of a parameter. Raises CheckpointError when a value or a scale is NaN or infinite."""
     form = stored.form
@@ -293,11 +227,11 @@ def unpack(stored: Stored, piece: Piece, into: Quantised, read: Callable[[Tensor
         values = _nibbles(values) if form.kind == "int4" else values.view(torch.int8) ^ -128
         values = values[..., : piece.shape[-1]]
     if form.kind == "fp8" and (values & 127 == 127).any():
-        raise CheckpointError(f"{place(stored.values)} has NaN; download it again")
+        raise CheckpointError(f"{stored.values} has NaN; download it again")
     into.values[piece.at] = values
     scales = read(stored.scales, ()).float()
     if not scales.isfinite().all():
-        raise CheckpointError(f"{place(stored.scales)} has NaN or infinity; download it again")
+        raise CheckpointError(f"{stored.scales} has NaN or infinity; download it again")
     num_rows = piece.shape[-2]
     scales = scales.view(*piece.shape[:-2], *form.scale_shape(piece.shape))
     scales = scales.repeat_interleave(form.rows or num_rows, -2)[..., :num_rows, :]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +13,10 @@ from torch import Tensor
 
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.linear import ColumnLinear, GatedMLP, SigmoidGatedMLP, widened
-from moeserve.blocks.rotary import RotaryTable
+from moeserve.blocks.rotary import rotary_tables
 from moeserve.comm.tensor import ALONE, TensorParallel, share
 from moeserve.comm.world import World
-from moeserve.loader.heads import local_heads
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import Heads, ModelSpec, local_heads
 from moeserve.models.decoder import Decoder, FeedForward, Layer
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
@@ -45,20 +46,18 @@ def build_decoder(
     backends: Sequence[All2All] | None = None,
     ubatches: int = 1,
     max_tokens: int = 1,
-    max_position: int | None = None,
 ) -> Decoder:
     """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of `dtype` or Quantised).
 
     tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. ubatches: micro-batches that a step may
-    have. max_tokens: rows of one step. max_position: length of the rotary table, the model's own by default. Raises
-    ConfigError when no all2all backend and expert kernel fit.
+    have. max_tokens: rows of one step. Raises ConfigError when no all2all backend and expert kernel fit.
     """
     assert dtype == ops.dtype, (dtype, ops.dtype)
     world = world or World()
     assert (tp.rank, tp.size) == (world.tp_rank, world.tp_size), (tp.rank, tp.size, world)
     if placement is None:
         placement = Placement.initial(sum(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
-    build = _Build(spec, params, ops, world, tp, placement)
+    moe = None
     if any(spec.moe_layers):
         needs = MoENeeds(
             hidden_size=spec.hidden_size,
@@ -79,52 +78,44 @@ def build_decoder(
             from moeserve.moe.experts.triton import TritonExperts  # slow to import: only where it serves
 
             kernels = [TritonExperts(), *([] if ops.exact else kernels)]
-        build.moe = plan_moe(needs, backends or [LocalAll2All(placement.experts_per_rank)], kernels)
-        for line in build.moe.table().splitlines():
+        moe = plan_moe(needs, backends or [LocalAll2All(placement.experts_per_rank)], kernels)
+        for line in moe.table().splitlines():
             log.debug("MoE kernels: %s", line)
-    layers = [build.layer(index) for index in range(spec.num_layers)]
+    build = _Build(spec, params, ops, local_heads(spec, world), tp, placement, moe)
+    windows = spec.windows or (None,) * spec.num_layers
+    groups = list(dict.fromkeys(windows))
+    layers = [build.layer(index, groups.index(window)) for index, window in enumerate(windows)]
     embed = params.pop("embed")
     if spec.tie_embeddings:
         params["lm_head"] = embed[share(spec.vocab_size, tp.size, tp.rank)]
-    head = build.columns("lm_head", spec.vocab_size)
-    rotary = RotaryTable(spec.rope, spec.head_dim, max_position or spec.max_position, ops.device)
+    columns = build.columns("lm_head", spec.vocab_size)
+    head = columns.part if tp.size == 1 else partial(columns, channel=0)
+    rotary = rotary_tables(spec.rope, spec.head_dim, spec.max_position, ops.device)
     decoder = Decoder(spec, ops, embed, layers, build.norm("norm"), head, rotary, build.heads)
     assert not params, f"parameters that nothing uses: {sorted(params)}"
     return decoder
 
 
+@dataclass(slots=True)
 class _Build:
-    def __init__(
-        self,
-        spec: ModelSpec,
-        params: MutableMapping[str, Any],
-        ops: Ops,
-        world: World,
-        tp: TensorParallel,
-        placement: Placement,
-    ) -> None:
-        self.spec = spec
-        self.tp = tp
-        self.heads = local_heads(spec, world)
-        self.placement = placement
-        self.num_moe = 0  # MoE layers built so far
-        self.params = params
-        self.ops = ops
-        self.moe: MoEPlan | None = None
-        windows = spec.windows or (None,) * spec.num_layers
-        distinct = list(dict.fromkeys(windows))
-        self.groups = [distinct.index(window) for window in windows]
+    spec: ModelSpec
+    params: MutableMapping[str, Any]
+    ops: Ops
+    heads: Heads
+    tp: TensorParallel
+    placement: Placement
+    moe: MoEPlan | None
+    num_moe: int = 0  # MoE layers built so far
 
-    def layer(self, index: int) -> Layer:
-        """The decoder layer number `index`."""
+    def layer(self, index: int, group: int) -> Layer:
+        """The decoder layer number `index`. group: its KV group."""
         name = f"layers.{index}."
-        moe = index < len(self.spec.moe_layers) and self.spec.moe_layers[index]
         return Layer(
             attn_norm=self.norm(name + "attn_norm"),
             attention=self.attention(name),
             mlp_norm=self.norm(name + "mlp_norm"),
-            feed_forward=self.experts(name) if moe else self.dense(name),
-            group=self.groups[index],
+            feed_forward=self.experts(name) if self.spec.has_experts(index) else self.dense(name),
+            group=group,
         )
 
     def linear(self, name: str) -> Linear:

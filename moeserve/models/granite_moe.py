@@ -6,32 +6,29 @@ Source: arXiv 2408.13359.
 
 from __future__ import annotations
 
-from typing import Any
-
-from moeserve.loader.fields import Fields
+from moeserve.loader.files import Fields
 from moeserve.loader.spec import RouterSpec
-from moeserve.models.config_parts import MAX_MULTIPLIER, attention_bias, every_layer_moe, no_window, sizes
-from moeserve.models.family import ExpertNames, Family, Names
+from moeserve.models import family
 
 
-def _fields(config: Fields, num_layers: int) -> dict[str, Any]:
+def _fields(config: Fields, num_layers: int) -> family.SpecFields:
     return {
-        **every_layer_moe(config, num_layers),
-        **no_window(config, num_layers),
-        **attention_bias(config),
-        "attention_scale": config.number("attention_multiplier", 0, MAX_MULTIPLIER),
-        "embedding_scale": config.number("embedding_multiplier", 0, MAX_MULTIPLIER),
-        "residual_scale": config.number("residual_multiplier", 0, MAX_MULTIPLIER),
-        "logits_divisor": config.number("logits_scaling", 0, MAX_MULTIPLIER),
+        **family.every_layer_moe(config, num_layers),
+        **family.no_window(config, num_layers),
+        **family.attention_bias(config),
+        "attention_scale": config.number("attention_multiplier", 0, family.MAX_MULTIPLIER),
+        "embedding_scale": config.number("embedding_multiplier", 0, family.MAX_MULTIPLIER),
+        "residual_scale": config.number("residual_multiplier", 0, family.MAX_MULTIPLIER),
+        "logits_divisor": config.number("logits_scaling", 0, family.MAX_MULTIPLIER),
         "router": RouterSpec(score="softmax_selected"),
     }
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     "GraniteMoeForCausalLM",
     "granitemoe",
     _fields,
-    sizes(32000, 4096, 11008, 32, 32, None, 2048)
+    family.sizes(32000, 4096, 11008, 32, 32, None, 2048)
     | {
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,
@@ -41,10 +38,14 @@ FAMILY = Family(
         "num_experts_per_tok": 2,
         "residual_multiplier": 1.0,
     },
-    Names(
+    family.Names(
         experts=(
-            ExpertNames(gate_up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"),
-            ExpertNames(gate_up="block_sparse_moe.experts.gate_up_proj", down="block_sparse_moe.experts.down_proj"),
+            family.ExpertNames(
+                gate_up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"
+            ),
+            family.ExpertNames(
+                gate_up="block_sparse_moe.experts.gate_up_proj", down="block_sparse_moe.experts.down_proj"
+            ),
         ),
         router=("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
     ),

@@ -12,13 +12,12 @@ from typing import Any
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
-from moeserve.loader.fields import Fields
-from moeserve.loader.files import read_json
+from moeserve.loader.files import Fields, read_json
 from moeserve.loader.generation_config import read_eos_ids
 from moeserve.loader.quantisation import read_stored_format
 from moeserve.loader.rope_config import longest_context, read_rope
 from moeserve.loader.spec import ModelSpec
-from moeserve.models.config_parts import MAX_LAYERS, MAX_POSITION, MAX_WIDTH
+from moeserve.models.family import MAX_LAYERS, MAX_POSITION, MAX_WIDTH
 from moeserve.models.registry import FAMILIES
 
 _FILE = "config.json"
@@ -78,16 +77,12 @@ def _architecture(path: Path, values: dict[str, Any]) -> str:
         names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
         if not names:
             raise config.error("model_type", f"supported architectures: {supported}")
-    found: list[str] = [name for name in names if name in FAMILIES] if _is_names(names) else []
+    found = [name for name in names if isinstance(name, str) and name in FAMILIES] if isinstance(names, list) else []
     if not found:
         raise config.error("architectures", f"supported: {supported}")
     if model_type not in (None, FAMILIES[found[0]].model_type):
         raise config.error("model_type", f"{found[0]} has {FAMILIES[found[0]].model_type!r}; fix one of the two")
     return found[0]
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _refuse_foreign(config: Fields) -> None:
@@ -120,9 +115,4 @@ def _attention_shape(config: Fields) -> dict[str, Any]:
         head_dim = hidden_size // num_heads
     if head_dim % 2:
         raise CheckpointError(f"{config.path}: the size of a head is {head_dim}; it must be even to be rotated")
-    return {
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }
+    return {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

@@ -10,22 +10,19 @@ smaller).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from moeserve.comm.tensor import share
 from moeserve.comm.world import World
-from moeserve.loader.heads import local_heads
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, local_heads
 from moeserve.models.family import ExpertNames, Names
 from moeserve.models.registry import FAMILIES
 from moeserve.moe.placement.placement import Placement
 
 
 def load_plan(
-    spec: ModelSpec,
-    present: Collection[str],
-    world: World | None = None,
-    placement: Placement | None = None,
+    spec: ModelSpec, present: Collection[str], world: World | None = None, placement: Placement | None = None
 ) -> LoadPlan:
     """Returns every parameter of the decoder and the copies that fill it from a checkpoint with the tensors `present`.
 
@@ -42,13 +39,13 @@ def load_plan(
     builder.add("embed", (spec.vocab_size, spec.hidden_size), "model.embed_tokens.weight")
     builder.add("norm", (spec.hidden_size,), "model.norm.weight")
     if not spec.tie_embeddings:
-        builder.add("lm_head", (spec.vocab_size, spec.hidden_size), "lm_head.weight", builder.share(spec.vocab_size))
+        builder.add("lm_head", (spec.vocab_size, spec.hidden_size), "lm_head.weight", sharded=True)
     for layer in range(spec.num_layers):
         builder.attention(layer)
-        if layer < len(spec.moe_layers) and spec.moe_layers[layer]:
+        if spec.has_experts(layer):
             builder.experts(layer)
         else:
-            builder.dense_mlp(layer)
+            builder.gated(f"layers.{layer}.", f"model.layers.{layer}.mlp.", spec.intermediate_size, bias=spec.mlp_bias)
     ignored = {name for name in present if name.endswith("rotary_emb.inv_freq")}
     if spec.tie_embeddings:
         ignored.add("lm_head.weight")
@@ -71,44 +68,42 @@ def _spelling(names: Names, present: Collection[str], theirs: str) -> ExpertName
     return names.experts[0]  # the loader will say which of these are missing
 
 
+@dataclass
 class _Builder:
     """Collects parameters and pieces, layer by layer."""
 
-    def __init__(self, spec: ModelSpec, present: Collection[str], world: World, placement: Placement) -> None:
-        self.spec = spec
-        self.names = FAMILIES[spec.architecture].names
-        self.present = present
-        self.world = world
-        self.placement = placement
+    spec: ModelSpec
+    present: Collection[str]
+    world: World
+    placement: Placement
+
+    def __post_init__(self) -> None:
+        self.names = FAMILIES[self.spec.architecture].names
         self.params: list[Param] = []
         self.pieces: list[Piece] = []
         self.elsewhere: set[str] = set()  # experts of other ranks
-        local, dim = local_heads(spec, world), spec.head_dim
-        self.heads, self.kv_heads = None, None  # rows of q, and of k and v; None: all
-        if world.tp_size > 1:
-            self.heads = slice(local.first * dim, (local.first + local.count) * dim)
-            self.kv_heads = slice(local.first_kv * dim, (local.first_kv + local.count_kv) * dim)
+        local, dim = local_heads(self.spec, self.world), self.spec.head_dim  # rows of q, and of k and v:
+        self.heads = slice(local.first * dim, (local.first + local.count) * dim)
+        self.kv_heads = slice(local.first_kv * dim, (local.first_kv + local.count_kv) * dim)
 
-    def share(self, rows: int) -> slice | None:
-        """The part of a weight's rows that this rank computes; None: all."""
-        return share(rows, self.world.tp_size, self.world.tp_rank) if self.world.tp_size > 1 else None
+    def add(self, param: str, shape: tuple[int, ...], source: str, *, sharded: bool = False) -> None:
+        """Adds a parameter that is one tensor of the checkpoint. sharded: this rank takes its share of the rows."""
+        self.stack(param, [(source, shape[0], self.rows(shape[0], sharded))], *shape[1:])
 
-    def add(self, param: str, shape: tuple[int, ...], source: str, rows: slice | None = None) -> None:
-        """Adds a parameter that is one tensor of the checkpoint, or some of its rows."""
-        self.stack(param, [(source, shape[0], rows)], *shape[1:])
+    def rows(self, total: int, sharded: bool) -> slice:
+        """Returns the rows of a tensor that this rank takes: its share of them, or all."""
+        return share(total, self.world.tp_size, self.world.tp_rank) if sharded else slice(0, total)
 
-    def stack(self, param: str, sources: list[tuple[str, int, slice | None]], *tail: int) -> None:
+    def stack(self, param: str, sources: list[tuple[str, int, slice]], *tail: int) -> None:
         """Adds a parameter made of several tensors along the first dimension.
 
-        sources: (name, rows, the rows to take or None for all) of each tensor. tail: the other sizes.
+        sources: (name, rows, the rows to take) of each tensor. tail: the other sizes.
         """
         start = 0
         for source, total, rows in sources:
-            count = total if rows is None else len(range(total)[rows])
-            at = () if len(sources) == 1 else (slice(start, start + count),)
-            take = () if rows is None else (rows,)
-            self.pieces.append(Piece(source, (total, *tail), param, at=at, take=take))
-            start += count
+            end = start + rows.stop - rows.start
+            self.pieces.append(Piece(source, (total, *tail), param, at=(slice(start, end),), take=(rows,)))
+            start = end
         self.params.append(Param(param, (start, *tail)))
 
     def attention(self, layer: int) -> None:
@@ -121,39 +116,23 @@ class _Builder:
         if spec.qkv_bias:
             self.stack(ours + "qkv_bias", [(f"{theirs}self_attn.{x}_proj.bias", n, part) for x, n, part in rows])
         if spec.qk_norm != "none":
-            per_head = spec.qk_norm == "head"
             for x, n, _ in rows[:2]:
-                shape = (spec.head_dim if per_head else n,)
+                shape = (spec.head_dim if spec.qk_norm == "head" else n,)
                 self.add(f"{ours}{x}_norm", shape, f"{theirs}self_attn.{x}_norm.weight")
-        self.add(ours + "out", (width, heads), theirs + "self_attn.o_proj.weight", self.share(width))
+        self.add(ours + "out", (width, heads), theirs + "self_attn.o_proj.weight", sharded=True)
         if spec.out_bias:
-            self.add(ours + "out_bias", (width,), theirs + "self_attn.o_proj.bias", self.share(width))
+            self.add(ours + "out_bias", (width,), theirs + "self_attn.o_proj.bias", sharded=True)
         self.add(ours + "mlp_norm", (width,), theirs + "post_attention_layernorm.weight")
 
-    def dense_mlp(self, layer: int) -> None:
-        """Adds a layer's dense MLP."""
-        spec = self.spec
-        inner, columns = self.share(spec.intermediate_size), self.share(spec.hidden_size)
-        theirs = f"model.layers.{layer}.mlp."
-        self._gated(f"layers.{layer}.", theirs, spec.intermediate_size, spec.mlp_bias, inner, columns)
-
-    def _gated(
-        self,
-        ours: str,
-        theirs: str,
-        inner_size: int,
-        bias: bool,
-        inner: slice | None = None,
-        columns: slice | None = None,
-    ) -> None:
-        """Adds a SwiGLU block. inner, columns: the part of inner width and outputs that this rank takes; None: all."""
-        width = self.spec.hidden_size
-        rows = [("gate", inner_size, inner), ("up", inner_size, inner)]
-        self.stack(ours + "gate_up", [(f"{theirs}{x}_proj.weight", n, part) for x, n, part in rows], width)
-        self.add(ours + "down", (width, inner_size), theirs + "down_proj.weight", columns)
+    def gated(self, ours: str, theirs: str, inner_size: int, *, bias: bool = False, sharded: bool = True) -> None:
+        """Adds a SwiGLU block."""
+        width, part = self.spec.hidden_size, self.rows(inner_size, sharded)
+        halves = theirs + "gate_proj.", theirs + "up_proj."
+        self.stack(ours + "gate_up", [(name + "weight", inner_size, part) for name in halves], width)
+        self.add(ours + "down", (width, inner_size), theirs + "down_proj.weight", sharded=sharded)
         if bias:
-            self.stack(ours + "gate_up_bias", [(f"{theirs}{x}_proj.bias", n, part) for x, n, part in rows])
-            self.add(ours + "down_bias", (width,), theirs + "down_proj.bias", columns)
+            self.stack(ours + "gate_up_bias", [(name + "bias", inner_size, part) for name in halves])
+            self.add(ours + "down_bias", (width,), theirs + "down_proj.bias", sharded=sharded)
 
     def experts(self, layer: int) -> None:
         """Adds a layer's router, the experts of this rank, and the shared expert."""
@@ -171,7 +150,7 @@ class _Builder:
             away = set(range(spec.num_experts)) - set(local)
             self.elsewhere.update(theirs + name.format(expert) for expert in away for name in kinds)
         if spec.shared_expert_size:
-            self._gated(ours + "shared_", theirs + "mlp.shared_expert.", spec.shared_expert_size, bias=False)
+            self.gated(ours + "shared_", theirs + "mlp.shared_expert.", spec.shared_expert_size, sharded=False)
             self.add(ours + "shared_gate", (1, width), theirs + "mlp.shared_expert_gate.weight")
 
 

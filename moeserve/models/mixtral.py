@@ -5,28 +5,25 @@ Source: arXiv 2401.04088.
 
 from __future__ import annotations
 
-from typing import Any
-
-from moeserve.loader.fields import Fields
+from moeserve.loader.files import Fields
 from moeserve.loader.spec import RouterSpec
-from moeserve.models.config_parts import MAX_POSITION, every_layer_moe, same_window, sizes
-from moeserve.models.family import FUSED, ExpertNames, Family, Names
+from moeserve.models import family
 
 
-def _fields(config: Fields, num_layers: int) -> dict[str, Any]:
-    window = config.optional_integer("sliding_window", 1, MAX_POSITION)
+def _fields(config: Fields, num_layers: int) -> family.SpecFields:
+    window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
     return {
-        **every_layer_moe(config, num_layers),
-        **same_window(config, num_layers, window),
+        **family.every_layer_moe(config, num_layers),
+        **family.same_window(config, num_layers, window),
         "router": RouterSpec(renormalize=True),
     }
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     "MixtralForCausalLM",
     "mixtral",
     _fields,
-    sizes(32000, 4096, 14336, 32, 32, 8, 131072)
+    family.sizes(32000, 4096, 14336, 32, 32, 8, 131072)
     | {
         "eos_token_id": 2,
         "num_experts": 8,
@@ -35,14 +32,14 @@ FAMILY = Family(
         "rope_theta": 1_000_000.0,
         "sliding_window": None,
     },
-    Names(
+    family.Names(
         experts=(
-            ExpertNames(
+            family.ExpertNames(
                 gate="block_sparse_moe.experts.{}.w1.weight",
                 up="block_sparse_moe.experts.{}.w3.weight",
                 down="block_sparse_moe.experts.{}.w2.weight",
             ),
-            FUSED,
+            family.FUSED,
         ),
         router=("block_sparse_moe.gate.weight", "mlp.gate.weight"),
     ),

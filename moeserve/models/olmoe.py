@@ -5,36 +5,27 @@ Source: arXiv 2409.02060.
 
 from __future__ import annotations
 
-from typing import Any
-
-from moeserve.loader.fields import Fields
-from moeserve.models.config_parts import (
-    MAX_MULTIPLIER,
-    attention_bias,
-    every_layer_moe,
-    no_window,
-    sizes,
-    softmax_router,
-)
-from moeserve.models.family import Family
+from moeserve.loader.files import Fields
+from moeserve.loader.spec import RouterSpec
+from moeserve.models import family
 
 
-def _fields(config: Fields, num_layers: int) -> dict[str, Any]:
+def _fields(config: Fields, num_layers: int) -> family.SpecFields:
     return {
-        **every_layer_moe(config, num_layers),
-        **no_window(config, num_layers),
-        **attention_bias(config),
-        "clip_qkv": config.optional_number("clip_qkv", 0, MAX_MULTIPLIER),
+        **family.every_layer_moe(config, num_layers),
+        **family.no_window(config, num_layers),
+        **family.attention_bias(config),
+        "clip_qkv": config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER),
         "qk_norm": "full",
-        "router": softmax_router(config),
+        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
     }
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     "OlmoeForCausalLM",
     "olmoe",
     _fields,
-    sizes(50304, 2048, 2048, 16, 16, None, 4096)
+    family.sizes(50304, 2048, 2048, 16, 16, None, 4096)
     | {
         "clip_qkv": None,
         "eos_token_id": 50279,

@@ -6,36 +6,27 @@ Source: arXiv 2407.10671.
 
 from __future__ import annotations
 
-from typing import Any
-
-from moeserve.loader.fields import Fields
-from moeserve.models.config_parts import (
-    MAX_WIDTH,
-    QWEN_WINDOWS,
-    sizes,
-    softmax_router,
-    some_layers_moe,
-    window_per_layer,
-)
-from moeserve.models.family import Family
+from moeserve.loader.files import Fields
+from moeserve.loader.spec import RouterSpec
+from moeserve.models import family
 
 
-def _fields(config: Fields, num_layers: int) -> dict[str, Any]:
+def _fields(config: Fields, num_layers: int) -> family.SpecFields:
     return {
-        **some_layers_moe(config, num_layers),
-        **window_per_layer(config, num_layers, lambda layer, limit: layer % 2 == 0 and layer < limit),
+        **family.some_layers_moe(config, num_layers),
+        **family.window_per_layer(config, num_layers, lambda layer, limit: layer % 2 == 0 and layer < limit),
         "qkv_bias": config.boolean("qkv_bias"),
-        "shared_expert_size": config.integer("shared_expert_intermediate_size", 1, MAX_WIDTH),
-        "router": softmax_router(config),
+        "shared_expert_size": config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH),
+        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
     }
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
     _fields,
-    sizes(151936, 2048, 5632, 24, 16, 16, 32768)
-    | QWEN_WINDOWS
+    family.sizes(151936, 2048, 5632, 24, 16, 16, 32768)
+    | family.QWEN_WINDOWS
     | {
         "decoder_sparse_step": 1,
         "layer_types": None,

@@ -5,27 +5,24 @@ Source: arXiv 2505.09388.
 
 from __future__ import annotations
 
-from typing import Any
-
-from moeserve.loader.fields import Fields
-from moeserve.models.config_parts import QWEN_WINDOWS, attention_bias, every_layer_dense, sizes, window_per_layer
-from moeserve.models.family import Family
+from moeserve.loader.files import Fields
+from moeserve.models import family
 
 
-def _fields(config: Fields, num_layers: int) -> dict[str, Any]:
+def _fields(config: Fields, num_layers: int) -> family.SpecFields:
     return {
-        **every_layer_dense(config, num_layers),
-        **window_per_layer(config, num_layers, lambda layer, limit: layer >= limit),
-        **attention_bias(config),
+        **family.every_layer_dense(config, num_layers),
+        **family.window_per_layer(config, num_layers, lambda layer, limit: layer >= limit),
+        **family.attention_bias(config),
         "qk_norm": "head",
     }
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     "Qwen3ForCausalLM",
     "qwen3",
     _fields,
-    sizes(151936, 4096, 22016, 32, 32, 32, 32768)
-    | QWEN_WINDOWS
+    family.sizes(151936, 4096, 22016, 32, 32, 32, 32768)
+    | family.QWEN_WINDOWS
     | {"head_dim": 128, "layer_types": None, "max_window_layers": 28},
 )

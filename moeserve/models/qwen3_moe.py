@@ -7,37 +7,27 @@ Source: arXiv 2505.09388.
 
 from __future__ import annotations
 
-from typing import Any
-
-from moeserve.loader.fields import Fields
-from moeserve.models.config_parts import (
-    QWEN_WINDOWS,
-    attention_bias,
-    same_window,
-    sizes,
-    softmax_router,
-    some_layers_moe,
-    switched_window,
-)
-from moeserve.models.family import Family
+from moeserve.loader.files import Fields
+from moeserve.loader.spec import RouterSpec
+from moeserve.models import family
 
 
-def _fields(config: Fields, num_layers: int) -> dict[str, Any]:
+def _fields(config: Fields, num_layers: int) -> family.SpecFields:
     return {
-        **some_layers_moe(config, num_layers),
-        **same_window(config, num_layers, switched_window(config)),
-        **attention_bias(config),
+        **family.some_layers_moe(config, num_layers),
+        **family.same_window(config, num_layers, family.switched_window(config)),
+        **family.attention_bias(config),
         "qk_norm": "head",
-        "router": softmax_router(config),
+        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
     }
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     _fields,
-    sizes(151936, 2048, 6144, 24, 32, 4, 32768)
-    | QWEN_WINDOWS
+    family.sizes(151936, 2048, 6144, 24, 32, 4, 32768)
+    | family.QWEN_WINDOWS
     | {
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeserve.loader.heads import local_kv_heads
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, local_kv_heads
 from moeserve.moe.all2all.layout import TERMS
 from moeserve.ops.attention import CONTEXT, QUERY_BLOCK, SCORES, TILE
 from moeserve.ops.linear import padded_rows
@@ -61,7 +60,7 @@ def workspace_bytes(
     half = max(_attention(spec, tokens, max_len, size, tp_size), _feed_forward(spec, tokens, size, tp_size))
     logits = max_rows * (spec.vocab_size * (size + FP32) + spec.hidden_size * size)
     logits += _gathered(max_rows, spec.vocab_size, size, tp_size)
-    kept = 0 if inflow is None else _received(spec, inflow, size) + _moving(spec, inflow.experts, size)
+    kept = 0 if inflow is None else _received(spec, inflow, size)
     return stream + _plans(spec, tokens, max_rows, max_len) + max(half, logits) + kept
 
 
@@ -98,19 +97,16 @@ def _attention(spec: ModelSpec, tokens: int, max_len: int, size: int, tp_size: i
 
 
 def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
-    """Bytes of other ranks' rows and of their experts' results; the memory stays with the transport.
+    """Bytes of other ranks' rows and of their experts' results, whose memory stays with the transport, and of experts
+    that are being moved in: those of a layer, and one that is read twice and packed.
 
     One micro-batch computes at a time, and in the worst case one expert has a row of every token.
     """
     width = spec.hidden_size
     rows = inflow.ubatches * inflow.rows * (inflow.copies * width * size + 4 * INT64)
     alike = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
-    return rows + alike * (4 * spec.expert_size + 2 * width) * size
-
-
-def _moving(spec: ModelSpec, experts: int, size: int) -> int:
-    """Bytes of experts that are being moved in: those of a layer, and one that is read twice and packed."""
-    return (experts + 3) * 3 * spec.hidden_size * spec.expert_size * size
+    moving = (inflow.experts + 3) * 3 * width * spec.expert_size
+    return rows + (alike * (4 * spec.expert_size + 2 * width) + moving) * size
 
 
 def _feed_forward(spec: ModelSpec, tokens: int, size: int, tp_size: int) -> int:
@@ -129,5 +125,5 @@ def _feed_forward(spec: ModelSpec, tokens: int, size: int, tp_size: int) -> int:
 
 
 def _padded(length: int) -> int:
-    """A context with its padding, which is at most a quarter, in tiles."""
+    """A context with its padding, which is at most a quarter and a tile."""
     return length + length // 4 + TILE

@@ -18,12 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.inputs import from_entries
+from moeserve.ops.inputs import GroupInputs, StepInputs, from_entries
 
 TILE = 64
 QUERY_BLOCK = 64
 SCORES = 1 << 20
 CONTEXT = 1 << 21
+UNBOUNDED = 1 << 40  # tokens in the window where there is none
 SMALL_PRODUCT = 4096  # torch computes bfloat16 products of fewer multiplications with another kernel
 
 
@@ -31,14 +32,11 @@ SMALL_PRODUCT = 4096  # torch computes bfloat16 products of fewer multiplication
 class Item:
     """B query blocks of m queries (short ones repeat their last query) over L positions each, from a tile's start on.
 
-    queries index into T; valid_N (into B * m) and tokens_N (into T) say where results go. Scores from column
-    `hidden_from` on are hidden where hidden_Bml says so.
+    Scores from column `hidden_from` on are hidden where hidden_Bml says so.
     """
 
     size: tuple[int, int, int]  # B, m, L
-    queries: Tensor  # [B * m]
-    valid_N: Tensor
-    tokens_N: Tensor
+    tokens: Tensor  # [B * m]: of the queries, into T
     rows_BL: Tensor  # int64: the cache row [blocks * block_size * G] of each position's first head; 0 for unused ones
     hidden_from: int
     hidden_Bml: Tensor
@@ -53,49 +51,29 @@ class TorchAttentionMetadata:
     items: tuple[Item, ...]
 
 
-def row_pad(dtype: torch.dtype, head_dim: int) -> int:
-    """Query rows of a product are padded to a multiple of this, so that torch always takes one kernel."""
-    return 8 if dtype != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * head_dim)).bit_length()
-
-
 def plan_attention(
-    blocks_RN: Tensor,
-    block_size: int,
-    window: int | None,
-    starts_R: NDArray[np.int32],
-    offsets_R1: NDArray[np.int32],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    group: GroupInputs, step: StepInputs, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> TorchAttentionMetadata:
-    """Packs the step's queries into items. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1, from starts_R[i] on.
-
-    blocks_RN: block tables, padded with 0. window: tokens that a query sees, itself included; None for all.
-    """
-    groups: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
-    for row, start in enumerate(starts_R.tolist()):
-        first, end = int(offsets_R1[row]), int(offsets_R1[row + 1])
+    """Packs the step's queries into items; see `PlanAttention`."""
+    window, offsets = group.window or UNBOUNDED, step.offsets_R1.tolist()
+    members: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for row, start in enumerate(step.starts_R.tolist()):
+        first, end = offsets[row : row + 2]
         for token in range(first, end, QUERY_BLOCK):
             count = min(QUERY_BLOCK, end - token)
             position = start + token - first
-            tiles = _bucket(-(-(position + count - _base(position, window)) // TILE))
+            tiles = _bucket(-(-(position + count) // TILE) - max(0, position - window + 1) // TILE)
             m = 1 if count == 1 else -(-count // 8) * 8
-            groups.setdefault((m, tiles), []).append((row, token, count, position))
+            members.setdefault((m, tiles), []).append((row, token, count, position))
     items = []
-    for (m, tiles), members in sorted(groups.items()):
+    for (m, tiles), blocks in sorted(members.items()):
         length = tiles * TILE
         share = max(num_heads * m * length / SCORES, num_kv_heads * head_dim * length / CONTEXT)
         batch = max(1, int(1 / share))
-        for at in range(0, len(members), batch):
-            columns = np.array(members[at : at + batch], np.int64).T
-            items.append(_item(columns, m, length, blocks_RN, block_size, window, num_kv_heads))
-    heads_G1 = torch.arange(num_kv_heads, device=blocks_RN.device)[:, None]
-    return TorchAttentionMetadata(int(offsets_R1[-1]), heads_G1, tuple(items))
-
-
-def _base(position: int, window: int | None) -> int:
-    """Start of the first tile that a query at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1) // TILE * TILE
+        for at in range(0, len(blocks), batch):
+            items.append(_item(np.array(blocks[at : at + batch], np.int64).T, m, length, group, num_kv_heads))
+    heads_G1 = torch.arange(num_kv_heads, device=group.blocks_RN.device)[:, None]
+    return TorchAttentionMetadata(offsets[-1], heads_G1, tuple(items))
 
 
 def _bucket(tiles: int) -> int:
@@ -104,42 +82,26 @@ def _bucket(tiles: int) -> int:
     return -(-tiles // step) * step
 
 
-def _item(
-    members: NDArray[np.int64],
-    m: int,
-    length: int,
-    blocks_RN: Tensor,
-    block_size: int,
-    window: int | None,
-    num_kv_heads: int,
-) -> Item:
-    device = blocks_RN.device
+def _item(members: NDArray[np.int64], m: int, length: int, group: GroupInputs, num_kv_heads: int) -> Item:
+    """members: row, first token, tokens and first position of B query blocks."""
+    size, device = group.block_size, group.blocks_RN.device
+    window = group.window or UNBOUNDED
     rows_B, tokens_B, counts_B, starts_B = members
-    bases_B = (
-        np.zeros(1, np.int64) if window is None else np.array([_base(start, window) for start in starts_B.tolist()])
-    )
     steps_Bm = np.minimum(np.arange(m), counts_B[:, None] - 1)
-    queries_Bm = tokens_B[:, None] + steps_Bm
     seen_Bm = starts_B[:, None] + steps_Bm  # the last position that each query may see
-    keys_BL = bases_B[:, None] + np.arange(length)
+    keys_BL = np.maximum(0, starts_B[:, None] - window + 1) // TILE * TILE + np.arange(length)
     # Every query sees the columns before the earliest query's own tile, unless a window hides them.
-    hidden_from = 0 if window is not None else int(starts_B.min()) // TILE * TILE
-    tail_Bl = keys_BL[:, hidden_from:]
-    hidden_Bml = tail_Bl[:, None] > seen_Bm[:, :, None]
-    used_BL = keys_BL <= seen_Bm[:, -1:]
-    if window is not None:
-        hidden_Bml |= tail_Bl[:, None] <= seen_Bm[:, :, None] - window
-        used_BL &= keys_BL > starts_B[:, None] - window
-    columns_BL = np.minimum(keys_BL // block_size, blocks_RN.shape[1] - 1)
-    blocks_BN = blocks_RN.index_select(0, torch.from_numpy(rows_B).to(device))
-    blocks_BL = blocks_BN.gather(1, torch.from_numpy(columns_BL).to(device).expand(len(rows_B), -1))
-    entries_BL = blocks_BL * block_size + torch.from_numpy(keys_BL % block_size).to(device)
-    valid_Bm = np.arange(m) < counts_B[:, None]
+    hidden_from = 0 if group.window else int(starts_B.min()) // TILE * TILE
+    tail_B1l = keys_BL[:, None, hidden_from:]
+    hidden_Bml = (tail_B1l > seen_Bm[:, :, None]) | (tail_B1l <= seen_Bm[:, :, None] - window)
+    used_BL = (keys_BL <= seen_Bm[:, -1:]) & (keys_BL > starts_B[:, None] - window)
+    columns_BL = np.minimum(keys_BL // size, group.blocks_RN.shape[1] - 1)
+    blocks_BN = group.blocks_RN.index_select(0, torch.from_numpy(rows_B).to(device))
+    blocks_BL = blocks_BN.gather(1, torch.from_numpy(columns_BL).to(device))
+    entries_BL = blocks_BL * size + torch.from_numpy(keys_BL % size).to(device)
     return Item(
         size=(len(rows_B), m, length),
-        queries=torch.from_numpy(queries_Bm.ravel()).to(device),
-        valid_N=torch.from_numpy(np.flatnonzero(valid_Bm)).to(device),
-        tokens_N=torch.from_numpy(queries_Bm[valid_Bm]).to(device),
+        tokens=torch.from_numpy((tokens_B[:, None] + steps_Bm).ravel()).to(device),
         rows_BL=entries_BL * torch.from_numpy(used_BL).to(device) * num_kv_heads,
         hidden_from=hidden_from,
         hidden_Bml=torch.from_numpy(hidden_Bml).to(device),
@@ -160,7 +122,7 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchAttent
     out[plan.num_tokens :] = 0
     for item in plan.items:
         batch, m, length = item.size
-        q_BmGhd = q_THd.index_select(0, item.queries).view(batch, m, num_kv_heads, -1, d)
+        q_BmGhd = q_THd.index_select(0, item.tokens).view(batch, m, num_kv_heads, -1, d)
         # A block whose scores exceed the bound alone is cut by heads.
         heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // (batch * m * num_heads * length)))
         parts = []
@@ -168,7 +130,7 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchAttent
             rows_BGL = item.rows_BL[:, None] + plan.heads_G1[first : first + heads]
             parts.append(_attend(q_BmGhd[:, :, first : first + heads], k_rows, v_rows, rows_BGL, item))
         o_MHd = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(batch * m, num_heads, d)
-        out.index_copy_(0, item.tokens_N, o_MHd.index_select(0, item.valid_N).to(out.dtype))
+        out.index_copy_(0, item.tokens, o_MHd.to(out.dtype))  # a repeated query has the same result again
     return out.view(num_rows, num_heads * d)
 
 
@@ -179,7 +141,9 @@ def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, i
     compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
     num_queries = m * h
     q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, num_queries, d).to(compute)
-    if extra := -num_queries % row_pad(compute, d):
+    # Rows are padded to a multiple of this, so that torch always takes one kernel.
+    step = 8 if compute != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * d)).bit_length()
+    if extra := -num_queries % step:
         q = torch.nn.functional.pad(q, (0, 0, 0, extra))
     chunk = max(TILE, CONTEXT // (batch * kv_heads * d) // TILE * TILE)
     spans = [(at, min(at + chunk, length)) for at in range(0, length, chunk)]
@@ -201,7 +165,7 @@ def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, i
 
 def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
     """The positions `span` of every context and head: a copy [B * G, length, d], of int8 heads in fp32."""
-    index = index_BGL if span[1] - span[0] == index_BGL.shape[2] else index_BGL[:, :, span[0] : span[1]]
+    index = index_BGL[:, :, slice(*span)]
     return from_entries(rows.index_select(0, index.reshape(-1)).view(-1, index.shape[2], rows.shape[1]))
 
 

@@ -1,13 +1,16 @@
 """Norms, rotary embedding, activations and look-ups: everything that is neither a matrix product nor attention.
 
-T tokens, D width, H heads, d head width, I expert width. Sums run in fp32 inside one row. torch's vectorised loops
-compute the last few elements of a range with scalar code, which may round exp() otherwise; `row_pieces` keeps every
-row whole, so that a row's bits depend neither on its place in the batch nor on the number of threads.
+T tokens (padded rows included), D width, H heads and G KV heads of this rank, d head width, I expert width. Sums run in
+fp32 inside one row. torch's vectorised loops compute the last few elements of a range with scalar code, which may round
+exp() otherwise; `row_pieces` keeps every row whole, so that a row's bits depend neither on its place in the batch nor
+on the number of threads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,22 @@ from moeserve.ops.inputs import to_entries
 
 TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
 LANES = 64  # torch's vectorised loops work on this many elements at a time, or on half or a quarter of them
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRule:
+    """The treatment of the heads of one attention block.
+
+    scale: of the softmax. norms: fp32 weights [H + G, d] of a norm per head, queries first. clip: the largest magnitude
+    that normed heads and values may have; infinity for no limit.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    scale: float
+    eps: float
+    norms: Tensor | None = None
+    clip: float = math.inf
 
 
 def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
@@ -71,7 +90,7 @@ def silu_mul(gate_up_MI: Tensor, threads: int) -> Tensor:
     if extra := -width % LANES:
         # No column may meet the scalar tail, which another division of the columns would put elsewhere.
         gate = F.pad(gate, (0, extra))
-    if gate.numel() <= TORCH_GRAIN or threads == 1:
+    if threads == 1 or gate.numel() <= TORCH_GRAIN:
         return F.silu(gate)[:, :width].mul_(up).contiguous()
     out = torch.empty_like(up)
     for rows in row_pieces(gate.shape[0], gate.shape[1], threads):
@@ -105,6 +124,37 @@ def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache: Tensor, v_cache: Tensor, slo
     """Writes new keys and values to their KV slots (block * block_size + offset) of a layer's cache."""
     for x_TGd, cache in ((k_TGd, k_cache), (v_TGd, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping_T, to_entries(x_TGd, cache.dtype))
+
+
+def qk_norm_rope_cache(
+    qkv_THd: Tensor,
+    rule: HeadRule,
+    cos_T1d: Tensor,
+    sin_T1d: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    normed_THd: Tensor | None = None,
+) -> Tensor:
+    """Norms, clips and rotates heads, writes keys and values to the KV cache, and returns scaled queries [T, H, d].
+
+    qkv_THd: [T, H + 2G, d], queries first. slot_mapping_T: of the first tokens; the rest is padding. normed_THd: fp32
+    [T, H + G, d], contiguous: queries and keys in place of qkv's. cos and sin as `rotary` takes them. All in fp32 until
+    one rounding.
+    """
+    both = rule.num_heads + rule.num_kv_heads
+    qk_THd = qkv_THd[:, :both].float() if normed_THd is None else normed_THd
+    v_TGd = qkv_THd[:, both:]
+    if rule.norms is not None:
+        qk_THd = torch.rms_norm(qk_THd, qk_THd.shape[2:], None, rule.eps) * rule.norms
+    if rule.clip < math.inf:
+        qk_THd, v_TGd = qk_THd.clamp(-rule.clip, rule.clip), v_TGd.float().clamp(-rule.clip, rule.clip)
+    rotated_THd = rotary(qk_THd, cos_T1d, sin_T1d)
+    # The softmax scale goes into the queries while they are still fp32: one rounding instead of two.
+    rotated_THd[:, : rule.num_heads] *= rule.scale
+    real = slot_mapping_T.shape[0]
+    write_kv(rotated_THd[:real, rule.num_heads :], v_TGd[:real], k_cache, v_cache, slot_mapping_T)
+    return rotated_THd[:, : rule.num_heads].to(qkv_THd.dtype)
 
 
 def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -70,14 +70,8 @@ class StepInputs:
 PlanRows = Callable[[StepInputs], Any]
 Attend = Callable[[Tensor, Any, Tensor], Any]  # queries, the metadata of their rows, where the result goes
 Cut = Callable[[Tensor, PlanRows, Attend], Tensor]
-PlanAttention = Callable[[GroupInputs, StepInputs, int, int, int], Any]  # the integers: H, G, d
-
-
-def from_host(plan: Callable[..., Any]) -> PlanAttention:
-    """Wraps a planner that reads host arrays into one that takes the step's inputs."""
-    return lambda group, step, *heads: plan(
-        group.blocks_RN, group.block_size, group.window, step.starts_R, step.offsets_R1, *heads
-    )
+# Makes the attention metadata of a step that all layers of one KV group share. The integers: H, G, d.
+PlanAttention = Callable[[GroupInputs, StepInputs, int, int, int], Any]
 
 
 def entry_width(head_dim: int, dtype: torch.dtype) -> int:

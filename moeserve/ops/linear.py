@@ -40,36 +40,17 @@ class PlainLinear:
     __slots__ = ("bias", "columns", "pad", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pad: int = 1) -> None:
-        self.columns = weight.shape[0]
-        self.weight, self.bias = _widened(weight, bias)
-        self.pad = pad
+        if weight.untyped_storage().nbytes() > weight.nbytes:
+            weight = weight.clone()  # a part of a larger tensor would keep all of it in memory
+        self.columns, self.pad = weight.shape[0], pad
+        missing = max(0, NARROW - self.columns)
+        self.weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+        self.bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Returns x W^T + bias [M, N]; rows are padded so that their bits do not depend on M."""
         rows = x_MK.shape[0]
         if extra := -rows % self.pad:
             x_MK = F.pad(x_MK, (0, 0, 0, extra))
-        return _narrowed(F.linear(x_MK, self.weight, self.bias)[:rows], self.columns)
-
-
-def _widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    missing = max(0, NARROW - weight.shape[0])
-    if not missing:
-        return weight, bias
-    return F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
-
-
-def _narrowed(y_MN: Tensor, columns: int) -> Tensor:
-    return y_MN if columns >= NARROW else y_MN[:, :columns].contiguous()
-
-
-def plain_packer(pad: int) -> PackLinear:
-    """Linear layers by torch, rows padded to a multiple of `pad`."""
-
-    def pack(weight: Tensor, bias: Tensor | None) -> Linear:
-        """Returns a linear layer that owns its weight."""
-        if weight.untyped_storage().nbytes() > weight.nbytes:
-            weight = weight.clone()  # a part of a larger tensor would keep all of it in memory
-        return PlainLinear(weight, bias, pad=pad)
-
-    return pack
+        y_MN = F.linear(x_MK, self.weight, self.bias)[:rows]
+        return y_MN if self.columns >= NARROW else y_MN[:, : self.columns].contiguous()

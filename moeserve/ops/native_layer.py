@@ -1,7 +1,9 @@
-"""Matrix products in C++ (csrc/kernels/product.hpp), alone or with the rest of a decoder layer's half in one call.
+"""Matrix products and paged attention in C++, alone or with the rest of a decoder layer's half in one call.
 
-An output is one fp32 chain of fused multiply-adds over the inputs in ascending order, so its bits depend only on its
-row and its column's weights: not on other rows, columns, threads, or the processor's vector width. `AttentionBlock` and
+An output of a product is one fp32 chain of fused multiply-adds over the inputs in ascending order
+(csrc/kernels/product.hpp), so its bits depend only on its row and its column's weights: not on other rows, columns,
+threads, or the processor's vector width. One attention function serves prefill and decode, for any context length
+without copies; its bits depend on query and context alone (csrc/kernels/attention.hpp). `AttentionBlock` and
 `ExpertsBlock` (csrc/bindings/layer.cpp) have the bits of separate calls. Small calls take less time than the
 interpreter between them, whose own code has left the caches while weights streamed through.
 
@@ -11,6 +13,7 @@ T tokens, D model width, H heads and G KV heads of this rank, d head width, E ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,63 +21,44 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.errors import ConfigError
-from moeserve.ops.inputs import entry_width
+from moeserve.ops.elementwise import HeadRule
+from moeserve.ops.inputs import GroupInputs, StepInputs, entry_width
 from moeserve.ops.native import native
-from moeserve.ops.native_attention import NativeAttentionMetadata
-from moeserve.ops.native_rows import KV_TYPES
-from moeserve.ops.qk_norm_rope_cache import HeadRule
+from moeserve.ops.native_rows import TYPES, address
 from moeserve.ops.quantised import Quantised, Weight
 
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20
 LAYOUT = 1  # of packed bytes: a new number for any other, so that none are taken for these (loader/packed_cache.py)
+HEAD_DIMS = range(8, 257, 8)  # widths of heads that the attention kernels know
 # Memory for so many packed bytes, aligned to 64, and whether they are there already.
 Room = Callable[[int], tuple[Tensor, bool]]
 _native: Any = native()
 _empty = torch.empty
 
 
-def native_type(dtype: torch.dtype) -> Any:
-    """Returns the extension's name of an element type. Raises ConfigError if products do not take it."""
-    module: Any = native()
-    if module is None or not module.serving_isa():
-        raise ConfigError("native products need the compiled extension and a CPU with AVX2, FMA and F16C")
-    types = {
-        torch.float32: module.Type.float32,
-        torch.bfloat16: module.Type.bfloat16,
-        torch.float16: module.Type.float16,
-    }
-    if dtype not in types:
-        raise ConfigError(f"native products take float32, bfloat16 or float16, not {dtype}")
-    return types[dtype]
-
-
 def new_room(num_bytes: int) -> tuple[Tensor, bool]:
     """A `Room` of new memory, on large pages where there are enough bytes for them."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes >= HUGE:
-        module: Any = native()
-        module.advise_huge_pages(memory.data_ptr(), num_bytes)
+        _native.advise_huge_pages(memory.data_ptr(), num_bytes)
     return memory, False
 
 
 def packing_of(weight: Weight, columns: int | None = None) -> Any:
     """Returns how a weight [..., N, K], or `columns` rows of it, is packed."""
-    module: Any = native()
     rows, depth = columns or weight.shape[-2], weight.shape[-1]
     if isinstance(weight, Quantised):
-        return module.Packing(getattr(module.Type, weight.kind), depth, rows, weight.group, weight.zeros is not None)
-    return module.Packing(native_type(weight.dtype), depth, rows)
+        return _native.Packing(getattr(_native.Type, weight.kind), depth, rows, weight.group, weight.zeros is not None)
+    return _native.Packing(TYPES[weight.dtype], depth, rows)
 
 
 def pack(packing: Any, weight_NK: Weight, to: int, step: int, all_threads: bool) -> None:
     """Packs a matrix to the address `to`, each block `step` bytes behind the one before. all_threads: on the pool."""
-    module: Any = native()
     weight_NK = weight_NK.contiguous() if isinstance(weight_NK, Quantised) or weight_NK.stride(1) != 1 else weight_NK
     parts = weight_NK.parts if isinstance(weight_NK, Quantised) else (weight_NK,)
     values, scales, zeros = (*(part.data_ptr() for part in parts), 0, 0)[:3]
-    module.pack(packing, values, parts[0].stride(0), scales, zeros, to, step, all_threads)
+    _native.pack(packing, values, parts[0].stride(0), scales, zeros, to, step, all_threads)
 
 
 class NativeLinear:
@@ -83,22 +67,19 @@ class NativeLinear:
     x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
     """
 
-    __slots__ = ("_bias", "_columns", "_depth", "_dtype", "_module", "_packing", "_type", "matrix", "packed")
+    __slots__ = ("_bias", "_bias_at", "_columns", "_depth", "_dtype", "_packing", "_type", "matrix", "packed")
 
     def __init__(self, weight_NK: Weight, bias_N: Tensor | None = None, room: Room = new_room) -> None:
-        module: Any = native()
-        self._module = module
-        self._dtype, self._type = weight_NK.dtype, native_type(weight_NK.dtype)
+        self._dtype, self._type = weight_NK.dtype, TYPES[weight_NK.dtype]
         self._columns, self._depth = weight_NK.shape
         self._packing = packing_of(weight_NK)
         self.packed, is_there = room(self._packing.bytes)
         if not is_there:
             pack(self._packing, weight_NK, self.packed.data_ptr(), self._packing.block_bytes, all_threads=True)
         self._bias = None if bias_N is None else torch.nn.functional.pad(bias_N.float(), (0, -self._columns % BLOCK))
+        self._bias_at = address(self._bias)
         # For calls that do more than one product; the memory stays this object's.
-        self.matrix = module.Matrix(
-            self._packing, self.packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
-        )
+        self.matrix = _native.Matrix(self._packing, self.packed.data_ptr(), self._bias_at)
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Returns x W^T + bias [M, N] in the dtype of x [M, K]."""
@@ -107,11 +88,69 @@ class NativeLinear:
         if x_MK.stride(1) != 1:
             x_MK = x_MK.contiguous()
         y_MN = x_MK.new_empty(x_MK.shape[0], self._columns)
-        self._module.linear(
-            self._type, self._packing, self.packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr(),
-            x_MK.data_ptr(), x_MK.stride(0), x_MK.shape[0], y_MN.data_ptr(),
+        _native.linear(
+            self._type, self._packing, self.packed.data_ptr(), self._bias_at, x_MK.data_ptr(), x_MK.stride(0),
+            x_MK.shape[0], y_MN.data_ptr(),
         )  # fmt: skip
         return y_MN
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAttentionMetadata:
+    """The attention metadata of one step; keeps the tables alive that `pieces` points to."""
+
+    num_tokens: int
+    pieces: Any  # _native.AttentionPlan
+    blocks_RN: Tensor
+    shape: tuple[int, int, int, int]  # H, G, d, block size
+
+
+def plan_attention(
+    group: GroupInputs, step: StepInputs, num_heads: int, num_kv_heads: int, head_dim: int
+) -> NativeAttentionMetadata:
+    """Cuts attention into pieces; see `PlanAttention`."""
+    blocks_RN, size = group.blocks_RN, group.block_size
+    assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
+    assert blocks_RN.is_contiguous(), blocks_RN.stride()
+    pieces = _native.AttentionPlan(
+        blocks_RN.data_ptr(), blocks_RN.shape[1], size, group.window, step.starts_R, step.offsets_R1, num_heads,
+        num_kv_heads, head_dim,
+    )  # fmt: skip
+    return NativeAttentionMetadata(pieces.num_tokens, pieces, blocks_RN, (num_heads, num_kv_heads, head_dim, size))
+
+
+def attention(
+    q_THd: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: NativeAttentionMetadata,
+    *,
+    soft_cap: float = 0.0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attends to the paged cache as ops/attention.py does: [T', H * d] of q's dtype, all sums in fp32.
+
+    q_THd: already scaled; heads of a token lie side by side, tokens may be further apart. soft_cap: scores become
+    soft_cap * tanh(score / soft_cap); 0 leaves them. sinks_H: fp32, one score per head that takes weight and gives no
+    value.
+    """
+    num_rows, num_heads, d = q_THd.shape
+    assert (num_heads, k_cache.shape[2], d, k_cache.shape[1]) == plan.shape, (q_THd.shape, k_cache.shape, plan.shape)
+    assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
+    assert k_cache.is_contiguous(), k_cache.stride()
+    assert v_cache.is_contiguous(), v_cache.stride()
+    assert k_cache.dtype == v_cache.dtype, (k_cache.dtype, v_cache.dtype)
+    assert k_cache.shape[3] == v_cache.shape[3] == entry_width(d, k_cache.dtype), (k_cache.shape, v_cache.shape)
+    if sinks_H is not None:
+        assert sinks_H.dtype == torch.float32, sinks_H.dtype
+        assert sinks_H.is_contiguous(), sinks_H.stride()
+        assert sinks_H.shape == (num_heads,), sinks_H.shape
+    out = torch.empty((num_rows, num_heads * d), dtype=q_THd.dtype)
+    plan.pieces.run(
+        q_THd.data_ptr(), q_THd.stride(0), TYPES[q_THd.dtype], k_cache.data_ptr(), v_cache.data_ptr(),
+        TYPES[k_cache.dtype], out.data_ptr(), num_rows, soft_cap, address(sinks_H),
+    )  # fmt: skip
+    return out
 
 
 class AttentionBlock:
@@ -120,7 +159,7 @@ class AttentionBlock:
     x [T, D] -> [T, D], or [T, H * d] without the output product.
     """
 
-    __slots__ = ("_block", "_columns", "_dtype", "_keep", "_shape")
+    __slots__ = ("_block", "_columns", "_dtype", "_keep", "_kv_types", "_shape")
 
     def __init__(
         self, qkv: NativeLinear, out: NativeLinear | None, rule: HeadRule, dim: int, dtype: torch.dtype
@@ -128,10 +167,11 @@ class AttentionBlock:
         self._keep = qkv, out, rule  # whose memory the block reads
         self._dtype = dtype
         self._shape = rule.num_heads, rule.num_kv_heads, dim
+        self._kv_types = {(kv, entry_width(dim, kv)): TYPES[kv] for kv in (dtype, torch.int8)}
         self._columns = rule.num_heads * dim if out is None else out.matrix.columns
         self._block = _native.AttentionBlock(
-            native_type(dtype), qkv.matrix, None if out is None else out.matrix, rule.num_heads, rule.num_kv_heads, dim,
-            0 if rule.norms is None else rule.norms.data_ptr(), rule.eps, rule.clip, rule.scale,
+            TYPES[dtype], qkv.matrix, None if out is None else out.matrix, rule.num_heads, rule.num_kv_heads, dim,
+            address(rule.norms), rule.eps, rule.clip, rule.scale,
         )  # fmt: skip
 
     def __call__(
@@ -146,14 +186,14 @@ class AttentionBlock:
     ) -> Tensor:
         """Takes what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's dtype or int8."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
-        assert k_cache.dtype in (self._dtype, torch.int8), (k_cache.dtype, self._dtype)
-        assert k_cache.shape[3] == entry_width(self._shape[2], k_cache.dtype), k_cache.shape
-        assert plan.shape == (*self._shape, k_cache.shape[1]), (plan.shape, self._shape, k_cache.shape)
+        _, block_size, _, width = k_cache.shape
+        assert plan.shape == (*self._shape, block_size), (plan.shape, self._shape, k_cache.shape)
         rows = x_TD.shape[0]
         y = _empty((rows, self._columns), dtype=self._dtype)
         self._block.run(
             plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
-            slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), KV_TYPES[k_cache.dtype], y.data_ptr(),
+            slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), self._kv_types[k_cache.dtype, width],
+            y.data_ptr(),
         )  # fmt: skip
         return y
 
@@ -166,9 +206,7 @@ class ExpertsBlock:
     def __init__(self, router: NativeLinear, top_k: int, score: str, renormalize: bool, dtype: torch.dtype) -> None:
         self._keep = router
         self._num_experts = router.matrix.columns
-        self._block = _native.ExpertsBlock(
-            native_type(dtype), router.matrix, top_k, score == "softmax_selected", renormalize
-        )
+        self._block = _native.ExpertsBlock(TYPES[dtype], router.matrix, top_k, score == "softmax_selected", renormalize)
 
     def __call__(self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor) -> tuple[Tensor, NDArray[np.int64]]:
         """Returns the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding and become zero.

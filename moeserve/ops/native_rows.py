@@ -14,21 +14,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import entry_width
 from moeserve.ops.native import native
-from moeserve.ops.qk_norm_rope_cache import HeadRule
 
 _native: Any = native()
-AVAILABLE = hasattr(_native, "race") and bool(_native.supported_isas())
+AVAILABLE = _native is not None and bool(_native.supported_isas())
 _empty = torch.empty
-_TYPES: dict[torch.dtype, Any] = {}
-KV_TYPES: dict[torch.dtype, Any] = {}  # that a cache may have
-_ELEMENTS: dict[torch.dtype, Any] = {}
-if AVAILABLE:
-    for _name in ("float32", "bfloat16", "float16"):
-        _TYPES[getattr(torch, _name)] = getattr(_native.Type, _name)
-        _ELEMENTS[getattr(torch, _name)] = getattr(_native.Element, _name)
-    KV_TYPES |= _TYPES | {torch.int8: _native.Type.int8}
+_FLOATS = ("float32", "bfloat16", "float16") if AVAILABLE else ()
+_ELEMENTS = {getattr(torch, name): getattr(_native.Element, name) for name in _FLOATS}
+TYPES = {getattr(torch, name): getattr(_native.Type, name) for name in (*_FLOATS, *(("int8",) if AVAILABLE else ()))}
+
+
+def address(x: Tensor | None) -> int:
+    """The address of a tensor's first element; 0 for None."""
+    return 0 if x is None else x.data_ptr()
 
 
 def _stride(x: Tensor) -> int:
@@ -43,7 +43,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     rows, width = x_TD.shape
     out_TD = _empty((rows, width), dtype=x_TD.dtype)
     _native.rms_norm(
-        _TYPES[x_TD.dtype], rows, width, x_TD.data_ptr(), _stride(x_TD), weight_D.data_ptr(), eps, out_TD.data_ptr()
+        TYPES[x_TD.dtype], rows, width, x_TD.data_ptr(), _stride(x_TD), weight_D.data_ptr(), eps, out_TD.data_ptr()
     )
     return out_TD
 
@@ -57,7 +57,7 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     x, residual = x_TD.data_ptr(), residual_TD.data_ptr()
     assert x != residual or not rows, "the sum and its norm need a place each"
     _native.add_rms_norm(
-        _TYPES[x_TD.dtype], rows, width, x, width, residual, width, weight_D.data_ptr(), eps, x, residual
+        TYPES[x_TD.dtype], rows, width, x, width, residual, width, weight_D.data_ptr(), eps, x, residual
     )
     return x_TD, residual_TD
 
@@ -72,7 +72,7 @@ def qk_norm_rope_cache(
     slot_mapping_T: Tensor,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """QK-norm, RoPE and KV write in one call; see ops/qk_norm_rope_cache.py."""
+    """QK-norm, RoPE and KV write in one call; see ops/elementwise.py."""
     rows, _, dim = qkv_THd.shape
     row_stride, head_stride, step = qkv_THd.stride()
     assert (head_stride, step) == (dim, 1), qkv_THd.stride()
@@ -80,12 +80,11 @@ def qk_norm_rope_cache(
     assert k_cache.dtype in (qkv_THd.dtype, torch.int8), (k_cache.dtype, qkv_THd.dtype)
     assert k_cache.shape[3] == v_cache.shape[3] == entry_width(dim, k_cache.dtype), (k_cache.shape, v_cache.shape)
     q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_THd.dtype)
-    _native.prologue(
-        _TYPES[qkv_THd.dtype], rows, slot_mapping_T.shape[0], rule.num_heads, rule.num_kv_heads, dim,
-        qkv_THd.data_ptr(), row_stride, 0 if normed_THd is None else normed_THd.data_ptr(),
-        0 if rule.norms is None else rule.norms.data_ptr(), rule.eps, rule.clip, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
-        rule.scale, slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), KV_TYPES[k_cache.dtype],
-        q_THd.data_ptr(),
+    _native.qk_norm_rope_cache(
+        TYPES[qkv_THd.dtype], rows, slot_mapping_T.shape[0], rule.num_heads, rule.num_kv_heads, dim,
+        qkv_THd.data_ptr(), row_stride, address(normed_THd), address(rule.norms), rule.eps, rule.clip,
+        cos_T1d.data_ptr(), sin_T1d.data_ptr(), rule.scale, slot_mapping_T.data_ptr(), k_cache.data_ptr(),
+        v_cache.data_ptr(), TYPES[k_cache.dtype], q_THd.data_ptr(),
     )  # fmt: skip
     return q_THd
 
@@ -95,7 +94,7 @@ def silu_mul(gate_up_MI: Tensor) -> Tensor:
     rows, both = gate_up_MI.shape
     out_MI = _empty((rows, both // 2), dtype=gate_up_MI.dtype)
     _native.silu_mul(
-        _TYPES[gate_up_MI.dtype], rows, both // 2, gate_up_MI.data_ptr(), _stride(gate_up_MI), out_MI.data_ptr()
+        TYPES[gate_up_MI.dtype], rows, both // 2, gate_up_MI.data_ptr(), _stride(gate_up_MI), out_MI.data_ptr()
     )
     return out_MI
 
@@ -104,7 +103,7 @@ def sigmoid_gate(logits_TL: Tensor) -> Tensor:
     """sigmoid of the first column, fp32 [T, 1]."""
     out_T1 = _empty((logits_TL.shape[0], 1))
     _native.sigmoid_gate(
-        _TYPES[logits_TL.dtype], logits_TL.shape[0], logits_TL.data_ptr(), logits_TL.stride(0), out_T1.data_ptr()
+        TYPES[logits_TL.dtype], logits_TL.shape[0], logits_TL.data_ptr(), logits_TL.stride(0), out_T1.data_ptr()
     )
     return out_T1
 
@@ -121,7 +120,7 @@ def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple
     ids_TK = _empty((rows, top_k), dtype=torch.int32)
     weights_TK = _empty((rows, top_k))
     _native.route(
-        _TYPES[logits_TE.dtype], rows, experts, top_k, logits_TE.data_ptr(), _stride(logits_TE),
+        TYPES[logits_TE.dtype], rows, experts, top_k, logits_TE.data_ptr(), _stride(logits_TE),
         score == "softmax_selected", renormalize, ids_TK.data_ptr(), weights_TK.data_ptr(),
     )  # fmt: skip
     return ids_TK, weights_TK
@@ -129,7 +128,8 @@ def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple
 
 def group_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """(order_P, place_N, counts_e) of a `Grouping` (moe/all2all/layout.py)."""
-    _check_ids(ids_TK)
+    assert ids_TK.dtype is torch.int32, ids_TK.dtype
+    assert ids_TK.is_contiguous(), ids_TK.stride()
     num_pairs = ids_TK.numel()
     order_N, place_N = _empty(num_pairs, dtype=torch.int64), _empty(num_pairs, dtype=torch.int64)
     counts_e = np.empty(num_experts, np.int64)
@@ -152,11 +152,6 @@ def sum_pairs(y_PD: Tensor, place_N: Tensor, weights_TK: Tensor, out_TD: Tensor)
         out_TD.data_ptr(),
     )  # fmt: skip
     return out_TD
-
-
-def _check_ids(ids_TK: Tensor) -> None:
-    assert ids_TK.dtype is torch.int32, ids_TK.dtype
-    assert ids_TK.is_contiguous(), ids_TK.stride()
 
 
 def _rows(from_XD: Tensor, index_P: Tensor, divisor: int) -> Tensor:
@@ -187,6 +182,6 @@ def race(x_rV: Tensor, low_r: Tensor, high_r: Tensor, token_hash_V: Tensor, bloc
     column_r = _empty(rows, dtype=torch.int64)
     _native.race(
         rows, x_rV.shape[1], x_rV.data_ptr(), _stride(x_rV), low_r.data_ptr(), high_r.data_ptr(),
-        token_hash_V.data_ptr(), 0 if blocks_rB is None else blocks_rB.data_ptr(), column_r.data_ptr(),
+        token_hash_V.data_ptr(), address(blocks_rB), column_r.data_ptr(),
     )  # fmt: skip
     return column_r

@@ -7,14 +7,15 @@ is padded. torch's libraries choose code by shape, so the invariances hold only 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.ops import elementwise, native_layer, native_rows
 from moeserve.ops.attention import TILE, attention, plan_attention
-from moeserve.ops.inputs import to_entries
+from moeserve.ops.inputs import GroupInputs, StepInputs, to_entries
 from moeserve.ops.linear import PackLinear
 from moeserve.ops.native_layer import NativeLinear
 
@@ -47,10 +48,17 @@ def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
     return torch.equal(torch.cat([linear(row) for row in torch.split(x, 1)]), linear(x))
 
 
-def probe_native(dtype: torch.dtype) -> str | None:
-    """Compares each native kernel with torch's and returns what is wrong on this machine, or None."""
-    from moeserve.ops import elementwise, native_attention, native_rows
+def host_step(
+    blocks_RN: Tensor, block_size: int, starts: Sequence[int], offsets: Sequence[int], window: int | None = None
+) -> tuple[GroupInputs, StepInputs]:
+    """Returns what attention on CPUs is planned by, with nothing else in it."""
+    nothing, starts_R, offsets_R1 = torch.empty(0), np.array(starts, np.int32), np.array(offsets, np.int32)
+    step = StepInputs(nothing, nothing, (), nothing, offsets_R1, starts_R, (nothing, nothing))
+    return GroupInputs(nothing, blocks_RN, block_size, window), step
 
+
+def probe_native(dtype: torch.dtype) -> str:
+    """Compares each native kernel with torch's and returns what is wrong on this machine; empty if nothing is."""
     if not probe_linear(NativeLinear, dtype):
         return "the bits of products depend on the row count"
     close = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
@@ -58,7 +66,7 @@ def probe_native(dtype: torch.dtype) -> str | None:
     norm_D = _values(264, seed=2).abs()
     q = _values(70, 4, 64, seed=3).to(dtype)
     caches = [_values(8, 10, 2, 64, seed=seed) for seed in (4, 5)]
-    step: Any = torch.arange(1, 8)[None], 10, None, np.array([0], np.int32), np.array([0, 70], np.int32), 4, 2, 64
+    step = *host_step(torch.arange(1, 8)[None], 10, [0], [0, 70]), 4, 2, 64
     pairs = {
         "products": (NativeLinear(weight)(x), x.double() @ weight.double().T),
         "norms": (native_rows.rms_norm(x, norm_D, 1e-6), elementwise.rms_norm(x.float(), norm_D, 1e-6)),
@@ -66,13 +74,13 @@ def probe_native(dtype: torch.dtype) -> str | None:
     for cache_type in (dtype, torch.int8):
         k, v = (to_entries(cache, cache_type) for cache in caches)
         pairs[f"attention over {cache_type}"] = (
-            native_attention.attention(q / 8, k, v, native_attention.plan_attention(*step)),
+            native_layer.attention(q / 8, k, v, native_layer.plan_attention(*step)),
             attention(q / 8, k, v, plan_attention(*step)),
         )
     for what, (ours, reference) in pairs.items():
         if not torch.allclose(ours.double(), reference.double(), rtol=close, atol=close):
             return f"{what} differ from torch's by up to {(ours.double() - reference.double()).abs().max():.3g}"
-    return None
+    return ""
 
 
 def probe_attention(dtype: torch.dtype) -> None:
@@ -84,9 +92,7 @@ def probe_attention(dtype: torch.dtype) -> None:
 
     def run(start: int, end: int) -> Tensor:
         """Attends with the queries of tokens start .. end - 1 to all keys up to theirs."""
-        plan = plan_attention(
-            blocks, size, None, np.array([start], np.int32), np.array([0, end - start], np.int32), heads, kv_heads, d
-        )
+        plan = plan_attention(*host_step(blocks, size, [start], [0, end - start]), heads, kv_heads, d)
         return attention(q[start:end], cache[0], cache[1], plan)
 
     whole = run(0, tokens)

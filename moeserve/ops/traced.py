@@ -10,12 +10,10 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from moeserve.kernels.configs import cache_folder
 from moeserve.ops import elementwise
@@ -23,24 +21,12 @@ from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.table import Ops
 
 logger = logging.getLogger(__name__)
-F_ = TypeVar("F_", bound=Callable[..., Any])
 opaque: Callable[[Any], Any] = torch.compiler.disable
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it from the environment alone
 
 
-def silu_mul(gate_up_MI: Tensor) -> Tensor:
-    """SwiGLU as in ops/elementwise.py, without its padding: generated code treats all columns alike."""
-    gate, up = gate_up_MI.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def trace(function: F_) -> F_:
-    """Compiles a function at its first call; sizes of steps are variables of the trace."""
-    return torch.compile(function, dynamic=True)  # type: ignore[return-value]
-
-
 def traced(ops: Ops) -> Ops:
-    """Returns the table with `trace` for functions that model code marks, and plain torch in place of small kernels.
+    """Returns the table with torch.compile for functions that model code marks, and plain torch for small kernels.
 
     Not for tables whose bits must not depend on the batch: generated code promises nothing of the kind.
     """
@@ -49,13 +35,13 @@ def traced(ops: Ops) -> Ops:
     logger.info("compiling layers with torch %s; what was compiled is kept in %s", torch.__version__, folder)
     return replace(
         ops,
-        chosen=(*ops.chosen, ("norms and activations", "torch.compile")),
-        trace=trace,
+        chosen=f"{ops.chosen}, norms and activations: torch.compile",
+        trace=partial(torch.compile, dynamic=True),  # at the first call; sizes of steps are variables of the trace
         opaque=cache(opaque),  # one for all layers: a trace is of the very function
         pack_linear=lambda weight, bias: _plain_or_opaque(ops.pack_linear(weight, bias)),
         rms_norm=elementwise.rms_norm,
         add_rms_norm=elementwise.add_rms_norm,
-        silu_mul=silu_mul,
+        silu_mul=partial(elementwise.silu_mul, threads=1),  # generated code treats all columns alike
         sigmoid_gate=elementwise.plain_sigmoid_gate,
         qk_norm_rope_cache=opaque(ops.qk_norm_rope_cache),
         attention=opaque(ops.attention),

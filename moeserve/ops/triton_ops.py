@@ -6,7 +6,7 @@ head width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,36 +18,17 @@ from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.embedding import embedding
 from moeserve.kernels.linear import linear
 from moeserve.kernels.norms import add_rms_norm, rms_norm
-from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape
+from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
 from moeserve.kernels.route import route
-from moeserve.ops.linear import Linear, plain_packer
+from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate
+from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
-from moeserve.ops.triton_weights import WEIGHT_ONLY
-
-if TYPE_CHECKING:
-    from moeserve.ops.inputs import GroupInputs, PlanAttention, StepInputs
-    from moeserve.ops.qk_norm_rope_cache import HeadRule
-
-__all__ = ["add_rms_norm", "attention", "embedding", "qk_norm_rope_cache", "rms_norm", "route", "silu_mul"]
+from moeserve.ops.table import Ops
+from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle
 
 BLOCKS_M = (16, 32, 64, 128)  # rows of a tile that launches may ask for
-_pack_plain = plain_packer(1)
-
-
-class TritonLinear:
-    """y = x W^T + b by the kernel whose sums have one order for any number of rows.
-
-    x [[1, 2]], weight [[3, 4]], bias [5] -> [[16]]
-    """
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight.contiguous(), bias
-
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        return linear(x_MK, self.weight, self.bias)
 
 
 class QuantisedLinear:
@@ -64,6 +45,7 @@ class QuantisedLinear:
             align_rows(1, block_m, weight.values.device)  # its tables must not be made while a graph is recorded
 
     def __call__(self, x_MK: Tensor) -> Tensor:
+        """Returns x W^T + b, [M, N]."""
         rows = x_MK.shape[0]
         config = WEIGHT_ONLY.launch(rows, self._weight, x_MK)
         to = align_rows(rows, config["block_m"], x_MK.device)
@@ -73,15 +55,16 @@ class QuantisedLinear:
 
 
 def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
-    """Linear layers by Triton, batch-invariant. A tensor that is a part of a larger one is copied."""
+    """Linear layers whose sums have one order for any number of rows. A part of a larger tensor is copied."""
     if isinstance(weight, Quantised):
         return QuantisedLinear(weight, bias)
-    return TritonLinear(weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight, bias)
+    weight = weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight
+    return partial(linear, w_NK=weight.contiguous(), bias_N=bias)
 
 
 def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
     """Linear layers by torch, and by Triton where weights are quantised."""
-    return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else _pack_plain(weight, bias)
+    return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else PlainLinear(weight, bias)
 
 
 def qk_norm_rope_cache(
@@ -94,36 +77,54 @@ def qk_norm_rope_cache(
     slot_mapping_T: Tensor,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
-    """See ops/qk_norm_rope_cache.py."""
+    """See ops/elementwise.py."""
     return qk_norm_rope_cache_kernel(
         qkv_THd, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, slot_mapping_T,
         eps=rule.eps, norms=rule.norms, clip=rule.clip, normed_THd=normed_THd,
     )  # fmt: skip
 
 
-def planner(dtype: torch.dtype, exact: bool) -> PlanAttention:
-    """Returns `plan_attention` for queries of `dtype`. exact: bits depend on nothing but query and context."""
+def plan_attention(
+    group: GroupInputs,
+    step: StepInputs,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    exact: bool,
+) -> AttentionMetadata:
+    """See `PlanAttention`. dtype: of queries. exact: bits depend on nothing but query and context."""
+    counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
+    bounds = Bounds(
+        rows=len(counts_R),
+        tokens=int(step.offsets_R1[-1]),
+        new_tokens=int(counts_R.max()),
+        context=int((step.starts_R + counts_R).max()),
+    )
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, group.block_size, dtype, group.window)
+    return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, shape, bounds, invariant=exact)
 
-    def plan_attention(
-        group: GroupInputs, step: StepInputs, num_heads: int, num_kv_heads: int, head_dim: int
-    ) -> AttentionMetadata:
-        """See `PlanAttention`."""
-        starts_R, offsets_R1 = step.rows_on_device
-        counts_R = step.offsets_R1[1:] - step.offsets_R1[:-1]
-        bounds = Bounds(
-            rows=len(counts_R),
-            tokens=int(step.offsets_R1[-1]),
-            new_tokens=int(counts_R.max()),
-            context=int((step.starts_R + counts_R).max()),
-        )
-        shape = AttentionShape(num_heads, num_kv_heads, head_dim, group.block_size, dtype, group.window)
-        return paged_attention.plan_attention(group.blocks_RN, starts_R, offsets_R1, shape, bounds, invariant=exact)
 
-    return plan_attention
-
-
-def attention(
-    q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionMetadata, out: Tensor | None = None
-) -> Tensor:
-    """Attends to the paged cache; see kernels/paged_attention.py."""
-    return paged_attention.attention(q_THd, k_cache, v_cache, plan, out=out)
+def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
+    """Returns the table of the Triton kernels. exact: a row's bits depend on nothing but the row."""
+    products = "triton, batch-invariant" if exact else f"torch on {device.type}"
+    return Ops(
+        device=device,
+        dtype=dtype,
+        chosen=f"linear: {products}, others: triton" + ", batch-invariant" * exact,
+        triton=True,
+        exact=exact,
+        pad_rows=partial(max, 1),
+        pack_linear=pack_exact if exact else pack_fast,
+        weight_obstacle=partial(obstacle, device),
+        silu_mul=silu_mul,
+        sigmoid_gate=plain_sigmoid_gate,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        embedding=embedding,
+        route=route,
+        qk_norm_rope_cache=qk_norm_rope_cache,
+        plan_attention=partial(plan_attention, dtype=dtype, exact=exact),
+        attention=attention,
+    )

@@ -42,10 +42,10 @@ class Kernels:
     """
 
     lay: Callable[[Any], Any]
-    rows: Callable[[Tensor], Any]
     launch: Callable[[int, Any, Tensor], Config]
     gate_up: Callable[..., Any]
     down: Callable[..., Tensor]
+    rows: Callable[[Tensor], Any] = lambda x: x
 
 
 def kernels_for(w13_eFD: Weight, w2_eDI: Weight) -> Kernels:
@@ -130,7 +130,6 @@ def _sizes(w2: Any) -> tuple[int, int, int]:
 
 PLAIN = Kernels(
     lay=Tensor.contiguous,
-    rows=lambda x: x,
     launch=lambda n, w2, x: grouped_gemm.launch_of(n, *_sizes(w2), x.dtype, facts_of(x.device).name),
     gate_up=grouped_gemm.gate_up,
     down=grouped_gemm.down,
@@ -144,7 +143,6 @@ W8A8 = Kernels(
 )
 WEIGHT_ONLY = Kernels(
     lay=_lay_narrow,
-    rows=lambda x: x,
     launch=lambda n, w2, x: launch_narrow_of(n, *_sizes(w2), w2.kind, w2.group, x.dtype, facts_of(x.device).name),
     gate_up=gate_up_narrow,
     down=down_narrow,

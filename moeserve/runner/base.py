@@ -1,10 +1,9 @@
-"""The model runner: executes step plans on one device. Here is everything that does not depend on the device.
+"""The model runner: loads one rank's part of a model, sizes and allocates its memory, and warms it up. See step.py for
+what it then does with each plan.
 
-Life: `prepare` once, then `launch` for each plan.
-
-A device is a subclass. It must override `_cache_device_properties`, `capture_model`, `enter_thread`, `_mark` and
-`_elapsed_us`. It may override `load_model` (the CPU does, to check itself), `profile_run`, `warm_up`, `make_tables`,
-`step_inputs` and `_fetch` (the GPU does). The sampler is picked by device, see `runner/sampling`.
+A device is a subclass. It must override `_cache_device_properties`, `capture_model` and `enter_thread`. It may override
+`load_model` (the CPU does, to check itself), `profile_run`, `warm_up`, `make_tables`, `step_inputs`, `_fetch`, `_mark`
+and `_elapsed_us` (the GPU does). The sampler is picked by device, see `runner/sampling`.
 """
 
 from __future__ import annotations
@@ -12,30 +11,27 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moeserve.comm.members import Members
 from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import groups_of
-from moeserve.engine.plan import Agreed, NewRequest, StepPlan, StepResult
+from moeserve.engine.plan import NewRequest
 from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Placed, PlacementTable
-from moeserve.models.decoder import Decoder
 from moeserve.models.workspace import Inflow
 from moeserve.moe.all2all.registry import make_backends
 from moeserve.moe.all2all.rounds import most_rows
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.inputs import StepInputs
 from moeserve.ops.quantised import Asked
 from moeserve.runner import limits as limits_of
 from moeserve.runner.dummy import dummy_plan
@@ -43,16 +39,15 @@ from moeserve.runner.ep_graphs import EPGraphs
 from moeserve.runner.experts import Read
 from moeserve.runner.graphs import GraphManager, common_sizes, obstacle, sizes_of
 from moeserve.runner.host import MemoryFacts
-from moeserve.runner.inputs import HostRows, prepare_inputs
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.limits import workspace_bytes
 from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.memory import kv_budget
-from moeserve.runner.outputs import StepOutputs, prompt_logprobs, to_result
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import make_sampler
-from moeserve.runner.tables import Tables, Upload
+from moeserve.runner.step import StepExecutor
+from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
 from moeserve.sampling import TokenSampling
 
@@ -75,21 +70,17 @@ class DeviceProperties:
     sharers: int = 1
 
 
-class ModelRunnerBase(ABC):
-    """Loads one rank's part of a model and executes step plans with it.
+class ModelRunnerBase(StepExecutor, ABC):
+    """Loads one rank's part of a model and executes step plans with it: `prepare` once, then `launch` for each plan.
 
     Attributes after `prepare`: `limits`, `groups`, `model`, `kv`, `tables`, `sampler`, `notes` (warnings for the user),
     `step_s` (an upper estimate of the longest step, in seconds).
-
-    `on_logits(plan, logits_SV)`, if set, sees the raw logits of every step (tests compare their bits).
     """
 
     device: torch.device
     busy_tokens: int  # of a step that keeps the device busy
     device_is_async = False  # whether a launched step runs on while the host goes on
     properties: DeviceProperties
-    model: Decoder
-    upload: Upload
     limits: Limits
     step_s = 0.0
     mapped_bytes = 0  # of weights that lie in a file
@@ -104,6 +95,7 @@ class ModelRunnerBase(ABC):
         *,
         grouped: bool = False,
     ) -> None:
+        super().__init__()
         limits_of.check(config, spec)
         self.config = limits_of.with_step_tokens(config, self.busy_tokens)
         self.spec = spec
@@ -115,16 +107,12 @@ class ModelRunnerBase(ABC):
         self.asked: Asked | None = None if config.model.quantization == "none" else config.model.quantization
         windows = spec.windows or (None,) * spec.num_layers
         self.groups = groups_of(windows, config.cache.block_size)
-        self.graphs: GraphManager | None = None  # None: every step is run as it is
         # A group may grow: one of a single rank is prepared for more.
         self.shards_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
         num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
         self.notes: list[str] = []
-        self.on_logits: Callable[[StepPlan, Tensor], None] | None = None
-        self._refused: dict[int, str] = {}  # slot -> why its request must fail
-        self._moved_step = -1  # the last step that moved blocks
         self.read_expert: Read | None = None
         self.fingerprint = ""  # of the checkpoint that was loaded
         self.on_placed: Callable[[Placed], None] | None = None
@@ -182,19 +170,6 @@ class ModelRunnerBase(ABC):
     @abstractmethod
     def enter_thread(self) -> None:
         """Sets up the thread that will call `prepare` and `launch`; called first in that thread."""
-
-    def _fetch(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Starts copying tensors to the host and returns a function that waits for the copies. On a CPU none are
-        needed."""
-        return lambda: tensors
-
-    @abstractmethod
-    def _mark(self) -> Any:
-        """Returns a point in the device's time, for `_elapsed_us`."""
-
-    @abstractmethod
-    def _elapsed_us(self, start: Any, end: Any) -> int:
-        """Returns the microseconds between two marks; called after the step's results have arrived."""
 
     def prepare(self, progress: Progress = lambda phase, percent: None) -> Limits:
         """Loads the model, sizes and allocates everything, and runs warm-up steps.
@@ -313,10 +288,6 @@ class ModelRunnerBase(ABC):
         limits = self.limits
         return Tables(limits.max_num_seqs, limits.max_model_len, self.groups, self.device, self.upload)
 
-    def step_inputs(self, plan: StepPlan, host: HostRows) -> StepInputs:
-        """Returns the inputs of a step that is not replayed."""
-        return prepare_inputs(plan, host, self.tables, self.groups, self.upload)
-
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs a prefill and a decode of one request through every kernel, with K/V going to the null block.
@@ -342,99 +313,6 @@ class ModelRunnerBase(ABC):
         self.ubatches.close()
         if (peers := getattr(self, "peers", None)) is not None:
             peers.close()
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Executes one step and waits for its result."""
-        return self.launch(plan)()
-
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Starts one step and returns a function that waits for the device and returns the result.
-
-        Raises PeerLost when a rank is gone. The same plan may then be launched again, before any later one: its writes
-        to tables have the same outcome once more, and its moves of blocks are not repeated.
-        """
-        for request in plan.new_requests:
-            self._add(request)
-        for group, diff in enumerate(plan.diffs):
-            self.tables.update(group, diff)
-        self.tables.apply()
-        self._move_blocks(plan)
-        if plan.agreed is not None:
-            self.peers.commit(plan.agreed.placed)
-        start = self._mark()
-        if len(plan.slots_R):
-            host = HostRows.of(plan)
-            shape = self.graphs.shape(plan) if self.graphs else None
-            if self.graphs and shape:
-                step = self.graphs.inputs(shape, plan)
-                hidden_TD = self.graphs.run(shape, step, plan.agreed)
-            else:
-                step = self.step_inputs(plan, host)
-                hidden_TD = self._forward(step, plan.agreed, plan.split_at)
-            outputs = self._sample(plan, host, step, hidden_TD)
-        elif plan.agreed is not None:  # experts compute for other ranks
-            self.ubatches.serve(self.model, plan.agreed)
-            outputs = StepOutputs(plan.step, np.zeros(0, np.int64), {}, self.ubatches.take_meter())
-        else:
-            return lambda: StepResult(plan.step, np.zeros(0, dtype=np.int32))
-        end = self._mark()
-        wait = self._fetch(outputs.tensors())
-
-        def collect() -> StepResult:
-            """Waits for the step's results and returns them."""
-            fetched, elapsed_us = wait(), self._elapsed_us(start, end)
-            self.peers.check()  # raises PeerLost if a rank was lost meanwhile
-            return to_result(outputs, fetched, elapsed_us)
-
-        return collect
-
-    def _add(self, request: NewRequest) -> None:
-        """Writes a new request to its slot, or notes why the request must fail."""
-        self._refused.pop(request.slot, None)
-        reason = self.sampler.add(request)
-        tokens = request.tokens
-        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.spec.vocab_size):
-            reason = f"its tokens are not all in the vocabulary 0..{self.spec.vocab_size - 1}"
-            tokens = np.zeros_like(tokens)
-        if reason is not None:
-            self._refused[request.slot] = reason
-            self.sampler.rows.refuse(request.slot)
-        self.tables.add(request.slot, tokens)
-
-    def _move_blocks(self, plan: StepPlan) -> None:
-        # Not again for a step that failed: it may have overwritten the blocks that it was to save.
-        if (plan.stores or plan.loads) and plan.step > self._moved_step:
-            self.kv.move(plan.stores, plan.loads)
-            self._moved_step = plan.step
-
-    def _forward(self, step: StepInputs, agreed: Agreed | None = None, split_at: int = 0) -> Tensor:
-        """Returns the hidden states [T, D] of a step's tokens, computed in one or two micro-batches."""
-        return self.ubatches.forward(self.model, step, split_at, agreed, self.kv.layers)
-
-    def _sample(self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor) -> StepOutputs:
-        """Chooses the step's tokens and writes them to the tables, where the next step reads them."""
-        rows = self.sampler.rows
-        slots_S = plan.slots_R[host.sampling_S].astype(np.int64)
-        failed = {}
-        if self._refused:
-            failed = {slot: self._refused[slot] for slot in plan.slots_R.tolist() if slot in self._refused}
-        outputs = StepOutputs(plan.step, slots_S, failed, self.ubatches.take_meter())
-        outputs.prompt, outputs.spans = prompt_logprobs(
-            plan, host, rows, self.tables, self.upload, hidden_TD, self.model.logits, self.spec.vocab_size
-        )
-        if not len(slots_S):
-            return outputs
-        positions_S = (plan.starts_R + plan.counts_R)[host.sampling_S].astype(np.int64)
-        logits_SV = self.model.logits(hidden_TD.index_select(0, step.sample_S))
-        if self.on_logits is not None:
-            self.on_logits(plan, logits_SV)
-        sampled = self.sampler.sample(logits_SV, slots_S, positions_S)
-        (offsets,) = self.upload(self.tables.token_offsets(slots_S, positions_S))
-        self.tables.append(offsets, sampled.tokens_S)
-        outputs.sampled = sampled
-        outputs.logprob_counts = rows.logprobs[slots_S[sampled.logprob_rows_P]].tolist()
-        return outputs
 
 
 def first_placement(config: Config, spec: ModelSpec, world: World) -> Placement | None:

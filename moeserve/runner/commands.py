@@ -44,7 +44,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Execute a step plan (see engine/plan_codec.py). CommandDone.value: a checksum of the tokens."""
+    """Execute a step plan (see engine/plan.py). CommandDone.value: a checksum of the tokens."""
 
     plan: bytes
 

@@ -1,13 +1,12 @@
-"""The runner for CPUs: host memory is device memory, and a step is done when `launch` returns."""
+"""The runner for CPUs, whose host memory is device memory."""
 
 from __future__ import annotations
 
 import logging
-import time
 
 import torch
 
-from moeserve.loader.size import model_size
+from moeserve.loader.spec import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.host import allowed_cores, cores_of_rank, host_memory, useful_threads
 from moeserve.runner.load import Progress
@@ -54,9 +53,3 @@ class CPUModelRunner(ModelRunnerBase):
             logger.info(
                 "rank %d computes on %d of %d cores, %d ranks share them", self.world.rank, threads, cores, ranks
             )
-
-    def _mark(self) -> int:
-        return time.perf_counter_ns()
-
-    def _elapsed_us(self, start: int, end: int) -> int:
-        return (end - start) // 1000

@@ -1,7 +1,7 @@
-"""Decides when a step runs in two micro-batches: `--dbo on` whenever there is something to split, `auto` where
-measurements say it pays.
+"""Dual-batch overlap: when a step runs in two micro-batches, how its tokens are split, and how the two take turns.
 
-Two micro-batches hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be
+With `--dbo on` a step is split whenever there is something to split, with `auto` where measurements say it pays. Two
+micro-batches hide time in which the model waits for rows, and cost hand-offs and smaller products. Neither can be
 known beforehand, so both ways are measured: per phase and size of step, the time per token with one micro-batch, the
 part of it that was spent waiting, and the time per token with two. The other way is tried now and then, where it could
 win at all, within a budget: trials never lose more than a hundredth of all time, and one trial.
@@ -10,10 +10,23 @@ win at all, within a budget: trials never lose more than a hundredth of all time
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
-from moeserve.engine.plan import StepPlan, StepResult
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.engine.plan import I32, StepPlan, StepResult
+from moeserve.moe.ping_pong import PingPong
+from moeserve.moe.streams import here
+from moeserve.moe.ubatch import UBatch
+from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.runner.thread import JobThread
+
+T = TypeVar("T")
 
 WEIGHT = 0.3  # of the newest sample in an average
 WARM = 3  # samples of the present way before the other one is tried
@@ -114,3 +127,77 @@ class OverlapPolicy:
 def _key(plan: StepPlan) -> tuple[bool, int]:
     """Returns a key of steps that cost about the same per token: decode or not, and tokens by factors of 1.4."""
     return int(plan.counts_R.max()) == 1, round(2 * math.log2(plan.num_tokens))
+
+
+def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
+    """Returns the inputs of the first `split_at` tokens and of the others. A row across the split is in both parts;
+    `sample_S` is empty in both.
+
+    rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of 3 from 8
+    """
+    offsets = step.offsets_R1
+    assert 0 <= split_at <= offsets[-1], (split_at, offsets)
+    ends = int(np.searchsorted(offsets, split_at))  # rows that begin before the split
+    begins = int(np.searchsorted(offsets, split_at, side="right")) - 1  # the row of the first token after it
+    starts = step.starts_R[begins:].copy()
+    if len(starts):
+        starts[0] += split_at - offsets[begins]
+    starts_R, offsets_R1 = step.rows_on_device
+    begun_R = (split_at - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row that the first part has
+    first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)
+    later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)
+    bounds, later_bounds = np.minimum(offsets[: ends + 1], split_at), np.maximum(offsets[begins:] - split_at, 0)
+    return (
+        _part(step, slice(0, split_at), slice(0, ends), bounds, step.starts_R[:ends], first),
+        _part(step, slice(split_at, None), slice(begins, None), later_bounds, starts, later),
+    )
+
+
+def _part(
+    step: StepInputs, tokens: slice, rows: slice, offsets_R1: I32, starts_R: I32, on_device: tuple[Tensor, Tensor]
+) -> StepInputs:
+    groups = tuple(
+        GroupInputs(group.slot_mapping_T[tokens], group.blocks_RN[rows], group.block_size, group.window)
+        for group in step.groups
+    )
+    ids_T, positions_T = step.ids_T[tokens], step.positions_T[tokens]
+    return StepInputs(ids_T, positions_T, groups, step.sample_S[:0], offsets_R1, starts_R, on_device)
+
+
+def run_in_turns(ubatches: Sequence[UBatch], works: Sequence[Callable[[UBatch], T]], thread: JobThread) -> tuple[T, T]:
+    """Returns the results of two micro-batches, the second of which runs in `thread`. They take turns, so they share
+    everything but their scratch memory and their channel."""
+    first, second = ubatches
+    ping_pong = PingPong(2)
+    first.couple(ping_pong, second)
+    second.couple(ping_pong, first)
+    results: dict[int, T] = {}
+    threads, inference, place = torch.get_num_threads(), torch.is_inference_mode_enabled(), here()
+
+    def run(ubatch: UBatch) -> None:
+        """Runs one micro-batch in its turns; an error ends both."""
+        try:
+            ubatch.enter()
+            results[ubatch.index] = works[ubatch.index](ubatch)
+            ubatch.leave()
+        except BaseException as exc:
+            ubatch.fail(exc)
+
+    def run_second() -> None:
+        """Runs the second one with the torch settings of the first one's thread: they are all per thread."""
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        with torch.inference_mode(inference), place():
+            run(second)
+
+    over = threading.Event()
+    thread.do(run_second)
+    thread.do(over.set)  # a job of its own: the thread keeps none of the step's tensors then
+    run(first)
+    over.wait()
+    if ping_pong.error is None:
+        return results[0], results[1]
+    try:
+        raise ping_pong.error
+    finally:
+        ping_pong.error = None  # the traceback holds this frame, the frame would hold the traceback

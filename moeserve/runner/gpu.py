@@ -9,8 +9,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.config import Limits
@@ -23,14 +27,14 @@ from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.dummy import dummy_plan, every_way, largest_step
 from moeserve.runner.graphs import MOST_TOKENS
 from moeserve.runner.host import MemoryFacts
-from moeserve.runner.inputs import HostRows
 from moeserve.runner.limits import workspace_bytes
 from moeserve.runner.recorder import CudaRecorder
-from moeserve.runner.tables import RingUpload, Tables
+from moeserve.runner.tables import HostRows, Tables
 
 logger = logging.getLogger(__name__)
 FP32 = 4
 MOST_TABLE_ENTRIES = 1 << 30
+_ALIGN = 16  # bytes: every section of an upload starts where any dtype may
 UPLOADS_PER_STEP = 16  # roomy: an entry that is still being copied is waited for, never overwritten
 
 
@@ -163,3 +167,51 @@ class GPUModelRunner(ModelRunnerBase):
     def _elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> int:
         end.synchronize()
         return int(start.elapsed_time(end) * 1000)
+
+
+class RingUpload:
+    """Copies all arrays of a call in one piece, from a ring of host buffers.
+
+    depth: more than the calls whose copies may be unfinished at once. With `pinned` the copies are asynchronous and
+    each entry waits for its own last copy before it is written again; without, they are not (tests on CPU).
+    """
+
+    def __init__(self, device: torch.device, depth: int, *, pinned: bool) -> None:
+        self.device = device
+        self.pinned = pinned
+        self._buffers = [self._new_buffer(1 << 16) for _ in range(depth)]
+        self._copied: list[torch.cuda.Event | None] = [None] * depth
+        self._next = 0
+
+    def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
+        """Returns tensors on the device; the copy runs on the current stream."""
+        entry, self._next = self._next, (self._next + 1) % len(self._buffers)
+        *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
+        host = self._writable(entry, size)
+        view = host.numpy()
+        for array, start in zip(arrays, starts, strict=True):
+            view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
+        on_device.copy_(host[:size], non_blocking=self.pinned)
+        event = self._copied[entry]
+        if event is not None:
+            event.record()
+        return tuple(_section(on_device, start, a) for a, start in zip(arrays, starts, strict=True))
+
+    def _writable(self, entry: int, size: int) -> Tensor:
+        event = self._copied[entry]
+        if event is not None:
+            event.synchronize()
+        elif self.pinned:
+            self._copied[entry] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if len(self._buffers[entry]) < size:
+            self._buffers[entry] = self._new_buffer(2 * size)
+        return self._buffers[entry]
+
+    def _new_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+
+
+def _section(packed: Tensor, start: int, like: NDArray[Any]) -> Tensor:
+    dtype = torch.from_numpy(np.empty(0, dtype=like.dtype)).dtype
+    return packed[start : start + like.nbytes].view(dtype).view(like.shape)

@@ -16,8 +16,7 @@ import msgspec
 
 from moeserve.comm.members import Members
 from moeserve.config import Limits
-from moeserve.engine.plan import StepPlan, StepResult
-from moeserve.engine.plan_codec import encode_plan
+from moeserve.engine.plan import StepPlan, StepResult, encode_plan
 from moeserve.errors import EngineDied, PeerLost
 from moeserve.messages import Join, Placed, PlacementTable, Traced
 from moeserve.runner.base import ModelRunnerBase

@@ -19,8 +19,7 @@ from torch import Tensor
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockMove
 from moeserve.errors import ConfigError
-from moeserve.loader.heads import local_kv_heads
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, local_kv_heads
 from moeserve.ops.inputs import LayerKV, entry_width
 from moeserve.runner.tables import HostUpload, Upload, lazy_zeros
 

@@ -13,7 +13,7 @@ from moeserve.errors import ConfigError
 from moeserve.loader.spec import ModelSpec
 from moeserve.models import workspace as model_workspace
 from moeserve.runner.memory import KVAsked, KVPlan, plan_kv
-from moeserve.runner.outputs import PROMPT_ELEMENTS
+from moeserve.runner.sampling.logprobs import PROMPT_ELEMENTS
 from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
 _F32 = 4  # bytes

@@ -16,12 +16,11 @@ from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.dummy import DummyParams, imagined
+from moeserve.loader.dummy import RandomReader, imagined
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.load_plan import LoadPlan, Param
 from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
-from moeserve.loader.size import bytes_per_weight
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, bytes_per_weight
 from moeserve.loader.weights import Params
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
@@ -93,7 +92,7 @@ def load_model(
     files = ExpertFiles(
         checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked
     )
-    params_of: Callable[..., Params] = DummyParams if dummy else Params
+    params_of: Callable[..., Params] = partial(Params, reader=RandomReader) if dummy else Params
     cache, last = None, READ_FROM
     if packed_cache and not (shard.placement and shard.placement.version):
         key = key_of(files.identity(), plan, shard.world, dtype, asked)
@@ -131,7 +130,7 @@ def _check_kernels(
     ops: Ops, checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None, packed_cache: str | None
 ) -> None:
     """Raises ConfigError for weights that these kernels do not support, before any is read."""
-    here, native = f"here {ops.device.type} serves by {ops.describe()}", "--device cpu with kernels: native"
+    here, native = f"here {ops.device.type} serves by {ops.chosen}", "--device cpu with kernels: native"
     if packed_cache and not ops.native:
         raise ConfigError(
             f"packed_cache needs the native kernels for CPUs, and {here}; use no packed_cache, or {native}"

@@ -42,6 +42,8 @@ class Peers:
     reads an expert from the checkpoint, None if experts never move. on_placed: called with the outcome of each
     placement that was prepared, from any thread. To be created in the runner's thread, which also makes all calls but
     `leave`, `prepare`, `placed` and `moving`.
+
+    `checked`: transports whose `check`, to be called after a step, raises PeerLost if a transfer failed.
     """
 
     def __init__(
@@ -67,13 +69,16 @@ class Peers:
         self._store: ExpertStore | None = None
         if placement is not None and not isinstance(self._all2all, LocalAll2All):
             self._alone = OwnExperts(placement.experts_per_rank, wire)
-            self._use(self._alone)
             if read is not None:
                 self._store = ExpertStore(layers, read, rank, placement, on_placed)
+        self._use(self._alone or self._all2all)
 
-    def _use(self, all2all: All2All) -> None:
-        for layer in self._layers:
-            layer.all2all = all2all
+    def _use(self, all2all: All2All | None) -> None:
+        if all2all is not None:
+            for layer in self._layers:
+                layer.all2all = all2all
+        transports: tuple[object, ...] = all2all, self._tp
+        self.checked = tuple(transport for transport in transports if isinstance(transport, Checked))
 
     def join(self, members: Members, table: PlacementTable | None) -> None:
         """Loads this rank's experts of `table` and connects to the members. Raises PeerLost when not all of them
@@ -117,12 +122,6 @@ class Peers:
         if self._all2all is not None:
             self._all2all.leave()
         self._tp.leave()
-
-    def check(self) -> None:
-        """Raises PeerLost if a transfer of a step failed. To be called once the host has waited for the step."""
-        for transport in (*(layer.all2all for layer in self._layers[:1]), self._tp):
-            if isinstance(transport, Checked):
-                transport.check()
 
     def prepare(self, table: PlacementTable) -> None:
         """Begins to load this rank's experts of a placement, in the background."""

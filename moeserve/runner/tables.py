@@ -1,4 +1,4 @@
-"""Request tables: one int32 arena on the device, written by staged diffs.
+"""Request tables: one int32 arena on the device, written by staged diffs; and the inputs of a step, gathered from it.
 
     tokens  [slots, width]      prompt and answer of the request in each slot; the sampler appends here
     blocks  [slots, max_blocks] per KV group: its block table
@@ -6,9 +6,7 @@
 The host never reads the arena, so the step after this one may be planned before this one's tokens are known. The host
 stages (offset, value) pairs, and `apply` sends all of a step's pairs in one copy and one scatter.
 
-Only an `Upload` knows whether a copy is needed. On CPU host memory is device memory, so arrays are wrapped as they are.
-On CUDA all arrays of a call travel in one copy from a ring of pinned buffers; an entry of the ring is written again
-only after its last copy has finished.
+Only an `Upload` knows whether a copy is needed. On CPUs host memory is device memory: arrays are wrapped as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,12 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.engine.blocks import KVGroup
-from moeserve.engine.plan import I32, BlockDiff
+from moeserve.engine.plan import I32, BlockDiff, StepPlan
 from moeserve.errors import ConfigError
+from moeserve.ops.inputs import GroupInputs, StepInputs
 
 I64 = NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
-_ALIGN = 16  # bytes: every section starts where any dtype may
 
 
 class Upload(Protocol):
@@ -47,54 +45,6 @@ class HostUpload:
     def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         """Returns tensors that share the arrays' memory where they have no gaps."""
         return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
-
-
-class RingUpload:
-    """Copies all arrays of a call in one piece, from a ring of host buffers.
-
-    depth: more than the calls whose copies may be unfinished at once. With `pinned` the copies are asynchronous and
-    each entry waits for its own last copy before it is written again; without, they are not (tests on CPU).
-    """
-
-    def __init__(self, device: torch.device, depth: int, *, pinned: bool) -> None:
-        self.device = device
-        self.pinned = pinned
-        self._buffers = [self._new_buffer(1 << 16) for _ in range(depth)]
-        self._copied: list[torch.cuda.Event | None] = [None] * depth
-        self._next = 0
-
-    def __call__(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        """Returns tensors on the device; the copy runs on the current stream."""
-        entry, self._next = self._next, (self._next + 1) % len(self._buffers)
-        *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
-        host = self._writable(entry, size)
-        view = host.numpy()
-        for array, start in zip(arrays, starts, strict=True):
-            view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
-        on_device.copy_(host[:size], non_blocking=self.pinned)
-        event = self._copied[entry]
-        if event is not None:
-            event.record()
-        return tuple(_section(on_device, start, a) for a, start in zip(arrays, starts, strict=True))
-
-    def _writable(self, entry: int, size: int) -> Tensor:
-        event = self._copied[entry]
-        if event is not None:
-            event.synchronize()
-        elif self.pinned:
-            self._copied[entry] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        if len(self._buffers[entry]) < size:
-            self._buffers[entry] = self._new_buffer(2 * size)
-        return self._buffers[entry]
-
-    def _new_buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
-
-
-def _section(packed: Tensor, start: int, like: NDArray[Any]) -> Tensor:
-    dtype = torch.from_numpy(np.empty(0, dtype=like.dtype)).dtype
-    return packed[start : start + like.nbytes].view(dtype).view(like.shape)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -211,3 +161,75 @@ def _last_writes(offsets_N: I64, values_N: I32) -> tuple[I64, I32]:
     """
     kept_offsets, first_from_the_end = np.unique(offsets_N[::-1], return_index=True)
     return kept_offsets, values_N[::-1][first_from_the_end]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """The layout of one step's rows, on the host. Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1.
+
+    rows_T is None for a step where every row has exactly one token (then token i belongs to row i).
+    """
+
+    offsets_R1: I32
+    rows_T: I64 | None
+    positions_T: I64
+    slots_T: I64
+    sampling_S: I64  # which rows sample
+    sample_S: I64  # their last tokens
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> HostRows:
+        """Computes the layout of a plan with at least one row."""
+        rows = len(plan.slots_R)
+        offsets_R1 = np.zeros(rows + 1, dtype=np.int32)
+        np.cumsum(plan.counts_R, out=offsets_R1[1:])
+        num_tokens = int(offsets_R1[-1])
+        sampling_S = plan.samples_R.nonzero()[0]
+        sample_S = offsets_R1[sampling_S + 1].astype(np.int64) - 1
+        if num_tokens == rows:
+            positions_T, slots_T = plan.starts_R.astype(np.int64), plan.slots_R.astype(np.int64)
+            return cls(offsets_R1, None, positions_T, slots_T, sampling_S, sample_S)
+        rows_T = np.repeat(np.arange(rows, dtype=np.int64), plan.counts_R)
+        positions_T = np.arange(num_tokens, dtype=np.int64) + (plan.starts_R - offsets_R1[:-1])[rows_T]
+        return cls(offsets_R1, rows_T, positions_T, plan.slots_R.astype(np.int64)[rows_T], sampling_S, sample_S)
+
+
+def prepare_inputs(
+    plan: StepPlan, rows: HostRows, tables: Tables, groups: Sequence[KVGroup], upload: Upload
+) -> StepInputs:
+    """Returns the inputs of the forward pass of a plan with at least one row, once the tables have been applied."""
+    longest = int((plan.starts_R + plan.counts_R).max())
+    assert longest < tables.width, (longest, tables.width)  # the sampled token needs an entry, too
+    where_T = tables.token_offsets(rows.slots_T, rows.positions_T)
+    slots_R = plan.slots_R.astype(np.int64)
+    arrays: list[NDArray[Any]] = [plan.starts_R, rows.offsets_R1, where_T, rows.positions_T, rows.sample_S, slots_R]
+    if rows.rows_T is not None:
+        arrays.append(rows.rows_T)
+    starts, offsets, where, positions, sample, slots, *token_rows = upload(*arrays)
+    return StepInputs(
+        ids_T=tables.arena.index_select(0, where).long(),
+        positions_T=positions,
+        groups=tuple(
+            _group_inputs(group, blocks, longest, slots, positions, token_rows[0] if token_rows else None)
+            for group, blocks in zip(groups, tables.blocks, strict=True)
+        ),
+        sample_S=sample,
+        offsets_R1=rows.offsets_R1,
+        starts_R=plan.starts_R,
+        rows_on_device=(starts, offsets),
+    )
+
+
+def _group_inputs(
+    group: KVGroup, blocks: Tensor, longest: int, slots: Tensor, positions_T: Tensor, rows_T: Tensor | None
+) -> GroupInputs:
+    size = group.block_size
+    num_blocks = -(-longest // size)
+    blocks_RN = blocks[:, :num_blocks].index_select(0, slots).long()
+    index_T = torch.div(positions_T, size, rounding_mode="floor")
+    if rows_T is None:
+        block_T = blocks_RN.gather(1, index_T.unsqueeze(1)).squeeze(1)
+    else:
+        block_T = blocks_RN.view(-1).index_select(0, rows_T * num_blocks + index_T)
+    slot_mapping_T = block_T * size + (positions_T - index_T * size)
+    return GroupInputs(slot_mapping_T, blocks_RN, size, group.window)

@@ -101,6 +101,7 @@ class JobThread:
         enter()
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # a thread that waits must not keep a step's tensors alive
 
 
 class ThreadedRunner:

@@ -1,28 +1,23 @@
-"""Runs a step through the model in one micro-batch, or in two (dual-batch overlap).
-
-Two micro-batches are two halves of the step's tokens. The second one runs in a thread of its own that lives as long as
-the runner; they take turns (`PingPong`), so they share everything but their scratch memory and their channel.
-"""
+"""Runs a step through the model in one micro-batch, or in two (dual-batch overlap, see dbo.py)."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.engine.plan import I32, Agreed
+from moeserve.engine.plan import Agreed
 from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
-from moeserve.moe.ping_pong import PingPong
-from moeserve.moe.streams import CommStream, InFlightTransfer, here
+from moeserve.moe.streams import CommStream, InFlightTransfer
 from moeserve.moe.ubatch import Load, UBatch
-from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.ops.inputs import LayerKV, StepInputs
+from moeserve.runner.dbo import run_in_turns, split
+from moeserve.runner.thread import JobThread
 
 T = TypeVar("T")
 ALONE = Agreed(step=0)
@@ -61,7 +56,7 @@ class UBatchRunner:
         self.round_up: Callable[[int], int] = lambda tokens: tokens
         self.comm = CommStream()
         self._tp_size = tp_size
-        self._second = _UBatchThread()
+        self._second: JobThread | None = None  # runs the second micro-batch, from the first step that has one
 
     def forward(
         self, model: Decoder, step: StepInputs, split_at: int, agreed: Agreed | None, kv: Sequence[LayerKV]
@@ -75,7 +70,15 @@ class UBatchRunner:
         agreed = agreed or ALONE
         if agreed.ubatches == 1:
             return self._run(agreed, [lambda ubatch: model.forward(step, kv, ubatch)])[0]
-        works = [_work(model, part, kv) for part in split(step, split_at)]
+
+        def work(part: StepInputs, ubatch: UBatch) -> Tensor | None:
+            """Computes one half. A half without tokens still takes part in what other ranks do."""
+            if len(part.ids_T):
+                return model.forward(part, kv, ubatch)
+            model.serve(ubatch)
+            return None
+
+        works = [partial(work, part) for part in split(step, split_at)]
         parts = [hidden for hidden in self._run(agreed, works) if hidden is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -104,9 +107,11 @@ class UBatchRunner:
 
     def close(self) -> None:
         """Ends the second micro-batch's thread and waits for it."""
-        self._second.stop()
+        if self._second is not None:
+            self._second.stop()
+            self._second = None
 
-    def _run(self, agreed: Agreed, works: Sequence[Callable[[UBatch], T]]) -> list[T]:
+    def _run(self, agreed: Agreed, works: Sequence[Callable[[UBatch], T]]) -> Sequence[T]:
         """Returns the result of each micro-batch's work."""
         # The same number of rounds in both micro-batches: with fewer, one would run ahead of the other, layer by layer.
         most_tokens = self.round_up(-(-max(agreed.most_tokens) // self._tp_size))
@@ -117,80 +122,9 @@ class UBatchRunner:
             ubatch.meter.reset(agreed.trace)
         if len(works) == 1:
             return [_timed(works[0], self.ubatches[0])]
-        return self._in_turns(works)
-
-    def _in_turns(self, works: Sequence[Callable[[UBatch], T]]) -> list[T]:
-        first, second = self.ubatches
-        ping_pong = PingPong(2)
-        first.couple(ping_pong, second)
-        second.couple(ping_pong, first)
-        results: dict[int, T] = {}
-
-        def run(ubatch: UBatch) -> None:
-            """Runs one micro-batch in its turns; an error ends both."""
-            try:
-                ubatch.enter()
-                results[ubatch.index] = _timed(works[ubatch.index], ubatch)
-                ubatch.leave()
-            except BaseException as exc:
-                ubatch.fail(exc)
-
-        self._second.start(_like_here(lambda: run(second)))
-        run(first)
-        self._second.join()
-        if ping_pong.error is None:
-            return [results[0], results[1]]
-        try:
-            raise ping_pong.error
-        finally:
-            ping_pong.error = None  # the traceback holds this frame, the frame would hold the traceback
-
-
-def split(step: StepInputs, split_at: int) -> tuple[StepInputs, StepInputs]:
-    """Returns the inputs of the first `split_at` tokens and of the others. A row across the split is in both parts;
-    `sample_S` is empty in both.
-
-    rows of 2 and 4 tokens from positions 0 and 7, split 3 -> rows of 2 and 1 from 0 and 7; a row of 3 from 8
-    """
-    offsets = step.offsets_R1
-    assert 0 <= split_at <= offsets[-1], (split_at, offsets)
-    ends = int(np.searchsorted(offsets, split_at))  # rows that begin before the split
-    begins = int(np.searchsorted(offsets, split_at, side="right")) - 1  # the row of the first token after it
-    starts = step.starts_R[begins:].copy()
-    if len(starts):
-        starts[0] += split_at - offsets[begins]
-    starts_R, offsets_R1 = step.rows_on_device
-    begun_R = (split_at - offsets_R1[begins:-1]).clamp(min=0)  # tokens of a row that the first part has
-    first = starts_R[:ends], offsets_R1[: ends + 1].clamp(max=split_at)
-    later = starts_R[begins:] + begun_R, (offsets_R1[begins:] - split_at).clamp(min=0)
-    bounds, later_bounds = np.minimum(offsets[: ends + 1], split_at), np.maximum(offsets[begins:] - split_at, 0)
-    return (
-        _part(step, slice(0, split_at), slice(0, ends), bounds, step.starts_R[:ends], first),
-        _part(step, slice(split_at, None), slice(begins, None), later_bounds, starts, later),
-    )
-
-
-def _part(
-    step: StepInputs, tokens: slice, rows: slice, offsets_R1: I32, starts_R: I32, on_device: tuple[Tensor, Tensor]
-) -> StepInputs:
-    groups = tuple(
-        GroupInputs(group.slot_mapping_T[tokens], group.blocks_RN[rows], group.block_size, group.window)
-        for group in step.groups
-    )
-    ids_T, positions_T = step.ids_T[tokens], step.positions_T[tokens]
-    return StepInputs(ids_T, positions_T, groups, step.sample_S[:0], offsets_R1, starts_R, on_device)
-
-
-def _work(model: Decoder, part: StepInputs, kv: Sequence[LayerKV]) -> Callable[[UBatch], Tensor | None]:
-    """Returns the work of one half. A half without tokens still takes part in what other ranks do."""
-
-    def _run(ubatch: UBatch) -> Tensor | None:
-        if len(part.ids_T):
-            return model.forward(part, kv, ubatch)
-        model.serve(ubatch)
-        return None
-
-    return _run
+        if self._second is None:
+            self._second = JobThread("micro-batch 1")
+        return run_in_turns(self.ubatches, [partial(_timed, work) for work in works], self._second)
 
 
 def _timed(work: Callable[[UBatch], T], ubatch: UBatch) -> T:
@@ -198,51 +132,3 @@ def _timed(work: Callable[[UBatch], T], ubatch: UBatch) -> T:
     result = work(ubatch)
     ubatch.meter.work("output", -1)
     return result
-
-
-def _like_here(job: Callable[[], None]) -> Callable[[], None]:
-    """Returns the job wrapped for another thread, with this thread's torch settings, which are all per thread."""
-    threads, inference, place = torch.get_num_threads(), torch.is_inference_mode_enabled(), here()
-
-    def _run() -> None:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        with torch.inference_mode(inference), place():
-            job()
-
-    return _run
-
-
-class _UBatchThread:
-    """Runs one job at a time, in a thread that starts with the first job and ends with `stop`."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def start(self, job: Callable[[], None]) -> None:
-        """The job must not raise."""
-        if self._thread is None:
-            args = self._jobs, self._done
-            self._thread = threading.Thread(target=_run_jobs, args=args, name="micro-batch 1", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def join(self) -> None:
-        """Returns when the job is done."""
-        self._done.get()
-
-    def stop(self) -> None:
-        """Ends the thread, if it was started."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
-
-
-def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None], done: queue.SimpleQueue[None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # a waiting thread must not keep a step's tensors alive
-        done.put(None)

@@ -6,15 +6,22 @@ POST /v1/admin/... needs a key of --admin-key-file.
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
 from aiohttp import web
+from msgspec import Meta, Struct
 
 from moeserve.cluster.fleet import Fleet
 from moeserve.errors import Conflict, Forbidden, NotFound
 from moeserve.protocol import Aborted, RebalanceResponse, ScaleResponse
-from moeserve.server.context import HttpCall
+from moeserve.server.app import HttpCall
 from moeserve.server.errors import shorten
-from moeserve.server.requests import ScaleRequest
+
+
+class ScaleRequest(Struct, kw_only=True):
+    """dp: engines that share the requests."""
+
+    dp: Annotated[int, Meta(ge=1, le=1024)]
 
 
 async def abort_request(call: HttpCall) -> web.StreamResponse:
@@ -54,10 +61,10 @@ async def rebalance(call: HttpCall) -> web.StreamResponse:
         raise Conflict(f"placement {decision.version} did not come into force: {decision.error}")
     answer = RebalanceResponse(
         moved=decision is not None,
-        version=fleet.experts.placement.version,
+        version=fleet.experts.rebalancer.current.version,
         moved_bytes=decision.moved_bytes if decision is not None else 0,
         took_s=time.monotonic() - began_s,
-        why=fleet.experts.why,
+        why=fleet.experts.rebalancer.why,
     )
     return call.answer(answer)
 

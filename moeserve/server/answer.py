@@ -1,24 +1,58 @@
-"""Runs a request to its end: as one JSON body, or as a stream of chunks."""
+"""Runs a request to its end: as one JSON body, or as a stream of chunks in OpenAI's shape.
+
+A plain chunk costs one JSON encoding of its text and two concatenations: what stays the same in all chunks of a choice
+is encoded once. Only chunks with logprobs, token ids or running usage are built as structs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from moeserve import protocol
 from moeserve.errors import RequestError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta, Generation
-from moeserve.messages import Logprobs
+from moeserve.protocol import CachedTokens, Usage
 from moeserve.sampling import SamplingParams
-from moeserve.server.chunks import Chunks, Counts
-from moeserve.server.context import HttpCall
+from moeserve.server.app import HttpCall
 from moeserve.server.errors import as_request_error, error_body
 from moeserve.server.http import DONE, SseStream
-from moeserve.server.requests import Sampling
+from moeserve.server.logprobs import LogprobFormat
+from moeserve.server.requests import Sampling, StreamOptions
+
+_MARK = "\0"  # stands for the text of a chunk in its template
+
+Deltas = AsyncGenerator[tuple[int, Delta]]
+OpenChoice = protocol.OpenChatChoice | protocol.OpenCompletionChoice
+LastChoice = protocol.ChatChunkChoice | protocol.CompletionChoice
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass
+class Counts:
+    """Token counts of one HTTP request, as OpenAI bills them: each prompt once, whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Counts the tokens of a delta."""
+        self.completion_tokens += len(delta.token_ids)
+        if delta.cached_tokens is not None and delta.index == 0:
+            self.cached_tokens += delta.cached_tokens
+
+    def usage(self) -> Usage:
+        """Returns the counts in OpenAI's shape."""
+        total = self.prompt_tokens + self.completion_tokens
+        return Usage(self.prompt_tokens, self.completion_tokens, total, CachedTokens(self.cached_tokens))
 
 
 class _Aborted(RequestError):
@@ -26,7 +60,7 @@ class _Aborted(RequestError):
 
 
 class RunningRequest:
-    """The generations of one HTTP request, one per prompt, as one async iterator of (prompt index, delta)."""
+    """The generations of one HTTP request, one per prompt, each of n sequences. owner: see `Caller`."""
 
     def __init__(self, generations: list[Generation], n: int, owner: str) -> None:
         self.generations = generations
@@ -34,28 +68,20 @@ class RunningRequest:
         self._open = {(prompt, index) for prompt in range(len(generations)) for index in range(n)}
         self._queue: asyncio.Queue[tuple[int, Delta] | RequestError] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
-        self._aborted: list[tuple[int, Delta]] | None = None  # the ends of sequences that were aborted by id
         if len(generations) > 1:
             self._pumps = [asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(generations)]
 
-    def __aiter__(self) -> RunningRequest:
-        return self
-
-    async def __anext__(self) -> tuple[int, Delta]:
-        if not self._open:
-            raise StopAsyncIteration
-        if self._aborted is None:
-            try:
+    async def deltas(self) -> Deltas:
+        """Yields (prompt number, delta) until all sequences have ended. Raises RequestError."""
+        try:
+            while self._open:
                 prompt, delta = await self._next()
-            except _Aborted:
-                self._aborted = [(p, Delta(i, finish_reason="abort")) for p, i in sorted(self._open)]
-            else:
                 if delta.finish_reason is not None:
                     self._open.discard((prompt, delta.index))
-                return prompt, delta
-        if not self._aborted:
-            raise StopAsyncIteration
-        return self._aborted.pop(0)
+                yield prompt, delta
+        except _Aborted:
+            for prompt, index in sorted(self._open):
+                yield prompt, Delta(index, finish_reason="abort")
 
     async def _next(self) -> tuple[int, Delta]:
         if not self._pumps:
@@ -98,16 +124,10 @@ async def running_request(
     """
     front.admit(len(prompts) * params.n)
     generations: list[Generation] = []
+    priority, salt = request.priority or 0, call.salt(request.cache_salt)
     try:
         for prompt in prompts:
-            generation = await front.generate(
-                prompt,
-                params,
-                priority=request.priority or 0,
-                salt=call.salt(request.cache_salt),
-                request_id=call.id,
-            )
-            generations.append(generation)
+            generations.append(await front.generate(prompt, params, priority=priority, salt=salt, request_id=call.id))
     except BaseException:
         for generation in generations:
             await generation.aclose()
@@ -124,71 +144,143 @@ async def running_request(
         await running.aclose()
 
 
-@dataclass
-class Collected:
-    """One finished sequence."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    finish_reason: str = ""
-    stop_reason: int | str | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None
-
-
-async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[Collected]]:
-    """Returns the sequences as [prompt][sequence] once all have ended."""
-    found = [[Collected() for _ in range(n)] for _ in running.generations]
+async def collect(running: RunningRequest, n: int, counts: Counts) -> list[list[Delta]]:
+    """Returns the sequences as [prompt][sequence], each in one delta, once all have ended."""
+    found = [[Delta(index) for index in range(n)] for _ in running.generations]
     texts: dict[tuple[int, int], list[str]] = {}
-    async for prompt, delta in running:
+    async for prompt, delta in running.deltas():
         counts.add(delta)
-        into = found[prompt][delta.index]
         texts.setdefault((prompt, delta.index), []).append(delta.text)
+        into = found[prompt][delta.index]
         into.token_ids += delta.token_ids
         into.logprobs += delta.logprobs
-        if delta.prompt_logprobs is not None:
-            into.prompt_logprobs = delta.prompt_logprobs
-        if delta.finish_reason is not None:
-            into.finish_reason = delta.finish_reason
-            into.stop_reason = delta.stop_reason
+        into.prompt_logprobs = into.prompt_logprobs or delta.prompt_logprobs
+        into.finish_reason, into.stop_reason = delta.finish_reason, delta.stop_reason
     for (prompt, index), pieces in texts.items():
         found[prompt][index].text = "".join(pieces)
     return found
 
 
+class Chunks:
+    """Frames of one streamed answer. Choice number = prompt number * n + sequence number.
+
+    chunk: the fields that all frames begin with; form: None without logprobs. The subclasses know the choices of the
+    two routes.
+    """
+
+    def __init__(
+        self,
+        chunk: protocol.ChatCompletionChunk | protocol.Completion,
+        request: Sampling,
+        prompts: list[list[int]],
+        n: int,
+        counts: Counts,
+        form: LogprobFormat | None,
+    ) -> None:
+        options = request.stream_options or StreamOptions()
+        self.prompts = prompts
+        self.n = n
+        self.token_ids = bool(request.return_token_ids)
+        self._chunk = chunk
+        self._counts = counts
+        self._form = form
+        self._include_usage = options.include_usage
+        self._running_usage = options.continuous_usage_stats
+        self._plain = form is None and not self.token_ids and not self._running_usage
+        self._head = b"data: " + encode(chunk).removesuffix(b"]}")
+        self._tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
+        templates = [encode(self.choice(index, _MARK)).split(encode(_MARK)) for index in range(n * len(prompts))]
+        self._before = [self._head + before for before, _ in templates]
+        self._after = templates[0][1] + self._tail
+
+    def opening(self) -> bytes:
+        """Returns the frames before the first text."""
+        raise NotImplementedError
+
+    def choice(self, index: int, text: str) -> OpenChoice:
+        """Returns a choice that goes on."""
+        raise NotImplementedError
+
+    def last_choice(self, index: int) -> LastChoice:
+        """Returns a choice that ends."""
+        raise NotImplementedError
+
+    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> Any:
+        """Returns the logprobs object of a choice."""
+        raise NotImplementedError
+
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        """Returns what to send for a delta: maybe nothing, maybe the text and the end of a choice."""
+        self._counts.add(delta)
+        index = prompt * self.n + delta.index
+        out = b""
+        if self._plain:
+            if delta.text:
+                out = self._before[index] + encode(delta.text) + self._after
+        elif delta.text or delta.token_ids:
+            choice = self.choice(index, delta.text)
+            if self._form is not None:
+                choice.logprobs = self.logprobs(index, self._form, delta)
+            if self.token_ids:
+                choice.token_ids = delta.token_ids
+            out = self.frame(choice)
+        if delta.finish_reason is not None:
+            end = self.last_choice(index)
+            end.finish_reason, end.stop_reason = delta.finish_reason, delta.stop_reason
+            out += self.frame(end)
+        return out
+
+    def closing(self) -> bytes:
+        """Returns the frame with the usage, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        self._chunk.usage = self._counts.usage()
+        return b"data: " + encode(self._chunk) + b"\n\n"
+
+    def frame(self, choice: OpenChoice) -> bytes:
+        """Returns the frame of one choice."""
+        tail = self._tail
+        if self._running_usage:
+            tail = b'],"usage":' + encode(self._counts.usage()) + b"}\n\n"
+        return self._head + encode(choice) + tail
+
+
 async def stream_answer(call: HttpCall, running: RunningRequest, chunks: Chunks) -> web.StreamResponse:
     """Sends the chunks. Until the first delta an error is a real status; later, an error event before [DONE]."""
-    context = call.context
+    streams = call.context.streams
     stream = SseStream(call.request, call.headers())
-    first = asyncio.ensure_future(running.__anext__())
-    context.streams.add(stream)
+    streams.add(stream)
     try:
-        await asyncio.wait([first], timeout=context.config.sse_ping_s)
-        if not first.done():  # the queue is long: headers and pings show that the request is alive
-            await stream.start()
-            await stream.send(chunks.opening() or b": ok\n\n")
-        await _relay(stream, running, chunks, await first)
+        async with aclosing(running.deltas()) as deltas:
+            await _relay(stream, deltas, chunks, call.context.config.sse_ping_s)
     except Exception as error:
         if isinstance(error, ConnectionError) or not stream.started:
             raise
         event = b"data: " + error_body(as_request_error(error, call.id), call.id) + b"\n\n"
         await stream.send(event + DONE)
     finally:
-        first.cancel()
-        context.streams.discard(stream)
+        streams.discard(stream)
     return await stream.finish()
 
 
-async def _relay(stream: SseStream, running: RunningRequest, chunks: Chunks, first: tuple[int, Delta]) -> None:
+async def _relay(stream: SseStream, deltas: Deltas, chunks: Chunks, ping_s: float) -> None:
+    first = asyncio.ensure_future(anext(deltas))
+    try:
+        await asyncio.wait([first], timeout=ping_s)
+        if not first.done():  # the queue is long: headers and pings show that the request is alive
+            await stream.start()
+            await stream.send(chunks.opening() or b": ok\n\n")
+        prompt, delta = await first
+    finally:
+        if first.cancel():
+            await asyncio.wait([first])
     frames = b""
     if not stream.started:
         frames = chunks.opening()
         await stream.start()
-    frames += chunks.frames(*first)
-    if frames:
+    if frames := frames + chunks.frames(prompt, delta):
         await stream.send(frames)
-    async for prompt, delta in running:
-        frames = chunks.frames(prompt, delta)
-        if frames:
+    async for prompt, delta in deltas:
+        if frames := chunks.frames(prompt, delta):
             await stream.send(frames)
     await stream.send(chunks.closing() + DONE)

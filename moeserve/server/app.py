@@ -1,35 +1,228 @@
-"""The route table, and one request from its head to its answer: id, route, key, handler, and one shape of errors."""
+"""One request from its head to its answer: id, route, key, handler, and one shape of errors.
+
+`Context` is the state that the handlers share, `HttpCall` one request on its way through a handler; `routes.py` lists
+the routes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
 
-from moeserve import protocol
-from moeserve.errors import RequestError
-from moeserve.server import admin, chat, completions, openapi, requests, status, tokenize, trace
-from moeserve.server.context import OPEN, Context, HttpCall
-from moeserve.server.errors import MethodNotAllowed, as_request_error, error_response, no_such_path, shorten_line
+from moeserve.config import ServerConfig
+from moeserve.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound, Overloaded, RequestError, Unauthorized
+from moeserve.frontend.front_end import FrontEnd
+from moeserve.messages import Phase, Ready
+from moeserve.server.errors import SERVER, MethodNotAllowed, as_request_error, error_response, shorten, shorten_line
 from moeserve.server.http import check_headers, request_id_of
+from moeserve.server.requests import convert, decode, read_json, unknown_fields
+from moeserve.version import __version__
+
+if TYPE_CHECKING:
+    from moeserve.server.answer import Counts, RunningRequest
+    from moeserve.server.http import SseStream
 
 log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # in the log and in the metrics only, because the reader has left
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request. owner: names the key without revealing it; "" when the server is open."""
+
+    owner: str = ""
+    is_admin: bool = False
+
+
+OPEN = Caller()
+
+
+class Auth:
+    """The keys, kept and compared as SHA-256 digests, all of them each time, so that timing tells nothing.
+
+    With user keys every route but the probes needs one; without, the server is open. The constructor raises ConfigError
+    for a key file that cannot be read or holds no key.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        keys = [*config.api_key, *_read_keys(config.api_key_file, "--api-key-file")]
+        self._user = [_digest(key) for key in keys]
+        self._admin = [_digest(key) for key in _read_keys(config.admin_key_file, "--admin-key-file")]
+        self.required = bool(keys)
+        self.has_admins = bool(self._admin)
+        self.several_owners = len(keys) > 1  # whether their requests must be kept apart
+        if not all(keys):
+            raise ConfigError("--api-key: an empty key protects nothing")
+
+    def check(self, headers: Mapping[str, str]) -> Caller:
+        """Returns the caller. Raises Unauthorized unless the request carries a known key or none is needed."""
+        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
+        digest = _digest(key)
+        is_admin = sum(hmac.compare_digest(known, digest) for known in self._admin) > 0  # any() would stop at a match
+        is_user = sum(hmac.compare_digest(known, digest) for known in self._user) > 0
+        if is_admin or is_user:
+            return Caller(digest.hex()[:16], is_admin)
+        if not self.required:
+            return OPEN
+        raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _read_keys(path: str | None, flag: str) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{flag} {path}: no key in it; one per line is expected")
+    return keys
+
+
+@dataclass
+class Context:
+    """The state of the server. front: None while its process still reads the model's files; probes answer already."""
+
+    config: ServerConfig
+    auth: Auth
+    front: FrontEnd | None = None
+    draining: bool = False
+    started: bool = False  # has been ready at least once
+    created: int = field(default_factory=lambda: int(time.time()))
+    began: float = field(default_factory=time.monotonic)
+    running: dict[str, list[RunningRequest]] = field(default_factory=dict)  # by id, which two requests may share
+    streams: set[SseStream] = field(default_factory=set)
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (route, status) -> how many
+
+    @property
+    def state(self) -> str:
+        """The status that the probes show; see `protocol.StatusResponse`."""
+        if self.draining:
+            return "draining"
+        if self.front is None:
+            return "loading"
+        return "stalled" if self.front.state == "ready" and not self.front.healthy else self.front.state
+
+    @property
+    def phase(self) -> Phase:
+        """The progress of the start, or of a group that forms anew; otherwise the phase is named like the state."""
+        forming = self.front is not None and self.front.phase.percent < 100
+        if self.state in ("ready", "draining") or (self.state == "stalled" and not forming):
+            return Phase(self.state, 100, time.monotonic() - self.began)
+        if self.front is None:
+            return Phase("reading the model's files", 0, time.monotonic() - self.began)
+        return self.front.phase
+
+    def serving(self, model: str | None = None) -> tuple[FrontEnd, Ready]:
+        """Returns the front end and what is known of the model.
+
+        Raises Overloaded (503) while no model is loaded or the server drains, and ModelNotFound if `model`, which may
+        be left out, is not the one that is served.
+        """
+        if self.draining:
+            raise Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)
+        if self.front is None or self.front.ready is None:
+            raise Overloaded(f"the model is loading: {self.phase.name}", code="model_loading", retry_after_s=2)
+        served = self.front.model_name
+        if model is not None and model != served:
+            what = f"the model {shorten(model)!r} does not exist here; this server has {served!r}"
+            raise ModelNotFound(what, param="model")
+        return self.front, self.front.ready
+
+
+@dataclass
+class HttpCall:
+    """One HTTP request on its way through a handler."""
+
+    context: Context
+    request: web.BaseRequest
+    id: str
+    caller: Caller = OPEN
+    tail: str = ""  # what follows a route that ends in a slash
+    unknown: list[str] = field(default_factory=list)  # request fields that mean nothing to us
+    counts: Counts | None = None  # of a generating request
+
+    async def read(self, kind: type[R]) -> R:
+        """Returns the body as a checked struct. Raises a RequestError of status 400, 408, 413 or 415."""
+        request, unknown = decode(await read_json(self.request, self.context.config.max_request_bytes), kind)
+        self._note_unknown(unknown)
+        return request
+
+    def query(self, kind: type[R]) -> R:
+        """Returns the parameters of the URL as a struct; `?x` alone means true. Raises InvalidRequest."""
+        given = {name: value or "true" for name, value in self.request.query.items()}
+        self._note_unknown(unknown_fields(given, kind.__struct_fields__))
+        return convert(given, kind, strict=False)
+
+    def _note_unknown(self, unknown: list[str]) -> None:
+        """Raises InvalidRequest under --strict; otherwise the answer carries a Warning header."""
+        if unknown and self.context.config.strict:
+            raise InvalidRequest(f"unknown fields: {', '.join(unknown)}", param=unknown[0], code="unknown_parameter")
+        self.unknown = unknown
+
+    def headers(self) -> dict[str, str]:
+        """Returns the headers of every answer to this request."""
+        headers = {"X-Request-Id": self.id, "Server": SERVER}
+        if self.unknown:
+            names = ", ".join(self.unknown).encode("ascii", "replace").decode().replace('"', "'")
+            headers["Warning"] = f'299 moeserve "unknown fields ignored: {names}"'
+        return headers
+
+    def answer(self, body: msgspec.Struct, status: int = 200, **headers: str) -> web.Response:
+        """Returns the response with `body` as JSON."""
+        return web.Response(
+            body=msgspec.json.encode(body),
+            status=status,
+            content_type="application/json",
+            headers=self.headers() | headers,
+        )
+
+    def salt(self, asked: str | None) -> str:
+        """Returns the salt that keeps prefix-cache hits, which can be timed, inside one key's requests."""
+        owner = self.caller.owner if self.context.auth.several_owners else ""
+        return f"{owner}:{asked or ''}" if owner or asked else ""
+
+    def head(self, prefix: str, object: str, front: FrontEnd, ready: Ready) -> dict[str, Any]:
+        """Returns the fields that whole answers and chunks begin with.
+
+        The fingerprint changes when the same seed may give other tokens.
+        """
+        return {
+            "id": f"{prefix}-{self.id}",
+            "object": object,
+            "created": int(time.time()),
+            "model": front.model_name,
+            "system_fingerprint": f"moeserve-{__version__}-{ready.device.partition(' ')[0]}-{ready.dtype}",
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One operation. A path that ends in "/" takes the rest of the URL as its argument.
 
-    takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events. probe:
-    needs no key. query: parameters of the URL as (name, JSON type).
+    takes, gives: the structs of the body and of the answer; event: the struct of a streamed answer's events; query:
+    the struct of the URL's parameters. probe: needs no key.
     """
 
     method: str
@@ -38,86 +231,22 @@ class Route:
     takes: type[msgspec.Struct] | None = None
     gives: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
     probe: bool = False
-    query: tuple[tuple[str, str], ...] = ()
-
-
-async def _openapi(call: HttpCall) -> web.StreamResponse:
-    """Return this document."""
-    return web.Response(body=openapi.document(ROUTES), content_type="application/json", headers=call.headers())
-
-
-async def _experts(call: HttpCall) -> web.StreamResponse:
-    """Show where experts are, how busy, and how the engines fare; `stream=true`: again each `interval_s`."""
-    from moeserve.server.experts import experts  # here, because of numpy
-
-    return await experts(call)
-
-
-async def _metrics(call: HttpCall) -> web.StreamResponse:
-    """Return numbers for Prometheus."""
-    from moeserve.server.metrics import metrics  # here, because its library would delay the start
-
-    return await metrics(call)
-
-
-_CHAT = "/v1/chat/completions"
-_WATCH = (("stream", "boolean"), ("interval_s", "number"))
-_TRACE = (("timeout_s", "number"),)
-_TOKENIZE = tokenize.tokenize, requests.TokenizeRequest, protocol.Tokenized
-_DETOKENIZE = tokenize.detokenize, requests.DetokenizeRequest, protocol.Detokenized
-ROUTES = (
-    Route(
-        "POST",
-        _CHAT,
-        chat.chat_completions,
-        requests.ChatRequest,
-        protocol.ChatCompletion,
-        event=protocol.ChatCompletionChunk,
-    ),
-    Route("POST", f"{_CHAT}/render", chat.render, requests.ChatRequest, protocol.RenderedPrompt),
-    Route(
-        "POST",
-        "/v1/completions",
-        completions.completions,
-        requests.CompletionRequest,
-        protocol.Completion,
-        event=protocol.Completion,
-    ),
-    Route("GET", "/v1/models", status.list_models, None, protocol.ModelList),
-    Route("GET", "/v1/models/", status.retrieve_model, None, protocol.ModelCard),
-    Route("DELETE", "/v1/requests/", admin.abort_request, None, protocol.Aborted),
-    Route("POST", "/v1/admin/scale", admin.scale, requests.ScaleRequest, protocol.ScaleResponse),
-    Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
-    Route("POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=_TRACE),
-    Route("GET", "/v1/experts", _experts, None, protocol.ExpertStatus, event=protocol.ExpertStatus, query=_WATCH),
-    Route("POST", "/tokenize", *_TOKENIZE),
-    Route("POST", "/v1/tokenize", *_TOKENIZE),
-    Route("POST", "/detokenize", *_DETOKENIZE),
-    Route("POST", "/v1/detokenize", *_DETOKENIZE),
-    Route("GET", "/livez", status.livez, None, protocol.StatusResponse, probe=True),
-    Route("GET", "/ping", status.livez, None, protocol.StatusResponse, probe=True),
-    Route("GET", "/readyz", status.readyz, None, protocol.StatusResponse, probe=True),
-    Route("GET", "/health", status.readyz, None, protocol.StatusResponse, probe=True),
-    Route("GET", "/startupz", status.startupz, None, protocol.StatusResponse, probe=True),
-    Route("GET", "/version", status.version, None, protocol.VersionResponse),
-    Route("GET", "/metrics", _metrics),
-    Route("GET", "/openapi.json", _openapi),
-)
 
 
 class App:
     """The handler of all HTTP requests. It always answers."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, routes: Sequence[Route]) -> None:
         self.context = context
-        self._exact = {(route.method, route.path): route for route in ROUTES if not route.path.endswith("/")}
-        self._prefixes = [route for route in ROUTES if route.path.endswith("/")]
+        self._exact = {(route.method, route.path): route for route in routes if not route.path.endswith("/")}
+        self._prefixes = [route for route in routes if route.path.endswith("/")]
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request: by its route, or with an error of the API's shape."""
         began = time.monotonic()
-        call = HttpCall(self.context, request, request_id_of(request), OPEN)
+        call = HttpCall(self.context, request, request_id_of(request))
         route: Route | None = None
         try:
             check_headers(request)
@@ -151,7 +280,7 @@ class App:
         methods = [method for method, known in self._exact if known == path]
         methods += [route.method for route in self._prefixes if path.startswith(route.path)]
         if not methods:
-            return no_such_path(path)
+            return NotFound(f"there is nothing at {shorten(path)}; GET /openapi.json lists what there is")
         return MethodNotAllowed(f"this path takes {', '.join(methods)} only", methods)
 
     def _count(self, route: Route | None, status: int, call: HttpCall, began: float) -> None:
@@ -160,7 +289,6 @@ class App:
         if call.unknown:
             log.warning("request %s: unknown fields ignored: %s", call.id, shorten_line(", ".join(call.unknown)))
         if self.context.config.log_requests and (route is None or not route.probe):
-            tokens = (
-                "" if call.counts is None else f", {call.counts.prompt_tokens}+{call.counts.completion_tokens} tokens"
-            )
+            counts = call.counts
+            tokens = "" if counts is None else f", {counts.prompt_tokens}+{counts.completion_tokens} tokens"
             log.info("request %s %s %d, %.1f ms%s", call.id, path, status, 1e3 * (time.monotonic() - began), tokens)

@@ -6,7 +6,7 @@ import socket
 
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Ready
-from moeserve.server.context import Context
+from moeserve.server.app import Context
 from moeserve.version import __version__
 
 _OPEN_HOSTS = ("127.0.0.1", "::1", "localhost")

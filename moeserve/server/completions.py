@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from aiohttp import web
+from msgspec import Meta
 
 from moeserve.errors import InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
+from moeserve.frontend.generation import Delta
 from moeserve.messages import Logprobs, Ready
-from moeserve.protocol import Completion, CompletionChoice
-from moeserve.server.answer import Collected, collect, running_request, stream_answer
-from moeserve.server.chunks import CompletionChunks, CompletionColumns, Counts, LogprobFormat
-from moeserve.server.context import HttpCall
-from moeserve.server.requests import MAX_SEQUENCES, CompletionRequest, check_chars, completion_params
+from moeserve.protocol import Completion, CompletionChoice, CompletionLogprobs, OpenCompletionChoice
+from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
+from moeserve.server.answer import Chunks, Counts, collect, running_request, stream_answer
+from moeserve.server.app import HttpCall
+from moeserve.server.logprobs import LogprobFormat
+from moeserve.server.requests import Sampling, check_chars
+
+MAX_SEQUENCES = 1024  # n times prompts of one request
+DEFAULT_TOKENS = 16  # OpenAI's max_tokens for this route
 
 Prompt = str | list[int]
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """One text or several, as text or token ids, to go on with. max_tokens may be 0 with echo."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    add_special_tokens: bool | None = None
 
 
 async def completions(call: HttpCall) -> web.StreamResponse:
     """Continue texts or token ids, whole or as a stream of chunks."""
     request = await call.read(CompletionRequest)
     front, ready = call.context.serving(request.model)
-    params = completion_params(request, front.defaults, ready.vocab_size)
+    params = completion_params(request, front.defaults)
     asked = split_prompts(request.prompt)
     if params.n * len(asked) > MAX_SEQUENCES:
         raise InvalidRequest(
@@ -35,8 +51,8 @@ async def completions(call: HttpCall) -> web.StreamResponse:
     form = None
     if request.logprobs is not None:
         form = LogprobFormat(front.tokenizer, request.logprobs, as_ids=request.return_tokens_as_token_ids)
-    echo = [_text(front, prompt) for prompt in asked] if request.echo else None
     async with running_request(call, front, prompts, params, request) as running:
+        echo = [_text(front, prompt) for prompt in asked] if request.echo else None
         if request.stream:
             if request.echo and (form is not None or request.max_tokens == 0):
                 what = "logprobs" if form is not None else "max_tokens: 0"
@@ -55,9 +71,55 @@ async def completions(call: HttpCall) -> web.StreamResponse:
             choice.index = len(answer.choices)
             choice.text = (echo[p] if echo else "") + sequence.text
             if request.prompt_logprobs is not None and prompt_logprobs is not None:
-                choice.prompt_logprobs = LogprobFormat(front.tokenizer, 0).prompt(prompt_logprobs)
+                choice.prompt_logprobs = LogprobFormat(front.tokenizer).prompt(prompt_logprobs)
             answer.choices.append(choice)
     return call.answer(answer)
+
+
+def completion_params(request: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
+    """Returns the parameters. With echo max_tokens may be 0; it becomes 1, and the caller drops that token."""
+    given = request.given()
+    max_tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+    given["max_tokens"] = min(max_tokens or int(bool(request.echo)), MAX_INT)
+    if request.logprobs is not None:
+        given["logprobs"] = request.logprobs
+        if request.echo:
+            given["prompt_logprobs"] = request.logprobs
+    return SamplingParams(**defaults | given)
+
+
+class CompletionChunks(Chunks):
+    """Frames of /v1/completions. echo: the text of each prompt, sent before its answers."""
+
+    def __init__(self, *args: Any, echo: list[str] | None = None) -> None:
+        super().__init__(*args)
+        self._echo = echo
+        self._offsets: dict[int, int] = {}  # of the next token's text in each choice
+
+    def opening(self) -> bytes:
+        """Returns the frames with prompts and their token ids, if they were asked for."""
+        out = b""
+        for index in range(self.n * len(self.prompts)):
+            prompt = index // self.n
+            choice = self.choice(index, self._echo[prompt] if self._echo else "")
+            if self.token_ids:
+                choice.prompt_token_ids = self.prompts[prompt]
+            if choice.text or self.token_ids:
+                out += self.frame(choice)
+        return out
+
+    def choice(self, index: int, text: str) -> OpenCompletionChoice:
+        """Returns a choice that goes on."""
+        return OpenCompletionChoice(index=index, text=text)
+
+    def last_choice(self, index: int) -> CompletionChoice:
+        """Returns a choice that ends."""
+        return CompletionChoice(index=index)
+
+    def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> CompletionLogprobs:
+        """Returns the logprobs object of a choice."""
+        shown, self._offsets[index] = form.columns(delta.token_ids, delta.logprobs, self._offsets.get(index, 0))
+        return shown
 
 
 def split_prompts(prompt: Any) -> list[Prompt]:
@@ -93,7 +155,7 @@ def _text(front: FrontEnd, prompt: Prompt) -> str:
     return "" if front.tokenizer is None else front.tokenizer.decode(prompt)
 
 
-def _drop_answers(found: list[list[Collected]], counts: Counts) -> None:
+def _drop_answers(found: list[list[Delta]], counts: Counts) -> None:
     """Drops the one token that was made, though max_tokens is 0, to get at the prompt's logprobs."""
     counts.completion_tokens = 0
     for sequence in (sequence for sequences in found for sequence in sequences):
@@ -105,7 +167,7 @@ def _choice(
     request: CompletionRequest,
     prompt: list[int],
     prompt_logprobs: list[Logprobs | None] | None,
-    sequence: Collected,
+    sequence: Delta,
     form: LogprobFormat | None,
 ) -> CompletionChoice:
     choice = CompletionChoice(finish_reason=sequence.finish_reason, stop_reason=sequence.stop_reason)
@@ -115,7 +177,7 @@ def _choice(
         if request.echo:
             tokens = [*prompt, *tokens]
             rows = [*(prompt_logprobs or [None] * len(prompt)), *rows]
-        choice.logprobs = CompletionColumns(form).take(tokens, rows)
+        choice.logprobs, _ = form.columns(tokens, rows)
     if request.return_token_ids:
         choice.prompt_token_ids, choice.token_ids = prompt, sequence.token_ids
     return choice

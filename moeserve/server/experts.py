@@ -1,14 +1,11 @@
-"""GET /v1/experts: where experts are, how busy they are, and how the engines fare; once, or as a stream of events."""
+"""The answer of GET /v1/experts: where experts are, how busy they are, and how the engines fare."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from contextlib import suppress
 
 import msgspec
 import numpy as np
-from aiohttp import web
 
 from moeserve.cluster.view import EngineView, ExpertsView, FleetView
 from moeserve.errors import NotFound
@@ -26,40 +23,6 @@ from moeserve.protocol import (
     ExpertStatus,
     RebalanceAttempt,
 )
-from moeserve.server.body import number, switch
-from moeserve.server.context import HttpCall
-from moeserve.server.http import DONE, SseStream
-
-INTERVAL_S = (0.1, 60.0)
-
-
-async def experts(call: HttpCall) -> web.StreamResponse:
-    """Answers once, or with `stream=true` (or `Accept: text/event-stream`) every `interval_s` seconds."""
-    front, _ = call.context.serving()
-    query = call.query("stream", "interval_s")
-    interval_s = number(query, "interval_s", 1.0, *INTERVAL_S)
-    streams = switch(query, "stream", "text/event-stream" in call.request.headers.get("Accept", ""))
-    shown = expert_status(front)
-    return await _stream(call, front, interval_s) if streams else call.answer(shown)
-
-
-async def _stream(call: HttpCall, front: FrontEnd, interval_s: float) -> web.StreamResponse:
-    """Ends with [DONE] when the server drains."""
-    stream = SseStream(call.request, call.headers())
-    stopping = asyncio.ensure_future(front.stopping())
-    call.context.streams.add(stream)
-    try:
-        await stream.start()
-        while not stopping.done():
-            await stream.send(b"data: " + msgspec.json.encode(expert_status(front)) + b"\n\n")
-            await asyncio.wait([stopping], timeout=interval_s)
-        await stream.send(DONE)
-    finally:
-        stopping.cancel()
-        call.context.streams.discard(stream)
-        with suppress(asyncio.CancelledError):
-            await stopping
-    return await stream.finish()
 
 
 def expert_status(front: FrontEnd) -> ExpertStatus:

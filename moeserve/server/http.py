@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
-from moeserve.config import ServerConfig
-from moeserve.errors import AddressInUse, ConfigError, RequestError
+from moeserve.errors import RequestError
 from moeserve.server.errors import (
     BadHttp,
     HeadersTooLarge,
@@ -35,7 +33,6 @@ KEEPALIVE_S = 75.0
 MAX_PATH_BYTES = 8190
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 16 * 1024
-BACKLOG = 1024
 STALL_S = 30.0  # a reader of events that takes nothing for so long is gone
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -213,44 +210,3 @@ async def watch(streams: set[SseStream], ping_s: float, stall_s: float = STALL_S
 async def _ping(stream: SseStream) -> None:
     with suppress(ConnectionError):  # its own handler is being cancelled
         await stream.send(PING)
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """Returns a listening socket. Raises AddressInUse or ConfigError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {config.host}: {error}") from error
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)  # clients may connect from now on; they are answered once the loop runs
-    except OSError as error:
-        sock.close()
-        if error.errno in (98, 48):  # EADDRINUSE on Linux and on macOS
-            raise AddressInUse(
-                f"port {config.port} of {config.host} is in use; choose another with --port, or --port 0 for any"
-            ) from error
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-    sock.setblocking(False)
-    return sock
-
-
-@asynccontextmanager
-async def listening(sock: socket.socket, handler: Handler) -> AsyncIterator[HttpServer]:
-    """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
-    loop = asyncio.get_running_loop()
-    server = HttpServer(handler)
-    acceptor = await loop.create_server(server, sock=sock, backlog=BACKLOG)
-    heads = asyncio.create_task(server.watch_heads(), name="slow heads")
-    try:
-        yield server
-    finally:
-        heads.cancel()
-        acceptor.close()
-        server.pre_shutdown()
-        await server.shutdown(0.5)
-        await asyncio.gather(heads, return_exceptions=True)

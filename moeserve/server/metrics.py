@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -15,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from moeserve.cluster.view import ExpertsView, FleetView
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.stats import FrontStats, Histogram
-from moeserve.server.context import Context, HttpCall
+from moeserve.server.app import Context
 
 PREFIX = "moeserve:"
 MAX_SERIES = 4096  # layers x experts; beyond it, rows per expert are in /v1/experts only
@@ -24,12 +23,11 @@ Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Gauge, Counter = GaugeMetricFamily, CounterMetricFamily
 
 
-async def metrics(call: HttpCall) -> web.StreamResponse:
-    """Returns all metrics in Prometheus's text format."""
+def exposition(context: Context) -> tuple[bytes, str]:
+    """Returns all metrics in Prometheus's text format, and its media type."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(call.context))
-    headers = call.headers() | {"Content-Type": CONTENT_TYPE_LATEST}
-    return web.Response(body=generate_latest(registry), headers=headers)
+    registry.register(_Collector(context))
+    return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class _Collector:

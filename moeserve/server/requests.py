@@ -1,38 +1,39 @@
-"""The requests of the HTTP API, and what their fields mean: what is refused and why, what is harmless, and the
-SamplingParams that the fields make.
+"""From the bytes of a request to a checked struct: what is refused and why, and what is harmless.
 
-Types are strict. A field that is null or absent means its default: the model's (generation_config.json), else ours.
+Strange input is refused here, before it costs anything. Types are strict. A field that is null or absent means its
+default: the model's (generation_config.json), else ours. Each route's own fields are declared beside its handler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeVar
 
+import msgspec
+from aiohttp import web
 from msgspec import Meta, Struct
 
-from moeserve.errors import ContextLengthExceeded, InvalidRequest
-from moeserve.sampling import MAX_LOGPROBS, MAX_N, SamplingParams
-from moeserve.server.body import convert, unknown_fields
+from moeserve import sampling
+from moeserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMedia, invalid_request
+from moeserve.sampling import MAX_INT, SamplingParams
+from moeserve.server.errors import RequestTimeout, shorten
 from moeserve.text.tokenizer import Tokenizer
 
-MAX_SEQUENCES = 1024  # n times prompts of one request
-COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-_MAX_INT = 2**31 - 1  # a larger max_tokens means "as many as fit", which a smaller one would mean as well
+MAX_DEPTH = 64
+MAX_CONTAINERS = 100_000  # objects and arrays in one body
+LARGE_BODY = 256 * 1024  # bytes; such a body is parsed in a thread
+READ_TIMEOUT_S = 30.0  # for each MiB of a body
+# Possessive, so that a long string leaves nothing to go back to: that would take a hundred bytes for each of its own.
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-
-def _shown(**schema: Any) -> Meta:
-    """Bounds for /openapi.json only: `SamplingParams.check` refuses what is beyond them, in clearer words."""
-    return Meta(extra_json_schema=schema)
-
-
+R = TypeVar("R", bound=Struct)
 OpenName = Annotated[str, Meta(max_length=4096)]
-Priority = Annotated[int, Meta(ge=-(2**31), le=_MAX_INT)]
-Penalty = Annotated[float, _shown(minimum=-2, maximum=2)]
-Fraction = Annotated[float, _shown(minimum=0, maximum=1)]
-PositiveFraction = Annotated[float, _shown(exclusiveMinimum=0, maximum=1)]
-NumLogprobs = Annotated[int, _shown(minimum=0, maximum=MAX_LOGPROBS)]
-PositiveCount = Annotated[int, _shown(minimum=1)]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -62,31 +63,31 @@ class Message(Struct, kw_only=True, omit_defaults=True):
 
 
 class Sampling(Struct, kw_only=True):
-    """Fields that both generating routes share. Ranges are those of `moeserve.SamplingParams`."""
+    """Fields that all generating routes share. Ranges are those of `moeserve.SamplingParams`."""
 
     model: str | None = None
-    n: Annotated[int, _shown(minimum=1, maximum=MAX_N)] | None = None
-    temperature: Annotated[float, _shown(minimum=0, maximum=2)] | None = None
-    top_p: PositiveFraction | None = None
-    top_k: Annotated[int, _shown(minimum=-1, maximum=_MAX_INT)] | None = None
-    min_p: Fraction | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, _shown(exclusiveMinimum=0, maximum=2)] | None = None
-    seed: Annotated[int, _shown(minimum=-(2**63), maximum=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
+    n: sampling.NumSequences | None = None
+    temperature: sampling.Temperature | None = None
+    top_p: sampling.PositiveFraction | None = None
+    top_k: sampling.TopK | None = None
+    min_p: sampling.Fraction | None = None
+    presence_penalty: sampling.Penalty | None = None
+    frequency_penalty: sampling.Penalty | None = None
+    repetition_penalty: sampling.RepetitionPenalty | None = None
+    seed: sampling.Seed | None = None
+    stop: sampling.StopString | sampling.StopStrings | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, _shown(minimum=0, maximum=_MAX_INT)] | None = None
+    min_tokens: sampling.MinTokens | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    logit_bias: sampling.LogitBias | None = None
+    allowed_token_ids: sampling.AllowedTokens | None = None
+    bad_words: sampling.BadWords | None = None
+    prompt_logprobs: sampling.NumLogprobs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Priority | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=MAX_INT)] | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -95,61 +96,12 @@ class Sampling(Struct, kw_only=True):
     service_tier: OpenName | None = None
     spaces_between_special_tokens: bool | None = None
 
-
-class ChatRequest(Sampling, kw_only=True):
-    """A conversation to go on with. reasoning_effort and verbosity are accepted and change nothing."""
-
-    messages: list[Message]
-    logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
-    max_tokens: PositiveCount | None = None
-    max_completion_tokens: PositiveCount | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    prompt_cache_key: OpenName | None = None
-    safety_identifier: OpenName | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    def given(self) -> dict[str, Any]:
+        """Returns the fields that `SamplingParams` has too and that are not null."""
+        return {name: value for name in _PLAIN if (value := getattr(self, name)) is not None}
 
 
-class CompletionRequest(Sampling, kw_only=True):
-    """One text or several, as text or token ids, to go on with. max_tokens may be 0 with echo."""
-
-    prompt: str | list[str | int | list[int]] | None = None
-    echo: bool | None = None
-    logprobs: NumLogprobs | None = None
-    max_tokens: Annotated[int, _shown(minimum=0)] | None = None
-    add_special_tokens: bool | None = None
-
-
-class TokenizeRequest(Struct, kw_only=True):
-    """Either `prompt` or `messages`."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class DetokenizeRequest(Struct, kw_only=True):
-    """Token ids whose text is wanted."""
-
-    tokens: list[int]
-    model: str | None = None
-
-
-class ScaleRequest(Struct, kw_only=True):
-    """dp: engines that share the requests."""
-
-    dp: Annotated[int, _shown(minimum=1, maximum=1024)]
-
-
+_PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
 _TOOLS = "tool calling is not supported yet"
 _GRAMMAR = "structured output is not supported yet"
 _MEDIA = "this server takes and gives text only"
@@ -182,27 +134,136 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logits_processors": ("custom logits processors are not supported", ([],)),
     "kv_transfer_params": ("KV transfer is not supported", ()),
 }
-_MESSAGE_FIELDS = frozenset(["role", "content", "name", "refusal", "reasoning", "reasoning_content"])
 _MESSAGE_REFUSED = ("tool_calls", "tool_call_id", "function_call")
 _ROLES = ("system", "developer", "user", "assistant")
-_PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
 
-R = TypeVar("R", bound=Struct)
+
+async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
+    """Returns the JSON object in the body. Raises a RequestError of status 400, 408, 413 or 415."""
+    _check_media_type(request)
+    _check_size(request.content_length or 0, max_bytes)
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # otherwise the answer's head would be taken for sent
+    body = bytearray()
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S) as limit:
+            while chunk := await request.content.readany():
+                before = len(body) >> 20
+                body += chunk
+                _check_size(len(body), max_bytes)
+                if len(body) >> 20 > before:
+                    limit.reschedule(loop.time() + READ_TIMEOUT_S)
+    except TimeoutError as error:
+        raise RequestTimeout(f"the body did not arrive within {READ_TIMEOUT_S:g} s") from error
+    except web.RequestPayloadError as error:
+        raise InvalidRequest("the body is not framed as HTTP demands", code="invalid_http") from error
+    return parse_object(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse_object, body)
+
+
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise PayloadTooLarge(f"the body is larger than {max_bytes:,} bytes")
+
+
+def _check_media_type(request: web.BaseRequest) -> None:
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedMedia(f"Content-Encoding {shorten(encoding)} is not accepted; send the body as it is")
+    if request.content_type.lower() != "application/json":
+        raise UnsupportedMedia("the Content-Type must be application/json")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise UnsupportedMedia("the charset must be utf-8")
+
+
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Returns the one JSON object in `body`. Raises InvalidRequest with code invalid_json and the byte offset."""
+    if body[:3] == b"\xef\xbb\xbf" or body[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise _invalid_json("the body begins with a byte order mark; send plain UTF-8", 0)
+    _check_shape(body)
+    try:
+        text = body.decode()
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise _invalid_json(f"the body is not JSON: {error.msg}", len(text[: error.pos].encode())) from error
+    except UnicodeDecodeError as error:
+        raise _invalid_json("the body is not UTF-8", error.start) from error
+    except UnicodeEncodeError as error:
+        raise _invalid_json("a string holds an unpaired surrogate") from error
+    except (ValueError, RecursionError) as error:
+        raise _invalid_json(f"the body is not JSON: {shorten(str(error))}") from error
+    if not isinstance(value, dict):
+        raise _invalid_json("the body must be a JSON object")
+    return value
+
+
+def _invalid_json(message: str, offset: int | None = None) -> InvalidRequest:
+    return InvalidRequest(message if offset is None else f"{message} (byte {offset})", code="invalid_json")
+
+
+def _check_shape(body: bytes | bytearray) -> None:
+    """Bounds depth and number of containers, without recursion. A body with few brackets cannot be deep."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    depth = containers = 0
+    for match in _TOKEN.finditer(body):
+        byte = body[match.start()]
+        if byte in b"[{":
+            depth += 1
+            containers += 1
+            if depth > MAX_DEPTH:
+                raise _invalid_json(f"the JSON is nested deeper than {MAX_DEPTH}", match.start())
+            if containers > MAX_CONTAINERS:
+                raise _invalid_json(f"the JSON has more than {MAX_CONTAINERS:,} objects and arrays", match.start())
+        elif byte in b"]}":
+            depth -= 1
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{shorten(twice)!r} occurs twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def convert(value: dict[str, Any], kind: type[R], *, strict: bool = True) -> R:
+    """Returns `value` as a struct; strict: "5" is no integer. Raises InvalidRequest naming the field."""
+    try:
+        return msgspec.convert(value, kind, str_keys=True, strict=strict)
+    except msgspec.ValidationError as error:
+        raise invalid_request(error) from error
+
+
+def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "") -> list[str]:
+    """Returns those `names` that mean nothing to us, at most five, printable, with the nearest name that does."""
+    described = []
+    for name in [name for name in names if name not in known][:5]:
+        near = get_close_matches(name[:64], known, 1)
+        described.append(f"{prefix}{shorten(name)}" + (f" (did you mean {near[0]}?)" if near else ""))
+    return described
 
 
 def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
     """Returns the request, and the names of its fields that mean nothing to us. Raises InvalidRequest."""
     refused = _REFUSED if issubclass(kind, Sampling) else {}
-    unknown = unknown_fields(raw, frozenset(kind.__struct_fields__) | refused.keys())
+    unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
     for name in refused.keys() & raw.keys():
         reason, harmless = refused[name]
         value = raw[name]
         if value is not None and not any(value == free and type(value) is type(free) for free in harmless):
             raise InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
     request = convert(raw, kind)
-    if isinstance(request, ChatRequest):
-        unknown += _check_message_fields(raw["messages"])
     if isinstance(request, Sampling):
+        if "messages" in kind.__struct_fields__:
+            unknown += _check_message_fields(raw["messages"])
         _check_common(request)
     return request, unknown[:5]
 
@@ -210,15 +271,12 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
 def _check_message_fields(messages: list[dict[str, Any]]) -> list[str]:
     unknown: list[str] = []
     for i, message in enumerate(messages):
-        extra = message.keys() - _MESSAGE_FIELDS
-        if not extra:
-            continue
         for name in _MESSAGE_REFUSED:
             if message.get(name):
                 param = f"messages[{i}].{name}"
                 raise InvalidRequest(f"{param}: {_TOOLS}", param=param, code="unsupported_parameter")
-        rest = [name for name in message if name in extra and name not in _MESSAGE_REFUSED]
-        unknown += unknown_fields(rest, _MESSAGE_FIELDS, f"messages[{i}].")
+        rest = message.keys() - _MESSAGE_REFUSED
+        unknown += unknown_fields(rest, Message.__struct_fields__, f"messages[{i}].")
     return unknown
 
 
@@ -235,8 +293,6 @@ def _check_common(request: Sampling) -> None:
 
 def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Returns the messages as the template takes them, each checked: known role, text content."""
-    if not messages:
-        raise InvalidRequest("messages must not be empty", param="messages")
     found = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
@@ -270,47 +326,3 @@ def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, param:
         raise ContextLengthExceeded(
             f"the prompt has {num_chars} characters, which cannot fit into {max_model_len} tokens", param=param
         )
-
-
-def chat_params(request: ChatRequest, defaults: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    """Returns the checked parameters; max_tokens None means the rest of the context. Raises InvalidRequest."""
-    given = _given(request)
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    given["max_tokens"] = asked if asked is None else min(asked, _MAX_INT)
-    if request.top_logprobs is not None:
-        _check_logprobs("top_logprobs", request.top_logprobs)
-        if not request.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    if request.logprobs:
-        given["logprobs"] = request.top_logprobs or 0
-    return _checked({**defaults, **given}, vocab_size)
-
-
-def completion_params(request: CompletionRequest, defaults: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    """Returns the checked parameters. With echo max_tokens may be 0; it becomes 1, and the caller drops that token."""
-    given = _given(request)
-    max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    if request.echo and max_tokens == 0:
-        max_tokens = 1
-    given["max_tokens"] = min(max_tokens, _MAX_INT)
-    if request.logprobs is not None:
-        _check_logprobs("logprobs", request.logprobs)
-        given["logprobs"] = request.logprobs
-        if request.echo:
-            given["prompt_logprobs"] = request.logprobs
-    return _checked({**defaults, **given}, vocab_size)
-
-
-def _check_logprobs(name: str, value: int) -> None:
-    if not 0 <= value <= MAX_LOGPROBS:
-        raise InvalidRequest(f"{name}: expected an integer in 0..{MAX_LOGPROBS}", param=name)
-
-
-def _given(request: Sampling) -> dict[str, Any]:
-    return {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
-
-
-def _checked(values: dict[str, Any], vocab_size: int) -> SamplingParams:
-    params = SamplingParams(**values)
-    params.check(vocab_size)
-    return params

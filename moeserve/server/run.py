@@ -13,23 +13,25 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from moeserve.cluster.logs import set_up_logging
-from moeserve.config import Config
+from moeserve.config import Config, ServerConfig
+from moeserve.errors import AddressInUse, ConfigError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.open import open_front_end
 from moeserve.messages import Ready
-from moeserve.server.app import App
+from moeserve.server.app import App, Auth, Context
 from moeserve.server.banner import hello, ready_lines
-from moeserve.server.context import Auth, Context
-from moeserve.server.http import bind, listening, watch
+from moeserve.server.http import Handler, HttpServer, watch
+from moeserve.server.routes import ROUTES
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 1024
 FLUSH_S = 5.0  # for the ends of answers to reach their clients
 
 T = TypeVar("T")
@@ -56,11 +58,52 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def bind(config: ServerConfig) -> socket.socket:
+    """Returns a listening socket. Raises AddressInUse or ConfigError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {config.host}: {error}") from error
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)  # clients may connect from now on; they are answered once the loop runs
+    except OSError as error:
+        sock.close()
+        if error.errno in (98, 48):  # EADDRINUSE on Linux and on macOS
+            raise AddressInUse(
+                f"port {config.port} of {config.host} is in use; choose another with --port, or --port 0 for any"
+            ) from error
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+    sock.setblocking(False)
+    return sock
+
+
+@asynccontextmanager
+async def listening(sock: socket.socket, handler: Handler) -> AsyncIterator[HttpServer]:
+    """Answers requests on `sock` inside the block; at its end, connections that are still open are cut off."""
+    loop = asyncio.get_running_loop()
+    server = HttpServer(handler)
+    acceptor = await loop.create_server(server, sock=sock, backlog=BACKLOG)
+    heads = asyncio.create_task(server.watch_heads(), name="slow heads")
+    try:
+        yield server
+    finally:
+        heads.cancel()
+        acceptor.close()
+        server.pre_shutdown()
+        await server.shutdown(0.5)
+        await asyncio.gather(heads, return_exceptions=True)
+
+
 async def run(context: Context, sock: socket.socket, open_it: OpenFrontEnd) -> int:
     """Runs the server on one loop, from listening to the last answer; returns the exit code."""
     stop = StopSignals()
     stop.install()
-    async with listening(sock, App(context)):
+    async with listening(sock, App(context, ROUTES)):
         log.info("listening on %s", hello(context, sock))
         streams = asyncio.create_task(watch(context.streams, context.config.sse_ping_s), name="streams")
         try:

@@ -1,12 +1,18 @@
-"""The handlers that describe the server: probes, version and models."""
+"""The handlers that describe the server: probes, version, models, metrics, experts."""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
 from aiohttp import web
 
 from moeserve.errors import ModelNotFound
 from moeserve.protocol import ModelCard, ModelList, StatusResponse, VersionResponse
-from moeserve.server.context import HttpCall
+from moeserve.server.app import HttpCall
+from moeserve.server.http import DONE, SseStream
 from moeserve.version import __version__
 
 
@@ -59,3 +65,45 @@ def _card(call: HttpCall, model: str | None = None) -> ModelCard:
     front, ready = call.context.serving(model)
     name = front.model_name
     return ModelCard(id=name, created=call.context.created, root=name, max_model_len=ready.max_model_len)
+
+
+async def metrics(call: HttpCall) -> web.StreamResponse:
+    """Return numbers for Prometheus."""
+    from moeserve.server.metrics import exposition  # here, because its library would delay the start
+
+    body, media_type = exposition(call.context)
+    return web.Response(body=body, headers=call.headers() | {"Content-Type": media_type})
+
+
+class WatchQuery(msgspec.Struct):
+    """stream: again each interval_s seconds, until the client leaves or the server drains."""
+
+    stream: bool | msgspec.UnsetType = msgspec.UNSET
+    interval_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = 1.0
+
+
+async def experts(call: HttpCall) -> web.StreamResponse:
+    """Show where experts are, how busy, and how the engines fare; `stream=true`: again each `interval_s`."""
+    from moeserve.server.experts import expert_status  # here, because of numpy
+
+    front, _ = call.context.serving()
+    query = call.query(WatchQuery)
+    shown = expert_status(front)
+    by_header = query.stream is msgspec.UNSET and "text/event-stream" in call.request.headers.get("Accept", "")
+    if not query.stream and not by_header:
+        return call.answer(shown)
+    stream = SseStream(call.request, call.headers())
+    stopping = asyncio.ensure_future(front.stopping())
+    call.context.streams.add(stream)
+    try:
+        await stream.start()
+        while not stopping.done():
+            await stream.send(b"data: " + msgspec.json.encode(expert_status(front)) + b"\n\n")
+            await asyncio.wait([stopping], timeout=query.interval_s)
+        await stream.send(DONE)
+    finally:
+        stopping.cancel()
+        call.context.streams.discard(stream)
+        with suppress(asyncio.CancelledError):
+            await stopping
+    return await stream.finish()

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from aiohttp import web
+from msgspec import Struct
 
 from moeserve.errors import InvalidRequest
 from moeserve.protocol import Detokenized, Tokenized
+from moeserve.server.app import HttpCall
 from moeserve.server.chat import chat_prompt
-from moeserve.server.context import HttpCall
-from moeserve.server.requests import DetokenizeRequest, TokenizeRequest
+from moeserve.server.requests import Message
 
 MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Token ids whose text is wanted."""
+
+    tokens: list[int]
+    model: str | None = None
 
 
 async def tokenize(call: HttpCall) -> web.StreamResponse:

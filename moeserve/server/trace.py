@@ -6,19 +6,23 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from moeserve.cluster.view import FleetView
 from moeserve.frontend.watch import Trace
 from moeserve.messages import Traced, TraceEvent
 from moeserve.server.admin import check_admin
-from moeserve.server.body import number
-from moeserve.server.context import HttpCall
+from moeserve.server.app import HttpCall
 
-TIMEOUT_S, LONGEST_S = 10.0, 60.0
+
+class TraceQuery(msgspec.Struct):
+    """timeout_s: how long to wait for a step."""
+
+    timeout_s: Annotated[float, Meta(ge=0.1, le=60)] = 10.0
 
 
 class TraceItem(msgspec.Struct, kw_only=True):
@@ -53,7 +57,7 @@ async def take_trace(call: HttpCall) -> web.StreamResponse:
     """Trace the next step on all ranks, for ui.perfetto.dev. Takes no body; waits for a step up to `timeout_s`."""
     check_admin(call)
     front, ready = call.context.serving()
-    timeout_s = number(call.query("timeout_s"), "timeout_s", TIMEOUT_S, 0.1, LONGEST_S)
+    timeout_s = call.query(TraceQuery).timeout_s
     view = front.watch.view(front.state, ready)
     return call.answer(trace_file(await front.watch.tracing.take(view, timeout_s), view))
 

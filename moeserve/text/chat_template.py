@@ -1,21 +1,30 @@
 """Renders chat messages as prompt text by the model's own Jinja template.
 
 The template is, in this order: the file that the user names, `chat_template.jinja`, or `chat_template` in
-tokenizer_config.json (one text, or a list of named ones of which "default" is taken). Rendering is bounded
-(`sandbox.py`) but may take seconds, so call it in a thread.
+tokenizer_config.json (one text, or a list of named ones of which "default" is taken). Templates come with checkpoints
+and so may be anybody's code: `_Sandbox` bounds what they reach, their time and their memory. Rendering may still take
+seconds, so call it in a thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
-from moeserve.text.sandbox import MAX_TEMPLATE_CHARS, TemplateRefusal, compile_template
 from moeserve.text.tokenizer import Tokenizer, read_config
 
 _CONTINUE = "\ufdd3"  # ends the message to be continued while the template works on it
@@ -24,8 +33,22 @@ _RESERVED = frozenset((
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
     "conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
 ))
+_FILTERS = (
+    "abs", "capitalize", "count", "d", "default", "dictsort", "escape", "e", "first", "float", "int", "items", "last",
+    "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "round", "safe", "select",
+    "selectattr", "sort", "string", "sum", "title", "trim", "unique", "upper",
+)
+_TEXT_METHODS = frozenset((
+    "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdecimal", "isdigit",
+    "islower", "isnumeric", "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition", "removeprefix",
+    "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines",
+    "startswith", "strip", "swapcase", "title", "upper",
+))
 # fmt: on
-_NO_TOOLS = {"tools": None, "documents": None}
+MAX_TEMPLATE_CHARS = 2 * 2**20
+MAX_CHARS = 64 * 2**20  # of any text that a template makes
+MAX_SECONDS = 5.0  # of one rendering
+MAX_INDENT = 64
 MAX_KWARGS = 32
 MAX_KWARG_CHARS = 4096
 
@@ -36,28 +59,35 @@ class ChatTemplate:
     def __init__(self, source: str, *, origin: str = "chat template") -> None:
         """Raises CheckpointError for a template that does not compile or reaches outside the sandbox."""
         self.source = source
-        self.origin = origin
         try:
-            self._render = compile_template(source)
+            if len(source) > MAX_TEMPLATE_CHARS:
+                raise SecurityError(f"{len(source):,} characters; a chat template has at most {MAX_TEMPLATE_CHARS:,}")
+            self._template = _ENVIRONMENT.from_string(source)
             self._probe()
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, OverflowError, RecursionError) as error:
             line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise CheckpointError(f"{origin}{line}: refused: {error}. Pass another with --chat-template") from error
 
     @classmethod
-    def load(cls, model_dir: Path | str, override: Path | str | None = None) -> ChatTemplate | None:
+    def load(cls, model_dir: Path, override: Path | str | None = None) -> ChatTemplate | None:
         """Reads a model's template, or the file `override`. Returns None if there is none, as for base models."""
-        if override is not None:
-            path = Path(override)
-            if not path.is_file():
-                raise ConfigError(f"--chat-template {override}: no such file")
-            return cls(_read(path), origin=str(path))
-        path = Path(model_dir) / "chat_template.jinja"
+        path = model_dir / "chat_template.jinja" if override is None else Path(override)
         if path.is_file():
-            return cls(_read(path), origin=str(path))
-        path = Path(model_dir) / "tokenizer_config.json"
-        source = _from_config(read_config(path).get("chat_template"), path)
-        return None if source is None else cls(source, origin=f"{path} chat_template")
+            try:
+                with path.open(encoding="utf-8") as file:
+                    return cls(file.read(MAX_TEMPLATE_CHARS + 1), origin=str(path))
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{path}: not UTF-8 text") from error
+        if override is not None:
+            raise ConfigError(f"--chat-template {override}: no such file")
+        source = read_config(model_dir, "tokenizer_config.json").get("chat_template")
+        origin = f"{model_dir / 'tokenizer_config.json'} chat_template"
+        if isinstance(source, list):
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default", next(iter(named.values()), 0))
+        if not isinstance(source, str | None):
+            raise CheckpointError(f"{origin} is neither a text nor a list of named texts")
+        return None if source is None else cls(source, origin=origin)
 
     def render(
         self,
@@ -84,37 +114,42 @@ class ChatTemplate:
             if not isinstance(shielded[-1]["content"], str):
                 raise InvalidRequest("the final message has no text to continue", param="messages")
             shielded[-1]["content"] += _CONTINUE
-        variables = {
-            name: shield(value) if isinstance(value, str) else value for name, value in _checked(kwargs).items()
-        }
+        _check_kwargs(kwargs or {})
+        variables = {name: shield(v) if isinstance(v, str) else v for name, v in (kwargs or {}).items()}
         variables |= tokenizer.special_tokens
-        variables |= {"messages": shielded, "add_generation_prompt": add_generation_prompt}
-        text = self._run(variables)
-        return _cut_at_continuation(text) if continue_final_message else text
+        try:
+            text = self._run(variables | {"messages": shielded, "add_generation_prompt": add_generation_prompt})
+        except Exception as error:  # a template is a program: it may fail in any way on these messages
+            what = f"fails on these messages ({type(error).__name__})"
+            if isinstance(error, SecurityError):
+                what = f"exceeds its limits: {str(error)[:200]}"
+            elif type(error) is jinja2.TemplateError:  # by raise_exception()
+                what = f"rejects these messages: {str(error)[:200]}"
+            raise InvalidRequest(f"the model's chat template {what}", param="messages") from error
+        if not continue_final_message:
+            return text
+        text, found, _ = text.rpartition(_CONTINUE)
+        if not found:
+            what = "the chat template drops the final message, so it cannot be continued"
+            raise InvalidRequest(what, param="continue_final_message")
+        return text
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Returns the token ids of `render`, which takes the same options."""
         return tokenizer.encode_prompt(self.render(tokenizer, messages, **options))
 
     def _run(self, variables: dict[str, Any]) -> str:
+        token = _deadline_s.set(time.monotonic() + MAX_SECONDS)
         try:
-            return self._render(_NO_TOOLS | variables)
-        except Exception as error:  # a template is a program: it may fail in any way on these messages
-            match error:
-                case TemplateRefusal():
-                    what = f"rejects these messages: {str(error)[:200]}"
-                case SecurityError():
-                    what = f"exceeds its limits: {str(error)[:200]}"
-                case _:
-                    what = f"fails on these messages ({type(error).__name__})"
-            raise InvalidRequest(f"the model's chat template {what}", param="messages") from error
+            return _join(self._template.generate({"tools": None, "documents": None} | variables))
+        finally:
+            _deadline_s.reset(token)
 
     def _probe(self) -> None:
-        """Renders the simplest conversation. Raises SecurityError if that leaves the sandbox."""
-        hi: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
+        """Renders the simplest conversation. Raises SecurityError or OverflowError if that leaves the sandbox."""
         try:
-            self._render(_NO_TOOLS | hi)
-        except SecurityError:
+            self._run({"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True})
+        except (SecurityError, OverflowError):
             raise
         except Exception:  # it may reject this conversation; requests will tell
             return
@@ -123,7 +158,8 @@ class ChatTemplate:
 def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
     """Returns a copy for the template. An assistant's tags (`<think>`) stay in force: the model wrote them."""
     only_special = message.get("role") == "assistant"
-    copy = {**message, "content": _flat(message.get("content"))}
+    content = message.get("content")
+    copy = {**message, "content": "\n".join(p["text"] for p in content) if isinstance(content, list) else content}
     for name, value in copy.items():
         if isinstance(value, str) and name != "role":
             copy[name] = shield(value.replace(_CONTINUE, ""), only_special=only_special)
@@ -132,25 +168,8 @@ def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[st
     return copy
 
 
-def _flat(content: Any) -> Any:
-    """Joins text parts by newlines."""
-    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
-
-
-def _cut_at_continuation(text: str) -> str:
-    cut = text.rfind(_CONTINUE)
-    if cut < 0:
-        raise InvalidRequest(
-            "the chat template drops the final message, so it cannot be continued",
-            param="continue_final_message",
-        )
-    return text[:cut]
-
-
-def _checked(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Checks chat_template_kwargs: only scalars, under names that the caller may set."""
-    if not kwargs:
-        return {}
+def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest unless chat_template_kwargs are scalars, under names that the caller may set."""
     param = "chat_template_kwargs"
     if len(kwargs) > MAX_KWARGS:
         raise InvalidRequest(f"{len(kwargs)} values; at most {MAX_KWARGS} are allowed", param=param)
@@ -162,24 +181,147 @@ def _checked(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
             raise InvalidRequest(f"{shown!r} must be text, a number, true, false or null", param=param)
         if isinstance(value, str) and len(value) > MAX_KWARG_CHARS:
             raise InvalidRequest(f"{shown!r} is longer than {MAX_KWARG_CHARS} characters", param=param)
-    return kwargs
 
 
-def _read(path: Path) -> str:
-    if (size := path.stat().st_size) > MAX_TEMPLATE_CHARS:
-        raise CheckpointError(f"{path}: {size:,} bytes; a chat template has at most {MAX_TEMPLATE_CHARS:,}")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8 text") from error
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Besides Python's internals and changes of values, denies results and renderings that are too large or slow.
+
+    Filters and text methods that could make large values of small ones do not exist here. Raises SecurityError.
+    """
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Bounded().visit(super()._parse(source, name, filename))
+        return tree
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Runs an operator, unless its result would be too large."""
+        _check_time()
+        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
+        if operator == "**" or (operator == "%" and isinstance(left, str)):
+            raise SecurityError(f"the {operator} operator is not available")
+        if operator == "+":
+            _check_size(sum(sizes))
+        elif operator == "*":
+            number = max((abs(side) for side in (left, right) if isinstance(side, int | float)), default=0)
+            if number > 2**53:
+                raise SecurityError("numbers too large for *")
+            _check_size(sizes[0] * number if sizes else 0)
+        return super().call_binop(context, operator, left, right)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Returns whether a template may read this attribute: of strings, only those in _TEXT_METHODS."""
+        if isinstance(obj, str):
+            return attr in _TEXT_METHODS
+        return not isinstance(obj, bytes | int | float) and super().is_safe_attribute(obj, attr, value)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        """Raises SecurityError; jinja2's own Undefined would fail only when used."""
+        raise SecurityError(f"access to attribute {attribute[:64]!r} of {type(obj).__name__!r} is unsafe")
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Returns None, so that `is_safe_attribute` decides on str.format, and denies it."""
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function or method; str.join and str.replace are bounded."""
+        _check_time()
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str) and name == "join":
+            return _join(args[0], owner)
+        if isinstance(owner, str) and name == "replace":
+            return _replace(owner, *args)
+        return super().call(__context, __obj, *args, **kwargs)
 
 
-def _from_config(found: Any, path: Path) -> str | None:
-    if found is None or isinstance(found, str):
-        return found
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        source = named.get("default", next(iter(named.values()), None))
-        if isinstance(source, str):
-            return source
-    raise CheckpointError(f"{path}: chat_template is neither a text nor a list of named texts")
+class _Bounded(NodeTransformer):
+    """Makes loops look at the clock in each iteration, and `a ~ b` a join, which looks at sizes."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        """Makes a loop look at the clock."""
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "_timed", [], [], None, None)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        """Replaces `a ~ b` by a join."""
+        self.generic_visit(node)
+        return nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}`, which marks training targets, rendered as its body."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Returns the body's nodes."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_deadline_s: ContextVar[float] = ContextVar("template_deadline_s")
+
+
+def _check_time() -> None:
+    if time.monotonic() > _deadline_s.get():
+        raise SecurityError(f"more than {MAX_SECONDS:g} s of rendering")
+
+
+def _check_size(size: float) -> None:
+    if size > MAX_CHARS:
+        raise SecurityError(f"a value of more than {MAX_CHARS:,} characters")
+
+
+def _timed(values: Any) -> Iterator[Any]:
+    for value in () if values is None else values:
+        _check_time()
+        yield value
+
+
+def _join(values: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
+    texts: list[str] = []
+    size = 0
+    for value in values:
+        text = str(value if attribute is None else _ENVIRONMENT.getitem(value, attribute))
+        size += len(text) + len(d)
+        _check_size(size)
+        texts.append(text)
+    return d.join(texts)
+
+
+def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
+    text = str(value)
+    _check_size(len(text) + text.count(old) * max(len(new) - len(old), 0))
+    return text.replace(old, new, count)
+
+
+def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
+    _check_size(len(text) + width * (text.count("\n") + 1))
+    return str(jinja2.filters.do_indent(text, width, first, blank))
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Returns JSON as transformers does: the filter of jinja2 escapes HTML."""
+    if indent is not None and indent > MAX_INDENT:
+        raise SecurityError(f"an indent of more than {MAX_INDENT}")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _environment() -> _Sandbox:
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+    env.filters = {name: env.filters[name] for name in _FILTERS}
+    env.filters |= {"tojson": _tojson, "join": _join, "replace": _replace, "indent": _indent, "_timed": _timed}
+    env.globals = {name: env.globals[name] for name in ("range", "namespace", "dict")}  # range is bounded by jinja2
+    env.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda layout: datetime.now().strftime(layout[:256]),
+    }
+    return env
+
+
+_ENVIRONMENT = _environment()

@@ -7,8 +7,7 @@ turn into U+FFFD at once. The prompt's tail is taken into account: the answer co
 from __future__ import annotations
 
 import codecs
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from moeserve.text.tokenizer import Pieces, Tokenizer
 
@@ -16,35 +15,7 @@ _TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at le
 _WINDOW = 32  # tokens held back at most by `WindowDetokenizer`
 
 
-class Detokenizer(ABC):
-    """Turns a sequence's tokens into text as they come."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def push(self, token_id: int) -> str:
-        """Returns the text that is certain after this token, maybe empty."""
-
-    @abstractmethod
-    def flush(self) -> str:
-        """Returns the text that is still held back, incomplete characters as U+FFFD."""
-
-    def extend(self, token_ids: Iterable[int]) -> str:
-        """Pushes several tokens and returns their text."""
-        return "".join([self.push(token_id) for token_id in token_ids])
-
-
-def make_detokenizer(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
-) -> Detokenizer:
-    """Returns the fastest detokenizer for this tokenizer. prompt_ids: the prompt, whose text the answer continues."""
-    pieces = tokenizer.pieces(skip_special_tokens=skip_special_tokens)
-    if pieces is None:
-        return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
-    return PieceDetokenizer(pieces, prompt_ids)
-
-
-class PieceDetokenizer(Detokenizer):
+class PieceDetokenizer:
     """The usual detokenizer: a table look-up per token, and a UTF-8 decoder for split characters (0.15 us a token)."""
 
     __slots__ = ("_pending", "_pieces", "_strip", "_utf8")
@@ -54,7 +25,8 @@ class PieceDetokenizer(Detokenizer):
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = False  # whether the decoder holds an incomplete character
         self._strip = False
-        self.extend(prompt_ids[-_TAIL:])
+        for token_id in prompt_ids[-_TAIL:]:
+            self.push(token_id)
         self._strip = pieces.strips_start and not any(pieces[token_id] for token_id in prompt_ids)
 
     def push(self, token_id: int) -> str:
@@ -80,7 +52,7 @@ class PieceDetokenizer(Detokenizer):
         return text
 
 
-class WindowDetokenizer(Detokenizer):
+class WindowDetokenizer:
     """A detokenizer for decoders that look at neighbours: decodes the last tokens again and returns new text (2.5 us a
     token)."""
 
@@ -112,3 +84,16 @@ class WindowDetokenizer(Detokenizer):
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+Detokenizer = PieceDetokenizer | WindowDetokenizer
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> Detokenizer:
+    """Returns the fastest detokenizer for this tokenizer. prompt_ids: the prompt, whose text the answer continues."""
+    pieces = tokenizer.pieces(skip_special_tokens=skip_special_tokens)
+    if pieces is None:
+        return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens)
+    return PieceDetokenizer(pieces, prompt_ids)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -18,9 +17,9 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError, InvalidRequest
+from moeserve.loader.files import read_json
 
 MAX_TOKENIZER_BYTES = 200 * 2**20
-MAX_CONFIG_BYTES = 16 * 2**20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
 SHORT = 1000  # characters or tokens
@@ -29,26 +28,22 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A model's tokenizer. vocab_size includes added tokens; special_tokens: the named ones, for chat templates."""
+    """A model's tokenizer. special_tokens: the named ones, such as bos_token, for chat templates."""
 
-    def __init__(self, backend: Backend, special_tokens: dict[str, str], eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, backend: Backend, special_tokens: dict[str, str]) -> None:
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = special_tokens
-        self.eos_token_ids = eos_token_ids
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
         self.control = ControlTokens(backend)
+        hidden = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._visible = Pieces.of(backend, frozenset())
-        self._skipping = Pieces.of(backend, self.special_ids)
+        self._skipping = Pieces.of(backend, hidden)
 
     @classmethod
-    def load(cls, model_dir: Path | str) -> Tokenizer:
+    def load(cls, model_dir: Path) -> Tokenizer:
         """Reads a model directory. Raises CheckpointError for a missing, huge or damaged file."""
-        folder = Path(model_dir)
-        path = folder / "tokenizer.json"
+        path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
                 f"{path}: no such file. moeserve needs the fast tokenizer; save one with "
@@ -60,8 +55,10 @@ class Tokenizer:
             backend = Backend.from_buffer(path.read_bytes())
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path}: not a tokenizer: {str(error)[:200]}. Download it again") from error
-        special_tokens = _named_tokens(folder)
-        return cls(backend, special_tokens, _end_ids(folder, backend, special_tokens))
+        config = read_config(model_dir, "special_tokens_map.json") | read_config(model_dir, "tokenizer_config.json")
+        found = {name: config.get(name) for name in _NAMED}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+        return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the ids of `text`. special: with the tokens around every text, such as BOS."""
@@ -83,7 +80,7 @@ class Tokenizer:
         """
         _ = self.longest_token
         with suppress(InvalidRequest):  # a tokenizer without a twin refuses the requests that need one
-            self.control.warm_up()
+            _ = self.control.twin
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids."""
@@ -115,41 +112,9 @@ class Tokenizer:
         return max(len(token) for token in self.backend.get_vocab())
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(model_dir: Path, name: str) -> dict[str, Any]:
     """Returns a JSON object of a model directory, {} if there is no such file. Raises CheckpointError."""
-    if not path.is_file():
-        return {}
-    if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
-        raise CheckpointError(f"{path}: {size:,} bytes; at most {MAX_CONFIG_BYTES:,} are expected")
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {str(error)[:200]}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")
-    return config
-
-
-def _named_tokens(folder: Path) -> dict[str, str]:
-    config = read_config(folder / "special_tokens_map.json") | read_config(folder / "tokenizer_config.json")
-    named = {}
-    for name in _NAMED:
-        token = config.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            named[name] = content
-    return named
-
-
-def _end_ids(folder: Path, backend: Backend, named: dict[str, str]) -> tuple[int, ...]:
-    """Returns the end-of-text ids: generation_config.json's, else config.json's, and the tokenizer's eos token."""
-    found = read_config(folder / "generation_config.json").get("eos_token_id")
-    if found is None:
-        found = read_config(folder / "config.json").get("eos_token_id")
-    ids = found if isinstance(found, list) else [found]
-    if "eos_token" in named:
-        ids = [*ids, backend.token_to_id(named["eos_token"])]
-    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and not isinstance(i, bool)))
+    return read_json(model_dir, name) if (model_dir / name).is_file() else {}
 
 
 class ControlTokens:
@@ -172,8 +137,6 @@ class ControlTokens:
         special = [token.content for token in added.values() if token.special]
         self._any = _alternatives(list(self._names))
         self._special = _alternatives(special)
-        self._twin: Backend | None = None
-        self._lock = threading.Lock()
 
     def shield(self, text: str, *, only_special: bool = False) -> str:
         """Returns `text` with its control tokens broken by marks. only_special: but not tags such as `<think>`."""
@@ -183,19 +146,11 @@ class ControlTokens:
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a rendered prompt that contains marks. May take a second the first time."""
         named = self._any.sub(lambda match: self._names[match.group()], text)
-        return encode_ids(self._get_twin(), unshield(named), special=False)
+        return encode_ids(self.twin, unshield(named), special=False)
 
-    def warm_up(self) -> None:
-        """Makes the twin tokenizer. Raises InvalidRequest if this tokenizer cannot have one."""
-        self._get_twin()
-
-    def _get_twin(self) -> Backend:
-        with self._lock:
-            if self._twin is None:
-                self._twin = self._make_twin()
-            return self._twin
-
-    def _make_twin(self) -> Backend:
+    @cached_property
+    def twin(self) -> Backend:
+        """The tokenizer with private names. Raises InvalidRequest if this tokenizer cannot have one."""
         spec: dict[str, Any] = json.loads(self._backend.to_str())
         names = self._names
         for token in spec["added_tokens"]:

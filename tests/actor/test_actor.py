@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from moeserve.actor.actor import Actor, running
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Actor, Inbox
 from moeserve.errors import ActorStopped, Overloaded
 
 
@@ -42,25 +41,22 @@ class Counter(Actor[Add | Break]):
 
 
 async def test_messages_are_handled_in_the_order_in_which_they_were_sent() -> None:
-    async with running(Counter()) as counter:
-        for number in range(10):
-            counter.tell(Add(number))
-        await counter.arrived.wait()
+    counter = Counter()
+    life = asyncio.ensure_future(counter.run())
+    for number in range(10):
+        counter.tell(Add(number))
+    await counter.arrived.wait()
+    counter.stop()
+    await life
     assert counter.seen == list(range(10))
     assert counter.ended
 
 
-async def test_an_error_in_handle_ends_the_actor_and_the_block_and_refuses_senders() -> None:
+async def test_an_error_in_handle_ends_the_actor_and_refuses_senders() -> None:
     counter = Counter()
-
-    async def live() -> None:
-        async with running(counter):
-            counter.tell(Break(ValueError("broken")))
-            await asyncio.sleep(5)
-
-    with pytest.raises(ExceptionGroup) as caught:
-        await live()
-    assert caught.group_contains(ValueError, match="broken")
+    counter.tell(Break(ValueError("broken")))
+    with pytest.raises(ValueError, match="broken"):
+        await counter.run()
     assert counter.ended
     with pytest.raises(ActorStopped, match="counter: ValueError: broken"):
         counter.tell(Add(1))
@@ -86,16 +82,6 @@ async def test_a_cancelled_actor_stops_in_order_and_names_the_cause() -> None:
     assert counter.ended
     with pytest.raises(ActorStopped, match="counter: CancelledError"):
         counter.tell(Add(1))
-
-
-async def test_leaving_the_block_does_not_wait_for_ever_for_the_turn_in_hand() -> None:
-    class Slow(Counter):
-        async def turn(self) -> None:
-            await asyncio.Event().wait()
-
-    async with running(Slow(), grace_s=0.01) as slow:
-        await asyncio.sleep(0)
-    assert slow.ended
 
 
 async def test_an_actor_that_fails_to_start_refuses_its_senders() -> None:

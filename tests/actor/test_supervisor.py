@@ -49,24 +49,18 @@ class Lines(list[str]):
                 await self.event.wait()
 
 
-class Keeper:
-    """An owner whose child is ready once it has logged "ready"."""
+class Keeper(Supervisor):
+    """Its child is ready once it has logged "ready"."""
 
-    name = "worker"
-
-    def __init__(self, command: list[str], curable: bool = True) -> None:
+    def __init__(self, command: list[str], policy: RestartPolicy = FAST, curable: bool = True) -> None:
+        super().__init__("worker", policy)
         self.command = command
         self.log = Lines()
         self.notices: list[tuple[Death, float | None]] = []
         self.children: list[Child] = []
         self.told = asyncio.Event()
-        self.supervisor: Supervisor
         self._curable = curable
         self._readiness: set[asyncio.Task[None]] = set()
-
-    def supervised(self, policy: RestartPolicy) -> Supervisor:
-        self.supervisor = Supervisor(self, policy)
-        return self.supervisor
 
     async def begin(self, incarnation: int) -> Child:
         child = Child.start("worker", self.command, b"{}", forward=self.log)
@@ -76,7 +70,7 @@ class Keeper:
 
     async def _until_ready(self, incarnation: int) -> None:
         await self.log.seen("ready", incarnation + 1)
-        self.supervisor.serving()
+        self.serving()
 
     async def curable(self, death: Death) -> bool:
         return self._curable
@@ -216,14 +210,13 @@ def test_exit_codes_and_lines_in_words() -> None:
 def test_a_killed_child_is_started_again_and_its_owner_told(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(script("print('ready', os.getpid(), flush=True); time.sleep(100)"))
-        supervisor = keeper.supervised(FAST)
-        life = asyncio.ensure_future(supervisor.run())
+        life = asyncio.ensure_future(keeper.run())
         for round_ in range(1, 3):
             await keeper.log.seen("ready", round_)
             os.kill(keeper.children[-1].pid, signal.SIGKILL)
             await keeper.log.seen("ready", round_ + 1)
         assert [(death.exit_code, pause) for death, pause in keeper.notices] == [(-9, 0.01), (-9, 0.02)]
-        await supervisor.stop(term_s=5)
+        await keeper.stop(term_s=5)
         assert (await life).exit_code == -signal.SIGTERM
         assert keeper.notices[-1][1] is None
         assert all(gone(child.pid) for child in keeper.children)
@@ -236,7 +229,7 @@ def test_a_killed_child_is_started_again_and_its_owner_told(run: Run) -> None:
 def test_too_many_deaths_mean_giving_up_loudly(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         keeper = Keeper(script("sys.exit('broken')"))
-        death = await keeper.supervised(FAST).run()
+        death = await keeper.run()
         assert death.log_tail == ("broken",)
         assert [pause for _, pause in keeper.notices] == [0.01, 0.02, 0.04, None]
 
@@ -248,7 +241,7 @@ def test_too_many_deaths_mean_giving_up_loudly(run: Run, caplog: pytest.LogCaptu
 def test_an_incurable_death_is_final(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(script("sys.exit(3)"), curable=False)
-        assert (await keeper.supervised(FAST).run()).exit_code == 3
+        assert (await keeper.run()).exit_code == 3
         assert [pause for _, pause in keeper.notices] == [None]
 
     run(main())
@@ -256,9 +249,8 @@ def test_an_incurable_death_is_final(run: Run) -> None:
 
 def test_a_child_that_hangs_at_start_is_killed_after_its_silence(run: Run) -> None:
     async def main() -> None:
-        keeper = Keeper(script("time.sleep(100)"), curable=False)
-        policy = RestartPolicy(silence_s=0.3)
-        death = await keeper.supervised(policy).run()
+        keeper = Keeper(script("time.sleep(100)"), RestartPolicy(silence_s=0.3), curable=False)
+        death = await keeper.run()
         assert death.exit_code == -signal.SIGKILL
         assert "showed no progress for 0.3 s during start-up" in str(death)
         assert 0.25 <= death.lived_s < 15
@@ -268,13 +260,14 @@ def test_a_child_that_hangs_at_start_is_killed_after_its_silence(run: Run) -> No
 
 def test_signs_of_life_extend_the_start(run: Run) -> None:
     async def main() -> None:
-        keeper = Keeper(script("time.sleep(0.8); print('ready', flush=True); time.sleep(100)"))
-        supervisor = keeper.supervised(RestartPolicy(silence_s=0.4))
-        life = asyncio.ensure_future(supervisor.run())
+        keeper = Keeper(
+            script("time.sleep(0.8); print('ready', flush=True); time.sleep(100)"), RestartPolicy(silence_s=0.4)
+        )
+        life = asyncio.ensure_future(keeper.run())
         while "ready" not in keeper.log:
-            supervisor.progress()
+            keeper.progress()
             await asyncio.sleep(0.05)
-        await supervisor.stop(term_s=5)
+        await keeper.stop(term_s=5)
         assert (await life).exit_code == -signal.SIGTERM
 
     run(main())
@@ -282,11 +275,10 @@ def test_signs_of_life_extend_the_start(run: Run) -> None:
 
 def test_stopping_between_two_lives_starts_no_other(run: Run) -> None:
     async def main() -> None:
-        keeper = Keeper(script("sys.exit(1)"))
-        supervisor = keeper.supervised(RestartPolicy(first_pause_s=100))
-        life = asyncio.ensure_future(supervisor.run())
+        keeper = Keeper(script("sys.exit(1)"), RestartPolicy(first_pause_s=100))
+        life = asyncio.ensure_future(keeper.run())
         await keeper.told.wait()
-        await supervisor.stop(term_s=1)
+        await keeper.stop(term_s=1)
         await asyncio.wait_for(life, 15)
         assert len(keeper.children) == 1
 
@@ -296,7 +288,7 @@ def test_stopping_between_two_lives_starts_no_other(run: Run) -> None:
 def test_a_cancelled_supervisor_leaves_no_child(run: Run) -> None:
     async def main() -> None:
         keeper = Keeper(script("print('ready', flush=True); time.sleep(100)"))
-        life = asyncio.ensure_future(keeper.supervised(FAST).run())
+        life = asyncio.ensure_future(keeper.run())
         await keeper.log.seen("ready")
         life.cancel()
         await asyncio.wait([life])
@@ -319,7 +311,7 @@ asyncio.run(main())
 
 NO_DEATH_SIGNAL = """
 import moeserve.actor.guard as guard
-guard._ask_for_death_signal = lambda: None
+guard.die_with_parent = lambda: None
 """
 
 ORPHANS = {
@@ -378,10 +370,11 @@ def test_a_child_that_was_handed_to_another_parent_meanwhile_ends_by_itself() ->
 
 def test_a_child_that_has_served_for_long_is_replaced_at_once_and_may_die_again(run: Run) -> None:
     async def main() -> None:
-        keeper = Keeper(script("print('ready', flush=True); time.sleep(100)"))
-        policy = RestartPolicy(first_pause_s=5, max_deaths=1, proven_s=0.1)
-        supervisor = keeper.supervised(policy)
-        life = asyncio.ensure_future(supervisor.run())
+        keeper = Keeper(
+            script("print('ready', flush=True); time.sleep(100)"),
+            RestartPolicy(first_pause_s=5, max_deaths=1, proven_s=0.1),
+        )
+        life = asyncio.ensure_future(keeper.run())
         for incarnation in range(3):
             await keeper.log.seen("ready", incarnation + 1)
             await asyncio.sleep(0.2)
@@ -389,7 +382,7 @@ def test_a_child_that_has_served_for_long_is_replaced_at_once_and_may_die_again(
             await keeper.told.wait()
             keeper.told.clear()
         assert [again_in_s for _, again_in_s in keeper.notices] == [0.0, 0.0, 0.0]
-        await supervisor.stop(1)
+        await keeper.stop(1)
         await life
 
     run(main())

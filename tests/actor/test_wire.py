@@ -20,8 +20,9 @@ import pytest
 import zmq
 
 from moeserve.actor import zmq_wire
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.zmq_wire import Hello, PeerGone, ZmqWire, connect, listen
+from moeserve.actor.actor import Inbox
+from moeserve.actor.handshake import Hello
+from moeserve.actor.zmq_wire import PeerGone, ZmqWire, connect, listen
 from moeserve.errors import ActorStopped, ConfigError, Overloaded
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -95,13 +96,14 @@ def test_answers_come_back_while_nothing_else_moves(run: Run, address: str) -> N
         async with ends(address) as e:
 
             async def echo() -> None:
-                async for msg in e.at_b:
-                    e.b.send(msg)
+                while True:
+                    for msg in await e.at_b.drain(wait=True):
+                        e.b.send(msg)
 
             echoing = asyncio.ensure_future(echo())
             for i in range(300):  # one at a time: an edge of the descriptor that is missed hangs here
                 e.a.send(Word(i))
-                assert await asyncio.wait_for(anext(e.at_a), 5) == Word(i)
+                assert await asyncio.wait_for(e.at_a.drain(wait=True), 5) == [Word(i)]
             echoing.cancel()
 
     run(main())
@@ -127,8 +129,7 @@ def test_the_loss_of_the_peer_is_told_at_once_behind_its_last_message(run: Run, 
             *words, notice = await take(e.at_a, 101)
             assert words == [Word(i) for i in range(100)]
             assert isinstance(notice, PeerGone)
-            with pytest.raises(ActorStopped, match=r"a: .*other"):
-                e.a.send(Bye())
+            assert not e.a.send(Bye())
 
     run(main())
 
@@ -176,8 +177,7 @@ def test_closing_twice_is_harmless(run: Run, address: str) -> None:
         async with ends(address) as e:
             e.a.close()
             e.a.close()
-            with pytest.raises(ActorStopped):
-                e.a.send(Bye())
+            assert not e.a.send(Bye())
 
     run(main())
 
@@ -186,13 +186,14 @@ def test_closing_twice_is_harmless(run: Run, address: str) -> None:
 
 PEER = """
 import asyncio, sys
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.actor.zmq_wire import connect
 async def main():
     inbox = Inbox("peer")
     wire = connect(sys.argv[1], token="t", receives=int, inbox=inbox)
-    async for number in inbox:
-        wire.send(number)
+    while True:
+        for number in await inbox.drain(wait=True):
+            wire.send(number)
 asyncio.run(main())
 """
 
@@ -232,7 +233,7 @@ def test_an_idle_wire_costs_nothing_and_a_busy_one_answers_fast(run: Run, addres
             for i in range(500):
                 start_s = time.perf_counter()
                 wire.send(i)
-                assert await anext(inbox) == i
+                assert await inbox.drain(wait=True) == [i]
                 trips.append(time.perf_counter() - start_s)
             assert sorted(trips)[10] < 0.005  # about 0.1 ms; a poll of any kind would take longer
             used_s = time.process_time()
@@ -379,12 +380,15 @@ def test_a_frame_beyond_the_limit_cuts_the_peer_off_without_reading_it(
     run(main())
 
 
-def test_another_protocol_version_is_refused_on_both_sides_with_the_remedy(run: Run, address: str) -> None:
+def test_another_protocol_version_is_refused_on_both_sides_with_the_remedy(
+    run: Run, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         here: Inbox[Any] = Inbox("here")
         there: Inbox[Any] = Inbox("there")
-        wire = listen(address, token="t", receives=Msg, inbox=here, version=1)
-        peer = connect(address, token="t", receives=Msg, inbox=there, version=2)
+        wire = listen(address, token="t", receives=Msg, inbox=here)
+        monkeypatch.setattr(zmq_wire, "PROTOCOL_VERSION", 2)
+        peer = connect(address, token="t", receives=Msg, inbox=there)
         for inbox in (here, there):
             notice = (await take(inbox, 1))[0]
             assert isinstance(notice, PeerGone)
@@ -409,8 +413,7 @@ def test_nobody_listening_and_nobody_connecting_are_told_apart_quickly(run: Run,
         wire = listen(address, token="t", receives=Msg, inbox=inbox)
         with pytest.raises(TimeoutError, match=r"nobody has connected within 0\.05 s"):
             await wire.connected(0.05)
-        with pytest.raises(ActorStopped, match="nobody has connected yet"):
-            wire.send(Bye())
+        assert not wire.send(Bye())
         wire.close()
 
     run(main())

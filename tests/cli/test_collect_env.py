@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
 from moeserve.cli import main
 from moeserve.version import __version__
@@ -25,9 +26,8 @@ def test_json_has_what_a_maintainer_asks(capsys: pytest.CaptureFixture[str], mon
     assert "torch" not in found
 
 
-def test_text_includes_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_includes_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["collect-env"]) == 0
-    text = capsys.readouterr().out
-    assert "total: " in text
-    assert " GiB" in text
-    assert "cpu_capability:" in text
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found["memory"]["total_bytes"] > 2**28
+    assert found["torch"]["cpu_capability"]

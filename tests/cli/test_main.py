@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from moeserve import errors
-from moeserve.cli import config_check, main
+from moeserve.cli import main
+from moeserve.cli.config import Check
 from moeserve.cli.main import COMMANDS, build_parser
 from moeserve.cli.settings import settings
 from moeserve.cli.vllm_flags import HINTS
@@ -123,14 +124,14 @@ def test_errors_are_one_line_and_an_exit_code(
     def fail(args: Any) -> int:
         raise error
 
-    monkeypatch.setattr(config_check, "run", fail)
+    monkeypatch.setattr(Check, "run", fail)
     assert main.main(["config", "check", "x.yaml"]) == code
     text = capsys.readouterr().err
     assert text == ("" if code == 130 else "moeserve config check: cause and fix\n")
 
 
 def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_check, "run", lambda args: 1 // 0)
+    monkeypatch.setattr(Check, "run", lambda args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main.main(["config", "check", "x.yaml"])
 

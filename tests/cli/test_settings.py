@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeserve.cli import main
-from moeserve.cli.config_show import rendered
+from moeserve.cli.config import rendered
 from moeserve.cli.main import build_parser
 from moeserve.cli.settings import SECRET, ResolvedSettings, resolve, settings, unknown_variables
 from moeserve.config import SECTIONS, Config

@@ -9,8 +9,7 @@ from collections import deque
 import pytest
 
 from moeserve.cluster.balance import CHUNK, MAX_PREFIXES, Balancer
-from moeserve.messages import FinishReason, Ready, StepOutput, Submit
-from moeserve.metrics import StepRecord
+from moeserve.messages import FinishReason, Ready, StepOutput, StepRecord, Submit
 from moeserve.sampling import TokenSampling
 
 

@@ -23,7 +23,6 @@ from moeserve.cluster.fleet import Fleet
 from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError, Conflict, DoesNotFit, EngineDied, InvalidRequest
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.messages import AdminCall, AdminResult
 from moeserve.sampling import SamplingParams
 
 FAST = RestartPolicy(first_pause_s=0.01, max_pause_s=0.05, max_deaths=30)
@@ -124,7 +123,7 @@ async def test_a_killed_engine_costs_no_token(fleet: Open, ep: str) -> None:
         assert kept <= front.fleet.engines[0].rids  # what lives keeps its own
         assert await streams == answers(8, 600)
         await until(lambda: front.fleet.view.complete)
-        assert front.stats.engine_restarts == 1
+        assert front.stats.total.restarts == 1
         assert front.stats.engines[1].restarts == 1
         assert [engine.restarts for engine in front.fleet.view.engines] == [0, 1]
 
@@ -177,7 +176,7 @@ async def test_growing_and_shrinking_under_load(fleet: Open) -> None:
         assert front.ready.max_num_seqs == 8
         assert await streams == answers(8, 500)
         assert [await task for task in late] == [expected(30 + i, 50) for i in range(3)]
-        assert front.stats.engine_restarts == 0
+        assert front.stats.total.restarts == 0
         assert not any(map(psutil.pid_exists, gone))
 
 
@@ -270,7 +269,7 @@ async def test_with_ep_off_the_others_go_on_without_an_engine_that_keeps_dying(f
 async def test_it_does_not_shrink_to_engines_that_are_gone(fleet: Open) -> None:
     async with fleet(2, ep="off", policy=RestartPolicy(first_pause_s=0.01, max_deaths=0)) as front:
         os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
-        await until(lambda: front.fleet.engines[0].state == "gone")
+        await until(lambda: front.fleet.engines[0].end is not None)
         with pytest.raises(Conflict, match="would stay are gone for good"):
             await front.fleet.scaling.scale(1)
         assert await stream(front, 5, 10) == expected(5, 10)
@@ -315,9 +314,9 @@ async def test_requests_that_come_while_engines_meet_again_are_served(fleet: Ope
         late: list[asyncio.Task[list[int]]] = []
         on_standing = front.fleet._on_standing
 
-        def also_submit(engine: EngineHandle) -> None:  # before the engine group wakes up
+        def also_submit() -> None:  # before the engine group wakes up
             late.append(asyncio.create_task(stream(front, 5, 10)))
-            on_standing(engine)
+            on_standing()
 
         monkeypatch.setattr(front.fleet, "_on_standing", also_submit)
         os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
@@ -338,34 +337,19 @@ async def test_a_drain_ends_what_runs_at_its_deadline(fleet: Open, ep: str) -> N
         assert front.stats.finished == {"abort": 4}  # the engines did it, not the front end after its patience
 
 
-async def test_calls_go_to_all_and_are_answered_once(fleet: Open) -> None:
-    async with fleet(2) as front:
-        said: list[AdminResult] = []
-        front.fleet._polls._answer = said.append
-        front.fleet.send(AdminCall(9, "audit"))
-        await until(lambda: bool(said))
-        assert said == [AdminResult(9, True)]
-
-
-async def test_a_call_is_answered_although_an_engine_dies_before_it_has_joined(fleet: Open) -> None:
-    async with fleet(2) as front:
-        said: list[AdminResult] = []
-        front.fleet._polls._answer = said.append
-        newcomer = front.fleet.engines[1]
-        newcomer._served = False
-        os.kill(newcomer.pid, signal.SIGSTOP)
-        front.fleet.send(AdminCall(9, "audit"))
-        os.kill(newcomer.pid, signal.SIGKILL)
-        await until(lambda: bool(said))
-        assert said == [AdminResult(9, False, "engine 1 ended before it answered")]
-
-
 async def test_what_a_leaving_engine_said_last_is_not_computed_twice(fleet: Open, monkeypatch: Any) -> None:
     async with fleet(2) as front:
         streams = await some(front, 4, 400)
         read = asyncio.Event()
+
+        async def turn(engine: EngineHandle) -> None:
+            messages = await engine.inbox.drain(wait=True)
+            await read.wait()
+            for msg in messages:
+                engine.handle(msg)
+
         with monkeypatch.context() as slow:  # as if the front end did not keep up
-            slow.setattr(EngineHandle, "_room", lambda engine: read.wait())
+            slow.setattr(EngineHandle, "turn", turn)
             await asyncio.sleep(0.1)
             scaling = asyncio.create_task(front.fleet.scaling.scale(1))
             await until(lambda: front.fleet.dp == 1)
@@ -380,7 +364,7 @@ def epochs_in(folder: str) -> dict[str, int]:
 
 async def test_nothing_is_left_behind(fleet: Open) -> None:
     async with fleet(2) as front:
-        folder = front.fleet._run_dir.path
+        folder = front.fleet.scaling._run_dir.path
         os.kill(front.fleet.engines[0].pid, signal.SIGKILL)
         await until(lambda: not front.fleet.view.complete)
         await until(lambda: front.fleet.view.complete)
@@ -393,7 +377,7 @@ async def test_nothing_is_left_behind(fleet: Open) -> None:
 
 async def test_engines_that_leave_take_their_epoch_with_them(fleet: Open) -> None:
     async with fleet(2, ep="off", tp=2) as front:
-        folder = front.fleet._run_dir.path
+        folder = front.fleet.scaling._run_dir.path
         assert len(epochs_in(folder)) == 2
         assert await front.fleet.scaling.scale(1) == 2
         assert len(epochs_in(folder)) == 1

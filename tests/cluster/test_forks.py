@@ -17,8 +17,9 @@ import pytest
 from moeserve.actor import forking
 from moeserve.cluster import forks as module
 from moeserve.cluster.engine_handle import EngineHandle
-from moeserve.cluster.forks import Forks
+from moeserve.cluster.forks import LocalHost
 from moeserve.errors import ConfigError
+from moeserve.frontend.front_end import FrontEnd
 from tests.cluster.test_fleet import Open, answers, fleet, some, until
 
 __all__ = ["fleet"]  # a fixture
@@ -51,8 +52,8 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def kept() -> AsyncIterator[Forks]:
-    forks = Forks()
+async def kept() -> AsyncIterator[LocalHost]:
+    forks = LocalHost("/nowhere")
     forks.keep(1)
     try:
         yield forks
@@ -63,6 +64,12 @@ async def kept() -> AsyncIterator[Forks]:
 def children() -> list[psutil.Process]:
     """Of this process; not those that fixtures of other tests still keep."""
     return [child for child in psutil.Process().children() if child.pid not in _others]
+
+
+def server_pid(front: FrontEnd) -> int | None:
+    """Of the fleet's fork server, if it is warm."""
+    server = front.fleet.scaling.machines.here.server
+    return server.child.pid if server is not None else None
 
 
 def servers() -> list[psutil.Process]:
@@ -87,7 +94,7 @@ async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: 
     async with fleet(2, fork_server="on") as front:
         engines = front.fleet.engines
         assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
-        server = psutil.Process(front.fleet.fork_server_pid)
+        server = psutil.Process(server_pid(front))
         busy = server.cpu_times()
         await asyncio.sleep(0.3)
         assert server.cpu_times() == busy  # it only waits
@@ -100,8 +107,8 @@ async def test_engines_are_forked_and_replaced_by_forks_however_many_die(fleet: 
             await until(lambda: front.fleet.view.complete)
             assert not {engine.pid for engine in engines} & set(before)
             assert [engine_of(engine.pid).name() for engine in engines] == [ENGINE] * 2
-        assert front.stats.engine_restarts == 4
-        assert front.fleet.fork_server_pid == server.pid
+        assert front.stats.total.restarts == 4
+        assert server_pid(front) == server.pid
         assert server.num_threads() == 1
         left = {process.pid for process in children()}
     assert not left & {process.pid for process in children()}
@@ -113,9 +120,9 @@ async def test_engines_outlive_their_fork_server_which_is_replaced(fleet: Open) 
         streams = await some(front, 4, 600)
         (server,) = servers()
         server.kill()
-        await until(lambda: front.fleet.fork_server_pid not in (None, server.pid))
+        await until(lambda: server_pid(front) not in (None, server.pid))
         assert await streams == answers(4, 600)
-        assert front.stats.engine_restarts == 0
+        assert front.stats.total.restarts == 0
         process = front.fleet.engines[0]
         await replaced(process)
         await until(lambda: engine_of(process.pid).name() == ENGINE)  # a fork gives itself its name
@@ -139,7 +146,7 @@ async def test_without_a_fork_server_engines_start_alone(fleet: Open, monkeypatc
 @pytest.mark.usefixtures("light")
 async def test_an_engine_whose_start_is_cancelled_never_runs() -> None:
     async with kept() as forks:
-        unwanted, other = (asyncio.create_task(forks.start(name, b"{}", None)) for name in ("engine 0", "engine 1"))
+        unwanted, other = (asyncio.create_task(forks.start(name, b"{}")) for name in ("engine 0", "engine 1"))
         await until(lambda: forks.server is not None)
         unwanted.cancel()  # the fork is under way
         child = await other
@@ -154,7 +161,7 @@ async def test_an_engine_whose_start_is_cancelled_never_runs() -> None:
 async def test_an_order_that_no_pipe_takes_is_a_config_error() -> None:
     async with kept() as forks:
         with pytest.raises(ConfigError, match="start document of 268"):
-            await forks.start("engine 0", b"[" + b" " * (1 << 28) + b"]", None)
+            await forks.start("engine 0", b"[" + b" " * (1 << 28) + b"]")
         assert children() == servers()
 
 
@@ -164,9 +171,9 @@ def test_all_end_with_their_parent() -> None:
         "import asyncio\n"
         "from moeserve.cluster import forks as module\n"
         "module.FORK_SERVER = 'light_fork_server'\n"
-        "from moeserve.cluster.forks import Forks\n"
+        "from moeserve.cluster.forks import LocalHost\n"
         "async def main():\n"
-        "    forks = Forks()\n"
+        "    forks = LocalHost('/nowhere')\n"
         "    forks.keep(2)\n"
         "    await asyncio.sleep(0)\n"
         "    server = forks._server\n"
@@ -194,4 +201,4 @@ async def test_there_is_no_fork_server_where_none_is_asked_for(fleet: Open) -> N
     async with fleet(2, fork_server="off") as front:
         await until(lambda: front.fleet.view.complete)
         assert not servers()
-        assert front.fleet.fork_server_pid is None
+        assert server_pid(front) is None

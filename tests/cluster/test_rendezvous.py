@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import zmq
 
-from moeserve.actor.inbox import Inbox
-from moeserve.actor.keys import keys_of, read_secret, token_of
+from moeserve.actor.actor import Inbox
+from moeserve.actor.handshake import keys_of, read_secret, token_of
 from moeserve.actor.zmq_wire import PeerGone, connect
 from moeserve.cluster.check_parallel import check_machines, check_scale
 from moeserve.cluster.node import join
@@ -105,7 +105,8 @@ async def test_another_protocol_is_named(config: Config, tmp_path: Path, monkeyp
         keys, token = keys_of(SECRET.encode()), token_of(SECRET.encode(), "rendezvous")
         inbox: Inbox[Any] = Inbox("node")
         address = f"tcp://{config.parallel.rendezvous}"
-        wire = connect(address, token=token, receives=Admitted, inbox=inbox, keys=keys, version=99)
+        monkeypatch.setattr("moeserve.actor.zmq_wire.PROTOCOL_VERSION", 99)
+        wire = connect(address, token=token, receives=Admitted, inbox=inbox, keys=keys)
         try:
             (gone,) = await inbox.drain(wait=True)
         finally:

@@ -17,7 +17,7 @@ STALL_S = 1.5
 
 def impatient(fleet: Fleet) -> None:
     for engine in fleet.engines:
-        engine._stall_s = STALL_S
+        engine.process.stall_s = STALL_S
 
 
 async def test_an_engine_that_stops_while_the_others_wait_for_it_is_replaced(fleet: Open) -> None:

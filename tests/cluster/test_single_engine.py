@@ -9,15 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moeserve.actor import zmq_wire
 from moeserve.actor.supervisor import RestartPolicy
-from moeserve.actor.zmq_wire import listen
-from moeserve.cluster import engine_handle
+from moeserve.cluster import engine_process
 from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import without_secrets
 from moeserve.config import Config, ServerConfig
@@ -61,7 +60,7 @@ async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end
 async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
     child: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
     async with child("stuck", policy=FAST, stall_s=0.6) as (link, reader):
         first = await reader.ready()
         await asyncio.sleep(0.7)  # idle is not stalled
@@ -76,7 +75,7 @@ async def test_an_engine_that_hangs_in_native_code_is_killed_and_replaced(
 
 
 async def test_a_stopped_engine_counts_as_stalled(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
     async with child("null", policy=FAST, stall_s=0.6) as (_, reader):
         ready = await reader.ready()
         os.kill(ready.pid, signal.SIGSTOP)
@@ -102,7 +101,7 @@ async def test_a_start_that_hangs_is_cut_short(child: Open) -> None:
 
 
 async def test_an_engine_of_another_version_is_refused_for_good(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_handle, "listen", partial(listen, version=99))
+    monkeypatch.setattr(zmq_wire, "PROTOCOL_VERSION", 99)
     async with child("null", policy=FAST) as (_, reader):
         end = await reader.gone()
         assert "speaks message protocol 1, the listening one 99" in end.cause
@@ -143,7 +142,7 @@ async def test_an_engine_that_dies_on_its_way_to_a_stop_is_replaced(child: Open)
 
 
 async def test_an_engine_whose_steps_take_long_is_given_the_time(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.05)
     async with child("slow_steps", policy=FAST, stall_s=0.1) as (_, reader):
         await reader.ready()
         reader.submit(1, max_tokens=2)
@@ -158,13 +157,11 @@ async def test_the_engine_process_collects_no_garbage_of_its_start(child: Open) 
 
 
 async def test_the_front_end_never_sees_heartbeats(child: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_handle, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(engine_process, "INTERVAL_S", 0.02)
     async with child("null") as (link, reader):
         await reader.ready()
         await asyncio.sleep(0.2)
-        async with asyncio.timeout(15):  # on a busy machine an answer may come late
-            while link.stalled_s > 0.15:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        assert link.healthy
         await link.close(1.0)
         await reader.gone()
         assert not any(isinstance(msg, Pong) for msg in reader.seen)
@@ -193,7 +190,7 @@ async def main():
         link.send(Submit(rid=1, tokens=bytes(4), num_prompt=1, sampling=TokenSampling(seed=1, max_tokens=9)))
     while link.engines[0].pid is None:
         await asyncio.sleep(0)
-    print(link.engines[0].pid, link._run_dir.path, flush=True)
+    print(link.engines[0].pid, link.scaling._run_dir.path, flush=True)
     await asyncio.sleep(100)
 asyncio.run(main())
 """

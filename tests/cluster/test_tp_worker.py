@@ -19,7 +19,7 @@ import torch
 from moeserve.actor.supervisor import RestartPolicy
 from moeserve.cluster.build import build_runner
 from moeserve.cluster.engine_handle import EngineEnded, EngineHandle, EngineLost, EngineSaid
-from moeserve.cluster.host import LocalHost
+from moeserve.cluster.forks import LocalHost
 from moeserve.cluster.link import EngineGone
 from moeserve.cluster.order import Role
 from moeserve.comm.world import World
@@ -130,8 +130,6 @@ class Ear:
 
     full = False
 
-    async def room(self) -> None: ...
-
     def put(self, news: EngineSaid | EngineLost | EngineEnded, force: bool) -> None:
         match news:
             case EngineSaid(msg=msg):
@@ -197,7 +195,7 @@ async def test_a_death_of_either_rank_is_the_end_of_both(short_dir: Path, forked
     finally:
         process.send(Drain(0.0))
         await process.close(0.0)
-        await host.forks.close()
+        await host.close()
 
 
 def team_of(command: list[str], directory: Path) -> Team:

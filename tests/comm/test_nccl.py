@@ -45,6 +45,8 @@ class Nccl:
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.device = device
         if self.broken:
+            while len(self.made) < self.ranks[1]:  # the first that fails must not end the others' way here
+                time.sleep(0.01)
             raise RuntimeError(self.broken)
         if self.slow and not self.aborted.wait(10):
             raise AssertionError("nobody came, and nobody aborted it")

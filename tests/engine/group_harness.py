@@ -15,8 +15,8 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from moeserve.actor.inbox import Inbox
-from moeserve.cluster.group import form
+from moeserve.actor.actor import Inbox
+from moeserve.cluster.assemble import form
 from moeserve.config import Limits
 from moeserve.engine.group_core import GroupCore
 from moeserve.engine.plan import Agreed, StepPlan, StepResult

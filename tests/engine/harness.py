@@ -10,8 +10,8 @@ import numpy as np
 
 from moeserve.config import Limits
 from moeserve.engine.blocks import Key, KVGroup, groups_of
+from moeserve.engine.kv_cache_manager import chain, root_of
 from moeserve.engine.plan import StepPlan
-from moeserve.engine.prefix_cache import chain, root_of
 from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.store import HostStore
 from moeserve.messages import FinishReason, Logprobs, StepOutput, Submit
@@ -212,7 +212,8 @@ class Harness:
     def _check(self, plan: StepPlan) -> None:
         limits = self.limits
         assert plan.num_tokens <= limits.max_num_batched_tokens
-        assert plan.counts_R.max() <= limits.prefill_chunk
+        assert len(plan.starts_R) == len(plan.counts_R) == len(plan.samples_R) == len(plan.slots_R)
+        assert 0 < plan.counts_R.min() <= plan.counts_R.max() <= limits.prefill_chunk
         assert len(set(plan.slots_R.tolist())) == len(plan.slots_R) <= limits.max_num_seqs
         assert plan.step == len(self.plans)
         for diff in plan.diffs:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moeserve.engine.blocks import BlockPool, groups_of
-from moeserve.engine.prefix_cache import IN_STORE, PrefixCache, chain, root_of
+from moeserve.engine.kv_cache_manager import IN_STORE, PrefixCache, chain, root_of
 from moeserve.engine.requests import Request, request_of
 from moeserve.engine.store import HostStore
 from tests.engine.harness import submit_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moeserve.engine.requests import WaitingQueue, request_of
-from moeserve.errors import ContextLengthExceeded, InvalidRequest
+from moeserve.errors import InvalidRequest
 from moeserve.messages import Submit
 from tests.engine.harness import submit_of
 
@@ -23,28 +23,21 @@ def changed(**fields: object) -> Submit:
 @pytest.mark.parametrize(
     ("msg", "words"),
     [
-        (changed(tokens=b"123"), "3 bytes"),
-        (changed(tokens=b"", num_prompt=0), "0 of 0"),
-        (changed(num_prompt=0), "0 of 3"),
-        (changed(num_prompt=4), "4 of 3"),
-        (changed(num_prompt=-1), "-1 of 3"),
-        (submit_of(1, [0, 50]), r"0\.\.49; found 0\.\.50"),
-        (submit_of(1, [-1, 3]), r"found -1\.\.3"),
-        (submit_of(1, [1] * 64), "64 tokens; the context of 64"),
-        (submit_of(1, [1] * 9, emitted=8, max_tokens=8), "8 were emitted already"),
-        (submit_of(1, [1], max_tokens=0), "max_tokens is 0"),
-        (submit_of(1, [1], stop_ids=(3, 50)), r"stop ids must lie in 0\.\.49; found 3\.\.50"),
-        (submit_of(1, [1], stop_ids=(-1,)), r"found -1\.\.-1"),
+        (changed(tokens=b"", num_prompt=0), r"number of tokens must lie in 1\.\.63, got 0"),
+        (changed(num_prompt=0), r"num_prompt must lie in 1\.\.3, got 0"),
+        (changed(num_prompt=4), r"num_prompt must lie in 1\.\.3, got 4"),
+        (submit_of(1, [0, 50]), r"token ids must lie in 0\.\.49, got 50"),
+        (submit_of(1, [-1, 3]), r"token ids .* got -1"),
+        (submit_of(1, [1] * 64), r"number of tokens must lie in 1\.\.63, got 64"),
+        (submit_of(1, [1] * 9, emitted=8, max_tokens=8), r"max_tokens must lie in 9\.\..*, got 8"),
+        (submit_of(1, [1], max_tokens=0), "max_tokens .* got 0"),
+        (submit_of(1, [1], stop_ids=(3, 50)), r"stop ids must lie in 0\.\.49, got 50"),
+        (submit_of(1, [1], stop_ids=(-1,)), "stop ids .* got -1"),
     ],
 )
-def test_a_malformed_submit_is_refused_with_its_values(msg: Submit, words: str) -> None:
+def test_a_malformed_submit_is_refused_with_its_value(msg: Submit, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         request_of(msg, 0, 64, 50)
-
-
-def test_a_prompt_that_fills_the_context_has_its_own_error() -> None:
-    with pytest.raises(ContextLengthExceeded):
-        request_of(submit_of(1, [1] * 100), 0, 64, 50)
 
 
 @pytest.mark.parametrize(("length", "max_tokens", "total"), [(3, 8, 11), (60, 8, 64), (63, 1, 64), (3, 10**6, 64)])

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.cluster.link import EngineGone, FromEngine
 from moeserve.errors import Overloaded
 from moeserve.frontend.front_end import FrontEnd
-from moeserve.messages import EngineIn, Phase, Ready, StepOutput
+from moeserve.messages import EngineIn, Ready, StepOutput
 from moeserve.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "moeserve/assets/demo"
@@ -26,9 +26,6 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.outbox: Inbox[FromEngine] = Inbox("front end")
         self.sent: list[EngineIn] = []
-        self.phase = Phase("", 0, 0.0)
-        self.ready: Ready | None = None
-        self.stalled_s = 0.0
         self.healthy = True
         self.room = 10**6  # messages that it takes before it counts as not keeping up
 

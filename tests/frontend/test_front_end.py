@@ -17,8 +17,17 @@ from moeserve.errors import (
     RequestFailed,
 )
 from moeserve.frontend.generation import Delta
-from moeserve.messages import Abort, Drain, FinishReason, Logprobs, PromptLogprobs, Refused, StepOutput, Submit
-from moeserve.metrics import StepRecord
+from moeserve.messages import (
+    Abort,
+    Drain,
+    FinishReason,
+    Logprobs,
+    PromptLogprobs,
+    Refused,
+    StepOutput,
+    StepRecord,
+    Submit,
+)
 from moeserve.sampling import SamplingParams
 
 from .conftest import ready
@@ -200,7 +209,7 @@ async def test_a_dead_engine_is_replayed_from_what_was_emitted(front, engine, to
         await engine.rows((again.rid, token, 0))
     await engine.rows((again.rid, 2, STOP))
     assert text_of(await collect(generation)) == "A small fox ran home."
-    assert front.stats.engine_restarts == 1
+    assert front.stats.total.restarts == 1
 
 
 async def test_an_engine_that_is_gone_for_good_fails_everyone(front, engine):
@@ -357,7 +366,7 @@ async def test_more_sequences_than_ever_fit_are_no_matter_of_time(front):
 
 async def test_idle_time_does_not_count_as_slowness(front, engine, monkeypatch):
     clock = iter(range(0, 10**6, 3600))
-    monkeypatch.setattr(front, "_now", lambda: float(next(clock)))
+    monkeypatch.setattr("moeserve.frontend.front_end.monotonic", lambda: float(next(clock)))
     for _ in range(5):  # one an hour
         generation = await front.generate([5], SamplingParams())
         await engine.rows((engine.take(Submit)[0].rid, 7, LENGTH))
@@ -397,7 +406,7 @@ async def test_only_the_lost_engines_requests_are_submitted_again(front, engine,
     assert (again.num_prompt, again.sampling.seed) == (2, first.sampling.seed)
     assert again.sampling.prompt_logprobs is None  # they were delivered
     assert front.state == "ready"
-    assert (front.stats.engine_restarts, front.stats.engines[1].restarts) == (1, 1)
+    assert (front.stats.total.restarts, front.stats.engines[1].restarts) == (1, 1)
     for token in ids[1:-1]:
         await engine.rows((first.rid, token, 0), (second.rid, token, 0))
     await engine.rows((first.rid, ids[-1], LENGTH), (second.rid, ids[-1], LENGTH))
@@ -410,7 +419,7 @@ async def test_a_retired_engine_is_no_restart_and_an_ended_request_is_not_submit
     await generation.aclose()
     await engine.tell(RequestsLost(rids=(submit.rid,), engine=1, died=False, cause="only 1 shall serve"))
     assert engine.take(Submit) == []
-    assert front.stats.engine_restarts == 0
+    assert front.stats.total.restarts == 0
     assert "engine 1 gives requests back (only 1 shall serve)" in caplog.text
 
 
@@ -428,7 +437,7 @@ async def test_new_facts_count_at_once(front, engine):
     assert front.ready.max_num_seqs == 1
     with pytest.raises(ContextLengthExceeded):
         await front.generate([5] * 8, SamplingParams())
-    assert front.stats.engine_restarts == 0
+    assert front.stats.total.restarts == 0
 
 
 async def test_gauges_are_the_sums_over_engines(front, engine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeserve.frontend.stats import FrontStats
-from moeserve.metrics import StepRecord
+from moeserve.messages import StepRecord
 
 
 def record(comm_us: int, exposed_comm_us: int) -> StepRecord:

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moeserve.actor.inbox import Inbox
-from moeserve.cluster.group import form
+from moeserve.actor.actor import Inbox
+from moeserve.cluster.assemble import form
 from moeserve.cluster.tp_worker import Worker
 from moeserve.comm.world import World
 from moeserve.config import Config, config_of
@@ -38,9 +38,9 @@ from moeserve.messages import (
     Placed,
     PlacementTable,
     StepOutput,
+    StepRecord,
     Submit,
 )
-from moeserve.metrics import StepRecord
 from moeserve.models.hf_config import read_model_spec
 from moeserve.moe.placement.placement import Placement
 from moeserve.runner.commands import WorkerBirth, connect_to_leader

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeserve.kernels.activation import silu_mul, silu_mul_reference
+from moeserve.kernels.activation import silu_mul
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import silu_mul_reference
 
 
 def test_silu_mul_example() -> None:

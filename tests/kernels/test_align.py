@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels import align as module
-from moeserve.kernels.align import Alignment, align, align_groups, align_reference, tile_bound
+from moeserve.kernels.align import Alignment, align, align_groups, tile_bound
 from moeserve.moe.all2all.layout import group_rows_plainly
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import align_reference
 
 ROUTINGS = ["even", "skewed", "all_to_one", "none", "some_nowhere"]
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.combine import combine, combine_reference
+from moeserve.kernels.combine import combine
 from moeserve.moe.all2all.layout import group_rows_plainly, weighted_sum_plainly
 from moeserve.moe.routing import Routing
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import combine_reference
 
 
 def case(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

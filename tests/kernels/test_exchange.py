@@ -13,22 +13,11 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels import exchange as module
-from moeserve.kernels.align import align, align_reference
-from moeserve.kernels.exchange import (
-    CALLS,
-    FAILED,
-    TOLD,
-    WRONG,
-    collect,
-    collect_reference,
-    gather,
-    gather_reference,
-    meet,
-    publish,
-    publish_reference,
-)
+from moeserve.kernels.align import align
+from moeserve.kernels.exchange import CALLS, FAILED, TOLD, WRONG, collect, gather, meet, publish
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import align_reference, collect_reference, gather_reference, publish_reference
 
 IDS_AT, PLACES_AT, X_AT, Y_AT, BYTES = 4096, 8192, 16384, 65536, 1 << 19
 Clock = Callable[[], int]

@@ -11,19 +11,13 @@ from torch import Tensor
 
 from moeserve.kernels.align import align, align_groups
 from moeserve.kernels.configs import Config
-from moeserve.kernels.fp8 import BLOCK, quantise, quantise_reference, widen
-from moeserve.kernels.grouped_fp8 import (
-    Scaled,
-    down_fp8,
-    down_fp8_reference,
-    gate_up_fp8,
-    gate_up_fp8_reference,
-    launch_fp8_of,
-)
+from moeserve.kernels.fp8 import BLOCK, quantise
+from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.moe.all2all.wire_format import Fp8Wire
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 from tests.kernels.interpreted import rounding_to_nearest
+from tools.gpu.references import down_reference, gate_up_reference, quantise_reference, widen, widen_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
 SMALL: Config = {
@@ -104,7 +98,7 @@ def test_both_products(ids: list[list[int]], tma: int) -> None:
     x = Scaled(*quantise(normal(tokens, dim) * 10.0 ** torch.arange(tokens, device=DEVICE)[:, None].clamp(max=3)))
     w13, w2 = scaled_weights(experts, 2 * width, dim, seed=1), scaled_weights(experts, 384, width, seed=2)
     hidden = gate_up_fp8(x, w13, to, config, top_k)
-    exact = gate_up_fp8_reference(x, w13, to, top_k)
+    exact = gate_up_reference(widen(x.values, x.scales), widen_weights(w13), to, top_k).float()
     found = widen(hidden.values, hidden.scales)[:rows].float()
     largest = exact.abs().unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1)
     assert ((found - exact).abs() <= exact.abs() * 2**-4 + largest * 2**-14 + 1e-7).all()
@@ -112,7 +106,7 @@ def test_both_products(ids: list[list[int]], tma: int) -> None:
     hidden.values.view(torch.uint8)[rows:], hidden.scales[rows:] = 0x7F, math.nan
     y = torch.full((tokens * top_k, 384), math.nan, device=DEVICE)
     down_fp8(hidden, w2, to, config, y)
-    expected = down_fp8_reference(hidden, w2, to, torch.float32)
+    expected = down_reference(widen(hidden.values, hidden.scales), widen_weights(w2), to).float()
     torch.testing.assert_close(y[order], expected, rtol=1e-4, atol=float(expected.abs().max() if rows else 0) * 1e-6)
     assert y.isnan().all(1).sum() == len(y) - rows
 

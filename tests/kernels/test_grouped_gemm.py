@@ -12,10 +12,11 @@ from torch import Tensor
 
 from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.configs import Config
-from moeserve.kernels.grouped_gemm import down, down_reference, gate_up, gate_up_reference, launch_of
+from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
 from moeserve.kernels.tiles import block_k, tile_of
 from tests.kernels.aot import Case, Report, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import down_reference, gate_up_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
 # The interpreter computes products of bfloat16 wrongly.

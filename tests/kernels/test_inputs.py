@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, step_reference
-from moeserve.kernels.staged import PIECE, pack, write, write_reference
+from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
+from moeserve.kernels.staged import PIECE, pack, write
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import step_reference, write_reference
 
 
 def on_device(words: np.ndarray) -> Tensor:

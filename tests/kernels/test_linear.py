@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels import linear as module
-from moeserve.kernels.linear import launch_of, linear, linear_reference
+from moeserve.kernels.linear import launch_of, linear
 from moeserve.kernels.tiles import block_k
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import linear_reference
 
 # The interpreter computes products of bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] if DEVICE.type == "cpu" else [torch.float32, torch.float16, torch.bfloat16]

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.logprobs import logprobs, logprobs_reference
+from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.runner.sampling.logprobs import logprob_rows
 from moeserve.runner.sampling.reference import apply_penalties
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import logprobs_reference
 
 INF = float("inf")
 

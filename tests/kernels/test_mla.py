@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels.attention_plan import SPLIT, Bounds
-from moeserve.kernels.mla import MlaShape, mla, mla_reference, mla_space_floats, plan_mla
+from moeserve.kernels.mla import MlaShape, mla, mla_space_floats, plan_mla
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import mla_reference
 
 NAN = float("nan")
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.embedding import embedding, embedding_reference
-from moeserve.kernels.norms import add_rms_norm, rms_norm, rms_norm_reference
+from moeserve.kernels.embedding import embedding
+from moeserve.kernels.norms import add_rms_norm, rms_norm
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import embedding_reference, rms_norm_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(0, 8), (1, 1), (3, 5), (17, 128), (2, 2048), (5, 2500), (1, 16384)]

@@ -12,16 +12,11 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from moeserve.kernels.attention_plan import EVERYTHING, SPLIT, Bounds
-from moeserve.kernels.paged_attention import (
-    AttentionShape,
-    attention,
-    attention_reference,
-    plan_attention,
-    space_floats,
-)
+from moeserve.kernels.paged_attention import AttentionShape, attention, plan_attention, space_floats
 from moeserve.ops.inputs import from_entries, to_entries
 from tests.kernels.aot import Case, Report, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import attention_reference
 
 NAN = float("nan")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
-from moeserve.ops import qk_norm_rope_cache as plain
+from moeserve.ops import elementwise as plain
 from moeserve.ops.inputs import entry_width, from_entries
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE

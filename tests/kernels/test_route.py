@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.route import Rule, route, route_by, route_reference
+from moeserve.kernels.route import Rule, route, route_by
 from moeserve.ops import elementwise
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import route_reference
 
 V3 = Rule("sigmoid", renormalize=True, groups=8, keep=4, group_top=2, epsilon=1e-20, scale=2.5)
 SHAPES = [(0, 4, 2), (1, 1, 1), (3, 5, 5), (4, 60, 4), (2, 128, 8), (1, 1024, 32)]

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from moeserve.kernels import cut as cut_file
 from moeserve.kernels import sampling as sampling_file
-from moeserve.kernels.cut import cut, cut_reference
+from moeserve.kernels.cut import cut
 from moeserve.kernels.noise import EARLIEST, HOPELESS, LATEST, log_time
 from moeserve.kernels.sampling import SamplingTensors, sample
-from moeserve.runner.sampling.noise import Gumbel, padded, row_keys
+from moeserve.runner.sampling.noise import Gumbel, padded
 from moeserve.runner.sampling.reference import keep_min_p, keep_top_k, keep_top_p, top_p_cutoff
+from moeserve.runner.sampling.sampler import row_keys
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import cut_reference
 
 FINE, NOT_FINITE, NOTHING_ALLOWED = range(3)
 INF = float("inf")

@@ -11,7 +11,6 @@ from torch import Tensor
 from moeserve.kernels.align import align, align_groups, align_rows
 from moeserve.kernels.configs import Config
 from moeserve.kernels.fp8 import E4M3
-from moeserve.kernels.grouped_gemm import down_reference, gate_up_reference
 from moeserve.kernels.grouped_weight_only import (
     Narrow,
     down_narrow,
@@ -19,11 +18,11 @@ from moeserve.kernels.grouped_weight_only import (
     half_of,
     launch_narrow_of,
     pack_int4,
-    widen_narrow,
 )
 from moeserve.ops.quantised import Quantised, quantise
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
+from tools.gpu.references import down_reference, gate_up_reference, widen_narrow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, which interprets
 SIXTEEN = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16  # whose products the interpreter computes wrongly

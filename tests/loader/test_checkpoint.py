@@ -33,7 +33,6 @@ def test_shards_are_one_checkpoint_with_or_without_index(with_index: bool, tmp_p
         index(tmp_path, {"x": A, "y": A, "z": B})
     checkpoint = open_checkpoint(tmp_path)
     assert {name: tensor.path.name for name, tensor in checkpoint.tensors.items()} == {"x": A, "y": A, "z": B}
-    assert checkpoint.num_bytes == 24
 
 
 def test_files_that_the_index_does_not_name_are_left_alone(tmp_path: Path) -> None:
@@ -54,18 +53,6 @@ def test_a_shard_that_the_index_names_but_is_not_there(tmp_path: Path) -> None:
     shard(tmp_path, A, "x")
     index(tmp_path, {"x": A, "z": B})
     with pytest.raises(CheckpointError, match=f"{B} is missing"):
-        open_checkpoint(tmp_path)
-
-
-def test_a_shard_that_only_the_other_names_imply(tmp_path: Path) -> None:
-    shard(tmp_path, B, "z")
-    with pytest.raises(CheckpointError, match=f"{A} is missing"):
-        open_checkpoint(tmp_path)
-
-
-def test_absurd_shard_counts_are_refused(tmp_path: Path) -> None:
-    shard(tmp_path, "model-00001-of-999999.safetensors", "z")
-    with pytest.raises(CheckpointError, match="at most"):
         open_checkpoint(tmp_path)
 
 

@@ -24,8 +24,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import LAYOUT, Room, new_room, pack, packing_of
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.native_layer import Room, new_room
 from moeserve.ops.table import pick_ops
 from tests.comm.board import Board, BoardTensor
 from tests.moe.contract.backends import facts_of
@@ -312,7 +311,7 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(self: Reader, *args: Any) -> int:
         raise AssertionError("a weight was read")
 
-    return lambda: monkeypatch.setattr(Reader, "carry_out", refuse)
+    return lambda: monkeypatch.setattr(Reader, "read", refuse)
 
 
 @pytest.mark.full("models", keep="each")
@@ -375,78 +374,3 @@ def test_whatever_decides_the_bytes_is_in_the_key(make_checkpoint: Any, tmp_path
     plan = load_plan(spec, open_checkpoint(path, spec.stored).names)
     keys += [key_of("", plan, World(rank, tp, tp), torch.half, None) for tp in (3, 5) for rank in (0, 2)]
     assert len(set(keys)) == len(keys)
-
-
-def checksum(data: Tensor) -> int:
-    return int(module.checksum(data.data_ptr(), len(data)))
-
-
-def reference_checksum(data: bytes, part: int = 2 << 20) -> int:
-    """As csrc/core/checksum.cpp says it, in whole numbers."""
-    odd, most = 0x9E3779B97F4A7C15, (1 << 64) - 1
-
-    def mix(total: int, word: int) -> int:
-        total ^= word
-        return (total << 29 | total >> 35) * odd & most
-
-    def of(data: bytes) -> int:
-        ubatches = [odd * (i + 1) & most for i in range(8)]
-        padded = data + bytes(-len(data) % 64)
-        for i in range(0, len(padded), 8):
-            ubatches[i // 8 % 8] = mix(ubatches[i // 8 % 8], int.from_bytes(padded[i : i + 8], "little"))
-        total = mix(odd, len(data))
-        for ubatch in ubatches:
-            total = mix(total, ubatch)
-        return total
-
-    parts = [of(data[i : i + part]) for i in range(0, len(data), part)]
-    return of(b"".join(one.to_bytes(8, "little") for one in parts))
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, 5 << 20])
-def test_the_checksum_is_its_definition_on_any_threads(size: int) -> None:
-    data = torch.randint(0, 256, (size + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))[3:]
-    found = set()
-    for threads in (1, 2, 5):
-        module.set_threads([-1] * threads)
-        found.add(checksum(data))
-    assert found == {reference_checksum(data.numpy().tobytes())}
-
-
-def test_no_bit_changes_without_the_checksum() -> None:
-    module.set_threads([-1])
-    data = torch.randint(0, 256, (200,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    seen = {checksum(data)}
-    for bit in range(8 * len(data)):
-        data[bit // 8] ^= 1 << bit % 8
-        seen.add(checksum(data))
-        for other in range(bit % 64 + 64, 8 * len(data), 64):  # the same bit of another word, where sums may cancel
-            data[other // 8] ^= 1 << other % 8
-            seen.add(checksum(data))
-            data[other // 8] ^= 1 << other % 8
-        data[bit // 8] ^= 1 << bit % 8
-    assert len(seen) > 8 * len(data) + 1
-    zeros = {checksum(torch.zeros(size, dtype=torch.uint8)) for size in range(300)}
-    assert len(zeros) == 300
-
-
-def test_another_layout_needs_another_number() -> None:
-    """If this fails and packed bytes are meant to be others now, LAYOUT must be, too: see ops/native_layer.py."""
-    w_NK = (torch.arange(19 * 40).view(19, 40) % 251).to(torch.uint8)
-    scales = torch.arange(19.0).unsqueeze(1)
-    weights = [w_NK.float(), w_NK.bfloat16(), w_NK.half()]
-    weights += [Quantised(kind, 0, torch.bfloat16, w_NK, scales) for kind in ("int8", "fp8")]
-    weights += [
-        Quantised("int4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2), zeros)
-        for zeros in (None, scales.repeat(1, 2))
-    ]
-    sums = []
-    for weight in weights:
-        packing = packing_of(weight)
-        memory, _ = new_room(packing.bytes)
-        pack(packing, weight, memory.data_ptr(), packing.block_bytes, all_threads=False)
-        sums.append(checksum(memory))
-    assert (LAYOUT, [hex(one) for one in sums]) == (1, [
-    "0x91ef194d212d1563", "0x3df84d60e223bafb", "0xcac3ed5a8880f866", "0x56b70e6b80bf2c6f", "0x56b70e6b80bf2c6f",
-    "0xdf75a6725ed0b241", "0x4622d4f5ba3012ee",
-    ])  # fmt: skip

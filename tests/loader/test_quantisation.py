@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from moeserve.config import config_of
 from moeserve.errors import CheckpointError, ConfigError
-from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.load_plan import Piece
+from moeserve.loader.load_plan import Param, Piece
+from moeserve.loader.quantisation import Stored
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.spec import StoredFormat
-from moeserve.loader.stored import Stored
-from moeserve.loader.weights import empty_stored, unpack
+from moeserve.loader.weights import empty_weight, unpack
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import expert_load_plan, load_plan
+from moeserve.ops.quantised import Quantised
 from moeserve.runner.limits import check
 from tests.loader.eager import load
 from tests.quantised_checkpoints import FORMS, write_quantised
@@ -248,12 +249,14 @@ def test_zero_points_of_few_outputs(rows: int) -> None:
     }
     stored = Stored(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"], ())
     assert stored.mismatch(shape) == ""
-    into = empty_stored(stored, torch.float32, shape, torch.device("cpu"))
+    piece, checkpoint = Piece("w", shape, "w"), Checkpoint(Path(), {}, {"w": stored})
+    into = empty_weight(checkpoint, Param("w", shape), [piece], torch.float32, torch.device("cpu"))
+    assert isinstance(into, Quantised)
 
     def read(info: TensorInfo, take: Any) -> torch.Tensor:
         found = tensors[info.name][take]
         return found if found.is_floating_point() else found.view(torch.int32)
 
-    unpack(stored, Piece("w", shape, "w"), into, read)
+    unpack(stored, piece, into, read)
     assert into.zeros is not None
     assert torch.equal(into.zeros, zeros_NC.float())

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
-from moeserve.loader.safetensors_file import DTYPE_BITS, read_header
+from moeserve.loader.safetensors_file import read_header
 from tests.loader.eager import load
 
 
@@ -42,59 +42,56 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8), **more: 
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 
-LIES: dict[str, tuple[Any, str]] = {
-    "offset past the end": ({"w": entry(shape=[4], offsets=[0, 16])}, "'w' ends at byte"),
-    "offset far past the end": ({"w": entry(shape=[2**40], offsets=[0, 2**42])}, "truncated"),
-    "offset beyond 64 bits": ({"w": entry(offsets=[0, 2**70])}, "'w'"),
-    "negative offset": ({"w": entry(offsets=[-8, 0])}, "'w'"),
-    "end before begin": ({"w": entry(offsets=[8, 0])}, "'w'"),
-    "float offset": ({"w": entry(offsets=[0, 8.5])}, "'w'"),
-    "three offsets": ({"w": entry(offsets=[0, 4, 8])}, "'w'"),
-    "gap at the start": ({"w": entry(shape=[1], offsets=[4, 8])}, "'w' leaves a gap"),
-    "gap at the end": ({"w": entry(shape=[1], offsets=[0, 4])}, "the tensors end at byte"),
-    "overlap": ({"v": entry(), "w": entry(shape=[1], offsets=[4, 8])}, "'w' overlaps"),
-    "same bytes twice": ({"v": entry(), "w": entry()}, "overlaps"),
-    "shape too large": ({"w": entry(shape=[3])}, "'w' of shape [3]"),
-    "shape overflows": ({"w": entry(shape=[2**62, 2**62, 4])}, "'w'"),
-    "negative shape": ({"w": entry(shape=[-2])}, "'w'"),
-    "two negative sizes": ({"w": entry(shape=[-1, -2])}, "'w'"),
-    "too many dimensions": ({"w": entry(shape=[1] * 1000)}, "'w'"),
-    "shape of floats": ({"w": entry(shape=[2.5])}, "'w'"),
-    "shape is text": ({"w": entry(shape="2")}, "'w'"),
-    "unknown dtype": ({"w": entry(dtype="F24")}, "unknown dtype 'F24'"),
-    "dtype is a number": ({"w": entry(dtype=32)}, "'w'"),
-    "missing key": ({"w": {"dtype": "F32", "shape": [2]}}, "'w'"),
-    "unknown key": ({"w": entry(strides=[1])}, "'w'"),
-    "entry is a list": ({"w": [1, 2]}, "'w'"),
-    "metadata is not text": ({"__metadata__": {"a": 1}, "w": entry()}, "bad header"),
-    "header is a list": ([1, 2], "not a JSON object"),
-    "header is cut": (b'{"w": {"dtype"', "bad header"),
-    "header is not UTF-8": (b'{"\xff\xfe": 1}', "bad header"),
-    "deep header": (b'{"w":' + b"[" * 100_000, "bad header"),
-    "digits without end": (b'{"w":{"dtype":"F32","shape":[' + b"9" * 100_000 + b'],"data_offsets":[0,8]}}', "'w'"),
+LIES: dict[str, Any] = {
+    "offset past the end": {"w": entry(shape=[4], offsets=[0, 16])},
+    "offset far past the end": {"w": entry(shape=[2**40], offsets=[0, 2**42])},
+    "offset beyond 64 bits": {"w": entry(offsets=[0, 2**70])},
+    "negative offset": {"w": entry(offsets=[-8, 0])},
+    "end before begin": {"w": entry(offsets=[8, 0])},
+    "float offset": {"w": entry(offsets=[0, 8.5])},
+    "three offsets": {"w": entry(offsets=[0, 4, 8])},
+    "gap at the start": {"w": entry(shape=[1], offsets=[4, 8])},
+    "gap at the end": {"w": entry(shape=[1], offsets=[0, 4])},
+    "overlap": {"v": entry(), "w": entry(shape=[1], offsets=[4, 8])},
+    "same bytes twice": {"v": entry(), "w": entry()},
+    "shape too large": {"w": entry(shape=[3])},
+    "shape overflows": {"w": entry(shape=[2**62, 2**62, 4])},
+    "negative shape": {"w": entry(shape=[-2])},
+    "two negative sizes": {"w": entry(shape=[-1, -2])},
+    "too many dimensions": {"w": entry(shape=[1] * 1000)},
+    "shape of floats": {"w": entry(shape=[2.5])},
+    "shape is text": {"w": entry(shape="2")},
+    "unknown dtype": {"w": entry(dtype="F24")},
+    "dtype is a number": {"w": entry(dtype=32)},
+    "missing key": {"w": {"dtype": "F32", "shape": [2]}},
+    "entry is a list": {"w": [1, 2]},
+    "metadata is not text": {"__metadata__": {"a": 1}, "w": entry()},
+    "header is a list": [1, 2],
+    "header is cut": b'{"w": {"dtype"',
+    "header is not UTF-8": b'{"\xff\xfe": 1}',
+    "deep header": b'{"w":' + b"[" * 100_000,
+    "digits without end": b'{"w":{"dtype":"F32","shape":[' + b"9" * 100_000 + b'],"data_offsets":[0,8]}}',
     "same name twice": (
-        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
-        "gap",
+        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
     ),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lying_header_is_refused_with_file_and_tensor(lie: str, tmp_path: Path) -> None:
-    header, says = LIES[lie]
-    path = file_of(tmp_path, header, bytes(8))
+def test_lying_header_is_refused_with_file_and_remedy(lie: str, tmp_path: Path) -> None:
+    path = file_of(tmp_path, LIES[lie], bytes(8))
     began = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         read_header(path)
     assert time.process_time() - began < 1
-    assert says in str(caught.value)
-    assert str(path) in str(caught.value)
+    assert str(caught.value).startswith(f"{path} is damaged or incomplete: ")
+    assert str(caught.value).endswith("; download it again")
 
 
 @pytest.mark.parametrize("length", [0, 1, 500, 10**9, 2**63, 2**64 - 1])
 def test_header_longer_than_the_file_is_refused(length: int, tmp_path: Path) -> None:
     path = file_of(tmp_path, {"w": entry()}, bytes(8), length=length)
-    with pytest.raises(CheckpointError, match=f"a header of {length} bytes"):
+    with pytest.raises(CheckpointError, match="damaged or incomplete"):
         read_header(path)
 
 
@@ -103,7 +100,7 @@ def test_header_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> N
     with path.open("r+b") as file:
         file.truncate(2 * 10**9)  # sparse
     began = time.process_time()
-    with pytest.raises(CheckpointError, match="limit 100000000"):
+    with pytest.raises(CheckpointError, match="header too large"):
         read_header(path)
     assert time.process_time() - began < 1
 
@@ -112,7 +109,7 @@ def test_header_of_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> N
 def test_tiny_file_is_refused(num_bytes: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(num_bytes))
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(CheckpointError, match="damaged or incomplete"):
         read_header(path)
 
 
@@ -127,21 +124,14 @@ def test_every_cut_of_a_file_is_refused(small_file: Path) -> None:
 def test_bytes_after_the_last_tensor_are_refused(small_file: Path) -> None:
     with small_file.open("ab") as file:
         file.write(b"x")
-    with pytest.raises(CheckpointError, match="the tensors end at byte"):
+    with pytest.raises(CheckpointError, match="file not fully covered"):
         read_header(small_file)
 
 
 def test_empty_file_of_no_tensors_and_scalars_are_valid(tmp_path: Path) -> None:
-    assert read_header(file_of(tmp_path, {})) == {}
+    assert read_header(file_of(tmp_path, {"__metadata__": {"data_offsets": "any text"}})) == {}
     scalar = read_header(file_of(tmp_path, {"w": entry(shape=[], offsets=[0, 4])}, bytes(4)))
     assert scalar["w"].shape == ()
-
-
-@pytest.mark.parametrize("dtype", DTYPE_BITS)
-def test_every_dtype_of_the_format_is_understood(dtype: str, tmp_path: Path) -> None:
-    num_bytes = 8 * DTYPE_BITS[dtype] // 8
-    header = {"w": entry(dtype=dtype, shape=[8], offsets=[0, num_bytes])}
-    assert read_header(file_of(tmp_path, header, bytes(num_bytes)))["w"].num_bytes == num_bytes
 
 
 def plan_of(tensors: dict[str, torch.Tensor]) -> LoadPlan:

@@ -15,8 +15,7 @@ from torch import Tensor
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.heads import local_kv_heads
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import ModelSpec, local_kv_heads
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.hf_config import read_model_spec

@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("there the kernels are not interpreted", allow_module_level=True)
 
-from moeserve.kernels.fp8 import quantise_reference, widen
 from moeserve.ops import triton_weights
 from moeserve.ops.triton_weights import PLAIN
 from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
 from tests.quantised_checkpoints import FORMS, write_quantised
+from tools.gpu.references import quantise_reference, widen
 
 from .conftest import Driver
 

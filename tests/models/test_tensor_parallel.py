@@ -15,8 +15,7 @@ from moeserve.comm.tensor import GlooTensor, TensorParallel
 from moeserve.comm.world import World
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.heads import Heads, local_heads, possible_tp
-from moeserve.loader.spec import ModelSpec
+from moeserve.loader.spec import Heads, ModelSpec, local_heads, possible_tp
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.moe.all2all.torch_a2a import TorchAll2All

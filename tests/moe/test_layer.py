@@ -70,7 +70,7 @@ def test_a_ubatch_works_while_it_waits() -> None:
     log: list[str] = []
 
     class Slow(Completed[str]):
-        def wait(self, deadline_s: float | None = None) -> str:
+        def wait(self) -> str:
             log.append("wait")
             return super().wait()
 

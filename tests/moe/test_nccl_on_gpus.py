@@ -121,7 +121,7 @@ def leave(members: Members, deadline_s: str, leaves_after_s: str) -> None:
     mesh.connect()
     if members.rank == 0:
         mine = torch.ones(1024, device="cuda")
-        mesh.channel(0).all_gather(mine.new_empty(2048), mine).wait()
+        mesh.all_gather(mine.new_empty(2048), mine)()
         timer = threading.Timer(float(leaves_after_s), mesh.close)
         timer.start()
         began_s = time.monotonic()

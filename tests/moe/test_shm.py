@@ -228,9 +228,9 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(tmp_path: Path) -> No
             attempt(random_ids(33, 2, 6, 0))
         with pytest.raises(ValueError, match="4 tokens x 3 experts"):
             attempt(random_ids(4, 3, 6, 0))
-        with pytest.raises(IndexError, match="pair 1 has slot id 6; ids run from -1 to 5"):
+        with pytest.raises(IndexError, match="pair 1 has expert id 6; ids run from -1 to 5"):
             attempt(torch.tensor([[0, 6]]))
-        with pytest.raises(IndexError, match="slot id -2"):
+        with pytest.raises(IndexError, match="expert id -2"):
             attempt(torch.tensor([[-2, 0]]))
         with pytest.raises(ValueError, match=r"takes \[T, 24\] torch.float32"):
             attempt(torch.zeros((2, 2)), hidden=23)

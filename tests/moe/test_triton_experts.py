@@ -14,7 +14,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from moeserve.errors import ConfigError
-from moeserve.kernels.fp8 import quantise_reference, widen
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import TritonExperts
@@ -23,6 +22,7 @@ from moeserve.ops.triton_weights import W8A8, obstacle
 from tests.kernels.device import DEVICE
 from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
 from tests.quantised_checkpoints import dequantised
+from tools.gpu.references import quantise_reference, widen
 
 E, D, I = 4, 128, 256  # noqa: E741
 KINDS = ("plain", "int4", "int4 with zeros", "int4 per channel", "int8", "fp8 per channel", "fp8 in blocks")

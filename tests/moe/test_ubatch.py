@@ -29,7 +29,7 @@ class Transfer:
         if self._early:
             raise ValueError(self._early)
 
-    def wait(self, deadline_s: float | None = None) -> str:
+    def wait(self) -> str:
         time.sleep(max(0, self._ends_ns - time.monotonic_ns()) / 1e9)
         self.arrived_ns = self._ends_ns if self._tells else 0
         self._log.append(f"got {self._name}")

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops import native_attention, native_rows
+from moeserve.ops import native_layer, native_rows
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
+from moeserve.ops.probe import host_step
 
 module: Any = native()
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="no native kernels for this machine")
@@ -45,12 +45,12 @@ class Layer:
 
     def step(self) -> list[Tensor]:
         x = native_rows.rms_norm(self.linear(self.x), self.norm, 1e-6)
-        offsets, starts = np.array([0, self.tokens], np.int32), np.array([2399 - self.tokens], np.int32)
-        plan = native_attention.plan_attention(self.blocks, self.size, None, starts, offsets, self.heads, 2, 16)
-        attended = native_attention.attention(x.view(-1, self.heads, 16), self.k, self.v, plan)
-        last = np.array([2398], np.int32), np.array([0, 1], np.int32)  # its chunks are shared among threads
-        plan = native_attention.plan_attention(self.blocks, self.size, None, *last, self.heads, 2, 16)
-        alone = native_attention.attention(x[-1:].view(-1, self.heads, 16), self.k, self.v, plan)
+        step = host_step(self.blocks, self.size, [2399 - self.tokens], [0, self.tokens])
+        plan = native_layer.plan_attention(*step, self.heads, 2, 16)
+        attended = native_layer.attention(x.view(-1, self.heads, 16), self.k, self.v, plan)
+        last = host_step(self.blocks, self.size, [2398], [0, 1])  # its chunks are shared among threads
+        plan = native_layer.plan_attention(*last, self.heads, 2, 16)
+        alone = native_layer.attention(x[-1:].view(-1, self.heads, 16), self.k, self.v, plan)
         assert torch.equal(alone[0], attended[-1])
         added, total = native_rows.add_rms_norm(attended, x, self.norm, 1e-6)
         logits = self.router(added)

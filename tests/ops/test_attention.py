@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from moeserve.ops import attention as a
 from moeserve.ops.inputs import entry_width, from_entries, to_entries
+from moeserve.ops.probe import host_step
 
 
 @dataclass
@@ -58,11 +60,7 @@ def run(cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], window:
     queries = torch.cat([q[c][s : s + n] for c, s, n in rows])
     g, d = cache.k.shape[2], queries.shape[2]
     plan = a.plan_attention(
-        blocks,
-        cache.block_size,
-        window,
-        np.array([s for _, s, _ in rows], np.int32),
-        np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        *host_step(blocks, cache.block_size, [s for _, s, _ in rows], [0, *itertools.accumulate(counts)], window),
         queries.shape[1],
         g,
         d,
@@ -170,7 +168,6 @@ def test_few_padded_sizes() -> None:
 
 
 def test_a_step_without_tokens() -> None:
-    plan = a.plan_attention(torch.zeros((0, 1), dtype=torch.int64), 16, None, np.zeros(0, np.int32),
-                            np.zeros(1, np.int32), 4, 2, 16)  # fmt: skip
+    plan = a.plan_attention(*host_step(torch.zeros((0, 1), dtype=torch.int64), 16, [], [0]), 4, 2, 16)
     cache = torch.zeros(2, 16, 2, 16)
     assert not a.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()

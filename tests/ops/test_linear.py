@@ -121,7 +121,7 @@ def test_falls_back_to_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "native", lambda: None)
     monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: pack(torch.ones(1, 1), None).pad == 16)
     ops = pick_ops("cpu", torch.float32)
-    assert "torch (there are no native kernels for this machine), rows in 16s" in ops.describe()
+    assert "torch (there are no native kernels for this machine), rows in 16s" in ops.chosen
     assert [ops.pad_rows(n) for n in (0, 1, 16, 17)] == [16, 16, 16, 32]
 
 
@@ -141,7 +141,7 @@ def test_warns_when_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch, caplog
 
     monkeypatch.setattr(table, "native", lambda: None)
     monkeypatch.setattr(table, "probe_linear", lambda pack, dtype: False)
-    assert "not batch-invariant" in pick_ops("cpu", torch.float32).describe()
+    assert "not batch-invariant" in pick_ops("cpu", torch.float32).chosen
     assert "may depend on what else is in the batch" in caplog.text
 
 
@@ -179,12 +179,12 @@ def test_heads_that_native_attention_does_not_know() -> None:
 
 
 def test_the_probe_sees_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moeserve.ops import native_attention, native_rows, probe
+    from moeserve.ops import native_layer, native_rows, probe
 
     ops_of(torch.float32, "native")
-    assert probe.probe_native(torch.float32) is None
-    for module, name, what in ((native_rows, "rms_norm", "norms"), (native_attention, "attention", "attention")):
+    assert not probe.probe_native(torch.float32)
+    for module, name, what in ((native_rows, "rms_norm", "norms"), (native_layer, "attention", "attention")):
         function = getattr(module, name)
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *args, _function=function: _function(*args) * 1.01)
-            assert what in (probe.probe_native(torch.float32) or "")
+            assert what in probe.probe_native(torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import attention as torch_attention
-from moeserve.ops import native_attention
+from moeserve.ops import native_layer
 from moeserve.ops.elementwise import write_kv
 from moeserve.ops.inputs import to_entries
 from moeserve.ops.native import native
+from moeserve.ops.probe import host_step
 from tests.ops.test_attention import Cache, make_cache, query_type
 
 module: Any = native()
@@ -46,17 +48,16 @@ def step(cache: Cache, rows: list[Row], q: list[Tensor], window: int | None) -> 
     queries = torch.cat([q[c][s : s + n] for c, s, n in rows])
     apart = queries.new_full((len(queries) + 3, queries.shape[1] + 1, queries.shape[2]), 7)
     apart[: len(queries), :-1] = queries
-    starts = np.array([s for _, s, _ in rows], np.int32)
-    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    starts, offsets = [s for _, s, _ in rows], [0, *itertools.accumulate(counts)]
     shape = (queries.shape[1], cache.k.shape[2], queries.shape[2])
-    return apart[:, :-1], (blocks, cache.block_size, window, starts, offsets, *shape)
+    return apart[:, :-1], (*host_step(blocks, cache.block_size, starts, offsets, window), *shape)
 
 
 def run(cache: Cache, rows: list[Row], q: list[Tensor], window: int | None, extra: Extra | None = None) -> list[Tensor]:
     extra = extra or Extra()
     queries, args = step(cache, rows, q, window)
-    plan = native_attention.plan_attention(*args)
-    out = native_attention.attention(queries, cache.k, cache.v, plan, soft_cap=extra.soft_cap, sinks_H=extra.sinks_H)
+    plan = native_layer.plan_attention(*args)
+    out = native_layer.attention(queries, cache.k, cache.v, plan, soft_cap=extra.soft_cap, sinks_H=extra.sinks_H)
     assert not out[plan.num_tokens :].any()
     return list(out[: plan.num_tokens].split([count for _, _, count in rows]))
 
@@ -65,7 +66,7 @@ def reference(cache: Cache, row: Row, q: list[Tensor], window: int | None, extra
     """The result of the scalar specification in fp32 for the first query of a row."""
     extra = extra or Extra()
     queries, args = step(cache, [row], q, window)
-    plan = native_attention.plan_attention(*args)
+    plan = native_layer.plan_attention(*args)
     single, kind = queries.float(), module.Type.int8 if cache.k.dtype == torch.int8 else module.Type.float32
     k, v = (x if x.dtype == torch.int8 else x.float() for x in (cache.k, cache.v))
     out = torch.empty(queries.shape[1] * queries.shape[2])
@@ -162,7 +163,7 @@ def test_long_contexts_have_the_bits_of_the_reference(
         one_by_one = [run(cache, [(0, p, 1)], q, window)[0][0] for p in range(length - 70, length - 64)]
         assert torch.equal(torch.stack(one_by_one), end[:6])
         _, args = step(cache, [(0, length - 1, 1)], q, window)
-        pieces.append(native_attention.plan_attention(*args).pieces.num_pieces)
+        pieces.append(native_layer.plan_attention(*args).pieces.num_pieces)
     assert pieces[0] == 1
     if length > 2000:
         assert pieces[1] == -(-length // 1024)
@@ -194,7 +195,7 @@ def test_agrees_with_torch(window: int | None, dtype: torch.dtype, tolerance: fl
     expected = torch_attention.attention(
         queries, cache.k.clone(), cache.v.clone(), torch_attention.plan_attention(*args)
     )
-    found = native_attention.attention(queries, cache.k, cache.v, native_attention.plan_attention(*args))
+    found = native_layer.attention(queries, cache.k, cache.v, native_layer.plan_attention(*args))
     assert found.dtype == query_type(dtype)
     assert (found.float() - expected.float()).abs().max() < tolerance
 
@@ -294,11 +295,10 @@ def test_no_negative_zeros() -> None:
 
 
 def test_a_step_without_tokens() -> None:
-    plan = native_attention.plan_attention(torch.zeros((0, 1), dtype=torch.int64), 16, None, np.zeros(0, np.int32),
-                                           np.zeros(1, np.int32), 4, 2, 16)  # fmt: skip
+    plan = native_layer.plan_attention(*host_step(torch.zeros((0, 1), dtype=torch.int64), 16, [], [0]), 4, 2, 16)
     cache = torch.zeros(2, 16, 2, 16)
-    assert not native_attention.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()
+    assert not native_layer.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()
 
 
 def test_head_widths() -> None:
-    assert [width for width in (0, 4, 8, 12, 64, 256, 264) if native_attention.serves(width)] == [8, 64, 256]
+    assert [width for width in (0, 4, 8, 12, 64, 256, 264) if width in native_layer.HEAD_DIMS] == [8, 64, 256]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +17,12 @@ from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Routing
-from moeserve.ops import native_attention, native_layer, native_rows
+from moeserve.ops import native_layer, native_rows
+from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import to_entries
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
-from moeserve.ops.qk_norm_rope_cache import HeadRule
+from moeserve.ops.probe import host_step
 
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,15 +60,14 @@ def test_attention(
     caches = [to_entries(random(40, BLOCK, KV_HEADS, DIM, seed=7 + i), kv_dtype) for i in range(2)]
     blocks = (1 + torch.randperm(39, generator=torch.Generator().manual_seed(9)))[: 8 * len(counts)]
     blocks = blocks.view(len(counts), 8).contiguous()
-    offsets = np.cumsum([0, *counts]).astype(np.int32)
     places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
     slots = torch.tensor([int(blocks[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p in places])
-    shape = BLOCK, None, np.array(starts, np.int32), offsets, HEADS, KV_HEADS, DIM
-    plan = native_attention.plan_attention(blocks, *shape)
+    step = host_step(blocks, BLOCK, starts, [0, *itertools.accumulate(counts)])
+    plan = native_layer.plan_attention(*step, HEADS, KV_HEADS, DIM)
 
     k, v = (cache.clone() for cache in caches)
     q = native_rows.qk_norm_rope_cache(qkv(x).view(tokens, -1, DIM), rule, cos, sin, k, v, slots)
-    attended = native_attention.attention(q, k, v, plan)
+    attended = native_layer.attention(q, k, v, plan)
     for last, expected in ((None, attended), (out, out(attended))):
         block_k, block_v = (cache.clone() for cache in caches)
         block = native_layer.AttentionBlock(qkv, last, rule, DIM, dtype)

@@ -18,10 +18,11 @@ from torch import Tensor
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.routing import Routing
 from moeserve.ops import elementwise, native_rows
+from moeserve.ops.elementwise import HeadRule, qk_norm_rope_cache
 from moeserve.ops.inputs import from_entries, to_entries
 from moeserve.ops.native import native
-from moeserve.ops.qk_norm_rope_cache import HeadRule, qk_norm_rope_cache
 from moeserve.runner.sampling import noise
+from moeserve.runner.sampling.sampler import row_keys
 
 _module: Any = native()
 _isas = [] if _module is None else _module.supported_isas()
@@ -246,7 +247,7 @@ def test_grouping_and_sums_of_pairs(tokens: int, dtype: torch.dtype, threads: No
 
 
 def test_ids_outside_are_refused() -> None:
-    with pytest.raises(IndexError, match="slot id 5"):
+    with pytest.raises(IndexError, match="expert id 5"):
         native_rows.group_pairs(torch.tensor([[1, 5]], dtype=torch.int32), 5)
     for wrong in (-1, 4):
         with pytest.raises(IndexError, match="of 4"):
@@ -299,7 +300,7 @@ def test_races_have_the_reference_winner(vocab: int, spread: float) -> None:
     gumbel = noise.Gumbel(vocab, torch.device("cpu"))
     x = random(rows, vocab) * spread + 5
     x[1] = x[1].sort().values
-    low, high = torch.from_numpy(noise.row_keys(np.arange(rows, dtype=np.uint64) * 77, np.arange(rows)))
+    low, high = torch.from_numpy(row_keys(np.arange(rows, dtype=np.uint64) * 77, np.arange(rows)))
     winner = native_rows.race(x, low, high, gumbel.token_hash)
     padded = torch.nn.functional.pad(x, (0, -vocab % 64), value=-math.inf)
     expected = (padded + gumbel(low, high)).argmax(dim=1)
@@ -314,7 +315,7 @@ def test_race_over_some_blocks() -> None:
     blocks = torch.stack([torch.randperm(64)[:5].sort().values for _ in range(30)])
     x = random(30, 320)
     x[:, ::3] = -math.inf
-    low, high = torch.from_numpy(noise.row_keys(np.arange(30, dtype=np.uint64), np.arange(30)))
+    low, high = torch.from_numpy(row_keys(np.arange(30, dtype=np.uint64), np.arange(30)))
     winner = native_rows.race(x, low, high, gumbel.token_hash, blocks)
     assert torch.equal(winner, (x + gumbel(low, high, blocks)).argmax(dim=1))
 

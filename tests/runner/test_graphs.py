@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.config import Limits, config_of
-from moeserve.kernels.inputs import StepArrays, StepWords, step_reference
-from moeserve.kernels.staged import write_reference
+from moeserve.kernels.inputs import StepArrays, StepWords
 from moeserve.loader.load_plan import LINEAR
 from moeserve.loader.spec import ModelSpec
 from moeserve.models.build import build_decoder
@@ -28,16 +27,17 @@ from moeserve.ops.table import pick_ops
 from moeserve.runner import base, gpu, recorder, triton_inputs
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.cpu import CPUModelRunner
-from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.gpu import GPUModelRunner, RingUpload
 from moeserve.runner.graphs import GraphManager, Mode, sizes_of, sizes_to
 from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
 from moeserve.runner.sampling.reference import ReferenceSampler
 from moeserve.runner.sampling.sampler import Sampler
-from moeserve.runner.tables import RingUpload, Tables, Upload
+from moeserve.runner.tables import Tables, Upload
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch, Hazard
 from tests.runner.harness import Driver, Request, fake_runner, greedy, spec_of
+from tools.gpu.references import step_reference, write_reference
 
 VOCAB = 50
 SPEC: dict[str, Any] = {

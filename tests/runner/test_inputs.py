@@ -8,8 +8,8 @@ import torch
 
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockDiff, StepPlan
-from moeserve.runner.inputs import HostRows, prepare_inputs
-from moeserve.runner.tables import HostUpload, RingUpload, Tables, Upload
+from moeserve.runner.gpu import RingUpload
+from moeserve.runner.tables import HostRows, HostUpload, Tables, Upload, prepare_inputs
 
 CPU = torch.device("cpu")
 GROUPS = (KVGroup("full", 4, (0,)), KVGroup("window", 4, (1,), 8))

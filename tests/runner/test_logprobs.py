@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moeserve.messages import Logprobs
-from moeserve.runner import outputs
 from moeserve.runner.sampling import logprobs
 from moeserve.runner.sampling.logprobs import likeliest, logprob_rows, to_messages
 from moeserve.sampling import TokenSampling
@@ -48,7 +47,7 @@ def test_they_describe_the_raw_logits_of_each_token(sampling: TokenSampling) -> 
 @pytest.mark.parametrize("rows_at_once", [2, 1 << 20])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
 def test_prompt_logprobs_cross_chunk_borders(chunk: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "PROMPT_ELEMENTS", rows_at_once * VOCAB)
+    monkeypatch.setattr(logprobs, "PROMPT_ELEMENTS", rows_at_once * VOCAB)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows_at_once * VOCAB)
     driver = Driver(fake_runner())
     request = driver.add(Request(list(PROMPT), greedy(prompt_logprobs=2)))
@@ -79,7 +78,7 @@ def test_a_request_that_returns_with_an_answer_had_its_prompt_logprobs() -> None
 
 def test_equally_likely_tokens_come_in_order_of_their_ids() -> None:
     rows = logprob_rows(torch.zeros(1, 6), torch.tensor([4]), 6)
-    (row,) = to_messages(rows.ids_PN.numpy(), rows.values_PN.numpy(), rows.rank_P.numpy(), [6])
+    (row,) = to_messages([6], *(tensor.numpy() for tensor in rows))
     assert row.ids == [4, 0, 1, 2, 3, 4, 5]
     assert row.rank == 6
 

@@ -14,10 +14,9 @@ from moeserve.engine.plan import Agreed
 from moeserve.runner import gpu, recorder
 from moeserve.runner.base import DeviceProperties
 from moeserve.runner.dummy import dummy_plan
-from moeserve.runner.gpu import GPUModelRunner
+from moeserve.runner.gpu import GPUModelRunner, RingUpload
 from moeserve.runner.host import host_memory
 from moeserve.runner.load import Progress
-from moeserve.runner.tables import RingUpload
 from moeserve.sampling import TokenSampling
 from tests.runner.fake_cuda import FakeCuda, FakeTorch
 from tests.runner.harness import Request

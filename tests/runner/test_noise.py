@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from moeserve.runner.sampling import noise
+from moeserve.runner.sampling.sampler import row_keys
 
 CPU = torch.device("cpu")
 
 
 def keys(seeds: list[int], positions: list[int]) -> list[torch.Tensor]:
-    pairs = noise.row_keys(np.array(seeds, dtype=np.uint64), np.array(positions))
+    pairs = row_keys(np.array(seeds, dtype=np.uint64), np.array(positions))
     return [torch.from_numpy(half) for half in pairs]
 
 

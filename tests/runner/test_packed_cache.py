@@ -62,7 +62,7 @@ def test_a_second_start_reads_nothing_and_computes_the_same(
     expected = run(path, quantization=asked)
     settings = {"quantization": asked, "packed_cache": str(tmp_path / "cache")}
     same(run(path, **settings), expected)
-    monkeypatch.setattr(Reader, "carry_out", refuse)
+    monkeypatch.setattr(Reader, "read", refuse)
     same(run(path, **settings), expected)
 
 
@@ -135,7 +135,7 @@ def test_through_the_front_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     first = answer()
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(Reader, "carry_out", refuse)
+    monkeypatch.setattr(Reader, "read", refuse)
     assert answer() == first
 
 

@@ -12,8 +12,7 @@ import torch
 
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.loader.size import bytes_per_weight, model_size
-from moeserve.loader.spec import StoredFormat
+from moeserve.loader.spec import StoredFormat, bytes_per_weight, model_size
 from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.native import native
 from moeserve.runner.cpu import CPUModelRunner

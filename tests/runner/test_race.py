@@ -12,12 +12,13 @@ from torch import Tensor
 from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.native import race
+from moeserve.runner.sampling.sampler import row_keys
 
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="no native kernels for this machine")
 
 
 def keys(rows: int) -> tuple[Tensor, Tensor]:
-    low, high = torch.from_numpy(noise.row_keys(np.arange(rows, dtype=np.uint64) * 7919, np.arange(rows)))
+    low, high = torch.from_numpy(row_keys(np.arange(rows, dtype=np.uint64) * 7919, np.arange(rows)))
     return low, high
 
 

@@ -11,7 +11,7 @@ import torch
 
 from moeserve.engine.plan import BlockMove, StepPlan
 from moeserve.errors import ConfigError, DoesNotFit
-from moeserve.runner.tables import RingUpload
+from moeserve.runner.gpu import RingUpload
 from moeserve.sampling import TokenSampling
 from tests.runner.harness import VOCAB, Driver, FakeRunner, Request, fake_runner, greedy, spec_of
 

@@ -16,8 +16,7 @@ from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise, reference
 from moeserve.runner.sampling.native import NativeSampler
 from moeserve.runner.sampling.reference import ReferenceSampler
-from moeserve.runner.sampling.rows import NEG_INF
-from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
+from moeserve.runner.sampling.sampler import NEG_INF, Sampled, Sampler, Status, row_keys
 from moeserve.runner.tables import HostUpload, Tables
 from moeserve.sampling import TokenSampling
 
@@ -127,7 +126,7 @@ def test_every_mixture_agrees_with_the_naive_sampler(
         params = TokenSampling(max_tokens=9, **asked)
         scores = naive_scores(row, history, num_prompt, params)
         if params.temperature > 0:
-            key = noise.row_keys(np.array([params.seed], dtype=np.uint64), np.array([len(history)]))
+            key = row_keys(np.array([params.seed], dtype=np.uint64), np.array([len(history)]))
             scores = scores + gumbel(*map(torch.from_numpy, key))[0, :vocab].double()
         expected.append(int(scores.argmax()) if scores.max() > NEG_INF else None)
     sampled = sample(sampler, logits, slots, positions)

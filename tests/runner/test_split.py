@@ -9,7 +9,7 @@ import torch
 
 from moeserve.engine.plan import best_split
 from moeserve.ops.inputs import GroupInputs, StepInputs
-from moeserve.runner.ubatches import split
+from moeserve.runner.dbo import split
 
 
 def random_step(rng: np.random.Generator) -> StepInputs:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from moeserve.moe.streams import InFlightTransfer, Launched, comm_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import native_rows
 from moeserve.ops.inputs import LayerKV, StepInputs
-from moeserve.runner import ubatches
+from moeserve.runner import dbo
 from moeserve.runner.ubatches import Meter, UBatchRunner
 from tests.comm.ranks import members_of
 from tests.moe.contract.backends import facts_of
@@ -76,7 +75,7 @@ class _Pending:
 
     def arrive(self) -> None: ...
 
-    def wait(self, deadline_s: float | None = None) -> Any:
+    def wait(self) -> Any:
         return self.then(self.launched.join())
 
 
@@ -198,7 +197,7 @@ def keeps_nothing(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
 
 
 def computes_elsewhere(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ubatches, "here", lambda: contextlib.nullcontext)
+    patch.setattr(dbo, "here", lambda: contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("backend", [Travelling, by_nccl])
@@ -287,8 +286,7 @@ def test_no_result_is_believed_before_its_transfers_are_checked() -> None:
 
     request = driver.add(Request([3, 4, 5], greedy()))
     driver.run([(request, 2)])
-    layer = SimpleNamespace(all2all=Broken(facts()))
-    driver.runner.peers._layers = (layer,)  # type: ignore[assignment]
+    driver.runner.peers.checked = (Broken(facts()),)
     collect = driver.runner.launch(driver.plan([(request, 1)]))
     assert not checked
     with pytest.raises(PeerLost, match="gave up"):

@@ -10,7 +10,8 @@ import torch
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockDiff, NewRequest
 from moeserve.errors import ConfigError
-from moeserve.runner.tables import HostUpload, RingUpload, Tables, Upload, _last_writes
+from moeserve.runner.gpu import RingUpload
+from moeserve.runner.tables import HostUpload, Tables, Upload, _last_writes
 from moeserve.sampling import TokenSampling
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ import torch
 
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import NewRequest
+from moeserve.runner.gpu import RingUpload
 from moeserve.runner.sampling.reference import ReferenceSampler
-from moeserve.runner.sampling.rows import Rules
-from moeserve.runner.sampling.sampler import Sampled, Sampler, Status
+from moeserve.runner.sampling.sampler import Rules, Sampled, Sampler, Status
 from moeserve.runner.sampling.triton import TritonSampler
-from moeserve.runner.tables import HostUpload, RingUpload, Tables
+from moeserve.runner.tables import HostUpload, Tables
 from moeserve.sampling import TokenSampling
 from tests.runner.test_sampler import MAX_LEN, random_sampling
 

@@ -222,7 +222,7 @@ class _Broken(Completed[Any]):
         super().__init__(None)
         self._error = error
 
-    def wait(self, deadline_s: float | None = None) -> Any:
+    def wait(self) -> Any:
         raise self._error
 
 
@@ -324,7 +324,7 @@ class _Travelling:
     def arrive(self) -> None:
         pass
 
-    def wait(self, deadline_s: float | None = None) -> Any:
+    def wait(self) -> Any:
         assert self._here.wait(10)
         return self._result.wait()
 

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from moeserve.actor.inbox import Inbox
+from moeserve.actor.actor import Inbox
 from moeserve.config import ServerConfig
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import (
@@ -31,12 +31,13 @@ from moeserve.messages import (
     Ready,
     Refused,
     StepOutput,
+    StepRecord,
     Submit,
 )
-from moeserve.metrics import StepRecord
-from moeserve.server.app import App
-from moeserve.server.context import Auth, Context
-from moeserve.server.http import bind, listening, watch
+from moeserve.server.app import App, Auth, Context
+from moeserve.server.http import watch
+from moeserve.server.routes import ROUTES
+from moeserve.server.run import bind, listening
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import Tokenizer
 
@@ -55,8 +56,7 @@ def make_tokenizer() -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator([STORY] * 4, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    end = backend.token_to_id("<|im_end|>")
-    return Tokenizer(backend, {"eos_token": "<|im_end|>"}, (end,))
+    return Tokenizer(backend, {"eos_token": "<|im_end|>"})
 
 
 @dataclass
@@ -85,7 +85,8 @@ class ScriptedEngine:
 
     def __post_init__(self) -> None:
         self.gate.set()
-        self.script = [*self.tokenizer.encode(STORY, special=False), *self.tokenizer.eos_token_ids]
+        self.end = self.tokenizer.backend.token_to_id("<|im_end|>")
+        self.script = [*self.tokenizer.encode(STORY, special=False), self.end]
 
     def send(self, msg: EngineIn) -> None:
         self.told.append(msg)
@@ -112,12 +113,12 @@ class ScriptedEngine:
             architecture="Scripted",
             dtype="float32",
             device="cpu",
-            vocab_size=self.tokenizer.vocab_size,
+            vocab_size=self.tokenizer.backend.get_vocab_size(),
             max_model_len=CONTEXT,
             max_num_seqs=64,
             num_blocks=100,
             block_size=16,
-            eos_token_ids=self.tokenizer.eos_token_ids,
+            eos_token_ids=(self.end,),
             num_params=10,
             num_active_params=5,
             weight_bytes=40,
@@ -147,7 +148,7 @@ class ScriptedEngine:
                 del self.rows[rid]
                 continue
             token = self.script[row.emitted % len(self.script)]
-            if token in self.tokenizer.eos_token_ids and sampling.bad_seqs:
+            if token == self.end and sampling.bad_seqs:
                 token = self.script[0]
             if row.emitted == 0:
                 extra["cached"][rid] = 2
@@ -269,7 +270,7 @@ async def live_server(
         engine.outbox.put(engine.ready())
     tasks = [asyncio.create_task(job) for job in (front.run(), engine.run(), watch(context.streams, config.sse_ping_s))]
     try:
-        async with listening(sock, App(context)), aiohttp.ClientSession(read_bufsize=2**20) as session:
+        async with listening(sock, App(context, ROUTES)), aiohttp.ClientSession(read_bufsize=2**20) as session:
             if ready:
                 await front.wait_ready()
                 context.started = True

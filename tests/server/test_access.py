@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from moeserve.config import ServerConfig
 from moeserve.errors import AddressInUse, ConfigError
 from moeserve.messages import Phase
-from moeserve.server.app import ROUTES
-from moeserve.server.context import Auth
-from moeserve.server.http import bind
+from moeserve.server.app import Auth
+from moeserve.server.routes import ROUTES
+from moeserve.server.run import bind
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}

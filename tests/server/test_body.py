@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.errors import InvalidRequest
-from moeserve.server.body import MAX_DEPTH, _check_shape, convert, parse_object, unknown_fields
-from moeserve.server.requests import ChatRequest, CompletionRequest, decode
+from moeserve.server.chat import ChatRequest
+from moeserve.server.completions import CompletionRequest
+from moeserve.server.requests import MAX_DEPTH, _check_shape, convert, decode, parse_object, unknown_fields
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(

@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moeserve.cluster.link import Resized
 from moeserve.cluster.view import EngineView, ExpertsView, FleetView, RebalanceDecision
-from moeserve.messages import ExpertLoad, StepOutput
-from moeserve.metrics import StepRecord
+from moeserve.messages import ExpertLoad, StepOutput, StepRecord
 from moeserve.moe.placement.placement import Placement
 from moeserve.protocol import ExpertStatus
 

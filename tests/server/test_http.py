@@ -10,8 +10,8 @@ import tracemalloc
 
 import pytest
 
-from moeserve.server import body as body_module
 from moeserve.server import http as http_module
+from moeserve.server import requests as requests_module
 from moeserve.server.http import watch
 
 CHAT = "/v1/chat/completions"
@@ -135,12 +135,14 @@ def http_server_with_short_patience(live):
     from contextlib import asynccontextmanager
 
     from moeserve.server.app import App
-    from moeserve.server.http import HttpServer, bind
+    from moeserve.server.http import HttpServer
+    from moeserve.server.routes import ROUTES
+    from moeserve.server.run import bind
 
     @asynccontextmanager
     async def serve():
         sock = bind(live.context.config)
-        server = HttpServer(App(live.context))
+        server = HttpServer(App(live.context, ROUTES))
         acceptor = await asyncio.get_running_loop().create_server(server, sock=sock)
         heads = asyncio.create_task(server.watch_heads(0.2))
         yield sock.getsockname()[1]
@@ -152,7 +154,7 @@ def http_server_with_short_patience(live):
 
 
 async def test_a_slow_body_is_refused(live, monkeypatch):
-    monkeypatch.setattr(body_module, "READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(requests_module, "READ_TIMEOUT_S", 0.1)
     answer = await live.raw(post(CHAT, BODY)[:-5])
     assert error_of(answer)[0] == 408
 

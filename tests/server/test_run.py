@@ -16,9 +16,8 @@ from moeserve.config import ServerConfig
 from moeserve.errors import CheckpointError
 from moeserve.frontend.front_end import FrontEnd
 from moeserve.messages import Drain
-from moeserve.server.context import Auth, Context
-from moeserve.server.http import bind
-from moeserve.server.run import run
+from moeserve.server.app import Auth, Context
+from moeserve.server.run import bind, run
 from moeserve.text.chat_template import ChatTemplate
 
 ASK = {"messages": [{"role": "user", "content": "a"}], "stream": True}

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.kernels.align import align_reference
 from tools import gpu_check
 from tools.gpu import peers, targets
 from tools.gpu.bench import Bench, error_of, figures
+from tools.gpu.references import align_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,31 +14,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.kernels.activation import silu_mul, silu_mul_reference
-from moeserve.kernels.align import align, align_reference
+from moeserve.kernels.activation import silu_mul
+from moeserve.kernels.align import align
 from moeserve.kernels.attention_plan import Bounds
-from moeserve.kernels.combine import combine, combine_reference
+from moeserve.kernels.combine import combine
 from moeserve.kernels.devices import facts_of
-from moeserve.kernels.embedding import embedding, embedding_reference
-from moeserve.kernels.fp8 import E4M3, quantise, quantise_reference, widen
-from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, gate_up_fp8_reference, launch_fp8_of
+from moeserve.kernels.embedding import embedding
+from moeserve.kernels.fp8 import E4M3, quantise
+from moeserve.kernels.grouped_fp8 import Scaled, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import launch_of
-from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of, widen_narrow
-from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, step_reference
-from moeserve.kernels.linear import linear, linear_reference
-from moeserve.kernels.logprobs import logprobs, logprobs_reference
-from moeserve.kernels.mla import MlaShape, mla, mla_reference, plan_mla
-from moeserve.kernels.norms import add_rms_norm, rms_norm, rms_norm_reference
-from moeserve.kernels.paged_attention import attention, attention_reference, plan_attention
+from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of
+from moeserve.kernels.inputs import StepArrays, StepWords, fill_step
+from moeserve.kernels.linear import linear
+from moeserve.kernels.logprobs import logprobs
+from moeserve.kernels.mla import MlaShape, mla, plan_mla
+from moeserve.kernels.norms import add_rms_norm, rms_norm
+from moeserve.kernels.paged_attention import attention, plan_attention
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
-from moeserve.kernels.route import Rule, route_by, route_reference
+from moeserve.kernels.route import Rule, route_by
 from moeserve.kernels.sampling import SamplingTensors, sample
-from moeserve.kernels.staged import pack, write, write_reference
+from moeserve.kernels.staged import pack, write
 from tools.gpu import moe
 from tools.gpu import quantised as narrow
 from tools.gpu.attention import KV_HEADS, step_of
 from tools.gpu.bench import Bench, error_of
+from tools.gpu.references import (
+    align_reference,
+    attention_reference,
+    combine_reference,
+    embedding_reference,
+    gate_up_reference,
+    linear_reference,
+    logprobs_reference,
+    mla_reference,
+    quantise_reference,
+    rms_norm_reference,
+    route_reference,
+    silu_mul_reference,
+    step_reference,
+    widen,
+    widen_narrow,
+    widen_weights,
+    write_reference,
+)
 
 ROUNDED, PRODUCT, EXACT = 4e-3, 1e-2, 0.0
 Check = Callable[[Bench], tuple[Tensor, Tensor, float]]  # found, reference, bound
@@ -132,7 +151,8 @@ def experts_fp8(bench: Bench) -> tuple[Tensor, Tensor, float]:
     config = launch_fp8_of(batch.ids.numel(), shape.experts, shape.width, shape.dim, facts_of(bench.device).name)
     to = align(batch.ids, shape.experts, config["block_m"])
     found = gate_up_fp8(x, w13, to, config, shape.top_k)
-    return widen(found.values, found.scales), gate_up_fp8_reference(x, w13, to, shape.top_k), 4e-2
+    expected = gate_up_reference(widen(x.values, x.scales), widen_weights(w13), to, shape.top_k)
+    return widen(found.values, found.scales), expected, 4e-2
 
 
 def experts_int4(bench: Bench) -> tuple[Tensor, Tensor, float]:

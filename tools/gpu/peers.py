@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.kernels.activation import silu_mul
-from moeserve.kernels.align import align_reference
 from tools.gpu.bench import Run
+from tools.gpu.references import align_reference
 
 FILES = {"vllm": "fused_moe.py", "sglang": "fused_moe_triton_kernels.py"}
 KERNEL = "fused_moe_kernel"

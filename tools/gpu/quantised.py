@@ -14,13 +14,14 @@ from torch import Tensor
 
 from moeserve.kernels.align import align
 from moeserve.kernels.combine import combine
-from moeserve.kernels.fp8 import E4M3, quantise_reference, widen
+from moeserve.kernels.fp8 import E4M3
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import PackedTriton, TritonExperts
 from moeserve.ops.quantised import Quantised
 from moeserve.ops.triton_ops import QuantisedLinear
 from tools.gpu import moe
 from tools.gpu.bench import Bench
+from tools.gpu.references import quantise_reference, widen
 
 KINDS = ("int4", "int8", "fp8")
 PRODUCT = 1e-2

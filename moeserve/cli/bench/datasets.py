@@ -61,27 +61,26 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that choose prompts and lengths, named as in `vllm bench serve`."""
     group = parser.add_argument_group("data")
 
-    def number(flag: str, default: Any, help: str) -> None:
+    def number(*flags: str, default: Any, help: str) -> None:
         """Adds an integer flag."""
-        group.add_argument(flag, type=int, default=default, metavar="N", help=help)
+        group.add_argument(*flags, type=int, default=default, metavar="N", help=help)
 
     group.add_argument("--dataset-name", default="random", choices=tuple(BUILDERS), help="source of prompts [random]")
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="JSON (sharegpt) or JSON Lines (custom)")
-    number("--random-vocab-size", None, "server without a tokenizer: random prompts of ids below N")
-    number("--num-prompts", 1000, "requests to send [1000]")
-    number("--input-len", None, "prompt tokens, for random prompts")
-    number("--output-len", None, "answer tokens, for any dataset")
-    number("--random-input-len", 1024, "prompt tokens [1024]")
-    number("--random-output-len", 128, "answer tokens [128]")
+    number("--random-vocab-size", default=None, help="server without a tokenizer: random prompts of ids below N")
+    number("--num-prompts", default=1000, help="requests to send [1000]")
+    number("--output-len", default=None, help="answer tokens, for any dataset")
+    number("--random-input-len", "--input-len", default=1024, help="prompt tokens, for random prompts [1024]")
+    number("--random-output-len", default=128, help="answer tokens [128]")
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths spread over len*(1-R..1+R) [0]"
     )
-    number("--random-prefix-len", 0, "tokens that all random prompts begin with, besides their own [0]")
-    number("--sharegpt-output-len", None, "answer tokens (default: as in the file)")
-    number("--custom-output-len", 256, "answer tokens of lines without output_tokens; -1: no limit sent [256]")
+    number("--random-prefix-len", default=0, help="tokens that all random prompts begin with, besides their own [0]")
+    number("--sharegpt-output-len", default=None, help="answer tokens (default: as in the file)")
+    number("--custom-output-len", default=256, help="tokens of lines without output_tokens; -1: no limit [256]")
     group.add_argument("--disable-shuffle", action="store_true", help="keep the order of the file")
     group.add_argument("--no-oversample", action="store_true", help="a short file is not repeated up to --num-prompts")
-    number("--seed", 0, "seed of prompts, lengths and arrivals [0]")
+    number("--seed", default=0, help="seed of prompts, lengths and arrivals [0]")
 
 
 async def build_samples(args: argparse.Namespace, tokens: Tokens, *, text_only: bool) -> list[Sample]:
@@ -98,8 +97,7 @@ async def build_samples(args: argparse.Namespace, tokens: Tokens, *, text_only: 
 
 async def _random(args: argparse.Namespace, tokens: Tokens, rng: random.Random) -> list[Sample]:
     ratio, prefix_len = args.random_range_ratio, args.random_prefix_len
-    input_len = args.input_len or args.random_input_len
-    output_len = args.output_len or args.random_output_len
+    input_len, output_len = args.random_input_len, args.output_len or args.random_output_len
     if not 0 <= ratio < 1 or prefix_len < 0:
         raise ConfigError("--random-range-ratio must be in [0, 1) and --random-prefix-len at least 0")
     if input_len < 1 or output_len < 1:

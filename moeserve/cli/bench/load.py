@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from moeserve.cli.bench.datasets import Sample
 from moeserve.client import AsyncClient, Stream
@@ -34,16 +34,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The route and model under load. `fields` are further JSON fields of every request."""
+    """The route under load. `fields` are in the JSON of every request."""
 
     url: str
     chat: bool
-    model: str
     fields: Mapping[str, Any]
 
     def body(self, sample: Sample) -> dict[str, Any]:
         """Returns the JSON body of a sample's streamed request."""
-        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
             body["messages"] = [{"role": "user", "content": sample.prompt}]
         else:
@@ -53,7 +52,7 @@ class Target:
         return {**body, **self.fields}
 
 
-def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
+def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Returns the seconds after the start at which each request is sent. rate inf: all at once.
 
     Gaps are gamma distributed with mean 1/rate and shape `burstiness` (1: a Poisson process; inf: even), then scaled so
@@ -61,15 +60,8 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random
     """
     if math.isinf(rate):
         return [0.0] * count
-    if math.isinf(burstiness):
-        gaps = [1.0 / rate] * count
-    else:
-        gaps = [rng.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(count)]
-    scale = count / rate / sum(gaps)
-    total, times = 0.0, []
-    for gap in gaps:
-        total += gap * scale
-        times.append(total)
+    gaps = np.ones(count) if math.isinf(burstiness) else np.random.default_rng(seed).gamma(burstiness, size=count)
+    times: list[float] = (gaps.cumsum() * (count / rate / gaps.sum())).tolist()
     return times
 
 
@@ -77,38 +69,35 @@ async def send(client: AsyncClient, target: Target, sample: Sample) -> Outcome:
     """Streams one request, from first byte sent to last byte received. An error is an outcome, not an exception."""
     outcome = Outcome(sample.prompt_len, start_s=time.perf_counter())
     kind: Any = ChatCompletionChunk if target.chat else Completion
+    last_s = outcome.start_s
     try:
         response = await client.transport.open("POST", target.url, target.body(sample))
-        await _follow(Stream(response, kind, client.transport.timeout_s), outcome, chat=target.chat)
+        async with Stream(response, kind, client.transport.timeout_s) as stream:
+            async for chunk in stream:
+                if chunk.usage is not None:
+                    outcome.output_tokens = chunk.usage.completion_tokens
+                    outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
+                for choice in chunk.choices:
+                    text = choice.delta.content if target.chat else choice.text
+                    if target.chat and not text and choice.finish_reason is None:
+                        continue  # the role chunk is not a token
+                    now_s = time.perf_counter()
+                    if outcome.ttft_s == 0.0:
+                        outcome.ttft_s = now_s - outcome.start_s
+                    else:
+                        outcome.itl_s.append(now_s - last_s)
+                    last_s = now_s
+                    outcome.text += text or ""
     except RequestError as error:
         outcome.error = f"{type(error).__name__}: {error}"
-    return outcome
-
-
-async def _follow(stream: Stream[Any], outcome: Outcome, *, chat: bool) -> None:
-    last_s = outcome.start_s
-    async with stream:
-        async for chunk in stream:
-            if chunk.usage is not None:
-                outcome.output_tokens = chunk.usage.completion_tokens
-                outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
-            for choice in chunk.choices:
-                text = choice.delta.content if chat else choice.text
-                if chat and not text and choice.finish_reason is None:
-                    continue  # the role chunk is not a token
-                now_s = time.perf_counter()
-                if outcome.ttft_s == 0.0:
-                    outcome.ttft_s = now_s - outcome.start_s
-                else:
-                    outcome.itl_s.append(now_s - last_s)
-                last_s = now_s
-                outcome.text += text or ""
+        return outcome
     outcome.latency_s = last_s - outcome.start_s
     outcome.success = outcome.ttft_s > 0.0
     if not outcome.success:
         outcome.error = "the answer had no tokens"
     elif outcome.output_tokens == 0:
         outcome.output_tokens = 1 + len(outcome.itl_s)  # a server without usage: a chunk is a token
+    return outcome
 
 
 async def run_load(
@@ -116,12 +105,11 @@ async def run_load(
     target: Target,
     samples: Sequence[Sample],
     times_s: Sequence[float],
-    *,
-    max_concurrency: int | None = None,
-    on_done: Callable[[], Any] = lambda: None,
+    max_concurrency: int | None,
+    on_done: Callable[[], Any],
 ) -> tuple[list[Outcome], float]:
     """Sends every sample at its time; returns the outcomes in that order and the seconds until the last was done."""
-    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+    gate = asyncio.Semaphore(max_concurrency or len(samples))
 
     async def send_one(sample: Sample) -> Outcome:
         """Sends a sample once fewer than `max_concurrency` others are under way."""

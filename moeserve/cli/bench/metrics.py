@@ -9,7 +9,6 @@ import numpy as np
 
 from moeserve.cli.bench.load import Outcome
 
-DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 METRICS = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -21,10 +20,9 @@ METRICS = {
 def summarize(
     outcomes: Sequence[Outcome], duration_s: float, metrics: Sequence[str], percentiles: Sequence[float]
 ) -> dict[str, Any]:
-    """Returns all result keys, details included. TPOT is vLLM's: (latency - TTFT) / (tokens - 1) of a request."""
+    """Returns the numbers of all requests together. TPOT is vLLM's: (latency - TTFT) / (tokens - 1) of a request."""
     good = [o for o in outcomes if o.success]
-    output_lens = [o.output_tokens if o.success else 0 for o in outcomes]
-    total_in, total_out = sum(o.prompt_len for o in good), sum(output_lens)
+    total_in, total_out = sum(o.prompt_len for o in good), sum(o.output_tokens for o in good)
     result: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(good),
@@ -34,13 +32,6 @@ def summarize(
         "request_throughput": len(good) / duration_s,
         "output_throughput": total_out / duration_s,
         "total_token_throughput": (total_in + total_out) / duration_s,
-        "input_lens": [o.prompt_len for o in outcomes],
-        "output_lens": output_lens,
-        "ttfts": [o.ttft_s for o in outcomes],
-        "itls": [o.itl_s for o in outcomes],
-        "start_times": [o.start_s for o in outcomes],
-        "generated_texts": [o.text for o in outcomes],
-        "errors": [o.error for o in outcomes],
     }
     seconds: dict[str, list[float]] = {
         "ttft": [o.ttft_s for o in good],
@@ -56,6 +47,19 @@ def summarize(
         for p in percentiles:
             result[f"p{p:g}_{name}_ms"] = float(np.percentile(values_ms, p))
     return result
+
+
+def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Returns each request's lengths, times in seconds, text and error."""
+    return {
+        "input_lens": [o.prompt_len for o in outcomes],
+        "output_lens": [o.output_tokens if o.success else 0 for o in outcomes],
+        "ttfts": [o.ttft_s for o in outcomes],
+        "itls": [o.itl_s for o in outcomes],
+        "start_times": [o.start_s for o in outcomes],
+        "generated_texts": [o.text for o in outcomes],
+        "errors": [o.error for o in outcomes],
+    }
 
 
 def table(result: Mapping[str, Any], metrics: Sequence[str]) -> str:

@@ -1,13 +1,15 @@
-"""The shared part of the offline benchmarks: an LLM from the flags of `moeserve serve`, and random prompts for it."""
+"""`moeserve bench latency` and `throughput`: an LLM without a server. JSON keys are those of `vllm bench`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import random
+import time
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeserve.cli.settings import add_flags, resolve
 from moeserve.errors import ConfigError
@@ -15,43 +17,115 @@ from moeserve.errors import ConfigError
 if TYPE_CHECKING:
     from moeserve import LLM, SamplingParams
 
-
-def add_llm_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds model, lengths, seed and output file, and the flags of `moeserve serve` without help."""
-    parser.usage = "%(prog)s [--model MODEL] [flags] [flags of `moeserve serve`]"
-    parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory (default: demo)")
-    parser.add_argument("--input-len", type=int, default=32, metavar="N", help="prompt tokens [32]")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="answer tokens [128]")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the prompts [0]")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
-    add_flags(parser, shown=False, model=False)
+PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-def open_llm(args: argparse.Namespace) -> tuple[LLM, SamplingParams]:
-    """Returns an LLM without a tokenizer (token ids in and out) and sampling of exactly --output-len tokens."""
-    for name in ("input_len", "output_len"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    config = resolve(args).config
-    from moeserve import LLM, SamplingParams
+class Benchmark(ABC):
+    """One offline benchmark. `numbers` are its flags, named as in `vllm bench`: (name, default, least, help)."""
 
-    llm = LLM(config=replace(config, model=replace(config.model, skip_tokenizer_init=True)))
-    return llm, SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=args.output_len)
+    numbers: ClassVar[list[tuple[str, int, int, str]]] = [
+        ("input_len", 32, 1, "prompt tokens"),
+        ("output_len", 128, 1, "answer tokens"),
+    ]
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds model, numbers, seed and output file, and the flags of `moeserve serve` without help."""
+        parser.usage = "%(prog)s [--model MODEL] [flags] [flags of `moeserve serve`]"
+        parser.add_argument("--model", metavar="MODEL", help="Hugging Face model directory (default: demo)")
+        for name, default, _, help in [*cls.numbers, ("seed", 0, 0, "seed of the prompts")]:
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{help} [{default}]")
+        parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
+        add_flags(parser, shown=False, model=False)
+
+    @classmethod
+    def run(cls, args: argparse.Namespace) -> int:
+        """Generates with an LLM that takes and returns token ids, and prints the result as JSON."""
+        for name, _, least, _ in cls.numbers:
+            if getattr(args, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+        config = resolve(args).config
+        from moeserve import LLM, SamplingParams
+
+        params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=args.output_len)
+        with LLM(config=replace(config, model=replace(config.model, skip_tokenizer_init=True))) as llm:
+            result = cls.measure(args, llm, params)
+        text = json.dumps({**result, "input_len": args.input_len, "output_len": args.output_len}, indent=2)
+        print(text)
+        if args.output_json is not None:
+            args.output_json.write_text(text + "\n", "utf-8")
+        return 0
+
+    @staticmethod
+    @abstractmethod
+    def measure(args: argparse.Namespace, llm: LLM, params: SamplingParams) -> dict[str, Any]:
+        """Returns the result."""
+
+
+class Latency(Benchmark):
+    """The times of one batch after another, in seconds."""
+
+    numbers: ClassVar = [
+        *Benchmark.numbers,
+        ("batch_size", 8, 1, "prompts per batch"),
+        ("num_iters_warmup", 3, 0, "batches that do not count"),
+        ("num_iters", 10, 1, "batches that count"),
+    ]
+
+    @staticmethod
+    def measure(args: argparse.Namespace, llm: LLM, params: SamplingParams) -> dict[str, Any]:
+        """Returns the mean, each latency and the percentiles."""
+        import numpy as np
+
+        latencies: list[float] = []
+        for i in range(args.num_iters_warmup + args.num_iters):
+            # A new seed each time: a prefix cache must not answer for the model.
+            prompts = random_prompts(llm, args.batch_size, args.input_len, args.seed + i)
+            begin_s = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            latencies.append(time.perf_counter() - begin_s)
+        del latencies[: args.num_iters_warmup]
+        return {
+            "avg_latency": float(np.mean(latencies)),
+            "latencies": latencies,
+            "percentiles": {str(p): float(np.percentile(latencies, p)) for p in PERCENTILES},
+            "batch_size": args.batch_size,
+        }
+
+
+class Throughput(Benchmark):
+    """Requests and tokens per second of many prompts at once."""
+
+    numbers: ClassVar = [
+        *Benchmark.numbers,
+        ("num_prompts", 100, 1, "prompts"),
+        ("num_warmups", 2, 0, "prompts that do not count"),
+    ]
+
+    @staticmethod
+    def measure(args: argparse.Namespace, llm: LLM, params: SamplingParams) -> dict[str, Any]:
+        """Returns the time of all prompts, and the rates."""
+        prompts = random_prompts(llm, args.num_warmups + args.num_prompts, args.input_len, args.seed)
+        if args.num_warmups:
+            llm.generate(prompts[: args.num_warmups], params, use_tqdm=False)
+        begin_s = time.perf_counter()
+        outputs = llm.generate(prompts[args.num_warmups :], params)
+        elapsed_s = time.perf_counter() - begin_s
+        num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
+        num_tokens = args.num_prompts * args.input_len + num_out
+        return {
+            "elapsed_time": elapsed_s,
+            "num_requests": args.num_prompts,
+            "total_num_tokens": num_tokens,
+            "requests_per_second": args.num_prompts / elapsed_s,
+            "tokens_per_second": num_tokens / elapsed_s,
+            "output_tokens_per_second": num_out / elapsed_s,
+        }
 
 
 def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
     """Returns `count` prompts of `length` token ids each, drawn from the model's whole vocabulary."""
-    ready = llm.ready
-    assert ready is not None
-    rng = random.Random(seed)
-    ids = range(ready.vocab_size)
+    assert llm.ready is not None
+    rng, ids = random.Random(seed), range(llm.ready.vocab_size)
     return [{"prompt_token_ids": rng.choices(ids, k=length)} for _ in range(count)]
-
-
-def report(args: argparse.Namespace, result: dict[str, Any]) -> int:
-    """Prints the result and the lengths as JSON, writes them to --output-json too, and returns exit code 0."""
-    text = json.dumps({**result, "input_len": args.input_len, "output_len": args.output_len}, indent=2)
-    print(text)
-    if args.output_json is not None:
-        args.output_json.write_text(text + "\n", "utf-8")
-    return 0

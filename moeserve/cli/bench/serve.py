@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
-import random
 import sys
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moeserve.cli.bench.datasets import Sample, Tokens, add_dataset_flags, build_samples
+from moeserve.cli.bench.datasets import Tokens, add_dataset_flags, build_samples
 from moeserve.cli.bench.load import Outcome, Target, arrival_times, run_load, send
-from moeserve.cli.bench.metrics import DETAILS, METRICS, summarize, table
-from moeserve.cli.connect import add_server_flags, client_from, model_name
-from moeserve.client import AsyncClient
+from moeserve.cli.bench.metrics import METRICS, details, summarize, table
+from moeserve.cli.connect import add_server_flags, client_from, model_name, run_async
 from moeserve.errors import ConfigError
 
 BACKENDS = ("openai", "openai-chat", "vllm")  # vllm is another name of openai
@@ -62,28 +60,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table. Returns 1 if no request succeeded."""
-    metrics = _check(args)
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = None
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        result = runner.run(_bench(args, metrics))
+    metrics, percentiles = _check(args)
+    head, outcomes, duration_s = run_async(_bench(args))
+    result = head | summarize(outcomes, duration_s, metrics, percentiles)
     print(table(result, metrics))
-    for error in [e for e in result["errors"] if e][:10]:
+    for error in [outcome.error for outcome in outcomes if outcome.error][:10]:
         print(f"failed: {error}", file=sys.stderr)
-    if not args.save_detailed:
-        for name in DETAILS:
-            del result[name]
     if args.save_result:
-        print(f"saved in {_save(args, result)}", file=sys.stderr)
+        print(f"saved in {_save(args, result | (details(outcomes) if args.save_detailed else {}))}", file=sys.stderr)
     return 0 if result["completed"] else 1
 
 
-def _check(args: argparse.Namespace) -> list[str]:
+def _check(args: argparse.Namespace) -> tuple[list[str], list[float]]:
+    """Returns the metrics and percentiles that are asked for. Raises ConfigError for a bad flag."""
     metrics: list[str] = args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(METRICS):
         raise ConfigError(f"--percentile-metrics knows {', '.join(METRICS)}; got {', '.join(sorted(unknown))}")
+    percentiles = []
+    with suppress(ValueError):
+        percentiles = [float(p) for p in args.metric_percentiles.split(",")]
+    if not percentiles or not all(0 <= p <= 100 for p in percentiles):
+        raise ConfigError(f"--metric-percentiles takes numbers from 0 to 100, got {args.metric_percentiles!r}")
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise ConfigError("--request-rate and --burstiness must be above 0")
     if args.max_concurrency is not None and args.max_concurrency < 1:
@@ -92,11 +89,13 @@ def _check(args: argparse.Namespace) -> list[str]:
         raise ConfigError("--extra-body must be a JSON object")
     if args.host or args.port:
         args.base_url = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
-    _percentiles(args)
-    return metrics
+    return metrics, percentiles
 
 
-async def _bench(args: argparse.Namespace, metrics: list[str]) -> dict[str, Any]:
+async def _bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome], float]:
+    """Returns the description of the load, the outcomes, and the seconds until the last one."""
+    from tqdm import tqdm
+
     async with client_from(args, max_retries=0, timeout_s=LONGEST_REQUEST_S) as client:
         if args.ready_check_timeout_sec > 0:
             await client.wait_ready(args.ready_check_timeout_sec)
@@ -104,7 +103,12 @@ async def _bench(args: argparse.Namespace, metrics: list[str]) -> dict[str, Any]
         target = _target(args, client.transport.root_url, model)
         tokens = Tokens(client, model, args.random_vocab_size)
         samples = await build_samples(args, tokens, text_only=target.chat)
-        outcomes, duration_s = await _measure(args, client, target, samples)
+        warm = [await send(client, target, samples[0]) for _ in range(args.num_warmups)]
+        if warm and not any(o.success for o in warm):
+            raise ConfigError(f"every warm-up request failed: {warm[0].error}")
+        times_s = arrival_times(len(samples), args.request_rate, args.burstiness, args.seed)
+        with tqdm(total=len(samples), disable=args.disable_tqdm, unit="req", dynamic_ncols=True) as bar:
+            outcomes, duration_s = await run_load(client, target, samples, times_s, args.max_concurrency, bar.update)
     head = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
@@ -115,22 +119,7 @@ async def _bench(args: argparse.Namespace, metrics: list[str]) -> dict[str, Any]
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }
-    return head | summarize(outcomes, duration_s, metrics, _percentiles(args))
-
-
-async def _measure(
-    args: argparse.Namespace, client: AsyncClient, target: Target, samples: list[Sample]
-) -> tuple[list[Outcome], float]:
-    from tqdm import tqdm
-
-    warm = [await send(client, target, samples[0]) for _ in range(args.num_warmups)]
-    if warm and not any(o.success for o in warm):
-        raise ConfigError(f"every warm-up request failed: {warm[0].error}")
-    times_s = arrival_times(len(samples), args.request_rate, args.burstiness, random.Random(args.seed))
-    with tqdm(total=len(samples), disable=args.disable_tqdm, unit="req", dynamic_ncols=True) as bar:
-        return await run_load(
-            client, target, samples, times_s, max_concurrency=args.max_concurrency, on_done=bar.update
-        )
+    return head, outcomes, duration_s
 
 
 def _target(args: argparse.Namespace, root: str, model: str) -> Target:
@@ -139,7 +128,7 @@ def _target(args: argparse.Namespace, root: str, model: str) -> Target:
     if args.ignore_eos or args.dataset_name == "random":
         fields["ignore_eos"] = True
     url = root + (args.endpoint or ("/v1/chat/completions" if chat else "/v1/completions"))
-    return Target(url, chat, model, {**fields, **args.extra_body})
+    return Target(url, chat, {"model": model, **fields, **args.extra_body})
 
 
 def _save(args: argparse.Namespace, result: dict[str, Any]) -> Path:
@@ -150,13 +139,3 @@ def _save(args: argparse.Namespace, result: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result), "utf-8")
     return path
-
-
-def _percentiles(args: argparse.Namespace) -> list[float]:
-    try:
-        found = [float(p) for p in args.metric_percentiles.split(",")]
-        if all(0 <= p <= 100 for p in found):
-            return found
-    except ValueError:
-        pass
-    raise ConfigError(f"--metric-percentiles takes numbers from 0 to 100, got {args.metric_percentiles!r}")

@@ -35,7 +35,7 @@ class GroupedFromSlotted:
 
     def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
         """See `All2All`."""
-        return _Grouped(self._inner.dispatch(x_TD, routing, ubatch))
+        return _GroupedRows(self._inner.dispatch(x_TD, routing, ubatch))
 
     def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
         """See `All2All`."""
@@ -47,22 +47,18 @@ class GroupedFromSlotted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grouped(Pending[Ticket]):
+class _GroupedRows(Pending[Ticket]):
     inner: Pending[Ticket]
 
     @property
     def arrived_ns(self) -> int:
-        """See `Pending`."""
         return self.inner.arrived_ns
 
     def arrive(self) -> None:
-        """See `Pending`."""
         self.inner.arrive()
 
-    def wait(self, deadline_s: float | None = None) -> Ticket:
-        """See `Pending`."""
-        ticket = self.inner.wait(deadline_s)
-        inbound = ticket.inbound
-        counts_e = inbound.host_counts_e
-        rows = Inbound(Layout.GROUPED, grouped_of(inbound.x, counts_e), counts_e, counts_e.cumsum())
-        return Ticket(rows, ticket.routing, ticket)
+    def wait(self) -> Ticket:
+        ticket = self.inner.wait()
+        counts_e = ticket.inbound.host_counts_e
+        rows_PD = grouped_of(ticket.inbound.x, counts_e)
+        return Ticket(Inbound(Layout.GROUPED, rows_PD, counts_e, counts_e.cumsum()), ticket.routing, ticket)

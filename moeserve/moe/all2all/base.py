@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.comm.gloo import ON_DEVICE
 from moeserve.comm.members import Members
 from moeserve.moe.routing import Routing
 
@@ -140,12 +141,29 @@ class Pending(Protocol[T_co]):
         number of times."""
         return
 
-    def wait(self, deadline_s: float | None = None) -> T_co:
+    def wait(self) -> T_co:
         """Returns the result, once. Raises PeerLost naming the ranks that are missing: at once when they are gone,
-        after `deadline_s` seconds (default: the members' own) when they are silent.
+        after the members' deadline when they are silent.
 
-        For a `Checked` backend this only makes the current stream wait, under the members' deadline."""
+        For a `Checked` backend this only makes the current stream wait."""
         ...
+
+
+@dataclass(slots=True)
+class Transfer(Pending[T]):
+    """A transfer that needs no `arrive`. finish: does what `wait` promises. arrived: returns `arrived_ns`."""
+
+    finish: Callable[[], T]
+    arrived: Callable[[], int] = lambda: ON_DEVICE
+
+    @property
+    def arrived_ns(self) -> int:
+        """See `Pending`."""
+        return self.arrived()
+
+    def wait(self) -> T:
+        """See `Pending`."""
+        return self.finish()
 
 
 class Completed(Pending[T]):
@@ -157,7 +175,7 @@ class Completed(Pending[T]):
     def __init__(self, value: T) -> None:
         self._value = value
 
-    def wait(self, deadline_s: float | None = None) -> T:
+    def wait(self) -> T:
         """See `Pending`."""
         return self._value
 
@@ -180,10 +198,7 @@ class All2All(Protocol):
     local expert p % experts_per_rank of rank p // experts_per_rank.
     """
 
-    @property
-    def caps(self) -> All2AllCaps:
-        """The backend's capabilities."""
-        ...
+    caps: All2AllCaps
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """Connects to all members, one channel per micro-batch. Blocks. Raises PeerLost naming the ranks that did not

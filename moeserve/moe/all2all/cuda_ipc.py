@@ -20,27 +20,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import ON_DEVICE
 from moeserve.comm.members import Members
 from moeserve.comm.symmetric import HEAD_BYTES, CudaMemory, Symmetric, Window
 from moeserve.errors import ConfigError, PeerLost
 from moeserve.kernels.align import align
 from moeserve.kernels.exchange import collect, gather, publish
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.all2all.rounds import most_rows, round_tokens
 from moeserve.moe.all2all.wire_format import RAW, RawWire
 from moeserve.moe.routing import Routing
-from moeserve.moe.streams import CommStream, Launched, comm_stream
+from moeserve.moe.streams import CommStream, comm_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 
-T = TypeVar("T")
 TURNS = 2  # dispatches of a micro-batch that may be in flight
 PART = 256  # bytes: every part of a region begins at a multiple
 
@@ -71,19 +69,6 @@ class _IpcChannel:
     window: Window
     stream: CommStream
     turns: list[_Turn]
-
-
-@dataclass(frozen=True, slots=True)
-class _IpcPending(Pending[T]):
-    """A transfer that is launched whole. kept: tensors that the device may not have read yet."""
-
-    launched: Launched[T]
-    kept: tuple[object, ...]
-    arrived_ns = ON_DEVICE
-
-    def wait(self, deadline_s: float | None = None) -> T:
-        """See `Pending`."""
-        return self.launched.join()
 
 
 def make(facts: BackendFacts) -> CudaIpcAll2All:
@@ -182,7 +167,7 @@ class CudaIpcAll2All:
         """See `Checked`."""
         self._memory.check()
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _IpcPending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         """See `All2All`."""
         if not self._is_member:
             raise PeerLost("this rank is in no group")
@@ -200,10 +185,8 @@ class CudaIpcAll2All:
                 f"{TURNS} dispatches of micro-batch {ubatch.index} are in flight; combine one of them first"
             )
         turn.busy = True
-        return _IpcPending(
-            channel.stream.launch(lambda: self._exchange(channel, turn, x_TD, routing, most_tokens)),
-            (x_TD, routing),
-        )
+        launched = channel.stream.launch(lambda: self._exchange(channel, turn, x_TD, routing, most_tokens))
+        return Transfer(launched.join)
 
     def _exchange(self, channel: _IpcChannel, turn: _Turn, x_TD: Tensor, routing: Routing, most_tokens: int) -> Ticket:
         window, programs, num_local = channel.window, self._programs, self._num_local
@@ -223,7 +206,7 @@ class CudaIpcAll2All:
         inbound = Inbound(Layout.GROUPED, x_PD, found.counts_e, found.ends_e, expected=most_tokens * top_k)
         return Ticket(inbound, routing, (channel, turn), turn.y[: len(x_PD)])
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _IpcPending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         channel, turn = ticket.private
@@ -232,7 +215,7 @@ class CudaIpcAll2All:
             ticket.y.copy_(y[: len(ticket.y)])
         launched = channel.stream.launch(lambda: self._sum(channel.window, turn, ticket.routing, out_TD))
         turn.busy = False  # for work that this micro-batch's stream is given from now on
-        return _IpcPending(launched, (ticket,))
+        return Transfer(launched.join)
 
     def _sum(self, window: Window, turn: _Turn, routing: Routing, out_TD: Tensor) -> Tensor:
         window.meet(0)

@@ -10,19 +10,17 @@ this rank's experts, B bytes of a row on the wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.comm.gloo import ON_DEVICE, Channel
+from moeserve.comm.gloo import Channel
 from moeserve.comm.members import Members
-from moeserve.comm.nccl import DeviceChannel, DeviceCollective, DeviceMesh
-from moeserve.moe.all2all.base import Inbound, Layout, Pending, Ticket
+from moeserve.comm.nccl import DeviceMesh
+from moeserve.moe.all2all.base import Inbound, Layout, Ticket, Transfer
 from moeserve.moe.all2all.layout import Grouping, weighted_sum
 from moeserve.moe.all2all.over_mesh import MeshAll2All
 from moeserve.moe.all2all.registry import BackendFacts
@@ -32,7 +30,6 @@ from moeserve.moe.streams import comm_stream
 from moeserve.moe.ubatch import UBatch
 
 I64 = NDArray[np.int64]
-T = TypeVar("T")
 
 
 class NcclAll2All(MeshAll2All[DeviceMesh]):
@@ -53,13 +50,13 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         """See `Checked`."""
         self.mesh.check()
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         """See `All2All`. The host waits here for the own routing and for the others' counts."""
         self._check_size(x_TD, routing)
         ids_TK = routing.ids_TK
         rows_TB = torch.cat((self._wire.encode(x_TD), bytes_of(ids_TK.to(torch.int32))), 1)
-        channel, size = self.mesh.channel(ubatch.index), self.mesh.members.size
-        assert isinstance(channel, DeviceChannel)
+        mesh = self.mesh
+        channel, size = mesh.channel(ubatch.index), mesh.members.size
         rank_TK = ids_TK.div(self._num_local, rounding_mode="floor")
         is_for_RT = (rank_TK == torch.arange(size, device=ids_TK.device)[:, None, None]).any(2)
         pairs_Re = _counts(ids_TK, size * self._num_local).view(size, -1)
@@ -68,15 +65,16 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         place_M = (~is_for_RT).flatten().to(torch.uint8).sort(stable=True).indices[: int(ours[:, -1].sum())]
         send_MB = rows_TB.index_select(0, place_M % max(1, len(x_TD)))
         taken_NB = rows_TB.new_empty((int(theirs[:, -1].sum()), rows_TB.shape[1]))
-        collective = channel.all_to_all(taken_NB, send_MB, theirs[:, -1].tolist(), ours[:, -1].tolist())
+        wait = mesh.all_to_all(taken_NB, send_MB, theirs[:, -1].tolist(), ours[:, -1].tolist())
         home = _sorted(rank_TK, size, ours[:, :-1].sum(1))
 
         def receive() -> Ticket:
-            """Decodes the rows that have arrived and sorts them by expert."""
+            """Decodes the rows and sorts them by expert, on the stream that waits for them."""
+            wait()
             inbound, order_P = self._inbound(taken_NB, ids_TK.shape[1], theirs[:, :-1].sum(0))
-            return Ticket(inbound, routing, _NcclHandle(channel, theirs[:, :-1].sum(1), order_P.argsort(), home))
+            return Ticket(inbound, routing, _NcclHandle(mesh, theirs[:, :-1].sum(1), order_P.argsort(), home))
 
-        return _NcclPending(collective, receive)
+        return Transfer(receive)
 
     def _inbound(self, taken_NB: Tensor, top_k: int, counts_e: I64) -> tuple[Inbound, Tensor]:
         """Returns this rank's rows, and which (row, k) pair of those received each one is."""
@@ -88,15 +86,21 @@ class NcclAll2All(MeshAll2All[DeviceMesh]):
         x_PD = self._wire.decode(encoded_PB, self._dtype, self._width)
         return Inbound(Layout.GROUPED, x_PD, rows.counts_e, rows.counts_e.cumsum()), rows.order_P
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         handle: _NcclHandle = ticket.private
         home, back_PD = handle.home, y.index_select(0, handle.place_P)
         home_PD = y.new_empty((len(home.order_P), y.shape[1]))
         splits = home.counts_e.tolist(), handle.pairs_R.tolist()
-        collective = handle.channel.all_to_all(bytes_of(home_PD), bytes_of(back_PD), *splits)
-        return _NcclPending(collective, lambda: weighted_sum(home_PD, home, ticket.routing, out_TD))
+        wait = handle.mesh.all_to_all(bytes_of(home_PD), bytes_of(back_PD), *splits)
+
+        def add_up() -> Tensor:
+            """Adds the results up, on the stream that waits for them."""
+            wait()
+            return weighted_sum(home_PD, home, ticket.routing, out_TD)
+
+        return Transfer(add_up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +108,10 @@ class _NcclHandle:
     """The state that `combine` needs from its dispatch. pairs_R: received from each rank. place_P: where the inbound
     rows hold those pairs. home: the own pairs as they come home, by rank."""
 
-    channel: DeviceChannel
+    mesh: DeviceMesh
     pairs_R: I64
     place_P: Tensor
     home: Grouping
-
-
-@dataclass(slots=True)
-class _NcclPending(Pending[T]):
-    """A transfer that is launched whole; `then` returns its result."""
-
-    collective: DeviceCollective
-    then: Callable[[], T]
-    arrived_ns: int = ON_DEVICE
-
-    def wait(self, deadline_s: float | None = None) -> T:
-        """See `Pending`."""
-        self.collective.wait()
-        return self.then()
 
 
 def _exchange(channel: Channel, ours: I64) -> I64:

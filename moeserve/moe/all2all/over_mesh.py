@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
@@ -12,17 +12,16 @@ from torch import Tensor
 from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
 from moeserve.errors import PeerLost
-from moeserve.moe.all2all.base import All2AllCaps, Layout, Pending, Ticket
+from moeserve.moe.all2all.base import All2All, All2AllCaps, Layout
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.rounds import round_tokens
 from moeserve.moe.all2all.wire_format import RAW
 from moeserve.moe.routing import Routing
-from moeserve.moe.ubatch import UBatch
 
 M = TypeVar("M", bound=Mesh)
 
 
-class MeshAll2All(ABC, Generic[M]):
+class MeshAll2All(All2All, Generic[M]):
     """A backend whose messages go over a mesh of connections, one channel per micro-batch.
 
     Dispatched rows travel in the wire's format, results in the model's dtype.
@@ -48,14 +47,6 @@ class MeshAll2All(ABC, Generic[M]):
     @abstractmethod
     def new_mesh(self, members: Members, ubatches: int, terms: str) -> M:
         """Returns an unconnected mesh; `terms` must be the same on all ranks."""
-
-    @abstractmethod
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
-        """See `All2All`."""
-
-    @abstractmethod
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
-        """See `All2All`."""
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """See `All2All`."""

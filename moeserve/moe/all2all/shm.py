@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.comm.members import Members
 from moeserve.comm.shm import ShmGroup, module
 from moeserve.errors import PeerLost
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
 from moeserve.moe.all2all.registry import BackendFacts, Unavailable
 from moeserve.moe.all2all.rounds import round_tokens
 from moeserve.moe.all2all.wire_format import RAW, WireFormat
@@ -26,7 +25,7 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
 
 if TYPE_CHECKING:
-    from moeserve._native import Element, Exchange, Region
+    from moeserve._native import Exchange, Region
 
 
 @dataclass(slots=True)
@@ -120,7 +119,7 @@ class ShmAll2All:
             group.leave()
         self._channels = []  # memory goes with the last call and the last tensor that use it
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _ShmRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         """See `All2All`."""
         channels = self._channels
         if not channels:
@@ -133,80 +132,48 @@ class ShmAll2All:
         rows = _plain(x_TD, x_TD.dtype) if self._wire is None else self._wire.encode(x_TD).contiguous()
         channel = channels[ubatch.index]
         turn = channel.exchange.dispatch(ids_TK.data_ptr(), tokens, top_k, rows.data_ptr())
-        return _ShmRows(self, channel, turn, routing)
+        return Transfer(partial(self._receive, channel, turn, routing), partial(channel.exchange.arrived_ns, turn))
 
-    def take(
-        self, channel: _ShmChannel, turn: int, counts_and_ends: NDArray[np.int64], timeout_s: float
-    ) -> tuple[Tensor, int]:
-        """Returns the rows x_PD of all ranks, and P; valid until the micro-batch's turn is dispatched again."""
-        room = channel.room[turn]
+    def _receive(self, channel: _ShmChannel, turn: int, routing: Routing) -> Ticket:
+        """Pulls the rows x_PD of all ranks; they are valid until the micro-batch's turn is dispatched again."""
+        counts_e, ends_e = counts_and_ends = np.empty((2, channel.num_local), np.int64)
+        room, timeout_s = channel.room[turn], channel.deadline_s
         num_rows = channel.exchange.await_rows(turn, timeout_s, counts_and_ends, channel.address[turn], room)
         if num_rows > room:
             grown = channel.rows[turn] = self._row_buffer(num_rows)
             channel.room[turn], channel.address[turn] = num_rows, grown.data_ptr()
             channel.exchange.take_rows(turn, channel.address[turn])
-        rows = channel.rows[turn].narrow(0, 0, num_rows)
-        return rows if self._wire is None else self._wire.decode(rows, self._dtype, self._hidden), num_rows
+        x_PD = channel.rows[turn].narrow(0, 0, num_rows)
+        if self._wire is not None:
+            x_PD = self._wire.decode(x_PD, self._dtype, self._hidden)
+        inbound = Inbound(Layout.GROUPED, x_PD, counts_e, ends_e)
+        return Ticket(inbound, routing, (channel, turn), channel.y[turn].narrow(0, 0, num_rows))
 
     def _row_buffer(self, num_rows: int) -> Tensor:
         if self._wire is None:
             return torch.empty((num_rows, self._hidden), dtype=self._dtype)
         return torch.empty((num_rows, self._wire.row_bytes(self._hidden)), dtype=torch.uint8)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _ShmSums:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         channel, turn = ticket.private
         assert ticket.y is not None
         if y is not ticket.y and y.data_ptr() != ticket.y.data_ptr():
             ticket.y.copy_(y[: ticket.y.shape[0]])
-        channel.exchange.combine(turn)
-        return _ShmSums(self._element, channel, turn, _plain(ticket.routing.weights_TK, torch.float32), out_TD)
+        exchange, weights_TK = channel.exchange, _plain(ticket.routing.weights_TK, torch.float32)
+        exchange.combine(turn)
+
+        def add_up() -> Tensor:
+            """Adds the results up where they lie in the other ranks' memory."""
+            plain_TD = out_TD if out_TD.is_contiguous() else out_TD.new_empty(out_TD.shape)
+            weights, width, out = weights_TK.data_ptr(), plain_TD.shape[1], plain_TD.data_ptr()
+            exchange.await_sums(turn, channel.deadline_s, weights, self._element, width, out)
+            return out_TD if plain_TD is out_TD else out_TD.copy_(plain_TD)
+
+        return Transfer(add_up, partial(exchange.arrived_ns, turn))
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x as the native code reads it, without a torch call (a microsecond each) where nothing has to change."""
     return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
-
-
-@dataclass(slots=True)
-class _ShmRows(Pending[Ticket]):
-    """A dispatch on its way. There is nothing to launch: the senders' rows lie where they will be read."""
-
-    owner: ShmAll2All
-    channel: _ShmChannel
-    turn: int
-    routing: Routing
-    arrived_ns: int = 0
-
-    def wait(self, deadline_s: float | None = None) -> Ticket:
-        """See `Pending`."""
-        channel, turn = self.channel, self.turn
-        counts_e, ends_e = counts_and_ends = np.empty((2, channel.num_local), np.int64)
-        timeout_s = channel.deadline_s if deadline_s is None else deadline_s
-        x_PD, num_rows = self.owner.take(channel, turn, counts_and_ends, timeout_s)
-        self.arrived_ns = channel.exchange.arrived_ns(turn)
-        inbound = Inbound(Layout.GROUPED, x_PD, counts_e, ends_e)
-        return Ticket(inbound, self.routing, (channel, turn), channel.y[turn].narrow(0, 0, num_rows))
-
-
-@dataclass(slots=True)
-class _ShmSums(Pending[Tensor]):
-    """A combine on its way."""
-
-    element: Element
-    channel: _ShmChannel
-    turn: int
-    weights_TK: Tensor
-    asked_TD: Tensor
-    arrived_ns: int = 0
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        """See `Pending`."""
-        exchange, turn, asked_TD = self.channel.exchange, self.turn, self.asked_TD
-        out_TD = asked_TD if asked_TD.is_contiguous() else asked_TD.new_empty(asked_TD.shape)
-        timeout_s = self.channel.deadline_s if deadline_s is None else deadline_s
-        weights, width = self.weights_TK.data_ptr(), out_TD.shape[1]
-        exchange.await_sums(turn, timeout_s, weights, self.element, width, out_TD.data_ptr())
-        self.arrived_ns = exchange.arrived_ns(turn)
-        return out_TD if out_TD is asked_TD else asked_TD.copy_(out_TD)

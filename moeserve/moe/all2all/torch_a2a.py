@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.comm.gloo import Channel, Exchange, Mesh
+from moeserve.comm.gloo import Channel, Mesh
 from moeserve.comm.members import Members
 from moeserve.comm.nccl import why_not
-from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Pending, Ticket
+from moeserve.moe.all2all.base import All2All, Early, Inbound, Layout, Ticket, Transfer
 from moeserve.moe.all2all.layout import Grouping, group_rows, weighted_sum
 from moeserve.moe.all2all.nccl import NcclAll2All
 from moeserve.moe.all2all.over_mesh import MeshAll2All
@@ -54,7 +54,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
         self._pools = [Pool() for _ in range(ubatches)]
         return Mesh(members, ubatches, "torch", terms)
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _TorchDispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         """See `All2All`."""
         self._check_size(x_TD, routing)
         mesh, pool = self.mesh, self._pools[ubatch.index]
@@ -81,14 +81,35 @@ class TorchAll2All(MeshAll2All[Mesh]):
         exchange = channel.post(receive, send, lambda: pool.give(outbox))
         # With one micro-batch no result could go early: that one waits for its rows as soon as all are sent.
         num_early = self._num_local // 2 if ubatch.in_turns else 0
-        return _TorchDispatched(self, channel, exchange, routing, rows, pool, taken, taken_RNB, num_early)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _TorchCombined:
+        def receive() -> Ticket:
+            """Sorts the rows of all messages by expert, and posts the receives of their results."""
+            exchange.wait()
+            counts_Re, place_M = self._read(taken_RNB)
+            order_P, place_P = _by_expert(counts_Re)
+            x_PD = self._rows_at(taken_RNB, place_M[order_P])
+            pool.give(taken)
+            counts_e = counts_Re.sum(0)
+            handle = _TorchHandle(channel, pool, rows, counts_Re, place_P, x_PD, num_early)
+            early = Early(num_early, handle.send) if num_early else None
+            return Ticket(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), routing, handle, early=early)
+
+        return Transfer(receive, lambda: exchange.arrived_ns)
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         handle: _TorchHandle = ticket.private
         handle.send_all(y)
-        return _TorchCombined(handle, ticket.routing, out_TD)
+
+        def add_up() -> Tensor:
+            """Adds up the results of the own rows."""
+            handle.exchange.wait()
+            weighted_sum(handle.home_ND, handle.rows, ticket.routing, out_TD)
+            handle.give()
+            return out_TD
+
+        return Transfer(add_up, lambda: handle.exchange.arrived_ns)
 
     def _send_buffers(self, rows: Grouping, counts_Re: I64, ids_TK: Tensor) -> list[_SendBuffer]:
         """Returns the message to each rank."""
@@ -110,7 +131,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
         """Returns how many rows of B bytes the index of so many pairs takes."""
         return -(-4 * (self._num_local + pairs) // self._row_bytes)
 
-    def read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
+    def _read(self, taken_RNB: Tensor) -> tuple[I64, Tensor]:
         """Returns the rows from each rank for each local expert [R, e], and where in the memory [R * N, B] the rows of
         all messages are, in order [P]."""
         size, region, _ = taken_RNB.shape
@@ -124,7 +145,7 @@ class TorchAll2All(MeshAll2All[Mesh]):
             places.append(first + head[self._num_local : self._num_local + pairs].astype(np.int64))
         return counts_Re, torch.from_numpy(np.concatenate(places))
 
-    def rows_of(self, taken_RNB: Tensor, place_P: Tensor) -> Tensor:
+    def _rows_at(self, taken_RNB: Tensor, place_P: Tensor) -> Tensor:
         """Returns the rows at these places of the memory, decoded, [P, D]."""
         rows_NB = taken_RNB.view(-1, self._row_bytes).view(torch.int64)
         return self._wire.decode(rows_NB.index_select(0, place_P).view(torch.uint8), self._dtype, self._width)
@@ -221,57 +242,6 @@ class _TorchHandle:
 
 def _bytes(rows_ND: Tensor) -> Tensor:
     return rows_ND.view(torch.uint8).view(-1)
-
-
-@dataclass(slots=True)
-class _TorchDispatched(Pending[Ticket]):
-    owner: TorchAll2All
-    channel: Channel
-    exchange: Exchange
-    routing: Routing
-    rows: Grouping
-    pool: Pool
-    taken: Tensor
-    taken_RNB: Tensor
-    num_early: int
-
-    @property
-    def arrived_ns(self) -> int:
-        """See `Pending`."""
-        return self.exchange.arrived_ns
-
-    def wait(self, deadline_s: float | None = None) -> Ticket:
-        """See `Pending`."""
-        self.exchange.wait(deadline_s)
-        counts_Re, place_M = self.owner.read(self.taken_RNB)
-        order_P, place_P = _by_expert(counts_Re)
-        x_PD = self.owner.rows_of(self.taken_RNB, place_M[order_P])
-        self.pool.give(self.taken)
-        counts_e = counts_Re.sum(0)
-        inbound = Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
-        handle = _TorchHandle(self.channel, self.pool, self.rows, counts_Re, place_P, x_PD, self.num_early)
-        early = Early(self.num_early, handle.send) if self.num_early else None
-        return Ticket(inbound, self.routing, handle, early=early)
-
-
-@dataclass(slots=True)
-class _TorchCombined(Pending[Tensor]):
-    handle: _TorchHandle
-    routing: Routing
-    out_TD: Tensor
-
-    @property
-    def arrived_ns(self) -> int:
-        """See `Pending`."""
-        return self.handle.exchange.arrived_ns
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        """See `Pending`."""
-        handle = self.handle
-        handle.exchange.wait(deadline_s)
-        out_TD = weighted_sum(handle.home_ND, handle.rows, self.routing, self.out_TD)
-        handle.give()
-        return out_TD
 
 
 def _by_expert(counts_Re: I64) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import ExpertsBlock, NativeLinear, Room, native_type, new_room, pack, packing_of
+from moeserve.ops.native_layer import ExpertsBlock, NativeLinear, Room, new_room, pack, packing_of
+from moeserve.ops.native_rows import TYPES
 from moeserve.ops.quantised import Weight
 
 
@@ -41,7 +42,7 @@ class PackedNative:
         num_bytes = 2 * gate_up.bytes + down.bytes
         memory, is_there = room(num_experts * num_bytes)
         bytes_eB = memory.view(num_experts, num_bytes)
-        return PackedNative(bytes_eB, width, w2.dtype, native_type(w2.dtype), gate_up, down), is_there
+        return PackedNative(bytes_eB, width, w2.dtype, TYPES[w2.dtype], gate_up, down), is_there
 
     @property
     def parts(self) -> tuple[Tensor]:

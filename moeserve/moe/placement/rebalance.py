@@ -43,18 +43,19 @@ class Rebalancer:
     """The placement in force as the front end knows it, the one on its way, and the load that decides about the next.
 
     current: the placement for a Join. pending: the one that was proposed and is not in force yet. why: the last
-    decision, in words. moved_bytes: fetched since the start, by all ranks that reported.
+    decision, in words. moved_bytes: fetched since the start, by all ranks that reported. expert_bytes: of one expert in
+    one layer.
     """
 
     def __init__(
-        self, placement: Placement, expert_bytes: int, *, hosts: Hosts = ONE_HOST, gate: Gate = Gate()
+        self, placement: Placement, expert_bytes: int = 0, *, hosts: Hosts = ONE_HOST, gate: Gate = Gate()
     ) -> None:
         self.current = placement
         self.pending: Placement | None = None
         self.why = "nothing was counted yet"
         self.moved_bytes = 0
         self.load_LE = np.zeros((placement.num_layers, placement.num_experts))  # fades with half_life_s
-        self._expert_bytes = expert_bytes
+        self.expert_bytes = expert_bytes
         self._hosts = hosts
         self._gate = gate
         self._bytes_per_s = gate.bytes_per_s
@@ -151,7 +152,7 @@ class Rebalancer:
         even = f"mean/fullest rank is {self.balance().mean():.2f}"
         if saving < gate.min_saving:
             return False, f"{even}; another placement would save {saving:.1%} of the experts' time: not worth it"
-        num_bytes = int(moved(self.current, new).max()) * self._expert_bytes
+        num_bytes = int(moved(self.current, new).max()) * self.expert_bytes
         gain_s = saving * gate.expert_share * gate.horizon_s
         cost_s = num_bytes / self._bytes_per_s * gate.slowdown
         worth = gain_s > gate.margin * cost_s

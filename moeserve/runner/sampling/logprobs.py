@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.messages import Logprobs
+from moeserve.engine.plan import StepPlan
+from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.runner.sampling.noise import LANES
+from moeserve.runner.tables import I64, HostRows, Tables, Upload
+
+if TYPE_CHECKING:
+    from moeserve.runner.sampling.sampler import SamplingRows
 
 CHUNK_ELEMENTS = 1 << 22  # most logits that are turned into logprobs at once
+PROMPT_ELEMENTS = 1 << 24  # most logits of prompt positions that are computed at once
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobRows:
+class LogprobRows(NamedTuple):
     """P rows, each a chosen token and the n likeliest in order: on the device, before it becomes messages."""
 
     ids_PN: Tensor  # int64 [P, 1 + n], the chosen token first
@@ -29,18 +34,11 @@ def logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
     """Returns log-softmax of raw logits at the chosen tokens (int64) and the n likeliest, in chunks of rows."""
     step = max(1, CHUNK_ELEMENTS // logits_PV.shape[1])
     parts = [_logprob_rows(logits_PV[i : i + step], chosen_P[i : i + step], n) for i in range(0, len(chosen_P), step)]
-    return join(parts)
+    return _join(parts)
 
 
-def join(parts: Sequence[LogprobRows]) -> LogprobRows:
-    """Returns the rows of all parts, which have as many columns each."""
-    if len(parts) == 1:
-        return parts[0]
-    return LogprobRows(
-        torch.cat([part.ids_PN for part in parts]),
-        torch.cat([part.values_PN for part in parts]),
-        torch.cat([part.rank_P for part in parts]),
-    )
+def _join(parts: Sequence[LogprobRows]) -> LogprobRows:
+    return parts[0] if len(parts) == 1 else LogprobRows(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _logprob_rows(logits_PV: Tensor, chosen_P: Tensor, n: int) -> LogprobRows:
@@ -79,10 +77,83 @@ def _ordered_topk(x_PW: Tensor, ids_PW: Tensor, n: int) -> Tensor:
 
 
 def to_messages(
-    ids_PN: NDArray[np.int64], values_PN: NDArray[np.float32], rank_P: NDArray[np.int64], counts: Sequence[int]
+    counts: Sequence[int], ids_PN: NDArray[np.int64], values_PN: NDArray[np.float32], rank_P: NDArray[np.int64]
 ) -> list[Logprobs]:
     """Returns a message for each row: row i with its counts[i] likeliest tokens."""
     return [
         Logprobs(ids[: 1 + n], values[: 1 + n], rank)
         for ids, values, rank, n in zip(ids_PN.tolist(), values_PN.tolist(), rank_P.tolist(), counts, strict=True)
     ]
+
+
+class Span(NamedTuple):
+    """`num_tokens` prompt tokens of one request from position `start` on, with `alternatives` each."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    alternatives: int
+
+
+class PromptRows(NamedTuple):
+    """The logprobs of the prompt tokens of several requests, span after span."""
+
+    rows: LogprobRows
+    spans: list[Span]
+
+
+def prompt_logprobs(
+    asking: I64,
+    plan: StepPlan,
+    host: HostRows,
+    rows: SamplingRows,
+    tables: Tables,
+    upload: Upload,
+    hidden_TD: Tensor,
+    logits: Callable[[Tensor], Tensor],
+) -> PromptRows | None:
+    """Returns the logprobs of the prompt tokens that this step's positions predict: position p predicts token p + 1.
+    asking: the plan's rows whose requests want them.
+
+    The next token comes from the token table, so a chunk's last position needs nothing of the next chunk.
+    """
+    spans: list[Span] = []
+    tokens_P: list[I64] = []
+    targets_P: list[I64] = []
+    for row in asking.tolist():
+        slot, start = int(plan.slots_R[row]), int(plan.starts_R[row])
+        end = min(start + int(plan.counts_R[row]), int(rows.num_prompt[slot]) - 1)
+        if end <= start:
+            continue
+        spans.append(Span(slot, start + 1, end - start, int(rows.prompt_logprobs[slot])))
+        tokens_P.append(np.arange(end - start, dtype=np.int64) + int(host.offsets_R1[row]))
+        targets_P.append(tables.token_offsets(np.array([slot]), np.arange(start + 1, end + 1)))
+    if not spans:
+        return None
+    most = max(span.alternatives for span in spans)
+    token_index, target_index = upload(np.concatenate(tokens_P), np.concatenate(targets_P))
+    chosen = tables.arena.index_select(0, target_index).long()
+    at_once = max(1, PROMPT_ELEMENTS // rows.vocab_size)
+    parts = [
+        logprob_rows(logits(hidden_TD.index_select(0, token_index[i : i + at_once])), chosen[i : i + at_once], most)
+        for i in range(0, len(chosen), at_once)
+    ]
+    return PromptRows(_join(parts), spans)
+
+
+def prompt_messages(
+    spans: Sequence[Span], ids_PN: NDArray[np.int64], values_PN: NDArray[np.float32], rank_P: NDArray[np.int64]
+) -> tuple[dict[int, PromptLogprobs], list[int]]:
+    """Returns a message for each slot, and the slots whose logprobs are not finite."""
+    counts = [span.alternatives for span in spans for _ in range(span.num_tokens)]
+    rows = to_messages(counts, ids_PN, values_PN, rank_P)
+    sent: dict[int, PromptLogprobs] = {}
+    damaged: list[int] = []
+    begin = 0
+    for slot, start, count, _ in spans:
+        if np.isfinite(values_PN[begin : begin + count, 0]).all():
+            sent[slot] = PromptLogprobs(start, rows[begin : begin + count])
+        else:
+            damaged.append(slot)
+        begin += count
+    return sent, damaged

@@ -16,7 +16,7 @@ from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
 from moeserve.runner.sampling.reference import ReferenceSampler, top_p_cutoff
-from moeserve.runner.sampling.rows import NEG_INF, Trait
+from moeserve.runner.sampling.sampler import NEG_INF, Trait, row_keys
 from moeserve.runner.tables import I64
 
 HEAD_BLOCKS = 64  # blocks that a row is narrowed to
@@ -49,7 +49,7 @@ class NativeSampler(ReferenceSampler):
     def _draw_from(self, x_rW: Tensor, slots_r: I64, positions_r: I64, blocks_rB: Tensor | None = None) -> Tensor:
         """Returns tokens drawn from whole rows, or from the given blocks of each row."""
         self._filter(x_rW, slots_r)
-        low_r, high_r = self._upload(*noise.row_keys(self.rows.seed[slots_r], positions_r))
+        low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
         column_r = race(self._gumbel, x_rW, low_r, high_r, blocks_rB)
         if blocks_rB is None:
             return column_r

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 LANES = 64  # a row's length is padded to a multiple of this
@@ -26,16 +24,6 @@ _FACTORS = (-2048144789, -1028477387, 2146121005)
 def padded(vocab_size: int) -> int:
     """Returns the vocabulary size rounded up to whole vectors: 65 -> 128."""
     return -(-vocab_size // LANES) * LANES
-
-
-def row_keys(seeds_S: NDArray[np.uint64], positions_S: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Returns a 64-bit key per row, from its request's seed and the position that it samples for, as int32 [2, S]."""
-    with np.errstate(over="ignore"):
-        key_S = seeds_S + positions_S.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
-            key_S = (key_S ^ (key_S >> np.uint64(shift))) * np.uint64(factor)
-        key_S ^= key_S >> np.uint64(31)
-    return np.ascontiguousarray(key_S.view(np.int32).reshape(-1, 2).T)
 
 
 class Gumbel:
@@ -97,7 +85,7 @@ def is_invariant(vocab_size: int = 50_000) -> bool:
     """
     rows = 4
     gumbel = Gumbel(vocab_size, torch.device("cpu"))
-    low, high = torch.from_numpy(row_keys(np.arange(rows, dtype=np.uint64), np.arange(rows)))
+    low, high = torch.arange(2 * rows, dtype=torch.int32).view(2, rows)
     together = gumbel(low, high).clone()
     return all(torch.equal(gumbel(low[i : i + 1], high[i : i + 1])[0], together[i]) for i in range(rows))
 

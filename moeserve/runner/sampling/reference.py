@@ -13,8 +13,7 @@ from torch import Tensor
 
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
-from moeserve.runner.sampling.rows import NEG_INF, Trait
-from moeserve.runner.sampling.sampler import Failures, Sampler, Status
+from moeserve.runner.sampling.sampler import NEG_INF, Failures, Sampler, Status, Trait, row_keys
 from moeserve.runner.tables import I64, Tables, Upload
 
 CHUNK_ELEMENTS = 1 << 18  # logits that are worked on at once: they and their temporaries stay in a core's cache
@@ -67,7 +66,7 @@ class ReferenceSampler(Sampler):
     def _draw(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Tensor:
         """Returns tokens drawn from rows whose maximum is 0, after their filters. May write to x_rV."""
         self._filter(x_rV, slots_r)
-        low_r, high_r = self._upload(*noise.row_keys(self.rows.seed[slots_r], positions_r))
+        low_r, high_r = self._upload(*row_keys(self.rows.seed[slots_r], positions_r))
         return self._argmax(x_rV.add_(self._gumbel(low_r, high_r)))[1]
 
     def _filter(self, x_rV: Tensor, slots_r: I64) -> None:

@@ -12,10 +12,8 @@ from torch import Tensor
 from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.kernels.sampling import SamplingTensors, sample
-from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.logprobs import LogprobRows
-from moeserve.runner.sampling.rows import Trait
-from moeserve.runner.sampling.sampler import Failures, Sampler
+from moeserve.runner.sampling.sampler import Failures, Sampler, Trait, row_keys
 from moeserve.runner.tables import I64, Tables, Upload
 
 COUNTED_ROWS = 16  # rows whose histories are counted at a time
@@ -46,7 +44,7 @@ class TritonSampler(Sampler):
                     params.log_min_p[slots_S],
                     params.top_k[slots_S].astype(np.int32),
                     params.top_p[slots_S],
-                    *noise.row_keys(params.seed[slots_S], positions_S),
+                    *row_keys(params.seed[slots_S], positions_S),
                 )
             )
         return *sample(logits_SV, rows, raw_peaks_S, draws=draws, cuts=cuts), failures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeserve.cli.bench.load import Outcome
-from moeserve.cli.bench.metrics import METRICS, summarize, table
+from moeserve.cli.bench.metrics import METRICS, details, summarize, table
 
 A = Outcome(10, True, 3, start_s=100.0, ttft_s=0.1, latency_s=0.5, itl_s=[0.1, 0.3], text="abc")
 B = Outcome(20, True, 1, start_s=100.2, ttft_s=0.3, latency_s=0.3, text="x")
@@ -20,8 +20,9 @@ def test_every_number_by_hand() -> None:
     assert got["request_throughput"] == 1.5
     assert got["output_throughput"] == 3.0
     assert got["total_token_throughput"] == 20.5
-    assert got["output_lens"] == [3, 1, 0, 2]
-    assert got["errors"] == ["", "", "Overloaded: full", ""]
+    each = details([A, B, C, D])
+    assert each["output_lens"] == [3, 1, 0, 2]
+    assert each["errors"] == ["", "", "Overloaded: full", ""]
     assert got["mean_ttft_ms"] == pytest.approx(200)
     assert got["median_ttft_ms"] == pytest.approx(200)
     assert got["std_ttft_ms"] == pytest.approx(81.65, abs=0.01)

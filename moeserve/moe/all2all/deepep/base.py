@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -22,13 +22,12 @@ from torch import Tensor
 
 from moeserve.comm.members import Members
 from moeserve.errors import ConfigError, PeerLost
-from moeserve.moe.all2all.base import All2AllCaps, Layout, Pending, Ticket
+from moeserve.moe.all2all.base import All2All, All2AllCaps, Layout
 from moeserve.moe.all2all.deepep.group import DeepEPGroup
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import BLOCK, FP8
 from moeserve.moe.routing import Routing
 from moeserve.moe.streams import CommStream, comm_stream
-from moeserve.moe.ubatch import UBatch
 
 log = logging.getLogger(__name__)
 SentRows = Tensor | tuple[Tensor, Tensor]  # bfloat16 [T, W]; or fp8 with fp32 scales [T, W / 128]
@@ -37,7 +36,7 @@ SILENCE = ("timeout", "CPU wait")  # in deep_ep's errors: a peer did not answer 
 RANKS_OF_NODE = 8  # that NVLink connects; beyond, ranks come in whole nodes
 
 
-class DeepEP(ABC):
+class DeepEP(All2All):
     """An adapter for one of deep_ep's buffers, which `join` makes. lib: the package."""
 
     name: ClassVar[str]
@@ -71,14 +70,6 @@ class DeepEP(ABC):
     @abstractmethod
     def open(self, group: Any) -> Any:
         """Returns a buffer over a process group."""
-
-    @abstractmethod
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Pending[Ticket]:
-        """See `All2All`."""
-
-    @abstractmethod
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Pending[Tensor]:
-        """See `All2All`."""
 
     def join(self, members: Members, experts_per_rank: int, ubatches: int) -> None:
         """See `All2All`. Raises ConfigError for a group that there are no kernels for."""

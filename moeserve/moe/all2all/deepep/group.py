@@ -28,7 +28,7 @@ class DeepEPGroup:
         """Returns the `ProcessGroup`, with NCCL for tensors of this rank's GPU if asked. Raises PeerLost naming the
         ranks that did not come, ConfigError when terms differ."""
         self._mesh.connect()
-        store, gloo = self._mesh.store, self._mesh.channel(0).group
+        store, gloo = self._mesh.store, self._mesh.group
         kinds = dist.ProcessGroup.BackendType
         group = dist.ProcessGroup(store, gloo.rank(), gloo.size())
         group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.comm.gloo import ON_DEVICE
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
 from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, unpack, widen
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
 
+T = TypeVar("T")
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # that there are kernels for
 MAX_TOKENS = 128  # of one dispatch: every expert has room for that many of each rank
 TOKEN_ALIGNMENT = 4
@@ -47,7 +48,7 @@ class DeepEPLowLatency(DeepEP):
     def __init__(self, lib: Any, facts: BackendFacts) -> None:
         super().__init__(lib, facts)
         self._in_flight = 0
-        self._last: _Received | None = None
+        self._last: _Received[Any] | None = None
 
     def caps_of(self, facts: BackendFacts) -> All2AllCaps:
         """See `DeepEP`."""
@@ -73,7 +74,7 @@ class DeepEPLowLatency(DeepEP):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _LLDispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _Received[Ticket]:
         """See `All2All`."""
         buffer, ids_TK = self.buffer, self.ids_of(routing)
         tokens, width = x_TD.shape
@@ -91,11 +92,18 @@ class DeepEPLowLatency(DeepEP):
                 return_recv_hook=True,
             )
         self._in_flight += 1
-        handle = _LLHandle(buffer, handle, ids_TK)
-        self._last = pending = _LLDispatched(self, buffer, hook, collective, routing, rows, counts_e, handle, width)
+
+        def unpacked() -> Ticket:
+            """Waits for the counts, and returns the rows in the model's dtype and width."""
+            host_counts_e = counts_e.cpu().numpy().astype(np.int64)
+            x_eCD = _rows(rows, host_counts_e, width)
+            inbound = Inbound(Layout.SLOTTED, x_eCD, host_counts_e, host_counts_e.cumsum())
+            return Ticket(inbound, routing, _LLHandle(buffer, handle, ids_TK))
+
+        self._last = pending = _Received(self, buffer, hook, collective, unpacked)
         return pending
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _LLCombined:
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _Received[Tensor]:
         """See `All2All`."""
         ticket.use()
         handle: _LLHandle = ticket.private
@@ -112,7 +120,12 @@ class DeepEPLowLatency(DeepEP):
                 out=out_TD if in_place else None,
             )
         self._in_flight -= 1
-        self._last = pending = _LLCombined(self, handle.buffer, hook, collective, home_TW, out_TD)
+
+        def narrowed() -> Tensor:
+            """Returns the sums, copied where they are wider than the model."""
+            return out_TD if home_TW.data_ptr() == out_TD.data_ptr() else out_TD.copy_(home_TW[:, : out_TD.shape[1]])
+
+        self._last = pending = _Received(self, handle.buffer, hook, collective, narrowed)
         return pending
 
     def _receive_last(self) -> None:
@@ -130,54 +143,25 @@ class _LLHandle:
 
 
 @dataclass(slots=True)
-class _Received:
+class _Received(Pending[T]):
     """An operation whose receiving kernel is launched once, by the first `arrive` or `wait`."""
 
     owner: DeepEPLowLatency
     buffer: Any
     hook: Callable[[], None] | None
     collective: AbstractContextManager[None]
-
-    @property
-    def arrived_ns(self) -> int:
-        """See `Pending`."""
-        return ON_DEVICE
+    finish: Callable[[], T]
+    arrived_ns: int = ON_DEVICE
 
     def arrive(self) -> None:
-        """See `Pending`."""
         hook, self.hook = self.hook, None
         if hook is not None:
             with self.owner.calling(self.buffer), self.collective:
                 hook()
 
-
-@dataclass(slots=True)
-class _LLDispatched(_Received):
-    routing: Routing
-    rows: SentRows
-    counts_e: Tensor
-    handle: _LLHandle
-    width: int
-
-    def wait(self, deadline_s: float | None = None) -> Ticket:
-        """See `Pending`."""
+    def wait(self) -> T:
         self.arrive()
-        counts_e = self.counts_e.cpu().numpy().astype(np.int64)
-        x_eCD = _rows(self.rows, counts_e, self.width)
-        return Ticket(Inbound(Layout.SLOTTED, x_eCD, counts_e, counts_e.cumsum()), self.routing, self.handle)
-
-
-@dataclass(slots=True)
-class _LLCombined(_Received):
-    home_TW: Tensor
-    out_TD: Tensor
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        """See `Pending`."""
-        self.arrive()
-        if self.home_TW.data_ptr() != self.out_TD.data_ptr():
-            self.out_TD.copy_(self.home_TW[:, : self.out_TD.shape[1]])
-        return self.out_TD
+        return self.finish()
 
 
 def _rows(rows: SentRows, counts_e: NDArray[np.int64], width: int) -> Tensor:

@@ -8,7 +8,6 @@ T tokens of this rank, K experts per token, D model width, W width that travels,
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.comm.gloo import ON_DEVICE
-from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Pending, Ticket
+from moeserve.moe.all2all.base import All2AllCaps, Inbound, Layout, Ticket, Transfer
 from moeserve.moe.all2all.deepep.base import DeepEP, SentRows, caps_with, unpack, widen
 from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.wire_format import BLOCK, FP8, Fp8Wire
@@ -71,7 +69,7 @@ class DeepEPElastic(DeepEP):
         super().leave()
         self.lib.utils.comm.destroy_all_managed_nccl_comm()  # it would keep the group, and so rank 0's store, for ever
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> _V2Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing, ubatch: UBatch) -> Transfer[Ticket]:
         """See `All2All`."""
         buffer = self.buffer
         x_TD, ids_TK, weights_TK = _something(x_TD, self.ids_of(routing), routing.weights_TK.contiguous())
@@ -79,7 +77,7 @@ class DeepEPElastic(DeepEP):
         x_TW = widen(x_TD, self.width)
         collective = self.comm.watch()
         with self.calling(buffer):
-            received = buffer.dispatch(
+            rows, _, weights_P, handle, event = buffer.dispatch(
                 _pack_fp8(x_TW) if self.fp8 else x_TW,
                 topk_idx=ids_TK,
                 topk_weights=weights_TK,
@@ -91,9 +89,18 @@ class DeepEPElastic(DeepEP):
                 num_sms=self._sms,
                 **_overlapping(buffer.capture()),
             )
-        return _V2Dispatched(self, buffer, routing, received, x_TD.shape[1], collective)
 
-    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> _V2Combined:
+        def receive() -> Ticket:
+            """Makes the current stream wait for the rows, whose counts the host knows."""
+            with self.calling(buffer), collective:
+                event.current_stream_wait()
+            counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
+            inbound = Inbound(Layout.GROUPED, unpack(rows, x_TD.shape[1]), counts_e, counts_e.cumsum())
+            return Ticket(inbound, routing, _V2Handle(buffer, handle, weights_P))
+
+        return Transfer(receive)
+
+    def combine(self, ticket: Ticket, y: Tensor, out_TD: Tensor, ubatch: UBatch) -> Transfer[Tensor]:
         """See `All2All`."""
         ticket.use()
         handle: _V2Handle = ticket.private
@@ -105,7 +112,16 @@ class DeepEPElastic(DeepEP):
             home_TW, _, event = handle.buffer.combine(
                 widen(weighted_PD, self.width), handle.handle, **_overlapping(handle.buffer.capture())
             )
-        return _V2Combined(self, handle.buffer, home_TW, event, out_TD, collective)
+
+        def receive() -> Tensor:
+            """Makes the current stream wait for the sums. A rank without tokens has sent one row that went nowhere, so
+            what comes back is cut to what was asked for."""
+            with self.calling(handle.buffer), collective:
+                event.current_stream_wait()
+            tokens, width = out_TD.shape
+            return out_TD.copy_(home_TW[:tokens, :width])
+
+        return Transfer(receive)
 
 
 def _pack_fp8(x_TW: Tensor) -> SentRows:
@@ -144,44 +160,3 @@ class _V2Handle:
     buffer: Any
     handle: Any
     weights_P: Tensor
-
-
-@dataclass(slots=True)
-class _V2Dispatched(Pending[Ticket]):
-    owner: DeepEPElastic
-    buffer: Any
-    routing: Routing
-    received: tuple[SentRows, None, Tensor, Any, Any]
-    width: int
-    collective: AbstractContextManager[None]
-    arrived_ns: int = ON_DEVICE
-
-    def wait(self, deadline_s: float | None = None) -> Ticket:
-        """See `Pending`."""
-        rows, _, weights_P, handle, event = self.received
-        with self.owner.calling(self.buffer), self.collective:
-            event.current_stream_wait()
-        counts_e = np.array(handle.num_recv_tokens_per_expert_list, np.int64)
-        inbound = Inbound(Layout.GROUPED, unpack(rows, self.width), counts_e, counts_e.cumsum())
-        return Ticket(inbound, self.routing, _V2Handle(self.buffer, handle, weights_P))
-
-
-@dataclass(slots=True)
-class _V2Combined(Pending[Tensor]):
-    """Results that the kernels send home and add up. A rank without tokens has sent one row that went nowhere, so what
-    comes back is cut to what was asked for."""
-
-    owner: DeepEPElastic
-    buffer: Any
-    home_TW: Tensor
-    event: Any
-    out_TD: Tensor
-    collective: AbstractContextManager[None]
-    arrived_ns: int = ON_DEVICE
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        """See `Pending`."""
-        with self.owner.calling(self.buffer), self.collective:
-            self.event.current_stream_wait()
-        tokens, width = self.out_TD.shape
-        return self.out_TD.copy_(self.home_TW[:tokens, :width])

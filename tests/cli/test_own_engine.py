@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import psutil
 import pytest
 
 from moeserve.cli import main
+from moeserve.errors import EngineDied
+from moeserve.frontend.front_end import FrontEnd
 
 LINES = (
     '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 3, "seed": 1}}\n'
@@ -40,10 +43,27 @@ def test_a_model_that_cannot_be_served_is_its_own_error(tmp_path: Path, capsys: 
     argv = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out"), "--model"]
     assert main.main([*argv, str(tmp_path / "model")]) == 3
     error = capsys.readouterr().err
-    assert "the server did not start" in error
     assert "is missing" in error
     assert "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_dies_for_good_ends_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def died(front: FrontEnd) -> EngineDied:
+        return EngineDied("killed too often")
+
+    async def never(*args: object, **options: object) -> int:
+        await asyncio.sleep(60)
+        return 0
+
+    monkeypatch.setattr(FrontEnd, "died", died)
+    monkeypatch.setattr("moeserve.cli.run_batch.answer", never)
+    (tmp_path / "in.jsonl").write_text(LINES)
+    argv = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out"), "--max-model-len", "256"]
+    assert main.main(argv) == 1
+    assert "moeserve run-batch: killed too often" in capsys.readouterr().err
 
 
 def test_no_server_outlives_a_batch_that_was_killed(tmp_path: Path) -> None:

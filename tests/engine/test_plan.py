@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.engine.plan import Agreed, BlockDiff, BlockMove, NewRequest, StepPlan
-from moeserve.engine.plan_codec import decode_plan, encode_plan
+from moeserve.engine.plan import Agreed, BlockDiff, BlockMove, NewRequest, StepPlan, decode_plan, encode_plan
 from moeserve.sampling import TokenSampling
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -1,0 +1,126 @@
+"""The two sides of a wire find each other and prove who they are: addresses, CURVE keys, and the first frames.
+
+Over TCP all machines of a cluster share one secret, from which the keys are derived. The listener's public key
+authenticates it to those who connect; the token in the first frame, which CURVE encrypts, authenticates them to the
+listener. Sockets of one machine are in a folder that nobody else can enter, and need the token only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from moeserve.errors import ConfigError
+
+MIN_SECRET_BYTES = 16
+MAX_PATH_BYTES = 107  # sun_path of a Unix socket, its end mark excluded
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first frame in each direction. Its sender is a stranger without the right token."""
+
+    version: int
+    token: str
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The listener's answer to a peer with the right token and another protocol version."""
+
+    cause: str
+
+
+def answer_hello(hello: Hello, own: Hello) -> Hello | Refusal | None:
+    """Returns a listener's answer to a hello: its own, a refusal to another protocol version, None to a stranger."""
+    if not hmac.compare_digest(hello.token.encode(), own.token.encode()):
+        return None
+    if hello.version != own.version:
+        return Refusal(
+            f"the connecting process speaks message protocol {hello.version}, the listening one {own.version}: "
+            "moeserve was changed while it ran, or differs between machines; install the same and restart it"
+        )
+    return own
+
+
+def check_address(address: str, keys: Keys | None) -> None:
+    """Raises ConfigError unless this is `tcp://` with keys, or `ipc://` in a folder that only we can enter."""
+    if address.startswith("tcp://"):
+        if keys is None:
+            raise ConfigError(f"{address}: messages cross a network only with CURVE keys; give a --cluster-key-file")
+        return
+    path = address.removeprefix("ipc://")
+    if path == address:
+        raise ConfigError(f"{address}: must begin with ipc:// or tcp://")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"{path} is longer than the {MAX_PATH_BYTES} bytes of a socket path; set TMPDIR to a shorter one"
+        )
+    folder = os.path.dirname(path) or "."
+    try:
+        mode = os.stat(folder).st_mode & 0o777
+    except OSError as exc:
+        raise ConfigError(f"cannot use {folder} for sockets: {exc}") from exc
+    if mode & 0o077:
+        raise ConfigError(f"{folder} can be entered by others (mode {mode:o}); it must have mode 700")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Z85-encoded CURVE key pairs of the two sides of a wire."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+def secure(socket: zmq.Socket[Any], keys: Keys, *, listens: bool) -> None:
+    """Encrypts and authenticates a socket by CURVE, before it is bound or connected."""
+    socket.curve_publickey = keys.server_public if listens else keys.client_public
+    socket.curve_secretkey = keys.server_secret if listens else keys.client_secret
+    if listens:
+        socket.curve_server = True
+    else:
+        socket.curve_serverkey = keys.server_public
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def keys_of(secret: bytes) -> Keys:
+    """Returns the keys of a secret, the same on every machine."""
+    pairs = []
+    for side in (b"server", b"client"):
+        private = z85.encode(hmac.digest(secret, b"moeserve curve 1 " + side, hashlib.sha256))
+        pairs += [zmq.curve_public(private), private]
+    return Keys(*pairs)
+
+
+def token_of(secret: bytes, purpose: str) -> str:
+    """Returns a token for one purpose, which only those who know the secret can derive."""
+    return hmac.digest(secret, b"moeserve token 1 " + purpose.encode(), hashlib.sha256).hex()
+
+
+def read_secret(path: str) -> bytes:
+    """Reads the cluster's secret from a file. Raises ConfigError when others can read the file, or it is too short."""
+    try:
+        mode = os.stat(path).st_mode
+        secret = Path(path).read_bytes().strip()
+    except OSError as exc:
+        raise ConfigError(f"--cluster-key-file: cannot read {path}: {exc}") from exc
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(
+            f"--cluster-key-file: {path} can be read by others (mode {stat.S_IMODE(mode):o}); run: chmod 600 {path}"
+        )
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"--cluster-key-file: {path} holds {len(secret)} bytes and a secret needs {MIN_SECRET_BYTES}; "
+            f"make one: head -c 32 /dev/urandom | base64 > {path}"
+        )
+    return secret

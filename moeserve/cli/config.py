@@ -1,0 +1,71 @@
+"""`moeserve config show` and `moeserve config check`: every setting with its origin, and whether a file is right."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moeserve.cli.settings import SECRET, ResolvedSettings, add_flags, resolve, settings
+from moeserve.errors import ConfigError
+
+
+class Show:
+    """Prints every setting as YAML that --config reads again."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags of `moeserve serve` without help."""
+        parser.description = "Print every setting with its value and origin. FILE is short for --config FILE."
+        add_flags(parser, shown=False)
+        parser.usage = "%(prog)s [FILE | MODEL] [flags of `moeserve serve`]"
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Prints the settings."""
+        if args.model and not args.config and (Path(args.model).is_file() or args.model.endswith((".yaml", ".yml"))):
+            args.model, args.config = None, args.model  # a model is a directory
+        print(rendered(resolve(args)))
+        return 0
+
+
+class Check:
+    """Validates a --config file without starting anything."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Adds FILE, which may also be given as --config FILE."""
+        parser.add_argument("file", nargs="?", metavar="FILE", help="YAML file for --config")
+        parser.add_argument("--config", metavar="FILE", help="the same")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Prints how many settings the file has. Raises ConfigError for the first bad one."""
+        if (args.file is None) == (args.config is None):
+            raise ConfigError("name one file: moeserve config check FILE")
+        args.config = args.config or args.file
+        print(f"{args.config}: ok, {len(resolve(args, env={}).origins)} settings")
+        return 0
+
+
+def rendered(resolved: ResolvedSettings) -> str:
+    """Returns all settings as YAML, with origins as comments and without secrets."""
+    lines: list[str] = []
+    for setting in settings():
+        if f"{setting.section}:" not in lines:
+            lines.append(f"{setting.section}:")
+        value = getattr(getattr(resolved.config, setting.section), setting.name)
+        origin = resolved.origins.get(setting.path, "default")
+        if setting.name in SECRET and value:
+            lines.append(f"  # {setting.name}: {len(value)} set, not shown  ({origin})")
+        else:
+            lines.append(f"  {setting.name}: {_as_yaml(value)}".ljust(44) + f" # {origin}")
+    return "\n".join(lines)
+
+
+def _as_yaml(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6)
+    return text.removesuffix("\n...\n").rstrip("\n")

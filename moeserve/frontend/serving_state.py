@@ -1,0 +1,67 @@
+"""The state of the engine behind a front end: whether requests are taken, why not, and waits for a change of that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+from moeserve.errors import EngineLost, MoeserveError, Overloaded, RequestError
+from moeserve.messages import Phase, Ready
+
+State = Literal["loading", "ready", "lost", "draining"]
+
+
+class ServingState:
+    """state: "lost" from an engine's end until the next one serves; "draining" is the last one.
+
+    phase: the last progress of a start-up. ready: the engine's facts, kept when the engine is lost. failure: why the
+    engine is gone for good.
+    """
+
+    def __init__(self) -> None:
+        self.state: State = "loading"
+        self.phase = Phase("starting", 0, 0.0)
+        self.ready: Ready | None = None
+        self.failure: MoeserveError | None = None
+        self._changed = asyncio.Event()
+
+    def enter(self, state: State) -> None:
+        """Changes the state, unless the front end drains, and wakes all that wait here."""
+        if self.state != "draining":
+            self.state = state
+        self._changed.set()
+
+    def refusal(self) -> RequestError:
+        """Returns the error for a request that comes while the state is not "ready"."""
+        if self.state == "draining":
+            return Overloaded("the server is shutting down", code="server_draining", retry_after_s=5)
+        if self.failure is not None:
+            error = EngineLost("the engine has ended")
+            error.__cause__ = self.failure
+            return error
+        what = "the engine is being restarted" if self.state == "lost" else f"loading: {self.phase.name}"
+        return Overloaded(what, code="model_loading", retry_after_s=2)
+
+    async def wait_ready(self) -> Ready:
+        """Returns when the engine serves. Raises ConfigError or EngineDied if it is gone for good."""
+        await self._until(lambda: self.state == "ready" or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+        assert self.ready is not None
+        return self.ready
+
+    async def died(self) -> MoeserveError:
+        """Waits until the engine is gone for good and returns the cause."""
+        await self._until(lambda: self.failure is not None)
+        assert self.failure is not None
+        return self.failure
+
+    async def stopping(self) -> None:
+        """Returns once the front end drains, or the engine is gone for good."""
+        await self._until(lambda: self.state == "draining" or self.failure is not None)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,124 @@
+"""The route table, and GET /openapi.json, which is made from it and from the structs of requests and answers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from moeserve import protocol
+from moeserve.protocol import ErrorResponse, StatusResponse
+from moeserve.server import admin, chat, completions, status, tokenize, trace
+from moeserve.server.app import HttpCall, Route
+from moeserve.version import __version__
+
+_REF = "#/components/schemas/{name}"
+_CHAT = "/v1/chat/completions"
+_EXPERTS = protocol.ExpertStatus
+_CHUNK = protocol.ChatCompletionChunk
+_TOKENIZE = tokenize.tokenize, tokenize.TokenizeRequest, protocol.Tokenized
+_DETOKENIZE = tokenize.detokenize, tokenize.DetokenizeRequest, protocol.Detokenized
+
+
+async def _openapi(call: HttpCall) -> web.StreamResponse:
+    """Return this document."""
+    return web.Response(body=_document(), content_type="application/json", headers=call.headers())
+
+
+ROUTES = (
+    Route("POST", _CHAT, chat.chat_completions, chat.ChatRequest, protocol.ChatCompletion, _CHUNK),
+    Route("POST", f"{_CHAT}/render", chat.render, chat.ChatRequest, protocol.RenderedPrompt),
+    Route(
+        "POST",
+        "/v1/completions",
+        completions.completions,
+        completions.CompletionRequest,
+        protocol.Completion,
+        protocol.Completion,
+    ),
+    Route("GET", "/v1/models", status.list_models, None, protocol.ModelList),
+    Route("GET", "/v1/models/", status.retrieve_model, None, protocol.ModelCard),
+    Route("DELETE", "/v1/requests/", admin.abort_request, None, protocol.Aborted),
+    Route("POST", "/v1/admin/scale", admin.scale, admin.ScaleRequest, protocol.ScaleResponse),
+    Route("POST", "/v1/admin/rebalance", admin.rebalance, None, protocol.RebalanceResponse),
+    Route("POST", "/v1/admin/trace", trace.take_trace, None, trace.TraceFile, query=trace.TraceQuery),
+    Route("GET", "/v1/experts", status.experts, None, _EXPERTS, _EXPERTS, status.WatchQuery),
+    Route("POST", "/tokenize", *_TOKENIZE),
+    Route("POST", "/v1/tokenize", *_TOKENIZE),
+    Route("POST", "/detokenize", *_DETOKENIZE),
+    Route("POST", "/v1/detokenize", *_DETOKENIZE),
+    Route("GET", "/livez", status.livez, None, StatusResponse, probe=True),
+    Route("GET", "/ping", status.livez, None, StatusResponse, probe=True),
+    Route("GET", "/readyz", status.readyz, None, StatusResponse, probe=True),
+    Route("GET", "/health", status.readyz, None, StatusResponse, probe=True),
+    Route("GET", "/startupz", status.startupz, None, StatusResponse, probe=True),
+    Route("GET", "/version", status.version, None, protocol.VersionResponse),
+    Route("GET", "/metrics", status.metrics),
+    Route("GET", "/openapi.json", _openapi),
+)
+
+
+@cache
+def _document() -> bytes:
+    kinds = {kind for route in ROUTES for kind in (route.takes, route.gives, route.event) if kind is not None}
+    _, components = msgspec.json.schema_components({*kinds, ErrorResponse}, ref_template=_REF)
+    for name, schema in components.items():
+        if kind := vars(protocol).get(name):  # an answer: lists the fields that are never left out
+            partial = kind.__struct_config__.omit_defaults
+            fields = msgspec.structs.fields(kind)
+            schema["required"] = [f.encode_name for f in fields if not partial or f.default is msgspec.NODEFAULT]
+    paths: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
+    for route in ROUTES:
+        path = route.path + "{id}" if route.path.endswith("/") else route.path
+        name = route.handler.__name__.strip("_")
+        if name in names:  # a handler with several paths
+            name = path.strip("/").replace("/", "_")
+        names.add(name)
+        paths.setdefault(path, {})[route.method.lower()] = {"operationId": name} | _operation(route)
+    spec = {
+        "openapi": "3.1.0",
+        "info": {"title": "moeserve", "version": __version__, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"bearer": []}],
+    }
+    return msgspec.json.encode(spec)
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if route.gives is not None:
+        content["application/json"] = _schema(route.gives)
+    else:
+        content["application/json" if route.path.endswith(".json") else "text/plain"] = {"schema": {}}
+    if route.event is not None:
+        content["text/event-stream"] = _schema(route.event)  # of each event's data; the last one is [DONE]
+    operation: dict[str, Any] = {
+        "summary": (route.handler.__doc__ or "").strip().partition("\n")[0],
+        "responses": {
+            "200": {"description": "OK", "content": content},
+            "default": {"description": "Error", "content": {"application/json": _schema(ErrorResponse)}},
+        },
+    }
+    if route.probe:
+        operation["security"] = []
+        operation["responses"]["503"] = {"description": "Not now", "content": content}
+    if route.path.endswith("/"):
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if route.query is not None:
+        (_, components) = msgspec.json.schema_components([route.query])
+        shown = components[route.query.__name__]["properties"].items()
+        operation["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in shown]
+    if route.takes is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": _schema(route.takes)}}
+    return operation
+
+
+def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"schema": {"$ref": _REF.format(name=kind.__name__)}}
