@@ -36,11 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quick_interpreter() -> None:
+def _quick_interpreter(pytestconfig: pytest.Config) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
-        from tests.kernels.interpreted import patch_language_once_a_launch
+        from tests.kernels.interpreted import interpret_quickly
 
-        patch_language_once_a_launch()
+        interpret_quickly(find_overflows=bool(pytestconfig.getoption("--full")))
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ async def test_a_stopped_actor_wakes_ends_and_refuses() -> None:
     life = asyncio.ensure_future(counter.run())
     await asyncio.sleep(0)
     counter.stop()
-    await asyncio.wait_for(life, 1)
+    await asyncio.wait_for(life, 15)
     with pytest.raises(ActorStopped, match="counter: stopped"):
         counter.tell(Add(1))
 

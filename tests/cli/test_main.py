@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,25 +34,27 @@ def test_version_imports_nothing_heavy() -> None:
 
 
 def test_version_is_quick() -> None:
-    seconds = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "moeserve.cli.main", "--version"], capture_output=True, text=True, check=True
-        )
-        seconds.append(time.perf_counter() - begun)
+    """It computes hardly more than Python itself, which starts in 20 to 50 ms."""
+
+    def seconds(*words: str) -> float:
+        before = os.times()
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
         assert done.stdout == f"moeserve {__version__}\n"
-    assert min(seconds) < 0.15
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    alone = [seconds("-c", f"print('moeserve {__version__}')") for _ in range(3)]
+    assert min(seconds("-m", "moeserve.cli.main", "--version") for _ in range(3)) < 4 * min(alone)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_line_needs_torch_or_transformers(name: str) -> None:
+def test_no_command_line_needs_torch_or_transformers() -> None:
     code = (
         "import sys; from moeserve.cli.main import build_parser\n"
-        f"build_parser({name!r}); print('MODULES', *sys.modules)"
+        f"for name in {list(COMMANDS)}:\n"
+        "    build_parser(name)\n"
+        "    assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules), name"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not {"torch", "transformers", "tokenizers"} & set(out.split())
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -142,7 +144,7 @@ def test_serve_passes_its_settings_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got[0].model.model, got[0].server.port, got[0].scheduler.max_num_seqs) == ("some/model", 0, 2000)
 
 
-@pytest.mark.parametrize("words", ["config show", "--help", "bench --help", *(f"{name} --help" for name in COMMANDS)])
+@pytest.mark.parametrize("words", ["config show", "--help", "bench --help", "serve --help"])
 def test_a_reader_that_leaves_is_no_traceback(words: str) -> None:
     # The reader is gone before the first byte, so that even one line of output meets a broken pipe.
     command = f"(sleep 0.3; exec {sys.executable} -m moeserve.cli.main {words}) | true"

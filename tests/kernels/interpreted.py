@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -62,11 +63,16 @@ def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
     return CUT(data, source, target, mode)
 
 
-def patch_language_once_a_launch() -> None:
+def interpret_quickly(*, find_overflows: bool) -> None:
     """At each call of a device function the interpreter looks through all of `triton.language` for what to replace:
-    half of the time of a test. From now on each launch does it, with what the first one found."""
+    half of the time of a test. From now on each launch does it, with what the first one found.
+
+    find_overflows: each sum of integers is computed in 64 bits, too, as the interpreter does: another quarter.
+    """
     if not hasattr(interpreter, "_LangPatchScope"):
         return
+    builder: Any = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=find_overflows)
     look_through, found = interpreter._patch_lang, []
 
     def patch_lang(fn: Any) -> Any:

@@ -73,6 +73,7 @@ def test_any_block_size(block_size: int, make_checkpoint: Any) -> None:
     compare(make_checkpoint("qwen3_moe"), PROMPT, 4, block_size=block_size)
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_16_bit_dtypes_are_close(name: str, dtype: torch.dtype, make_checkpoint: Any) -> None:

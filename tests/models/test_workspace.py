@@ -30,6 +30,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "count", "before"),
@@ -70,6 +71,7 @@ class Echo:
         return torch.cat([x_TD[:count] for count in counts])
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize(("name", "tp_size"), [("qwen3_moe", 2), ("olmoe", 4), ("llama", 2), ("llama", 8)])
 @pytest.mark.parametrize(("rows", "count", "before"), [(1, 512, 0), (200, 1, 30), (6, 64, 500)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from tests.comm.ranks import members_of
 from tests.kernels.interpreted import ordered_dots
 from tests.moe.contract.backends import LOCAL, WIDTH, group
 from tests.moe.contract.test_contract import alone, batch, cases, same_bits
+from tests.warm import Program
 
 pytestmark = [
     pytest.mark.skipif(native() is None, reason="the native module was not built"),
@@ -149,19 +148,15 @@ def test_who_is_gone_is_named_at_once(tmp_path: Path) -> None:
 
 def test_ranks_in_processes(tmp_path: Path) -> None:
     """Also where there is a GPU: then this is CUDA IPC, and what the interpreter cannot tell."""
-    everyone, root = members_of(2, str(tmp_path)), Path(__file__).parents[2]
     children = []
-    for members in everyone:
+    for members in members_of(2, str(tmp_path)):
         told = [msgspec.json.encode(members).decode(), str(tmp_path / f"{members.rank}.pt")]
-        children.append(
-            subprocess.Popen([sys.executable, "-X", "faulthandler", "-m", "tests.moe.ipc_rank", *told], cwd=root)
-        )
+        children.append(Program("import runpy; runpy.run_module('tests.moe.ipc_rank', run_name='__main__')", *told))
     try:
         assert [child.wait(50) for child in children] == [0, 0]
     finally:
         for child in children:
-            child.kill()
-            child.wait()
+            child.__exit__()
     for rank in range(2):
         outs = torch.load(tmp_path / f"{rank}.pt")
         for (case, by_rank), out in zip(cases(2).items(), outs, strict=True):

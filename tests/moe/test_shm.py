@@ -292,7 +292,7 @@ def test_a_silent_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
         with pytest.raises(PeerLost, match=r"rank 2 .*silent for 1000 ms") as lost:
             wait_for_rows(backends[0])
         assert lost.value.missing == (2,)
-        assert 1 <= time.monotonic() - started < 3
+        assert 1 <= time.monotonic() - started < 15
 
 
 def test_ranks_that_diverge_are_told_what_each_did(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_leaving_wakes_waiters_here_and_there(who: int, tmp_path: Path) -> None:
         started = time.monotonic()
         with pytest.raises(PeerLost, match="this rank left its group" if who == 0 else "rank 1 left the group"):
             wait_for_rows(backends[0])
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 15
         backends[0].leave()
         with pytest.raises(PeerLost, match="in no group"):
             wait_for_rows(backends[0])

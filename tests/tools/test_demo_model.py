@@ -74,6 +74,7 @@ def test_tokenizer_keeps_any_text(tokenizer: Any) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.full("models", keep=3)
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [

@@ -225,7 +225,7 @@ def test_leaving_wakes_who_waits(name: str, who: int, tmp_path: Path) -> None:
         threading.Timer(0.3, ranks_of.backends[who].leave).start()
         start = time.monotonic()
         ranks_of.run(work, [0])
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 15
 
 
 @EVERY_BACKEND

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.table import Ops, pick_ops
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import INTERPRETED, LOCAL, NAMES, ON_CPU, TOP_K, WIDTH, group, make
+from tests.warm import Program
 
 EXPERTS = 5
 TOKENS = (33, 7, 0, 12)  # of each rank
@@ -164,19 +163,12 @@ def run_process(name: str, members: Members, path: str) -> None:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_ranks_in_processes(name: str, tmp_path: Path) -> None:
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, name, msgspec.json.encode(m).decode(), str(tmp_path / f"{m.rank}.pt")],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for m in members_of(2, str(tmp_path))
-    ]
-    try:
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(Program(PROCESS, name, msgspec.json.encode(m).decode(), str(tmp_path / f"{m.rank}.pt")))
+            for m in members_of(2, str(tmp_path))
+        ]
         assert [child.wait(50) for child in children] == [0, 0]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
     for rank in range(2):
         for out in torch.load(tmp_path / f"{rank}.pt"):
             assert torch.equal(out, expected(rank))
