@@ -46,7 +46,7 @@ class Rebalancer:
     one layer.
     """
 
-    def __init__(self, placement: Placement, expert_bytes: int, *, gate: Gate = Gate()) -> None:
+    def __init__(self, placement: Placement, expert_bytes: int = 0, *, gate: Gate = Gate()) -> None:
         self.current = placement
         self.pending: Placement | None = None
         self.why = "nothing was counted yet"
