@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -41,6 +42,16 @@ def _quick_interpreter(pytestconfig: pytest.Config) -> None:
         from tests.kernels.interpreted import interpret_quickly
 
         interpret_quickly(find_overflows=bool(pytestconfig.getoption("--full")))
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A server in the tests' process sets up logging, which would hide records from the tests after it."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
 
 
 @pytest.fixture

@@ -222,7 +222,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(error, match, settings):
         (lambda copy: (copy / "config.json").write_text("{"), "config.json"),
         (lambda copy: (copy / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda copy: (copy / "model.safetensors").unlink(), "no \\*.safetensors"),
-        (lambda copy: os.truncate(copy / "model.safetensors", 10**6), "truncated"),
+        (lambda copy: os.truncate(copy / "model.safetensors", 10**6), "incomplete"),
     ],
 )
 async def test_damaged_models_are_refused_without_waiting_for_torch(tmp_path, damage, match):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
-from moeserve.text import sandbox
+from moeserve.text import chat_template
 from moeserve.text.chat_template import ChatTemplate
 from moeserve.text.tokenizer import unshield
 
@@ -166,7 +166,7 @@ HOSTILE = {
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("impatient")
