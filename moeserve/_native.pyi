@@ -48,7 +48,7 @@ def add_rms_norm(
 ) -> None: ...
 def silu_mul(type: Type, rows: int, width: int, x: int, stride: int, out: int, /) -> None: ...
 def sigmoid_gate(type: Type, rows: int, x: int, stride: int, out: int, /) -> None: ...
-def prologue(
+def qk_norm_rope_cache(
     type: Type,
     rows: int,
     real: int,
@@ -64,7 +64,7 @@ def prologue(
     cos: int,
     sin: int,
     scale: float,
-    cells: int,
+    slot_mapping: int,
     k: int,
     v: int,
     kv_type: Type,
@@ -173,7 +173,7 @@ class AttentionBlock:
         rows: int,
         cos: int,
         sin: int,
-        cells: int,
+        slot_mapping: int,
         k: int,
         v: int,
         kv_type: Type,
@@ -188,7 +188,7 @@ class ExpertsBlock:
         gate_up: Packing,
         down: Packing,
         weights: int,
-        slot_bytes: int,
+        expert_bytes: int,
         counts: NDArray[np.int64],
         x: int,
         rows: int,
@@ -262,7 +262,7 @@ def experts(
     gate_up: Packing,
     down: Packing,
     weights: int,
-    slot_bytes: int,
+    expert_bytes: int,
     counts: NDArray[np.int64],
     x: int,
     x_stride: int,

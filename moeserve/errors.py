@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-_FAULT = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$\.?(.*)`)?", re.DOTALL)  # a msgspec.ValidationError
+_FAULT = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$\.?([^`]*)`)?", re.DOTALL)  # a msgspec.ValidationError
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _TYPES = re.compile(r"`([a-z |]+)`")
 _JSON_TYPES = {

@@ -6,7 +6,7 @@ The engine sees only integers: the front end turns bad words into token ids and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -83,9 +83,8 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
 
     def check(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field that is out of its range."""
-        values = msgspec.structs.asdict(self).items()
-        try:  # float(): numpy's are subclasses, which msgspec refuses
-            msgspec.convert({name: float(v) if isinstance(v, float) else v for name, v in values}, SamplingParams)
+        try:
+            msgspec.convert(_plain(msgspec.structs.asdict(self)), SamplingParams)
         except msgspec.ValidationError as error:
             raise invalid_request(error) from error
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -111,3 +110,10 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     stop_ids: tuple[int, ...] = ()
     allowed_ids: tuple[int, ...] | None = None
     bad_seqs: tuple[tuple[int, ...], ...] = ()
+
+
+def _plain(value: Any) -> Any:
+    """Returns the value with Python's own floats: NumPy's are subclasses, which msgspec refuses."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return float(value) if isinstance(value, float) else value

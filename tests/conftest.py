@@ -37,11 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quick_interpreter(pytestconfig: pytest.Config) -> None:
+def _quick_interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
         from tests.kernels.interpreted import interpret_quickly
 
-        interpret_quickly(find_overflows=bool(pytestconfig.getoption("--full")))
+        interpret_quickly()
 
 
 @pytest.fixture(autouse=True)

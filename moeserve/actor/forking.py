@@ -55,7 +55,8 @@ class ForkServer:
 
     async def fork(self, argument: int) -> Forked:
         """Returns a new child, in which `serve` returns `argument` (0 to 255). Raises OSError if there is none."""
-        await asyncio.wait_for(self.until_warm(), WARM_S)
+        async with asyncio.timeout(WARM_S):  # `wait_for` may swallow a cancellation (Python 3.11)
+            await self.until_warm()
         forking = asyncio.get_running_loop().create_task(self._fork(argument), name="fork")
         try:
             return await asyncio.shield(forking)

@@ -89,7 +89,7 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
     url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
     async with (
         listening(sock, context),
-        open_front_end(config, child=True) as front,
+        open_front_end(config, child=True, max_queued=config.server.max_queued_requests) as front,
         AsyncClient(url, key) as client,
     ):
         context.front = front
@@ -97,7 +97,8 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
         context.started = True
         block, death = asyncio.current_task(), asyncio.create_task(front.died())
         assert block is not None
-        death.add_done_callback(lambda task: task.cancelled() or block.cancel())
+        left: list[bool] = []  # whether the block has ended, so that nothing is left to cancel
+        death.add_done_callback(lambda task: task.cancelled() or left or block.cancel())
         try:
             yield client
         except asyncio.CancelledError:
@@ -105,6 +106,7 @@ async def local_server(config: Config) -> AsyncIterator[AsyncClient]:
                 raise death.result() from None
             raise
         finally:
+            left.append(True)
             death.cancel()
 
 

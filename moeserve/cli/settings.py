@@ -173,15 +173,15 @@ class _Loader(yaml.SafeLoader):
 def read_file(path: Path) -> dict[str, Any]:
     """Returns a YAML file's values by "section.name". Raises ConfigError for an unknown key, with the nearest one."""
     try:
-        document = yaml.load(path.read_text("utf-8"), _Loader) or {}
+        document = yaml.load(path.read_text("utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read --config {path}: {error}") from None
     except (yaml.YAMLError, TypeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(document, dict):
+    if not isinstance(document, dict | None):
         raise ConfigError(f"{path}: expected sections such as `server:`, got {document!r:.64}")
     found: dict[str, Any] = {}
-    for section, body in document.items():
+    for section, body in (document or {}).items():
         if section not in SECTIONS:
             raise ConfigError(f"{path}: unknown section {section!r}{_hint('write it', section, SECTIONS)}")
         if not isinstance(body, dict | None):

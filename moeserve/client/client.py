@@ -158,13 +158,14 @@ class ChatCompletions(_Resource):
     ) -> Stream[ChatCompletionChunk]:
         """Returns the answer's stream of chunks."""
 
-    async def create(self, **fields: Any) -> Any:
+    async def create(self, *, messages: Sequence[Mapping[str, Any]], stream: bool = False, **fields: Any) -> Any:
         """Returns the answer to a conversation, or its stream of chunks.
 
         `fields` are those of the request's JSON, as are the entries of `extra_body`; None is left out of `fields`.
         `model` may be left out where the server has one. `extra_headers` and `timeout_s` are for this request alone.
         """
-        return await self._create("/chat/completions", (ChatCompletion, ChatCompletionChunk), **fields)
+        kinds = (ChatCompletion, ChatCompletionChunk)
+        return await self._create("/chat/completions", kinds, messages=messages, stream=stream or None, **fields)
 
 
 class Completions(_Resource):
@@ -178,9 +179,11 @@ class Completions(_Resource):
     async def create(self, *, prompt: Prompt, stream: Literal[True], **fields: Any) -> Stream[Completion]:
         """Returns the answer's stream of chunks."""
 
-    async def create(self, **fields: Any) -> Any:
+    async def create(self, *, prompt: Prompt, stream: bool = False, **fields: Any) -> Any:
         """Returns what follows a text, a list of token ids, or several of either. Other arguments are those of chat."""
-        return await self._create("/completions", (Completion, Completion), **fields)
+        return await self._create(
+            "/completions", (Completion, Completion), prompt=prompt, stream=stream or None, **fields
+        )
 
 
 class Models(_Resource):

@@ -30,15 +30,24 @@ class SSEParser:
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # the beginning of an event
+        self._tail = b""  # the beginning of a line
+        self._data: list[bytes] = []  # of the event that has begun
+        self._size = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Returns the data of each event that `piece` completes. Raises ValueError if one grows beyond 64 MiB."""
-        *events, self._rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
+        *lines, self._tail = (self._tail + piece).replace(b"\r\n", b"\n").split(b"\n")
+        events = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+                self._size += len(line)
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data, self._size = [], 0
+        if len(self._tail) + self._size > MAX_EVENT_BYTES:
             raise ValueError(f"an event of the stream is larger than {MAX_EVENT_BYTES} bytes")
-        lines = ([line for line in event.split(b"\n") if line.startswith(b"data:")] for event in events)
-        return [b"\n".join(line[5:].removeprefix(b" ") for line in data) for data in lines if data]
+        return events
 
 
 class Stream(Generic[T]):

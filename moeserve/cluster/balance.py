@@ -243,8 +243,14 @@ class Traffic:
         for rid in rids:
             if self.waiting.pop(rid, None) is None and (rank := self.balancer.rank_of(rid)) is not None:
                 by_rank.setdefault(rank, []).append(rid)
+        failure: Overloaded | None = None
         for rank, theirs in by_rank.items():
-            self._engines[rank].send(Abort(theirs))
+            try:
+                self._engines[rank].send(Abort(theirs))
+            except Overloaded as error:  # the other engines learn of theirs
+                failure = error
+        if failure is not None:
+            raise failure
 
     def note(self, rank: int, out: StepOutput) -> None:
         """Takes note of a step of this engine, and of the requests that it finished."""

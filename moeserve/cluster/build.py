@@ -124,7 +124,7 @@ def _team(config: Config, role: Role) -> Iterator[Team | None]:
         team.close()
         raise
     finally:
-        shutil.rmtree(folder)  # they are connected: nobody needs the socket's name any more
+        shutil.rmtree(folder, ignore_errors=True)  # they are connected: nobody needs the socket's name any more
 
 
 def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:

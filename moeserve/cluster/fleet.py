@@ -308,13 +308,14 @@ class Fleet(Actor[EngineSaid | EngineLost | EngineEnded | GroupMet | GroupFailed
         if end.restarting or engine.retired or engine not in self.engines:
             return
         name = engine.name
+        if not (self.single or end.exit_code == 0 or end.cause.startswith(name)):
+            end = msgspec.structs.replace(end, cause=f"{name}: {end.cause}")
         if all(other.end is not None for other in self.engines):
             self._end(end)
         elif end.exit_code == 0 and engine.obeyed:
             self._dissolve(engine)
         elif self.together or not self.ready:
-            cause = end.cause if end.cause.startswith(name) else f"{name}: {end.cause}"
-            self._end(msgspec.structs.replace(end, cause=cause))
+            self._end(end)
         else:
             log.error("%s is not started again; %d engines go on", name, len(self._serving()))
 

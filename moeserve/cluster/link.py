@@ -83,7 +83,7 @@ class EngineLink(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine serves and makes progress, as a readiness probe asks."""
+        """Whether the engine serves and, in a process of its own, makes progress, as a readiness probe asks."""
         ...
 
     async def start(self) -> None:

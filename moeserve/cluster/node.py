@@ -198,13 +198,14 @@ class NodeAgent(Actor[ToNode | PeerGone]):
             parallel=replace(ordered.config.parallel, cluster_key_file=own.parallel.cluster_key_file),
             server=replace(ordered.config.server, log_level=own.server.log_level, log_format=own.server.log_format),
         )
-        return msgspec.json.encode(msgspec.structs.replace(ordered, config=config, born_s=time.monotonic()))
+        role = msgspec.structs.replace(ordered.role, folder=self._host.folder)
+        return msgspec.json.encode(msgspec.structs.replace(ordered, config=config, role=role, born_s=time.monotonic()))
 
     def _signal(self, msg: Signal) -> None:
         if (child := self._children.get(msg.id)) is None:
             if (life := self._lives.pop(msg.id, None)) is not None:  # its start is under way
                 life.cancel()
-                why = "was stopped before it began"
+                why = msg.reason or "was stopped before it began"
                 self._tell(Ended(msg.id, Death(life.get_name(), 0, -signal.SIGKILL, 0.0, (), why)))
         elif msg.reason:
             child.kill(msg.reason)

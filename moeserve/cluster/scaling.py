@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BOOT_S = 1800.0  # for new engines to load; one that shows no progress is given up long before
 MOVE_S = 600.0  # for a placement to be prepared and put in force
 CHECK_S = 5.0  # between two looks at the load
 
@@ -58,7 +59,11 @@ class Scaling:
         if parallel.ep == "on" and spec.num_experts and not fleet.single:
             fleet.experts = await asyncio.to_thread(self._shard_experts)
         self._run_dir = RunDir()
-        self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+        try:
+            self.machines = await Rendezvous.open(fleet.config, self._run_dir.path)
+        except BaseException:
+            self._run_dir.close()
+            raise
         self.machines.here.keep(fleet.config)
         table = fleet.experts.table if fleet.experts is not None else None
         engines = fleet.engines = self._new_engines(range(parallel.dp), parallel.dp, table)
@@ -210,7 +215,12 @@ class Scaling:
 
     async def _boot(self, new: list[EngineHandle]) -> None:
         """Returns once the new engines are up. Raises what keeps one of them from serving."""
-        facts = await asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new))
+        try:
+            async with asyncio.timeout(BOOT_S):
+                facts = await asyncio.gather(*(asyncio.shield(engine.first_ready) for engine in new))
+        except TimeoutError:
+            late = [engine.name for engine in new if not engine.up]
+            raise ConfigError(f"{', '.join(late)} did not load within {BOOT_S:g} s") from None
         combined([*(engine.ready for engine in self._fleet.engines if engine.ready is not None), *facts])
 
     async def _meet(self, engines: list[EngineHandle], table: PlacementTable) -> None:

@@ -67,6 +67,8 @@ def request_of(msg: Submit, arrival: int, max_model_len: int, vocab_size: int) -
 
     The front end has checked all of this with better messages: this protects the engine and its other requests.
     """
+    if len(msg.tokens) % 4:
+        raise InvalidRequest(f"tokens has {len(msg.tokens)} bytes, not a whole number of int32")
     tokens, sampling = np.frombuffer(msg.tokens, "<i4"), msg.sampling
     num_emitted = len(tokens) - msg.num_prompt
     for name, values, low, high in (

@@ -213,7 +213,7 @@ def token_sampling(
     """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i, and only the first one
     computes prompt logprobs.
 
-    max_tokens is cut to the room that the context leaves (at least 1: `check_prompt` came first). Raises
+    max_tokens is cut to the room that the context leaves (at least 1: `check_request` came first). Raises
     InvalidRequest for a parameter out of its range.
     """
     params.check(ready.vocab_size)

@@ -37,11 +37,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         with safe_open(path, "np"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            entries: dict[str, Any] = msgspec.json.decode(file.read(length))
+            entries = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     except (SafetensorError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path} is damaged or incomplete: {error}; download it again") from None
+        raise CheckpointError(f"{path} is damaged or incomplete: {str(error)[:300]}; download it again") from None
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

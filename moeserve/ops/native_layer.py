@@ -23,7 +23,7 @@ from torch import Tensor
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import GroupInputs, StepInputs, entry_width
 from moeserve.ops.native import native
-from moeserve.ops.native_rows import TYPES, address
+from moeserve.ops.native_rows import KV_TYPES, TYPES, address
 from moeserve.ops.quantised import Quantised, Weight
 
 BLOCK = 16  # columns of a packed block
@@ -147,7 +147,7 @@ def attention(
     out = torch.empty((num_rows, num_heads * d), dtype=q_THd.dtype)
     plan.pieces.run(
         q_THd.data_ptr(), q_THd.stride(0), TYPES[q_THd.dtype], k_cache.data_ptr(), v_cache.data_ptr(),
-        TYPES[k_cache.dtype], out.data_ptr(), num_rows, soft_cap, address(sinks_H),
+        KV_TYPES[k_cache.dtype], out.data_ptr(), num_rows, soft_cap, address(sinks_H),
     )  # fmt: skip
     return out
 
@@ -166,7 +166,7 @@ class AttentionBlock:
         self._keep = qkv, out, rule  # whose memory the block reads
         self._dtype = dtype
         self._shape = rule.num_heads, rule.num_kv_heads, dim
-        self._kv_types = {(kv, entry_width(dim, kv)): TYPES[kv] for kv in (dtype, torch.int8)}
+        self._kv_types = {(kv, entry_width(dim, kv)): KV_TYPES[kv] for kv in (dtype, torch.int8)}
         self._columns = rule.num_heads * dim if out is None else out.matrix.columns
         self._block = _native.AttentionBlock(
             TYPES[dtype], qkv.matrix, None if out is None else out.matrix, rule.num_heads, rule.num_kv_heads, dim,

@@ -23,7 +23,8 @@ AVAILABLE = _native is not None and bool(_native.supported_isas())
 _empty = torch.empty
 _FLOATS = ("float32", "bfloat16", "float16") if AVAILABLE else ()
 _ELEMENTS = {getattr(torch, name): getattr(_native.Element, name) for name in _FLOATS}
-TYPES = {getattr(torch, name): getattr(_native.Type, name) for name in (*_FLOATS, *(("int8",) if AVAILABLE else ()))}
+TYPES = {getattr(torch, name): getattr(_native.Type, name) for name in _FLOATS}
+KV_TYPES = TYPES | ({torch.int8: _native.Type.int8} if AVAILABLE else {})  # that a cache may have
 
 
 def address(x: Tensor | None) -> int:
@@ -84,7 +85,7 @@ def qk_norm_rope_cache(
         TYPES[qkv_THd.dtype], rows, slot_mapping_T.shape[0], rule.num_heads, rule.num_kv_heads, dim,
         qkv_THd.data_ptr(), row_stride, address(normed_THd), address(rule.norms), rule.eps, rule.clip,
         cos_T1d.data_ptr(), sin_T1d.data_ptr(), rule.scale, slot_mapping_T.data_ptr(), k_cache.data_ptr(),
-        v_cache.data_ptr(), TYPES[k_cache.dtype], q_THd.data_ptr(),
+        v_cache.data_ptr(), KV_TYPES[k_cache.dtype], q_THd.data_ptr(),
     )  # fmt: skip
     return q_THd
 

@@ -38,7 +38,7 @@ class GroupedRunner(ThreadedRunner):
         self.team = team
         self.on_placed: Callable[[Placed], None] | None = None
         self.on_traced: Callable[[Traced], object] | None = None
-        model.on_placed = lambda placed: self.on_placed and self.on_placed(placed)
+        model.on_placed = lambda placed: (hear := self.on_placed) and hear(placed)  # it may become None meanwhile
         self._lost: PeerLost | None = PeerLost("this engine has not joined its group yet")
         self.overtaken = False
         self._newest: StepPlan | None = None  # the last one that has begun

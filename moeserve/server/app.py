@@ -113,7 +113,11 @@ class HttpCall:
         """Returns the parameters of the URL as a struct; `?x` alone means true. Raises InvalidRequest."""
         given = {name: value or "true" for name, value in self.request.query.items()}
         self._note_unknown(unknown_fields(given, kind.__struct_fields__))
-        return convert(given, kind, strict=False)
+        try:
+            return convert(given, kind, strict=False)
+        except InvalidRequest as error:
+            what, shown = error.message.removesuffix(", got a string"), shorten(given.get(error.param or "", ""))
+            raise InvalidRequest(f"{what}, not {shown!r}", param=error.param) from None
 
     def _note_unknown(self, unknown: list[str]) -> None:
         """Raises InvalidRequest under --strict; otherwise the answer carries a Warning header."""

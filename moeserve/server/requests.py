@@ -133,6 +133,7 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logits_processors": ("custom logits processors are not supported", ([],)),
     "kv_transfer_params": ("KV transfer is not supported", ()),
 }
+_MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
 _MESSAGE_REFUSED = ("tool_calls", "tool_call_id", "function_call")
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -270,6 +271,8 @@ def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
 def _check_message_fields(messages: list[dict[str, Any]]) -> list[str]:
     unknown: list[str] = []
     for i, message in enumerate(messages):
+        if message.keys() <= _MESSAGE_FIELDS:
+            continue
         for name in _MESSAGE_REFUSED:
             if message.get(name):
                 param = f"messages[{i}].{name}"

@@ -75,7 +75,8 @@ def bind(config: ServerConfig) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             what = f"port {port} of {host} is in use; choose another with --port, or --port 0 for any"
             raise AddressInUse(what) from error
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        why = os.strerror(error.errno) if error.errno else error
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}") from error
     sock.setblocking(False)
     return sock
 

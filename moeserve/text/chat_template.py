@@ -83,7 +83,7 @@ class ChatTemplate:
         source = read_config(model_dir, "tokenizer_config.json").get("chat_template")
         origin = f"{model_dir / 'tokenizer_config.json'} chat_template"
         if isinstance(source, list):
-            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            named = {entry.get("name"): entry.get("template", 0) for entry in source if isinstance(entry, dict)}
             source = named.get("default", next(iter(named.values()), 0))
         if not isinstance(source, str | None):
             raise CheckpointError(f"{origin} is neither a text nor a list of named texts")
@@ -121,7 +121,7 @@ class ChatTemplate:
             text = self._run(variables | {"messages": shielded, "add_generation_prompt": add_generation_prompt})
         except Exception as error:  # a template is a program: it may fail in any way on these messages
             what = f"fails on these messages ({type(error).__name__})"
-            if isinstance(error, SecurityError):
+            if isinstance(error, SecurityError | OverflowError):
                 what = f"exceeds its limits: {str(error)[:200]}"
             elif type(error) is jinja2.TemplateError:  # by raise_exception()
                 what = f"rejects these messages: {str(error)[:200]}"
@@ -297,7 +297,9 @@ def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
 
 
 def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
-    _check_size(len(text) + width * (text.count("\n") + 1))
+    if width > MAX_INDENT:
+        raise SecurityError(f"an indent of more than {MAX_INDENT}")
+    _check_size(len(text) + width * len(text.splitlines()))
     return str(jinja2.filters.do_indent(text, width, first, blank))
 
 

@@ -179,7 +179,7 @@ def test_log_lines_cannot_be_forged_and_are_bounded(run: Run) -> None:
 
 def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_news(run: Run) -> None:
     async def main() -> None:
-        body = "import subprocess; subprocess.Popen(['sleep', '5']); print('bye', flush=True); os._exit(3)"
+        body = "import subprocess; subprocess.Popen(['sleep', '60']); print('bye', flush=True); os._exit(3)"
         started_s = time.monotonic()
         death = await Child.start("engine", script(body), b"{}", forward=Lines()).death()
         assert (death.exit_code, death.log_tail) == (3, ("bye",))

@@ -128,6 +128,8 @@ def test_a_mistyped_variable_is_noticed() -> None:
         ("server:\n  port: 1\n  port: 2\n", ["'port' is given twice", "line 3"]),
         ("server: 5\n", ["server", "`name: value` lines"]),
         ("- 1\n", ["expected sections"]),
+        ("[]\n", ["expected sections"]),
+        ("false\n", ["expected sections"]),
         ("server: {port: [1}\n", ["not valid YAML", "line 1"]),
         ("server: !!python/object/apply:os.system [true]\n", ["not valid YAML"]),
         ("? [1, 2]\n: 3\n", ["not valid YAML"]),

@@ -23,6 +23,7 @@ def changed(**fields: object) -> Submit:
 @pytest.mark.parametrize(
     ("msg", "words"),
     [
+        (changed(tokens=b"123"), "3 bytes"),
         (changed(tokens=b"", num_prompt=0), r"number of tokens must lie in 1\.\.63, got 0"),
         (changed(num_prompt=0), r"num_prompt must lie in 1\.\.3, got 0"),
         (changed(num_prompt=4), r"num_prompt must lie in 1\.\.3, got 4"),

@@ -50,6 +50,7 @@ LIES: dict[str, Any] = {
     "end before begin": {"w": entry(offsets=[8, 0])},
     "float offset": {"w": entry(offsets=[0, 8.5])},
     "three offsets": {"w": entry(offsets=[0, 4, 8])},
+    "entry in serde's other form": {"w": ["F32", [2], [0, 8]]},
     "gap at the start": {"w": entry(shape=[1], offsets=[4, 8])},
     "gap at the end": {"w": entry(shape=[1], offsets=[0, 4])},
     "overlap": {"v": entry(), "w": entry(shape=[1], offsets=[4, 8])},

@@ -130,6 +130,12 @@ def test_special_values_pass_through(isa: str) -> None:
         assert torch.equal(got[~got.isnan()].signbit(), expected[~got.isnan()].signbit())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_refuses_other_dtypes(dtype: torch.dtype) -> None:
+    with pytest.raises(KeyError):
+        NativeLinear(torch.ones(16, 16).to(dtype))
+
+
 def quantised(kind: str, n: int, k: int, group: int, zeros: bool) -> tuple[Any, Tensor, Tensor, Tensor]:
     """(packing, packed bytes, the weights [n, k] as the chains see them, scales [n, groups])."""
     generator = torch.Generator().manual_seed(k)

@@ -141,6 +141,7 @@ CASES: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("best_of", COMPLETIONS, text(best_of=2), 400, "unsupported_parameter", "best_of"),
     ("best_of 1", COMPLETIONS, text(best_of=1), 200, None, None),
     ("effort", CHAT, chat(reasoning_effort="low", verbosity="high"), 200, None, None),
+    ("a path of its own", CHAT, chat(reasoning_effort="- at `$." + "A" * 99), 400, "invalid_value", "reasoning_effort"),
     ("no such effort", CHAT, chat(reasoning_effort="enormous"), 400, "invalid_value", "reasoning_effort"),
     ("stream_options {}", CHAT, chat(stream_options={}), 200, None, None),
     ("suffix", COMPLETIONS, text(suffix="x"), 400, "unsupported_parameter", "suffix"),

@@ -158,6 +158,7 @@ HOSTILE = {
     "output": "{% set a = 'a' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
     "indent": "{{ 'a'|indent(1000000000, true) }}",
     "tojson indent": "{{ [[1]]|tojson(indent=1000000000) }}",
+    "indent of other lines": "{{ ('a\\r' * 200)|indent(30000000) }}",
     "mutation": "{{ messages.append(1) }}",
     "include": "{% include '/etc/passwd' %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
