@@ -320,7 +320,7 @@ def test_bad_config_is_refused_with_key_and_remedy(
     began = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         read_model_spec(model_dir)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 10
     assert says in str(caught.value)
     assert str(model_dir / "config.json") in str(caught.value)
     assert len(str(caught.value)) < 1000

