@@ -96,13 +96,13 @@ def environment_of(name: str, python: str, threads: int) -> dict[str, str]:
 
 
 @contextmanager
-def started(name: str, python: str, model: Path, threads: int, log: Path) -> Iterator[tuple[Engine, float]]:
+def started(name: str, python: str, model: Path, threads: int, log: Path, **env: str) -> Iterator[tuple[Engine, float]]:
     """An engine that has given a first answer, and the seconds that this took from the start of its process."""
     command = [python, str(ROOT / "benchmarks/peers_engine.py"), name, str(model), "--threads", str(threads)]
     begun_s = time.perf_counter()
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, env=environment_of(name, python, threads), text=True, start_new_session=True,
+            command, env=environment_of(name, python, threads) | env, text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
         )  # fmt: skip
     engine = Engine(name, process)
@@ -203,16 +203,20 @@ def one_case(
         print(f"others use {busy:.0f} % of the CPUs: this round says little", file=sys.stderr)
     samples = []
     for engine in engines:
-        first_s, _ = engine.ask(prompts, 1)
-        if case.is_prefill:
-            speed = case.batch * case.prompt_tokens / first_s
-        else:
-            seconds, _ = engine.ask(prompts, case.new_tokens)
-            speed = case.batch * (case.new_tokens - 1) / (seconds - first_s)
+        speed, _ = speed_of(engine, case, prompts)
         print(f"{case.name} round {number}: {engine.name} {speed:.1f} tokens/s, floor {floor:.0f}", file=sys.stderr)
         sample = {"case": case.name, "round": number, "engine": engine.name, "tokens_per_s": speed, "floor": floor}
         samples.append(sample | asdict(rates) | {"others_percent": busy})
     return samples
+
+
+def speed_of(engine: Engine, case: Case, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+    """Tokens per second, of the prompts or of decoding alone, and the tokens of each answer."""
+    first_s, tokens = engine.ask(prompts, 1)
+    if case.is_prefill:
+        return case.batch * case.prompt_tokens / first_s, tokens
+    seconds, tokens = engine.ask(prompts, case.new_tokens)
+    return case.batch * (case.new_tokens - 1) / (seconds - first_s), tokens
 
 
 def prompts_of(case: Case, vocab_size: int, number: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from typing import Any
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], Prompts]
 MAX_LEN, MAX_SEQS = 2048, 256
+DUMMY: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "kv_cache_bytes": 2**30}
 
 
 def moeserve(model: str, threads: int, **options: Any) -> Run:
@@ -120,6 +121,7 @@ ENGINES: dict[str, tuple[str, Callable[[str, int], Run]]] = {  # by name: the mo
     "moeserve": ("moeserve", moeserve),
     "moeserve-int8": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int8")),
     "moeserve-int4": ("moeserve", lambda model, threads: moeserve(model, threads, quantization="int4")),
+    "moeserve-dummy": ("moeserve", lambda model, threads: moeserve(model, threads, **DUMMY)),
     "vllm": ("vllm", vllm),
     "llamacpp": ("llama_cpp", llamacpp),
     "transformers": ("transformers", transformers),

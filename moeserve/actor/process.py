@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
@@ -162,7 +162,6 @@ class Child(Process):
         command: Sequence[str],
         document: bytes | None,
         *,
-        env: Mapping[str, str] | None = None,
         forward: Callable[[str], None] = to_stderr,
         pass_fds: Sequence[int] = (),
     ) -> Child:
@@ -178,7 +177,6 @@ class Child(Process):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=env,
                 bufsize=0,
                 pass_fds=pass_fds,
             )
