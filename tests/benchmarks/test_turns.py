@@ -15,8 +15,7 @@ def test_ratios_are_of_neighbours_and_the_warm_up_does_not_count() -> None:
         return {"x": speed * (1.5 if name == "after" else 1.0)}
 
     compared = in_turns(measure, 3, warm_up=True)
-    assert (
-        asked == [(name, n) for n in (-1, 0, 1, 2) for name in (("after", "before"), ("before", "after"))[n % 2]][::1]
-    )
+    orders = (("before", "after"), ("after", "before"))
+    assert asked == [(name, number) for number in (-1, 0, 1, 2) for name in orders[number % 2]]
     assert compared["after_over_before"] == {"x": 1.5}
     assert [sample["x"] for sample in compared["samples"]["before"]] == [10.0, 1.0, 10.0]
