@@ -127,10 +127,11 @@ def machines(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @dataclass
 class Pair:
-    """What runs: the server, and the agent of machine 1."""
+    """What runs: the server, and the agent of machine 1 with the name of its log."""
 
     server: Server
     node: subprocess.Popen[bytes]
+    log: str
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def pair(machines: Machines) -> Pair:
     assert "--dp is 4 on machine 1, 2 on machine 0" in dp
     node = machines.node("node")
     server.wait_ready(BOOT_S)
-    return Pair(server, node)
+    return Pair(server, node, "node")
 
 
 async def ask(url: str, seen: list[list[int]]) -> list[list[int]]:
@@ -192,7 +193,7 @@ async def test_a_lost_machine_costs_no_token(pair: Pair, machines: Machines, alo
     await until(lambda: not engine.is_running())
     await until(lambda: "waiting for machine 1 of 2" in phase(pair.server))
     assert not streams.done()
-    pair.node = machines.node("again")
+    pair.node, pair.log = machines.node("again"), "again"
     assert await streams == alone
     await until(lambda: pair.server.get("/readyz")[0] == 200, BOOT_S)
 
@@ -205,7 +206,7 @@ def test_without_machine_0_all_others_end(pair: Pair, machines: Machines) -> Non
     assert len(theirs) >= 2
     pair.server.process.kill()
     assert pair.node.wait(10) == 1
-    assert "serve: machine 0 is lost: the connection was closed" in (machines.folder / "again").read_text()
+    assert "serve: machine 0 is lost: the connection was closed" in (machines.folder / pair.log).read_text()
     assert psutil.wait_procs([*ours, *theirs], timeout=10)[1] == []
 
 
