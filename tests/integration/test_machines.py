@@ -75,6 +75,7 @@ class Machines:
         self.key("key", "the secret of two machines")
         self.port = free_port()
         self.log = folder / "machine-0"
+        self.pair: Pair | None = None
 
     def key(self, name: str, secret: str) -> None:
         path = self.folder / name
@@ -106,13 +107,8 @@ class Machines:
         return [(self.folder / log).read_text() for log in options]
 
     def engine_of(self, node: subprocess.Popen[bytes]) -> psutil.Process:
-        """Whose work it is to serve; the fork server is another child."""
-        (engine,) = [
-            process
-            for process in psutil.Process(node.pid).children()
-            if str(process.pid) in self.log.read_text().partition("engine processes ")[2].split("\n")[0]
-        ]
-        return engine
+        """The engine of a machine: its agent's youngest child (the oldest is the fork server)."""
+        return max(psutil.Process(node.pid).children(), key=psutil.Process.create_time)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +130,16 @@ class Pair:
     log: str
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair(machines: Machines) -> Pair:
+    """The same two machines for all tests, or new ones where a test has ended them."""
+    if machines.pair is None or machines.pair.server.process.poll() is not None:
+        machines.pair = started(machines)
+    return machines.pair
+
+
+def started(machines: Machines) -> Pair:
+    """Starts both machines, and two agents that may not join."""
     server = machines.first()
     deadline_s = time.monotonic() + BOOT_S
     while "waiting for machine 1 of 2" not in phase(server):
@@ -163,12 +167,13 @@ def alone(server: Server) -> list[list[int]]:
 
 
 def test_who_cannot_join_says_why(machines: Machines) -> None:
-    asked = {"nobody": {}, "nowhere": {"rendezvous": "nowhere.invalid:29500"}}
+    unused = f"{machines.network.address}:{free_port()}"
+    asked = {"nobody": {"rendezvous": unused}, "nowhere": {"rendezvous": "nowhere.invalid:29500"}}
     if machines.network.prefix:  # without the right to make network namespaces other machines may be reachable
         silent = f"{OURS[:-1]}3:29500"
         asked |= {"unreachable": {"rendezvous": "192.0.2.1:29500"}, "silent": {"rendezvous": silent}}
     nobody, nowhere, *others = machines.whys(**asked)
-    assert f"nobody listens at tcp://{machines.rendezvous}: start machine 0 first, or check --rendezvous" in nobody
+    assert f"nobody listens at tcp://{unused}: start machine 0 first, or check --rendezvous" in nobody
     assert "there is no address for 'nowhere.invalid'" in nowhere
     for said, address in zip(others, ("192.0.2.1:29500", f"tcp://{OURS[:-1]}3:29500"), strict=False):
         assert address in said
