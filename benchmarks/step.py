@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import parser, save
 from moeserve.actor.actor import Inbox
 from moeserve.config import Limits
-from moeserve.engine.blocks import KVGroup
+from moeserve.engine.blocks import KVGroup, KVRule
 from moeserve.engine.core import EngineCore
 from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan
@@ -109,7 +109,7 @@ class _Bench:
             block_size=BLOCK_SIZE,
             num_blocks=2 + num_running * -(-max_len // BLOCK_SIZE),
         )
-        self.scheduler = Scheduler(limits, (KVGroup("full", BLOCK_SIZE, (0,)),), vocab_size=VOCAB_SIZE + 1)
+        self.scheduler = Scheduler(limits, (KVGroup(KVRule(), BLOCK_SIZE, (0,)),), vocab_size=VOCAB_SIZE + 1)
         self.scheduler.plan = self.phases["plan"].wrap(self.scheduler.plan)  # type: ignore[method-assign]
         self.scheduler.update_from_output = self.phases["update_from_output"].wrap(self.scheduler.update_from_output)  # type: ignore[method-assign]
         timed_tables = None if tables is None else self.phases["tables"].wrap(tables)
@@ -168,7 +168,7 @@ def _summary(times: np.ndarray) -> dict[str, float]:
 def runner_tables(num_slots: int, steps: int) -> TablesWork:
     """Returns what a model runner's host side does with a step plan, on CPU, for up to num_slots running requests."""
     torch.set_num_threads(1)
-    groups, upload = (KVGroup("full", BLOCK_SIZE, (0,)),), host_upload
+    groups, upload = (KVGroup(KVRule(), BLOCK_SIZE, (0,)),), host_upload
     max_len = PROMPT_LENGTHS[1] + 2 * (WARM_UP_STEPS + steps)
     tables = Tables(num_slots, max_len, groups, torch.device("cpu"), upload)
 

@@ -8,9 +8,9 @@ freed one first because it is warm; idle ones are evicted in the order in which 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,26 +18,46 @@ from moeserve.engine.plan import I32
 
 
 @dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers with equal caching rules. window: tokens that a position sees, itself included, for kind "window"."""
+class KVRule:
+    """How long the KV entries of a layer are needed.
 
-    kind: Literal["full", "window"]
+    window: tokens that a query sees, itself included. chunk: a query sees the tokens of its own chunk of so many
+    (Llama-4). At most one of the two; without both a query sees all earlier tokens.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether entries are needed as long as their request lives."""
+        return self.window is None and self.chunk is None
+
+    def first_live(self, position: Any) -> Any:
+        """Returns the oldest position that is read to compute `position` (one or an array of them) or any later one."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return position * 0 if self.window is None else np.maximum(position - (self.window - 1), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers with one rule, which share a block table."""
+
+    rule: KVRule
     block_size: int
     layers: tuple[int, ...]
-    window: int | None = None
 
 
-def groups_of(windows: tuple[int | None, ...], block_size: int) -> tuple[KVGroup, ...]:
-    """Returns one group per distinct window, in order of first appearance. windows[i] is layer i's, None for full.
+def groups_of(rules: Sequence[KVRule], block_size: int) -> tuple[KVGroup, ...]:
+    """Returns one group per distinct rule, in order of first appearance. rules[i] is layer i's.
 
-    (None, 64, None, 64) -> full group with layers (0, 2), window group with layers (1, 3)
+    (full, window 64, full, window 64) -> full group with layers (0, 2), window group with layers (1, 3)
     """
-    by_window: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        by_window.setdefault(window, []).append(layer)
-    return tuple(
-        KVGroup("full" if w is None else "window", block_size, tuple(layers), w) for w, layers in by_window.items()
-    )
+    by_rule: dict[KVRule, list[int]] = {}
+    for layer, rule in enumerate(rules):
+        by_rule.setdefault(rule, []).append(layer)
+    return tuple(KVGroup(rule, block_size, tuple(layers)) for rule, layers in by_rule.items())
 
 
 def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
@@ -46,30 +66,23 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
     window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
     """
     whole = -(-num_tokens // group.block_size)
-    if group.window is None:
+    if group.rule.is_full:
         return whole
-    span = group.window - 1 + chunk
+    span = (group.rule.window or group.rule.chunk or 0) - 1 + chunk
     return min(whole, -(-(span - 1) // group.block_size) + 1)
-
-
-def first_live_token(group: KVGroup, position: int) -> int:
-    """Returns the oldest position that is read to compute `position` or any later one."""
-    if group.window is None:
-        return 0
-    return max(0, position - group.window + 1)
 
 
 def longest_hit(group: KVGroup, is_cached: Callable[[int], bool], limit: int) -> int:
     """Returns the largest n <= limit such that the request can continue at block n with cached blocks alone.
 
-    is_cached(i): whether block i of the request's prefix is cached. A full group needs blocks 0..n-1; a window group
-    needs only those that the first token of block n reads, so the search goes from right to left.
+    is_cached(i): whether block i of the request's prefix is cached. A full group needs blocks 0..n-1; any other
+    group needs only those that the first token of block n reads, so the search goes from right to left.
     """
-    if group.window is None:
+    if group.rule.is_full:
         return next((i for i in range(limit) if not is_cached(i)), limit)
     n = limit
     while n > 0:
-        first = first_live_token(group, n * group.block_size) // group.block_size
+        first = int(group.rule.first_live(n * group.block_size)) // group.block_size
         missing = next((i for i in range(n - 1, first - 1, -1) if not is_cached(i)), None)
         if missing is None:
             return n

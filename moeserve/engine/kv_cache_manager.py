@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import BlockPool, Key, KVGroup, blocks_needed, first_live_token, longest_hit
+from moeserve.engine.blocks import BlockPool, Key, KVGroup, blocks_needed, longest_hit
 from moeserve.engine.plan import I32, BlockDiff, BlockMove, Slots
 from moeserve.engine.requests import InputBatch, Request
 from moeserve.engine.store import HostStore
@@ -100,17 +100,17 @@ class KVCacheManager:
         self._extend(request, request.tokens, limit)
         length, before = limit, -1
         for g, group in enumerate(self.groups):
-            if group.window is None:
+            if group.rule.is_full:
                 length = longest_hit(group, self._finder(request, g), length)
-        # A shorter hit stays good for full groups but not for windows: repeat these until they all agree.
+        # A shorter hit stays good for full groups but not for others: repeat these until they all agree.
         while length != before:
             before = length
             for g, group in enumerate(self.groups):
-                if group.window is not None:
+                if not group.rule.is_full:
                     length = longest_hit(group, self._finder(request, g), length)
         blocks = []
         for g, group in enumerate(self.groups):
-            first = first_live_token(group, length * self._block_size) // self._block_size
+            first = int(group.rule.first_live(length * self._block_size)) // self._block_size
             found = [self._find((key, g)) for key in request.hashes[first:length]]
             blocks.append((*(0,) * first, *(block for block in found if block is not None)))
         return Hit(length, tuple(blocks))
@@ -168,7 +168,7 @@ class KVCacheManager:
         indices = np.arange(hit.num_blocks, dtype=np.int32)
         for g, entries in enumerate(tables):
             batch.tables[g][slot, : hit.num_blocks] = entries
-            batch.passed[g][slot] = first_live_token(self.groups[g], num_hit) // self._block_size
+            batch.passed[g][slot] = int(self.groups[g].rule.first_live(num_hit)) // self._block_size
             if hit.num_blocks:
                 self._entries[g].append((np.full(hit.num_blocks, slot, np.int32), indices, entries))
         return slot
@@ -217,10 +217,10 @@ class KVCacheManager:
         """Gives up blocks that no position from start[i] on can see; the null block takes their table entries."""
         batch = self.batch
         for g, group in enumerate(self.groups):
-            if group.window is None:
+            if group.rule.is_full:
                 continue
             passed = batch.passed[g]
-            live = np.maximum(start - (group.window - 1), 0) // self._block_size
+            live = group.rule.first_live(start) // self._block_size
             for i in np.flatnonzero(live > passed[slots]).tolist():
                 slot, first, end = int(slots[i]), int(passed[slots[i]]), int(live[i])
                 row = batch.tables[g][slot]

@@ -16,7 +16,7 @@ import msgspec
 from moeserve.cluster.assemble import Built
 from moeserve.cluster.order import Role
 from moeserve.config import Config, Limits
-from moeserve.engine.blocks import KVGroup
+from moeserve.engine.blocks import KVGroup, KVRule
 from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.errors import DoesNotFit, PeerLost
@@ -52,7 +52,7 @@ def null(config: Config, role: Role, progress: Progress, runner: Any = None) -> 
         startup_s=0.0,
         notes=(config.model.model,),
     )
-    return runner or NullRunner(), limits, ready, (KVGroup("full", 16, (0,)),), ()
+    return runner or NullRunner(), limits, ready, (KVGroup(KVRule(), 16, (0,)),), ()
 
 
 def imports_torch(config: Config, role: Role, progress: Progress) -> Built:

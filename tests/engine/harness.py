@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import Key, KVGroup, groups_of
+from moeserve.engine.blocks import KVGroup, KVRule, Key, groups_of
 from moeserve.engine.kv_cache_manager import chain, root_of
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler
@@ -19,9 +19,9 @@ from moeserve.sampling import TokenSampling
 from tests.engine.fake_model import POISON, U64, VOCAB, FakeModelRunner, layers, oracle, score, states
 
 EOS = 1
-FULL = groups_of((None,), 4)
-HYBRID = groups_of((None, 6), 4)
-WINDOWS = groups_of((6, 11), 4)
+FULL = groups_of((KVRule(),), 4)
+HYBRID = groups_of((KVRule(), KVRule(6)), 4)
+WINDOWS = groups_of((KVRule(6), KVRule(11)), 4)
 
 
 def limits_of(**changes: int | bool) -> Limits:

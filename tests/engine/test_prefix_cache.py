@@ -7,12 +7,12 @@ import hashlib
 import numpy as np
 import pytest
 
-from moeserve.engine.blocks import BlockPool, KVGroup, groups_of
+from moeserve.engine.blocks import BlockPool, KVGroup, KVRule, groups_of
 from moeserve.engine.kv_cache_manager import IN_STORE, KVCacheManager, chain, root_of
 from moeserve.engine.requests import Request, request_of
 from tests.engine.harness import limits_of, submit_of
 
-FULL = groups_of((None,), 4)
+FULL = groups_of((KVRule(),), 4)
 
 
 def request(prompt: list[int], **fields: object) -> Request:
@@ -109,7 +109,7 @@ def test_reset_separates_before_from_after() -> None:
 
 
 def test_a_request_that_waited_through_a_reset_finds_nothing_from_before() -> None:
-    manager = manager_of(groups_of((4,), 4))
+    manager = manager_of(groups_of((KVRule(4),), 4))
     running, waiting = request(list(range(12))), request(list(range(12)))
     slots = np.array([admitted(manager, running)], np.intp)
     assert manager.match(waiting).num_blocks == 0
@@ -123,7 +123,7 @@ def test_a_request_that_waited_through_a_reset_finds_nothing_from_before() -> No
 
 
 def test_window_groups_need_only_their_tail_and_all_groups_agree() -> None:
-    manager = manager_of(groups_of((None, 6, 3), 4))
+    manager = manager_of(groups_of((KVRule(), KVRule(6), KVRule(3)), 4))
     tokens = list(range(20))
     full, six, three = computed(manager, tokens)
     # Block 3 of the window of 6 is gone: 4 blocks are out, and 3 blocks need blocks 1 and 2 of that group.
@@ -135,7 +135,7 @@ def test_window_groups_need_only_their_tail_and_all_groups_agree() -> None:
 
 def test_groups_shrink_a_hit_until_all_agree() -> None:
     """The first window allows 4 blocks, the second then only 2, and that again is too much for the first."""
-    manager = manager_of(groups_of((6, 11), 4))
+    manager = manager_of(groups_of((KVRule(6), KVRule(11)), 4))
     tokens = list(range(24))
     computed(manager, tokens)
     for g, kept in ((0, {0, 2, 3}), (1, {0, 1})):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.engine.blocks import KVGroup
+from moeserve.engine.blocks import KVGroup, KVRule
 from moeserve.engine.plan import BlockDiff, StepPlan
 from moeserve.runner.gpu import RingUpload
 from moeserve.runner.tables import HostRows, Tables, Upload, host_upload, prepare_inputs
 
 CPU = torch.device("cpu")
-GROUPS = (KVGroup("full", 4, (0,)), KVGroup("window", 4, (1,), 8))
+GROUPS = (KVGroup(KVRule(), 4, (0,)), KVGroup(KVRule(8), 4, (1,)))
 
 
 @pytest.mark.parametrize("upload", [host_upload, RingUpload(CPU, 3, pinned=False)], ids=["host", "ring"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moeserve.config import Limits, config_of
-from moeserve.engine.blocks import KVGroup, groups_of
+from moeserve.engine.blocks import KVGroup, KVRule, groups_of
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.runner.cpu import host_memory
 from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions, page_locked
@@ -27,8 +27,8 @@ from moeserve.runner.limits import (
 from tests.runner.harness import spec_of
 
 GIB = 2**30
-FULL = (KVGroup("full", 16, (0, 1)),)
-HYBRID = groups_of((None, 64, None, 64), 16)
+FULL = (KVGroup(KVRule(), 16, (0, 1)),)
+HYBRID = groups_of((KVRule(), KVRule(64), KVRule(), KVRule(64)), 16)
 
 
 def plan(
@@ -142,7 +142,7 @@ def test_whatever_is_promised_fits_beside_null_block_and_watermark(
 
 
 def test_a_window_group_needs_no_more_than_window_and_chunk() -> None:
-    window = (groups_of((64,), 16)[0],)
+    window = (groups_of((KVRule(64),), 16)[0],)
     assert longest_context(window, blocks_for(window, 10**6, 256), 256, 10**6) == 10**6
     assert longest_context(FULL, 10, 256, 10**6) == 160
     assert longest_context(FULL, 0, 256, 10**6) == 0

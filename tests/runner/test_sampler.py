@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.engine.blocks import KVGroup
+from moeserve.engine.blocks import KVGroup, KVRule
 from moeserve.engine.plan import NewRequest
 from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise, reference
@@ -29,7 +29,7 @@ KINDS = [NativeSampler, ReferenceSampler] if native_rows.AVAILABLE else [Referen
 
 def sampler_of(vocab: int, slots: int = 64, kind: type[ReferenceSampler] = KINDS[0]) -> ReferenceSampler:
     upload = host_upload
-    tables = Tables(slots, MAX_LEN, (KVGroup("full", 16, (0,)),), CPU, upload)
+    tables = Tables(slots, MAX_LEN, (KVGroup(KVRule(), 16, (0,)),), CPU, upload)
     return kind(vocab, tables, upload)
 
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from moeserve.engine.blocks import KVGroup
+from moeserve.engine.blocks import KVGroup, KVRule
 from moeserve.engine.plan import BlockDiff, NewRequest
 from moeserve.errors import ConfigError
 from moeserve.runner.gpu import RingUpload
@@ -15,7 +15,7 @@ from moeserve.runner.tables import Tables, Upload, _last_writes, host_upload
 from moeserve.sampling import TokenSampling
 
 CPU = torch.device("cpu")
-GROUPS = (KVGroup("full", 4, (0,)), KVGroup("window", 4, (1,), 8))
+GROUPS = (KVGroup(KVRule(), 4, (0,)), KVGroup(KVRule(8), 4, (1,)))
 
 
 def diff(*entries: tuple[int, int, int]) -> BlockDiff:

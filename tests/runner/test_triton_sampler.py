@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.engine.blocks import KVGroup
+from moeserve.engine.blocks import KVGroup, KVRule
 from moeserve.engine.plan import NewRequest
 from moeserve.runner.gpu import RingUpload
 from moeserve.runner.sampling.reference import ReferenceSampler
@@ -25,7 +25,7 @@ SLOTS = 24
 def pair(vocab: int) -> tuple[Sampler, Sampler]:
     """In torch on the CPU, and by Triton."""
     upload = RingUpload(DEVICE, 64, pinned=DEVICE.type == "cuda")
-    group = (KVGroup("full", 16, (0,)),)
+    group = (KVGroup(KVRule(), 16, (0,)),)
     plain = Tables(SLOTS, MAX_LEN, group, torch.device("cpu"), host_upload)
     tables = Tables(SLOTS, MAX_LEN, group, DEVICE, upload)
     return ReferenceSampler(vocab, plain, host_upload), TritonSampler(vocab, tables, upload)
