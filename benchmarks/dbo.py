@@ -24,7 +24,6 @@ says so and ends otherwise.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
@@ -39,7 +38,7 @@ import numpy as np
 from benchmarks.common import parser, save
 from benchmarks.dbo_link import Link, slow_link
 from benchmarks.dbo_rank import MODES, Mode, Order, Phase, Setup, Step
-from moeserve.loader.spec import ModelSpec, RouterSpec
+from benchmarks.specs import Sizes
 from moeserve.messages import TraceEvent
 
 LEARNING = 8  # prefill steps in which auto makes up its mind
@@ -66,37 +65,28 @@ def main() -> None:
     if len(cores) < 2:
         sys.exit("this needs two cores: each rank computes on one")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the namespaces go as well
-    spec = _spec(args)
+    sizes = _sizes(args)
     with slow_link() as link, contextlib.ExitStack() as stack:
         pair = _Pair(
-            stack.enter_context(_started(Setup(rank, spec, args.tokens, args.prompt, args.batch), link, cores[rank]))
+            stack.enter_context(_started(Setup(rank, sizes, args.tokens, args.prompt, args.batch), link, cores[rank]))
             for rank in (0, 1)
         )
         results = {
-            "model": dataclasses.asdict(spec),
+            "model": msgspec.to_builtins(sizes),
             "prefill": _prefill(pair, link, args.ratio, args.rounds),
             "decode": _decode(pair, link, args.auto_rounds),
         }
     save("dbo", args, results)
 
 
-def _spec(args: Any) -> ModelSpec:
-    return ModelSpec(
-        architecture="MixtralForCausalLM",
-        dtype="float32",
-        vocab_size=4096,
-        hidden_size=args.hidden,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=max(1, args.heads // 4),
-        head_dim=128,
-        max_position=4096,
-        norm_eps=1e-5,
-        num_experts=args.experts,
-        experts_per_token=args.top_k,
+def _sizes(args: Any) -> Sizes:
+    return Sizes(
+        hidden=args.hidden,
+        layers=args.layers,
+        heads=args.heads,
+        experts=args.experts,
+        top_k=args.top_k,
         expert_size=args.expert_size,
-        moe_layers=(True,) * args.layers,
-        router=RouterSpec(renormalize=True),
     )
 
 

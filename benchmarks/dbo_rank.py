@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from benchmarks.dbo_link import ADDRESSES
+from benchmarks.specs import Sizes
 from moeserve.comm.members import Members
 from moeserve.comm.world import World
 from moeserve.engine.plan import I32, Agreed, StepPlan, StepResult, best_split
 from moeserve.engine.vote import Vote, decide
-from moeserve.loader.spec import ModelSpec
 from moeserve.messages import TraceEvent
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
@@ -34,7 +34,7 @@ from moeserve.moe.all2all.registry import BackendFacts
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.all2all.wire_format import wire_of
 from moeserve.moe.placement.placement import Placement
-from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.ops.table import pick_ops
 from moeserve.runner.dbo import OverlapPolicy
 from moeserve.runner.ubatches import UBatchRunner
@@ -52,7 +52,7 @@ class Setup(msgspec.Struct, frozen=True):
     """tokens: of a rank's prefill step, in requests of `prompt`. batch: requests of its decode step."""
 
     rank: int
-    spec: ModelSpec
+    sizes: Sizes
     tokens: int
     prompt: int
     batch: int
@@ -85,15 +85,17 @@ class Rank:
         self.peer = _connect(setup.rank).makefile("rwb")
         self.ubatches = UBatchRunner(2)
         self.model = _build(setup)
-        spec = setup.spec
+        spec = setup.sizes.spec()
         counts = np.full(setup.tokens // setup.prompt, setup.prompt, np.int32)
         self.inputs = {
             "prefill": (step_inputs(counts, 0), counts),
             "decode": (step_inputs(np.ones(setup.batch, np.int32), CONTEXT), np.ones(setup.batch, np.int32)),
         }
         blocks = max(int(inputs.groups[0].blocks_RN.max()) + 1 for inputs, _ in self.inputs.values())
-        shape = (blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
-        self.kv = [LayerKV(torch.zeros(shape), torch.zeros(shape)) for _ in range(spec.num_layers)]
+        self.kv: list[LayerCache] = [
+            tuple(torch.zeros(blocks, BLOCK, tensor.heads, tensor.width) for tensor in layer.mixer.cache(1))
+            for layer in spec.layers
+        ]
         self.policies = {mode: OverlapPolicy(mode) for mode in MODES}
         self.num_steps = 0
 
@@ -171,7 +173,7 @@ def _patiently(address: tuple[str, int]) -> socket.socket:
 
 def _build(setup: Setup) -> Decoder:
     """The rank's part of a model with random weights, its experts joined with the other rank's."""
-    spec, world = setup.spec, World(setup.rank, 2)
+    spec, world = setup.sizes.spec(), World(setup.rank, 2)
     placement = Placement.initial(spec.num_layers, spec.num_experts, 2)
     plan = load_plan(spec, (), world, placement)
     generator = torch.Generator().manual_seed(7)

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from benchmarks.common import parser, save
+from benchmarks.specs import Sizes
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.spec import ModelSpec, RouterSpec
 from moeserve.messages import Placed
 from moeserve.models.load_plan import expert_load_plan
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.moe.layer import MoELayer
@@ -37,6 +38,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, moved, rank_loads, solve
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.rules import RouterRule
 from moeserve.ops.table import pick_ops
 from moeserve.runner.experts import ExpertStore
 
@@ -112,11 +114,10 @@ def solve_time(layers: int, experts: int, ranks: int, redundant: int) -> dict[st
 
 def moving(num_steps: int) -> dict[str, Any]:
     """Rank 0 of 2 computes on; then it takes over the experts of rank 1."""
-    spec = ModelSpec(
-        architecture="Qwen3MoeForCausalLM", dtype="float32", vocab_size=8, hidden_size=512, num_layers=8, num_heads=1,
-        num_kv_heads=1, head_dim=8, max_position=8, norm_eps=1e-5, num_experts=32, experts_per_token=TOP_K,
-        expert_size=256, moe_layers=(True,) * 8, router=RouterSpec(renormalize=True),
-    )  # fmt: skip
+    spec = Sizes(
+        architecture="Qwen3MoeForCausalLM", vocab=8, hidden=512, layers=8, heads=1, head_dim=8, experts=32, top_k=TOP_K,
+        expert_size=256,
+    ).spec()  # fmt: skip
     start = Placement.initial(8, spec.num_experts, 2)
     rows_LS = start.experts_LS[:, ::-1].copy()
     with tempfile.TemporaryDirectory(prefix="moeserve-bench-") as folder:
@@ -171,7 +172,9 @@ def _rank(folder: Path, spec: ModelSpec, placement: Placement) -> tuple[list[MoE
     for layer in range(placement.num_layers):
         packed = kernel.stack([kernel.pack_expert(*files.read(layer, expert)) for expert in placement.local(layer, 0)])
         gate = ops.pack_linear(torch.randn(placement.experts_per_rank, spec.hidden_size), None)
-        router = Router(gate, spec.experts_per_token, spec.router, ops)  # chooses among the slots that are here
+        router = Router(
+            gate, spec.experts_per_token, RouterRule(renormalize=True), ops
+        )  # chooses among the slots that are here
         layers.append(
             MoELayer(
                 router, LocalAll2All(placement.experts_per_rank), kernel, packed, LogicalToPhysical(placement, layer)

@@ -1,94 +1,131 @@
-"""The attention block of a decoder: project, normalise, rotate, write to the cache, attend, project back.
+"""Grouped-query attention in numbers: heads, norms, rotary embedding, and which earlier tokens a query sees.
 
-T tokens (padded rows included), D model width, H heads and G KV heads of this rank, d head width.
+D model width, H query heads and G KV heads of the model, d head width.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from moeserve.blocks.mixer import CacheTensor
+from moeserve.blocks.rope import RopeSpec
+from moeserve.comm.world import World
+from moeserve.engine.blocks import FULL, KVRule
 
-from moeserve.blocks.linear import ColumnLinear
-from moeserve.comm.tensor import TensorParallel
-from moeserve.loader.spec import Heads, ModelSpec
-from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import Cut, LayerKV
-from moeserve.ops.linear import Linear
-from moeserve.ops.table import Ops
+if TYPE_CHECKING:
+    from moeserve.blocks.attention_layer import AttentionLayer
+    from moeserve.blocks.build import Builder
+    from moeserve.blocks.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """The inputs of one step that the attention blocks of one KV group share."""
+class Heads:
+    """The rank's query heads [first, first + count) and the KV heads that they read."""
 
-    cos_T1d: Tensor  # as ops/elementwise.py's `rotary` takes them
-    sin_T1d: Tensor
-    slot_mapping_T: Tensor  # of the real tokens
-    plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
-    cut: Cut | None = None
-
-    def attend(self, ops: Ops, q_THd: Tensor, kv: LayerKV) -> Tensor:
-        """Returns the attention to the cache, [T, H * d]."""
-        if self.cut is None:
-            return ops.attention(q_THd, kv.k, kv.v, self.plan)
-        return self.cut(q_THd, self.plan, lambda q, plan, out: ops.attention(q, kv.k, kv.v, plan, out=out))
+    first: int
+    count: int
+    first_kv: int
+    count_kv: int
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Grouped-query attention of this rank's heads over its paged cache; head outputs are gathered before `out`.
+    """A mixer: softmax attention of H query heads on G KV heads.
 
-    qkv: D -> (H + 2G) * d, queries first. head_norms: fp32 [H + G, d], a norm per head. full_norms: fp32 weights of the
-    norms over all query heads of the model together and over all its key heads together (OLMoE).
+    qk_norm: RMS norms of queries and keys, per head (Qwen3) or over all heads together (`full`, OLMoE). clip: the
+    largest magnitude of queries, keys and values (OLMoE). scale: of scores; None: d ** -0.5. rope: None for NoPE.
     """
 
-    spec: ModelSpec
-    ops: Ops
-    heads: Heads
-    tp: TensorParallel
-    qkv: Linear
-    out: ColumnLinear
-    head_norms: Tensor | None = None
-    full_norms: tuple[Tensor, Tensor] | None = None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    rule: KVRule = FULL
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["none", "head", "full"] = "none"
+    clip: float | None = None
+    scale: float | None = None
 
-    def __post_init__(self) -> None:
-        spec, ops, heads = self.spec, self.ops, self.heads
-        self._attend = ops.opaque(AttentionStep.attend)  # which may end one recording and begin another
-        clip = math.inf if spec.clip_qkv is None else spec.clip_qkv
-        self._rule = HeadRule(heads.count, heads.count_kv, spec.scale, spec.norm_eps, self.head_norms, clip)
-        self._block = None
-        if ops.attention_block is not None and self.full_norms is None:
-            last = self.out.part if self.tp.size == 1 else None
-            self._block = ops.attention_block(self.qkv, last, self._rule, spec.head_dim, ops.dtype)
+    @property
+    def possible_tp(self) -> list[int]:
+        """Each rank gets equally many query heads, and whole KV heads or a part of one's queries.
 
-    def __call__(self, x_TD: Tensor, step: AttentionStep, kv: LayerKV, channel: int) -> Tensor:
-        """Returns the attention block's output [T, D]; writes the new keys and values to `kv` first."""
-        if self._block is not None:
-            y = self._block(x_TD, step.cos_T1d, step.sin_T1d, kv.k, kv.v, step.slot_mapping_T, step.plan)
-            return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
-        qkv = self.qkv(x_TD)
-        qkv_THd = qkv.view(qkv.shape[0], -1, self.spec.head_dim)
-        normed = None if self.full_norms is None else self._normalise_fully(qkv_THd, self.full_norms, channel)
-        q_THd = self.ops.qk_norm_rope_cache(
-            qkv_THd, self._rule, step.cos_T1d, step.sin_T1d, kv.k, kv.v, step.slot_mapping_T, normed
-        )
-        attended = self._attend(step, self.ops, q_THd, kv)
-        return self.out(self.tp.gather_columns(attended, channel), channel)
+        12 query heads on 4 KV heads -> [1, 2, 4, 12]
+        """
+        heads, kv = self.num_heads, self.num_kv_heads
+        return [tp for tp in range(1, heads + 1) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
 
-    def _normalise_fully(self, qkv_THd: Tensor, weights: tuple[Tensor, Tensor], channel: int) -> Tensor:
-        """Queries and keys in fp32, after norms over all ranks' heads: those are gathered, since a sum of the ranks'
-        sums would round differently."""
-        size, rank, heads = self.tp.size, self.tp.rank, self._rule.num_heads
-        holders = max(1, size // self.spec.num_kv_heads)  # ranks that have the same keys
-        gathered = self.tp.gather_columns(qkv_THd[:, : heads + self._rule.num_kv_heads].flatten(1), channel)
-        all_TRHd = gathered.view(len(gathered), size, -1, self.spec.head_dim)
-        parts = all_TRHd[:, :, :heads], all_TRHd[:, ::holders, heads:]
-        mine = []
-        for part, weight, place in zip(parts, weights, (rank, rank // holders), strict=True):
-            normed = self.ops.rms_norm(part.flatten(1).float(), weight, self._rule.eps)
-            mine.append(normed.view(part.shape)[:, place])
-        return torch.cat(mine, dim=1)
+    @property
+    def sharing(self) -> str:
+        """See `Mixer`."""
+        return f"{self.num_heads} query heads on {self.num_kv_heads} KV heads"
+
+    def local_heads(self, world: World) -> Heads:
+        """Returns this rank's heads; a KV head that several ranks need is computed and cached by each of them.
+
+        8 query heads on 2 KV heads, rank 3 of 4 -> queries 6 and 7, KV head 1
+        """
+        tp, rank = world.tp_size, world.tp_rank
+        assert tp in self.possible_tp, (tp, self)
+        queries = self.num_heads // tp
+        return Heads(rank * queries, queries, rank * self.num_kv_heads // tp, self.local_kv_heads(tp))
+
+    def local_kv_heads(self, tp_size: int) -> int:
+        """Returns the number of KV heads in each rank's cache."""
+        return max(1, self.num_kv_heads // tp_size)
+
+    def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
+        """See `Mixer`."""
+        return tuple(CacheTensor(name, self.local_kv_heads(tp_size), self.head_dim) for name in ("k", "v"))
+
+    def attention_shape(self, tp_size: int) -> tuple[int, int, int]:
+        """See `Mixer`."""
+        return self.num_heads // tp_size, self.local_kv_heads(tp_size), self.head_dim
+
+    def products(self, width: int) -> list[tuple[int, int]]:
+        """See `Mixer`."""
+        heads = self.num_heads * self.head_dim
+        return [(heads + 2 * self.num_kv_heads * self.head_dim, width), (width, heads)]
+
+    def obstacle(self, kernels: str) -> str:
+        """See `Mixer`."""
+        from moeserve.ops.native_layer import HEAD_DIMS  # has torch
+
+        known = self.head_dim in HEAD_DIMS
+        return "" if known else f"{kernels.capitalize()} attention does not know heads of width {self.head_dim}"
+
+    def cache_obstacle(self, dtype: str) -> str:
+        """See `Mixer`."""
+        return ""
+
+    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+        """Adds qkv and out with their biases, q_norm and k_norm."""
+        dim, local = self.head_dim, self.local_heads(plan.world)
+        heads = slice(local.first * dim, (local.first + local.count) * dim)
+        kv_heads = slice(local.first_kv * dim, (local.first_kv + local.count_kv) * dim)
+        rows = [("q", self.num_heads * dim, heads), *((x, self.num_kv_heads * dim, kv_heads) for x in "kv")]
+        for ending, tail in (("weight", (plan.width,)), ("bias", ()))[: 1 + self.qkv_bias]:
+            sources = [(plan.spell(theirs, f"self_attn.{x}_proj.{ending}"), n, part) for x, n, part in rows]
+            plan.stack(ours + ("qkv" if ending == "weight" else "qkv_bias"), sources, *tail)
+        if self.qk_norm != "none":
+            for x, n, _ in rows[:2]:
+                size = dim if self.qk_norm == "head" else n
+                plan.add(f"{ours}{x}_norm", (size,), plan.spell(theirs, f"self_attn.{x}_norm.weight"))
+        out = plan.spell(theirs, "self_attn.o_proj.weight")
+        plan.add(ours + "out", (plan.width, self.num_heads * dim), out, sharded=True)
+        if self.out_bias:
+            plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "self_attn.o_proj.bias"), sharded=True)
+
+    def build(self, build: Builder, name: str, group: int) -> AttentionLayer:
+        """See `Mixer`."""
+        from moeserve.blocks.attention_layer import build_attention
+
+        return build_attention(self, build, name, group)
+
+    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+        """See `Mixer`."""
+        from moeserve.blocks.attention_layer import attention_workspace
+
+        return attention_workspace(self, width, tokens, max_len, size, tp_size)

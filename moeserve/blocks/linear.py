@@ -19,12 +19,18 @@ from moeserve.ops.quantised import Quantised
 from moeserve.ops.table import Ops
 
 W = TypeVar("W", Tensor, Quantised)
+GATHERED = 3  # times that gathered columns are in memory: as sent (kept for a while), as received, and in order
 
 
 def whole(part_Mn: Tensor, num_columns: int, tp: TensorParallel, channel: int) -> Tensor:
     """Gathers [M, N], contiguous: the columns of all ranks without those that pad the last ranks' shares."""
     all_MN = part_Mn if tp.size == 1 else tp.gather_columns(part_Mn, channel)
     return all_MN if all_MN.shape[1] == num_columns else all_MN[:, :num_columns].contiguous()
+
+
+def gathered_bytes(rows: int, columns: int, size: int, tp_size: int) -> int:
+    """Returns the bytes of columns of `size` bytes that tp_size ranks gather."""
+    return 0 if tp_size == 1 else GATHERED * rows * (columns + tp_size) * size
 
 
 def widened(part_nK: W, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> W:
@@ -78,21 +84,23 @@ class GatedMLP:
         return self.down(whole(part_Ti, self.inner_size, self.tp, channel), channel)
 
 
-class SigmoidGatedMLP:
-    """sigmoid(gate . x) * mlp(x) on one rank, for any number of rows (Qwen2-MoE's shared expert).
+class SharedMLP:
+    """A shared expert on one rank, for any number of rows: mlp(x), or sigmoid(gate . x) * mlp(x) (Qwen2-MoE).
 
     The gate's single row is widened so that its product and sigmoid are row-invariant.
     """
 
-    def __init__(self, ops: Ops, gate_1D: Tensor, mlp: GatedMLP) -> None:
-        self._ops = ops
-        self._gate = ops.pack_linear(torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None)
-        self._mlp = mlp
+    def __init__(self, ops: Ops, gate_1D: Tensor | None, mlp: GatedMLP) -> None:
+        self._ops, self._gate, self._mlp = ops, None, mlp
+        if gate_1D is not None:
+            self._gate = ops.pack_linear(torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Returns sigmoid(gate(x)) * mlp(x), [T, D]."""
+        """Returns the shared expert's output, [T, D]."""
         rows = x_TD.shape[0]
         if extra := self._ops.pad_rows(rows) - rows:
             x_TD = torch.nn.functional.pad(x_TD, (0, 0, 0, extra))
-        gate_T1 = self._ops.sigmoid_gate(self._gate(x_TD))
-        return (self._mlp(x_TD, 0) * gate_T1).to(x_TD.dtype)[:rows]
+        y_TD = self._mlp(x_TD, 0)
+        if self._gate is not None:
+            y_TD = (y_TD * self._ops.sigmoid_gate(self._gate(x_TD))).to(x_TD.dtype)
+        return y_TD[:rows]

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from moeserve.loader.spec import RopeSpec
+from moeserve.blocks.rope import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -39,15 +39,34 @@ def _yarn(freqs: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
         """Returns the dimension that turns this often within the original context."""
         return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return freqs / rope.factor * ramp + freqs * (1 - ramp)
 
 
-def rotary_tables(rope: RopeSpec, head_dim: int, max_position: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of every position below `max_position`, fp32 [max_position, d / 2] each."""
-    freqs, magnitude = inverse_frequencies(rope, head_dim), rope.attention_factor
-    # fp32 products, as in training; cosines in double precision, so that the tables' length cannot matter
-    angles = (torch.arange(max_position).float()[:, None] * freqs).double()
-    return (angles.cos() * magnitude).float().to(device), (angles.sin() * magnitude).float().to(device)
+class RotaryTable:
+    """cos and sin of every position below `max_position`, fp32 [max_position, d / 2] each, looked up by position.
+
+    Elements that do not rotate have cos 1 and sin 0; without rope none does, and one row serves all positions.
+    """
+
+    def __init__(self, rope: RopeSpec | None, head_dim: int, max_position: int, device: torch.device) -> None:
+        self._same = rope is None
+        if rope is None:
+            self.cos, self.sin = (torch.full((1, head_dim // 2), value, device=device) for value in (1.0, 0.0))
+            return
+        size = rope.size or head_dim
+        freqs, still = inverse_frequencies(rope, size), (0, (head_dim - size) // 2)
+        # fp32 products, as in training; cosines in double precision, so that the tables' length cannot matter
+        angles = (torch.arange(max_position).float()[:, None] * freqs).double()
+        cos, sin = ((table * rope.attention_factor).float() for table in (angles.cos(), angles.sin()))
+        self.cos = torch.nn.functional.pad(cos, still, value=1.0).to(device)
+        self.sin = torch.nn.functional.pad(sin, still).to(device)
+
+    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of positions, fp32 [T, d / 2] each."""
+        rows_T = torch.zeros_like(positions_T) if self._same else positions_T
+        return self.cos.index_select(0, rows_T), self.sin.index_select(0, rows_T)

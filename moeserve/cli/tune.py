@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from moeserve.kernels.tuning import Job, Timer
-    from moeserve.loader.spec import ModelSpec
+    from moeserve.models.spec import ModelSpec
 
 FAMILIES = ("grouped_gemm", "linear", "paged_attention")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -82,13 +82,7 @@ def read_shape(text: str) -> ExpertShapes:
 
 def linear_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
     """Returns (outputs, inputs) of a model's dense products on one rank."""
-    dim, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    found = [(heads + 2 * spec.num_kv_heads * spec.head_dim, dim), (dim, heads), (spec.vocab_size, dim)]
-    found += [(spec.num_experts, dim)] if spec.num_experts else []
-    dense = spec.intermediate_size if not all(spec.moe_layers) else 0
-    for width in (dense, spec.shared_expert_size):
-        found += [(2 * width, dim), (dim, width)] if width else []
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*spec.products(), (spec.vocab_size, spec.hidden_size)]))
 
 
 def jobs_of(
@@ -114,8 +108,9 @@ def jobs_of(
         for shape in linear_shapes(spec):
             yield from tuning.linear_jobs(*shape, dtype, device)
     if spec is not None and only in (None, "paged_attention"):
-        attention = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype)
-        yield from tuning.attention_jobs(attention, device)
+        for heads in dict.fromkeys(layer.mixer.attention_shape(1) for layer in spec.layers):
+            if heads is not None:
+                yield from tuning.attention_jobs(AttentionShape(*heads, BLOCK_SIZE, dtype), device)
 
 
 def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:

@@ -14,12 +14,12 @@ from moeserve.cluster.assemble import Built, Progress
 from moeserve.cluster.order import Role, command_of
 from moeserve.comm.world import World
 from moeserve.config import Config, Limits
-from moeserve.engine.blocks import groups_of
+from moeserve.engine.blocks import KVRule, groups_of
 from moeserve.engine.null_runner import NullRunner
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.loader.spec import ModelSpec, bytes_per_weight, local_heads, model_size
 from moeserve.messages import PlacementTable, Ready
 from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import ModelSpec, bytes_per_weight, model_size
 
 if TYPE_CHECKING:
     from moeserve.engine.plan import Runner
@@ -41,7 +41,7 @@ def build_runner(config: Config, role: Role, progress: Progress) -> Built:
     spec = read_model_spec(resolve_model_dir(config.model.model))
     if config.device.null_runner:
         return _null(config, spec, began_s)
-    local_heads(spec, role.world)  # before anything is started
+    spec.check_tp(role.world.tp_size)  # before anything is started
     threaded, limits, runner = (_grouped if role.grouped else _alone)(config, role, progress)
     ready = _ready(
         config,
@@ -131,7 +131,7 @@ def _null(config: Config, spec: ModelSpec, began_s: float) -> Built:
     from moeserve.runner.limits import check, resolve, with_step_tokens
 
     check(config, spec)
-    groups = groups_of((None,), config.cache.block_size)
+    groups = groups_of((KVRule(),), config.cache.block_size)
     config = with_step_tokens(config, NULL_STEP_TOKENS)
     limits, notes = resolve(config, spec, groups, config.cache.block_size, NULL_RUNNER_BYTES, fill=False)
     ready = _ready(config, spec, limits, began_s, dtype=spec.dtype, device="null", notes=tuple(notes))
@@ -157,7 +157,7 @@ def _ready(config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, d
         num_active_params=size.active,
         weight_bytes=heads * itemsize + int((size.total - heads) * per_weight),
         startup_s=time.monotonic() - began_s,
-        num_moe_layers=sum(spec.moe_layers),
+        num_moe_layers=len(spec.moe_layers),
         num_experts=spec.num_experts,
         expert_bytes=int(3 * spec.hidden_size * spec.expert_size * per_weight),
         **facts,

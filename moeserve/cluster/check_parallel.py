@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moeserve.comm.world import World
 from moeserve.config import Config, ParallelConfig
 from moeserve.errors import ConfigError
-from moeserve.loader.spec import ModelSpec, local_heads
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.registry import check_name
 
 
@@ -15,7 +14,7 @@ def check_parallel(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError, with what would work, if this model cannot be sharded as asked."""
     parallel = config.parallel
     check_name(parallel.all2all)
-    local_heads(spec, World(size=parallel.num_ranks, tp_size=parallel.tp))
+    spec.check_tp(parallel.tp)
     check_machines(parallel)
     if parallel.node_rank:
         raise ConfigError(f"--node-rank {parallel.node_rank}: requests go to machine 0; here run `moeserve serve`")

@@ -18,9 +18,9 @@ from moeserve.cluster.rundir import RunDir
 from moeserve.cluster.view import RebalanceDecision
 from moeserve.errors import ConfigError, Conflict, InvalidRequest, MoeserveError
 from moeserve.loader.model_dir import resolve_model_dir
-from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Place, PlacementTable
 from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from moeserve.cluster.fleet import Fleet
@@ -75,7 +75,7 @@ class Scaling:
         from moeserve.cluster.rebalancing import Rebalancing  # here, because it needs numpy
 
         spec, parallel = self._spec, self._fleet.config.parallel
-        return Rebalancing(sum(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts)
+        return Rebalancing(len(spec.moe_layers), spec.num_experts, parallel.num_ranks, parallel.redundant_experts)
 
     def _new_engines(self, ranks: Iterable[int], dp: int, table: PlacementTable | None) -> list[EngineHandle]:
         """Starts engines, which belong to no group yet."""

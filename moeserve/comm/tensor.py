@@ -75,15 +75,6 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
-def share(total: int, size: int, rank: int) -> slice:
-    """Returns a rank's contiguous part of `total` rows or columns: ceil(total / size), the last ranks fewer or none.
-
-    (5, 4, 2) -> slice(4, 5), (5, 4, 3) -> slice(5, 5)
-    """
-    each = -(-total // size)
-    return slice(min(rank * each, total), min((rank + 1) * each, total))
-
-
 def side_by_side(parts_RTN: Tensor) -> Tensor:
     """Rearranges every rank's columns, [size, T, N], to [T, size * N]."""
     size, rows, columns = parts_RTN.shape

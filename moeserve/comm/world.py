@@ -44,3 +44,12 @@ class World:
     def expert_rank(self) -> int:
         """This rank's number among those."""
         return self.rank if self.ep else 0
+
+
+def share(total: int, size: int, rank: int) -> slice:
+    """Returns a rank's contiguous part of `total` rows or columns: ceil(total / size), the last ranks fewer or none.
+
+    (5, 4, 2) -> slice(4, 5), (5, 4, 3) -> slice(5, 5)
+    """
+    each = -(-total // size)
+    return slice(min(rank * each, total), min((rank + 1) * each, total))

@@ -40,6 +40,9 @@ class KVRule:
         return position * 0 if self.window is None else np.maximum(position - (self.window - 1), 0)
 
 
+FULL = KVRule()
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers with one rule, which share a block table."""

@@ -1,136 +1,141 @@
 """What a family's file is made of: `Family` says how its config.json becomes a spec and how its checkpoints name
-tensors; the functions read keys that several families share into fields of ModelSpec."""
+tensors; the functions read keys that several families share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.feed_forward import Dense, MoE
+from moeserve.blocks.weights import Names
+from moeserve.engine.blocks import KVRule
+from moeserve.errors import CheckpointError
 from moeserve.loader.files import Fields
+from moeserve.models.rope_config import read_rope
 
 MAX_LAYERS = 1000
 MAX_WIDTH = 2**20
 MAX_POSITION = 2**27
 _MAX_EXPERTS = 4096
+_MAX_HEADS = 4096
 MAX_MULTIPLIER = 1e6
 SpecFields = dict[str, Any]  # of ModelSpec, by name
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """One spelling of the routed experts, relative to `model.layers.N.`; `{}` stands for the expert's id.
-
-    gate, up, down: one tensor per expert. gate_up, down: all experts in one tensor, [E, 2I, D] and [E, D, I].
-    """
-
-    down: str
-    gate: str = ""
-    up: str = ""
-    gate_up: str = ""
-
-
-PER_EXPERT = ExpertNames(
-    gate="mlp.experts.{}.gate_proj.weight",
-    up="mlp.experts.{}.up_proj.weight",
-    down="mlp.experts.{}.down_proj.weight",
-)
-FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The names of a family's MoE tensors; all other tensors have the same names in every family.
-
-    experts: the spellings of its checkpoints, the usual one first. router: likewise.
-    """
-
-    experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)
-    router: tuple[str, ...] = ("mlp.gate.weight",)
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
     """One architecture.
 
-    architecture, model_type: as config.json has them. fields(config, number of layers): the fields of ModelSpec that
-    not all families share. defaults: the values where config.json is silent, those of the family's configuration class
-    in transformers 5.
+    architecture, model_type: as config.json has them. fields(config): the fields of ModelSpec that families differ in,
+    `layers` among them. defaults: the values where config.json is silent, those of the family's configuration class in
+    transformers 5.
     """
 
     architecture: str
     model_type: str
-    fields: Callable[[Fields, int], SpecFields]
+    fields: Callable[[Fields], SpecFields]
     defaults: dict[str, Any]
     names: Names = field(default_factory=Names)
 
 
-def _experts(config: Fields, size_key: str) -> SpecFields:
-    keys = [key for key in ("num_experts", "num_local_experts") if key in config.values]
-    if len(keys) == 2 and config.values[keys[0]] != config.values[keys[1]]:
-        raise config.error(keys[0], f"but {keys[1]} is {config.values[keys[1]]!r}; remove one of the two")
+def num_layers(config: Fields) -> int:
+    """Reads the number of decoder layers."""
+    return config.integer("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def attention(config: Fields, **options: Any) -> Attention:
+    """Reads heads and rotary embedding. options: further fields of Attention."""
+    hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = config.integer("num_attention_heads", 1, _MAX_HEADS)
+    num_kv_heads = config.optional_integer("num_key_value_heads", 1, num_heads) or num_heads
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
+    head_dim = config.optional_integer("head_dim", 2, _MAX_HEADS)
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise config.error("hidden_size", f"without head_dim, num_attention_heads ({num_heads}) must divide it")
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise CheckpointError(f"{config.path}: the size of a head is {head_dim}; it must be even to be rotated")
+    shape: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return Attention(**{"rope": read_rope(config), **shape, **options})
+
+
+def attention_bias(config: Fields) -> dict[str, bool]:
+    """Reads whether qkv and out have biases."""
+    bias = config.boolean("attention_bias")
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def with_windows(mixer: Attention, windows: Sequence[int | None]) -> list[Attention]:
+    """Returns a mixer per layer, with its sliding window."""
+    return [replace(mixer, rule=KVRule(window)) for window in windows]
+
+
+def dense(config: Fields, key: str = "intermediate_size", *, bias: bool = False) -> Dense:
+    """Reads a dense MLP."""
+    return Dense(size=config.integer(key, 1, MAX_WIDTH), bias=bias)
+
+
+def moe(config: Fields, size_key: str = "moe_intermediate_size", **options: Any) -> MoE:
+    """Reads the experts. options: further fields of MoE."""
+    keys = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config.values]
+    for key in keys[1:]:
+        if config.values[key] != config.values[keys[0]]:
+            raise config.error(keys[0], f"but {key} is {config.values[key]!r}; remove one of the two")
     num_experts = config.integer(keys[0] if keys else "num_experts", 1, _MAX_EXPERTS)
-    return {
-        "num_experts": num_experts,
-        "experts_per_token": config.integer("num_experts_per_tok", 1, num_experts),
-        "expert_size": config.integer(size_key, 1, MAX_WIDTH),
-    }
+    top_k = config.integer("num_experts_per_tok", 1, num_experts)
+    return MoE(num_experts=num_experts, top_k=top_k, size=config.integer(size_key, 1, MAX_WIDTH), **options)
 
 
-def every_layer_moe(config: Fields, num_layers: int) -> SpecFields:
-    """Reads a model whose layers all have experts."""
-    return {"moe_layers": (True,) * num_layers, **_experts(config, "intermediate_size")}
-
-
-def every_layer_dense(config: Fields, num_layers: int) -> SpecFields:
-    """Reads a model whose layers are all dense."""
-    return {
-        "moe_layers": (False,) * num_layers,
-        "intermediate_size": config.integer("intermediate_size", 1, MAX_WIDTH),
-    }
-
-
-def some_layers_moe(config: Fields, num_layers: int) -> SpecFields:
+def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:
     """Reads Qwen's layers: every `decoder_sparse_step`-th one except `mlp_only_layers` has experts."""
-    step = config.integer("decoder_sparse_step", 1, MAX_LAYERS)
-    dense = set(config.integers("mlp_only_layers", 0, num_layers - 1))
-    return {
-        "moe_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
-        "intermediate_size": config.integer("intermediate_size", 1, MAX_WIDTH),
-        **_experts(config, "moe_intermediate_size"),
-    }
+    count, step = num_layers(config), config.integer("decoder_sparse_step", 1, MAX_LAYERS)
+    without = set(config.integers("mlp_only_layers", 0, count - 1))
+    mlp = dense(config)
+    return [experts if i not in without and (i + 1) % step == 0 else mlp for i in range(count)]
 
 
-def same_window(config: Fields, num_layers: int, window: int | None) -> SpecFields:
+def same_window(config: Fields, window: int | None) -> list[int | None]:
     """Gives all layers one window. Refuses a config that names other kinds of layers."""
-    types = config.values.get("layer_types")
-    if types is not None and types != ["full_attention"] * num_layers:
+    types, count = config.values.get("layer_types"), num_layers(config)
+    if types is not None and types != ["full_attention"] * count:
         raise config.error("layer_types", "this architecture has one kind of attention; remove this key")
-    return {"windows": (window,) * num_layers}
+    return [window] * count
 
 
-def no_window(config: Fields, num_layers: int) -> SpecFields:
+def no_window(config: Fields) -> list[int | None]:
     """Refuses a sliding window."""
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
-    return same_window(config, num_layers, None)
+    return same_window(config, None)
 
 
-def window_per_layer(config: Fields, num_layers: int, slides: Callable[[int, int], bool]) -> SpecFields:
+def window_per_layer(config: Fields, slides: Callable[[int, int], bool]) -> list[int | None]:
     """Reads Qwen's windows: `layer_types` names sliding layers; without it `slides(layer, max_window_layers)` does."""
-    window = switched_window(config)
-    types = config.raw("layer_types")
-    if types is None:
+    window, count = switched_window(config), num_layers(config)
+    if config.raw("layer_types") is None:
         first_or_last = config.integer("max_window_layers", 0, 2**31)
-        sliding = [window is not None and slides(i, first_or_last) for i in range(num_layers)]
+        sliding = [window is not None and slides(i, first_or_last) for i in range(count)]
     else:
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-            raise config.error("layer_types", f"it must list one of {', '.join(known)} for each of {num_layers} layers")
-        sliding = [kind == "sliding_attention" for kind in types]
+        sliding = [kind == "sliding_attention" for kind in layer_types(config)]
     if any(sliding) and window is None:
         raise config.error("layer_types", "sliding layers need use_sliding_window true and a sliding_window")
-    return {"windows": tuple(window if slides_here else None for slides_here in sliding)}
+    return [window if slides_here else None for slides_here in sliding]
+
+
+def layer_types(
+    config: Fields, known: Sequence[str] = ("full_attention", "sliding_attention"), usual: Sequence[str] | None = None
+) -> list[str]:
+    """Reads the kind of each layer's attention. usual: where config.json is silent."""
+    types, count = config.raw("layer_types"), num_layers(config)
+    if types is None and usual is not None:
+        return list(usual)
+    if not isinstance(types, list) or len(types) != count or any(kind not in known for kind in types):
+        raise config.error("layer_types", f"it must list one of {', '.join(known)} for each of {count} layers")
+    return types
 
 
 def switched_window(config: Fields) -> int | None:
@@ -138,12 +143,6 @@ def switched_window(config: Fields) -> int | None:
     if not config.boolean("use_sliding_window"):
         return None
     return config.optional_integer("sliding_window", 1, MAX_POSITION)
-
-
-def attention_bias(config: Fields) -> SpecFields:
-    """Reads whether qkv and out have biases."""
-    bias = config.boolean("attention_bias")
-    return {"qkv_bias": bias, "out_bias": bias}
 
 
 def sizes(

@@ -6,21 +6,23 @@ Source: arXiv 2408.13359.
 
 from __future__ import annotations
 
+from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields, num_layers: int) -> family.SpecFields:
+def _fields(config: Fields) -> family.SpecFields:
+    scale = config.number("attention_multiplier", 0, family.MAX_MULTIPLIER)
+    mixer = family.attention(config, scale=scale, **family.attention_bias(config))
+    mixers = family.with_windows(mixer, family.no_window(config))
+    experts = family.moe(config, "intermediate_size", router=RouterRule(score="softmax_selected"))
     return {
-        **family.every_layer_moe(config, num_layers),
-        **family.no_window(config, num_layers),
-        **family.attention_bias(config),
-        "attention_scale": config.number("attention_multiplier", 0, family.MAX_MULTIPLIER),
+        "layers": layer_specs(mixers, [experts] * len(mixers)),
         "embedding_scale": config.number("embedding_multiplier", 0, family.MAX_MULTIPLIER),
         "residual_scale": config.number("residual_multiplier", 0, family.MAX_MULTIPLIER),
         "logits_divisor": config.number("logits_scaling", 0, family.MAX_MULTIPLIER),
-        "router": RouterSpec(score="softmax_selected"),
     }
 
 
@@ -38,15 +40,11 @@ FAMILY = family.Family(
         "num_experts_per_tok": 2,
         "residual_multiplier": 1.0,
     },
-    family.Names(
+    Names(
         experts=(
-            family.ExpertNames(
-                gate_up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"
-            ),
-            family.ExpertNames(
-                gate_up="block_sparse_moe.experts.gate_up_proj", down="block_sparse_moe.experts.down_proj"
-            ),
+            ExpertNames(gate_up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"),
+            ExpertNames(gate_up="block_sparse_moe.experts.gate_up_proj", down="block_sparse_moe.experts.down_proj"),
         ),
-        router=("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+        spelled={"mlp.gate.weight": ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight")},
     ),
 )

@@ -15,14 +15,13 @@ from moeserve.loader.checkpoint import first_dtype
 from moeserve.loader.files import Fields, read_json
 from moeserve.loader.generation_config import read_eos_ids
 from moeserve.loader.quantisation import read_stored_format
-from moeserve.loader.rope_config import longest_context, read_rope
-from moeserve.loader.spec import ModelSpec
-from moeserve.models.family import MAX_LAYERS, MAX_POSITION, MAX_WIDTH
+from moeserve.models.family import MAX_POSITION, MAX_WIDTH
 from moeserve.models.registry import FAMILIES
+from moeserve.models.rope_config import longest_context, read_rope
+from moeserve.models.spec import ModelSpec
 
 _FILE = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
-_MAX_HEADS = 4096
 _MAX_VOCAB = 4 * 2**20
 
 _COMMON_DEFAULTS: dict[str, Any] = {
@@ -51,23 +50,21 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
     )  # fmt: skip
     config.unsupported("per_layer_config", "models whose layers differ in size are not supported")
     config.choice("hidden_act", ("silu",))
-    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCAB)
-    rope = read_rope(config)
+    fields = family.fields(config)
+    hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     max_position = config.integer("max_position_embeddings", 1, MAX_POSITION)
     return ModelSpec(
         architecture=architecture,
         dtype=_dtype(config, model_dir),
         vocab_size=vocab_size,
-        num_layers=num_layers,
-        **_attention_shape(config),
-        max_position=longest_context(rope, max_position),
+        hidden_size=hidden_size,
+        max_position=longest_context(read_rope(config), max_position),
         norm_eps=config.number("rms_norm_eps", 0, 1.0),
-        rope=rope,
         tie_embeddings=config.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos_ids(model_dir, config, vocab_size),
         stored=read_stored_format(config),
-        **family.fields(config, num_layers),
+        **fields,
     )
 
 
@@ -96,19 +93,3 @@ def _dtype(config: Fields, model_dir: Path) -> str:
     if config.values.get(key) is not None:
         return config.choice(key, _DTYPES)
     return first_dtype(model_dir) or "float32"
-
-
-def _attention_shape(config: Fields) -> dict[str, Any]:
-    hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
-    num_heads = config.integer("num_attention_heads", 1, _MAX_HEADS)
-    num_kv_heads = config.optional_integer("num_key_value_heads", 1, num_heads) or num_heads
-    if num_heads % num_kv_heads:
-        raise config.error("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
-    head_dim = config.optional_integer("head_dim", 2, _MAX_HEADS)
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise config.error("hidden_size", f"without head_dim, num_attention_heads ({num_heads}) must divide it")
-        head_dim = hidden_size // num_heads
-    if head_dim % 2:
-        raise CheckpointError(f"{config.path}: the size of a head is {head_dim}; it must be even to be rotated")
-    return {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

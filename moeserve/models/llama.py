@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
+from moeserve.models.spec import layer_specs
 
 
-def _fields(config: Fields, num_layers: int) -> family.SpecFields:
-    return {
-        **family.every_layer_dense(config, num_layers),
-        **family.no_window(config, num_layers),
-        **family.attention_bias(config),
-        "mlp_bias": config.boolean("mlp_bias"),
-    }
+def _fields(config: Fields) -> family.SpecFields:
+    mixer = family.attention(config, **family.attention_bias(config))
+    mixers = family.with_windows(mixer, family.no_window(config))
+    mlp = family.dense(config, bias=config.boolean("mlp_bias"))
+    return {"layers": layer_specs(mixers, [mlp] * len(mixers))}
 
 
 FAMILY = family.Family(

@@ -5,18 +5,18 @@ Source: arXiv 2401.04088.
 
 from __future__ import annotations
 
+from moeserve.blocks.weights import FUSED, ExpertNames, Names
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields, num_layers: int) -> family.SpecFields:
+def _fields(config: Fields) -> family.SpecFields:
     window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
-    return {
-        **family.every_layer_moe(config, num_layers),
-        **family.same_window(config, num_layers, window),
-        "router": RouterSpec(renormalize=True),
-    }
+    mixers = family.with_windows(family.attention(config), family.same_window(config, window))
+    experts = family.moe(config, "intermediate_size", router=RouterRule(renormalize=True))
+    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
 
 
 FAMILY = family.Family(
@@ -32,15 +32,15 @@ FAMILY = family.Family(
         "rope_theta": 1_000_000.0,
         "sliding_window": None,
     },
-    family.Names(
+    Names(
         experts=(
-            family.ExpertNames(
+            ExpertNames(
                 gate="block_sparse_moe.experts.{}.w1.weight",
                 up="block_sparse_moe.experts.{}.w3.weight",
                 down="block_sparse_moe.experts.{}.w2.weight",
             ),
-            family.FUSED,
+            FUSED,
         ),
-        router=("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.gate.weight")},
     ),
 )

@@ -6,19 +6,17 @@ Source: arXiv 2409.02060.
 from __future__ import annotations
 
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields, num_layers: int) -> family.SpecFields:
-    return {
-        **family.every_layer_moe(config, num_layers),
-        **family.no_window(config, num_layers),
-        **family.attention_bias(config),
-        "clip_qkv": config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER),
-        "qk_norm": "full",
-        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
-    }
+def _fields(config: Fields) -> family.SpecFields:
+    clip = config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)
+    mixer = family.attention(config, qk_norm="full", clip=clip, **family.attention_bias(config))
+    mixers = family.with_windows(mixer, family.no_window(config))
+    router = RouterRule(renormalize=config.boolean("norm_topk_prob"))
+    return {"layers": layer_specs(mixers, [family.moe(config, "intermediate_size", router=router)] * len(mixers))}
 
 
 FAMILY = family.Family(

@@ -6,19 +6,22 @@ Source: arXiv 2407.10671.
 
 from __future__ import annotations
 
+from moeserve.blocks.feed_forward import SharedExpert
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields, num_layers: int) -> family.SpecFields:
-    return {
-        **family.some_layers_moe(config, num_layers),
-        **family.window_per_layer(config, num_layers, lambda layer, limit: layer % 2 == 0 and layer < limit),
-        "qkv_bias": config.boolean("qkv_bias"),
-        "shared_expert_size": config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH),
-        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
-    }
+def _fields(config: Fields) -> family.SpecFields:
+    mixer = family.attention(config, qkv_bias=config.boolean("qkv_bias"))
+    windows = family.window_per_layer(config, lambda layer, limit: layer % 2 == 0 and layer < limit)
+    experts = family.moe(
+        config,
+        router=RouterRule(renormalize=config.boolean("norm_topk_prob")),
+        shared=SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True),
+    )
+    return {"layers": layer_specs(family.with_windows(mixer, windows), family.some_layers_moe(config, experts))}
 
 
 FAMILY = family.Family(

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
+from moeserve.models.spec import layer_specs
 
 
-def _fields(config: Fields, num_layers: int) -> family.SpecFields:
-    return {
-        **family.every_layer_dense(config, num_layers),
-        **family.window_per_layer(config, num_layers, lambda layer, limit: layer >= limit),
-        **family.attention_bias(config),
-        "qk_norm": "head",
-    }
+def _fields(config: Fields) -> family.SpecFields:
+    mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
+    mixers = family.with_windows(mixer, family.window_per_layer(config, lambda layer, limit: layer >= limit))
+    return {"layers": layer_specs(mixers, [family.dense(config)] * len(mixers))}
 
 
 FAMILY = family.Family(

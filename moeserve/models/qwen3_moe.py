@@ -8,18 +8,16 @@ Source: arXiv 2505.09388.
 from __future__ import annotations
 
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields, num_layers: int) -> family.SpecFields:
-    return {
-        **family.some_layers_moe(config, num_layers),
-        **family.same_window(config, num_layers, family.switched_window(config)),
-        **family.attention_bias(config),
-        "qk_norm": "head",
-        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
-    }
+def _fields(config: Fields) -> family.SpecFields:
+    mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
+    mixers = family.with_windows(mixer, family.same_window(config, family.switched_window(config)))
+    experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")))
+    return {"layers": layer_specs(mixers, family.some_layers_moe(config, experts))}
 
 
 FAMILY = family.Family(

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.comm.tensor import ALONE, TensorParallel, share
+from moeserve.comm.tensor import ALONE, TensorParallel
+from moeserve.comm.world import share
 from moeserve.moe.all2all.base import All2All, Ticket
 from moeserve.moe.experts.base import Experts, Fusible
 from moeserve.moe.physical import LogicalToPhysical

@@ -6,15 +6,12 @@ T tokens, E experts, K experts per token, D model width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from moeserve.ops.linear import Linear
+from moeserve.ops.rules import RouterRule
 from moeserve.ops.table import Ops
-
-if TYPE_CHECKING:
-    from moeserve.loader.spec import RouterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class Router:
 
     gate: Linear
     top_k: int
-    rule: RouterSpec
+    rule: RouterRule
     ops: Ops
 
     def __call__(self, x_TD: Tensor, num_tokens: int | Tensor) -> Routing:

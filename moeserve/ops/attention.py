@@ -76,6 +76,11 @@ def plan_attention(
     return TorchAttentionMetadata(offsets[-1], heads_G1, tuple(items))
 
 
+def padded_context(length: int) -> int:
+    """Returns an upper bound of a context's positions with those that pad it: at most a quarter and a tile."""
+    return length + length // 4 + TILE
+
+
 def _bucket(tiles: int) -> int:
     """Round up so that at most a quarter is padding and few sizes exist: 1..8, 10, 12, 14, 16, 20, 24, ..."""
     step = 1 << max(0, tiles.bit_length() - 3)

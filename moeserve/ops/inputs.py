@@ -22,15 +22,9 @@ from torch import Tensor
 SCALE_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """The KV cache of one layer: keys and values [num_blocks, block_size, G, entry width].
-
-    Block 0 is the null block, which belongs to no request.
-    """
-
-    k: Tensor
-    v: Tensor
+# The cache of one layer: the tensors that its mixer names, [num_blocks, block_size, heads, entry width] each. Block 0
+# is the null block, which belongs to no request.
+LayerCache = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)

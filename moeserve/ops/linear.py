@@ -16,6 +16,7 @@ Linear = Callable[[Tensor], Tensor]  # x [M, K] -> y [M, N], both of the weight'
 PackLinear = Callable[[Any, Tensor | None], Linear]  # weight [N, K] (native, triton: Quantised, too), bias [N] or None
 
 ROW_BUCKET = 16
+LARGEST_PAD = 32  # rows; that pick_ops may choose
 # torch has kernels of their own for up to 8 columns, and oneDNN, which it calls, for 1: they sum in another order.
 # Weights with fewer columns than this are padded with zeros.
 NARROW = 16

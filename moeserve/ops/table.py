@@ -79,7 +79,7 @@ def pick_ops(
     dtype: torch.dtype,
     kernels: Choice = "auto",
     *,
-    head_dim: int | None = None,
+    obstacle: Callable[[str], str] = lambda kernels: "",
     exact: bool = False,
 ) -> Ops:
     """Chooses the kernels for this machine, after a probe that their bits do not depend on the batch.
@@ -88,20 +88,21 @@ def pick_ops(
     compute with as many threads and leave torch one, because threads of two pools would wait for each other.
 
     kernels: auto takes native ones on CPUs and Triton's elsewhere, else torch's; the other choices demand one.
-    head_dim: of the model's attention. exact: whether a row's bits may not depend on the batch (on CPUs they never do).
+    obstacle: why "native" or "triton" kernels cannot compute the model, empty if they can. exact: whether a row's bits
+    may not depend on the batch (on CPUs they never do).
     Raises ConfigError for a dtype that no kernel serves, or where the kernels demanded do not work.
     """
     device, threads = torch.device(device), torch.get_num_threads()
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"no kernels for dtype {dtype}; choose float32, bfloat16 or float16")
     if device.type != "cpu" or kernels == "triton":
-        ops = _on_device(device, dtype, kernels, head_dim, exact)
+        ops = _on_device(device, dtype, kernels, obstacle("triton"), exact)
     else:
         keep_freed_memory()
-        obstacle = "" if kernels == "torch" else _native_obstacle(dtype, head_dim)
-        if obstacle and kernels == "native":
-            raise ConfigError(f"{obstacle}; choose kernels: auto")
-        ops = _torch(device, dtype, obstacle) if obstacle or kernels == "torch" else _native(device, dtype)
+        why_not = "" if kernels == "torch" else obstacle("native") or _native_obstacle(dtype)
+        if why_not and kernels == "native":
+            raise ConfigError(f"{why_not}; choose kernels: auto")
+        ops = _torch(device, dtype, why_not) if why_not or kernels == "torch" else _native(device, dtype)
     log.info("kernels for %s on %s with %d threads: %s", dtype, device, threads, ops.chosen)
     return ops
 
@@ -117,10 +118,10 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
 
 
-def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, head_dim: int | None, exact: bool) -> Ops:
+def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, obstacle: str, exact: bool) -> Ops:
     if kernels == "native":
         raise ConfigError(f"kernels: native is for CPUs; choose kernels: auto on {device.type}")
-    obstacle = "torch was asked for" if kernels == "torch" else _triton_obstacle(device, dtype, head_dim)
+    obstacle = "torch was asked for" if kernels == "torch" else obstacle or _triton_obstacle(device, dtype)
     if not obstacle:
         from moeserve.ops.triton_ops import triton_table  # slow to import: only where it serves
 
@@ -137,10 +138,8 @@ def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, head_d
     return _table(device, dtype, 1, f"torch on {device.type}", 1, exact=False)
 
 
-def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str:
+def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
     """Returns why the Triton kernels cannot serve here; empty if they can."""
-    if head_dim is not None and head_dim not in native_layer.HEAD_DIMS:
-        return f"Triton attention does not know heads of width {head_dim}"
     if importlib.util.find_spec("triton") is None:
         return "there is no triton (pip install triton)"
     if device.type != "cpu":
@@ -150,13 +149,11 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int | N
     return "Triton's interpreter computes bfloat16 products wrongly" if dtype == torch.bfloat16 else ""
 
 
-def _native_obstacle(dtype: torch.dtype, head_dim: int | None) -> str:
+def _native_obstacle(dtype: torch.dtype) -> str:
     """Returns why the native kernels cannot serve; empty with the best instruction set in use."""
     module: Any = native()
     if module is None or not module.supported_isas():
         return "there are no native kernels for this machine"
-    if head_dim is not None and head_dim not in native_layer.HEAD_DIMS:
-        return f"native attention does not know heads of width {head_dim}"
     for isa in reversed(module.supported_isas()):
         module.use_isa(isa)
         if not (wrong := probe_native(dtype)):

@@ -25,8 +25,8 @@ from moeserve.comm.world import World
 from moeserve.config import Config, Limits
 from moeserve.engine.blocks import groups_of
 from moeserve.engine.plan import NewRequest
-from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Placed, PlacementTable
+from moeserve.models.spec import ModelSpec
 from moeserve.models.workspace import Inflow
 from moeserve.moe.all2all.registry import make_backends, most_rows
 from moeserve.moe.all2all.wire_format import wire_of
@@ -101,8 +101,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
         self.kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
         self.asked: Asked | None = None if config.model.quantization == "none" else config.model.quantization
-        windows = spec.windows or (None,) * spec.num_layers
-        self.groups = groups_of(windows, config.cache.block_size)
+        self.groups = groups_of(spec.kv_rules, config.cache.block_size)
         # A group may grow: one of a single rank is prepared for more.
         self.shards_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
         num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
@@ -310,7 +309,7 @@ class ModelRunnerBase(StepExecutor, ABC):
 
 def first_placement(config: Config, spec: ModelSpec, world: World) -> Placement | None:
     """Returns where the experts are until they are moved; None for a model without experts."""
-    if not any(spec.moe_layers):
+    if spec.moe is None:
         return None
     redundant = config.parallel.redundant_experts if world.ep else 0
-    return Placement.initial(sum(spec.moe_layers), spec.num_experts, world.num_expert_ranks, redundant)
+    return Placement.initial(len(spec.moe_layers), spec.num_experts, world.num_expert_ranks, redundant)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from moeserve.loader.spec import model_size
+from moeserve.models.spec import model_size
 from moeserve.runner.base import DeviceProperties, ModelRunnerBase
 from moeserve.runner.limits import MemoryFacts
 from moeserve.runner.load import Progress

@@ -10,7 +10,7 @@ from moeserve.comm.nccl import why_not
 from moeserve.comm.world import World
 from moeserve.config import Config
 from moeserve.errors import ConfigError
-from moeserve.loader.spec import ModelSpec
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.placement.placement import Placement
 from moeserve.runner.base import ONE, ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner

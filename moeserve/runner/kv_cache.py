@@ -1,14 +1,15 @@
 """The device's KV blocks and the host's block store.
 
 All KV groups draw block ids from one pool, and a block belongs to one group at a time. So layers of different groups
-share memory: the tensors at position i serve the i-th layer of every group, and there are as many positions as the
-largest group has layers.
+share memory: the i-th layers of all groups with the same tensors in their caches have one place, and there are as many
+places as the largest of these groups has such layers.
 
-    windows (None, 64, None, 64): groups {0, 2} and {1, 3}; layers 0 and 1 share tensors, layers 2 and 3 share others
+    rules (full, window 64, full, window 64): groups {0, 2} and {1, 3}; layers 0 and 1 share a place, 2 and 3 another
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,26 +17,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.blocks.mixer import CacheTensor
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import BlockMove
 from moeserve.errors import ConfigError
-from moeserve.loader.spec import ModelSpec, local_kv_heads
-from moeserve.ops.inputs import LayerKV, entry_width
+from moeserve.models.spec import ModelSpec
+from moeserve.ops.inputs import LayerCache, entry_width
 from moeserve.runner.tables import Upload, host_upload, lazy_zeros
 
 AT_ONCE = 64  # blocks that are moved together: their buffer is no larger than a step's work space
 PORTABLE = 1  # of cudaHostRegister: for all contexts
 
+Place = tuple[tuple[CacheTensor, ...], int]  # the tensors of a layer's cache, and the layer's number among those alike
 
-def num_positions(groups: Sequence[KVGroup]) -> int:
-    """Returns the layers of the largest group, which is how many layers' tensors are allocated."""
-    return max(len(group.layers) for group in groups)
+
+def places_of(groups: Sequence[KVGroup], spec: ModelSpec, tp_size: int = 1) -> dict[int, Place]:
+    """Returns the place of each layer's cache."""
+    places = {}
+    for group in groups:
+        alike: Counter[tuple[CacheTensor, ...]] = Counter()
+        for layer in group.layers:
+            cache = spec.layers[layer].mixer.cache(tp_size)
+            places[layer] = cache, alike[cache]
+            alike[cache] += 1
+    return places
 
 
 def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Returns the bytes of one KV block over all positions on one of tp_size ranks."""
-    per_token = 2 * local_kv_heads(spec, tp_size) * entry_width(spec.head_dim, dtype) * dtype.itemsize
-    return num_positions(groups) * groups[0].block_size * per_token
+    """Returns the bytes of one KV block over all places on one of tp_size ranks."""
+    places = set(places_of(groups, spec, tp_size).values())
+    elements = sum(tensor.heads * entry_width(tensor.width, dtype) for cache, _ in places for tensor in cache)
+    return groups[0].block_size * elements * dtype.itemsize
 
 
 class KVCache:
@@ -57,42 +69,48 @@ class KVCache:
         upload: Upload | None = None,
     ) -> None:
         self._upload = upload or host_upload
-        block = (groups[0].block_size, local_kv_heads(spec, tp_size), entry_width(spec.head_dim, dtype))
-        self._positions = [
-            LayerKV(*(lazy_zeros((num_blocks, *block), dtype, device) for _ in ("k", "v")))
-            for _ in range(num_positions(groups))
-        ]
-        by_layer = {layer: i for group in groups for i, layer in enumerate(group.layers)}
-        self.layers = tuple(self._positions[by_layer[layer]] for layer in range(len(by_layer)))
-        store = num_entries, len(self._positions), 2, *block
-        self._store = page_locked(store, dtype) if device.type == "cuda" else lazy_zeros(store, dtype, device)
+        size = groups[0].block_size
+
+        def allocate(cache: Sequence[CacheTensor]) -> LayerCache:
+            """Returns zeros for all blocks of one place."""
+            shapes = [(num_blocks, size, tensor.heads, entry_width(tensor.width, dtype)) for tensor in cache]
+            return tuple(lazy_zeros(shape, dtype, device) for shape in shapes)
+
+        by_layer = places_of(groups, spec, tp_size)
+        places = {place: allocate(place[0]) for place in dict.fromkeys(by_layer.values())}
+        self.layers = tuple(places[by_layer[layer]] for layer in range(len(by_layer)))
+        # Tensors of all places as bytes, [num_blocks, bytes of a block]: blocks are moved whatever is in them.
+        self._bytes = [tensor.view(num_blocks, -1).view(torch.uint8) for cache in places.values() for tensor in cache]
+        store = num_entries, sum(tensor.shape[1] for tensor in self._bytes)
+        self._store = (
+            page_locked(store, torch.uint8) if device.type == "cuda" else lazy_zeros(store, torch.uint8, device)
+        )
 
     def clear_null_block(self) -> None:
         """Zeroes the null block, where dummy steps write."""
-        for kv in self._positions:
-            kv.k[0].zero_()
-            kv.v[0].zero_()
+        for tensor in self._bytes:
+            tensor[0].zero_()
 
     def move(self, stores: Sequence[BlockMove], loads: Sequence[BlockMove]) -> None:
         """Copies blocks to the store, then stored blocks back. Asynchronous, in the device's order."""
         for batch in _batches(stores):
-            blocks, packed = self._packed(batch)
-            for i, kv in enumerate(self._positions):
-                packed[:, i, 0], packed[:, i, 1] = kv.k.index_select(0, blocks), kv.v.index_select(0, blocks)
+            blocks, packed, parts = self._packed(batch)
+            for tensor, part in zip(self._bytes, parts, strict=True):
+                part.copy_(tensor.index_select(0, blocks))
             for packed_block, move in zip(packed, batch, strict=True):
                 self._store[move.host_block].copy_(packed_block, non_blocking=True)
         for batch in _batches(loads):
-            blocks, packed = self._packed(batch)
+            blocks, packed, parts = self._packed(batch)
             for packed_block, move in zip(packed, batch, strict=True):
                 packed_block.copy_(self._store[move.host_block], non_blocking=True)
-            for i, kv in enumerate(self._positions):
-                kv.k.index_copy_(0, blocks, packed[:, i, 0])
-                kv.v.index_copy_(0, blocks, packed[:, i, 1])
+            for tensor, part in zip(self._bytes, parts, strict=True):
+                tensor.index_copy_(0, blocks, part)
 
-    def _packed(self, moves: Sequence[BlockMove]) -> tuple[Tensor, Tensor]:
-        """Returns the blocks' numbers on the device, and a buffer there for as many blocks."""
+    def _packed(self, moves: Sequence[BlockMove]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Returns the blocks' numbers on the device, a buffer there for as many, and each tensor's part of it."""
         (blocks,) = self._upload(np.array([move.block for move in moves], dtype=np.int64))
-        return blocks, self._positions[0].k.new_empty((len(moves), *self._store.shape[1:]))
+        packed = self._bytes[0].new_empty((len(moves), self._store.shape[1]))
+        return blocks, packed, torch.split(packed, [tensor.shape[1] for tensor in self._bytes], 1)
 
 
 def _batches(moves: Sequence[BlockMove]) -> Iterator[Sequence[BlockMove]]:

@@ -12,8 +12,8 @@ import torch
 from moeserve.config import INT4_GROUPS, Config, Limits
 from moeserve.engine.blocks import KVGroup, blocks_needed
 from moeserve.errors import ConfigError, DoesNotFit
-from moeserve.loader.spec import ModelSpec
 from moeserve.models import workspace as model_workspace
+from moeserve.models.spec import ModelSpec
 from moeserve.runner.sampling.logprobs import PROMPT_ELEMENTS
 from moeserve.runner.sampling.reference import CHUNK_ELEMENTS
 
@@ -36,6 +36,10 @@ def check(config: Config, spec: ModelSpec) -> None:
     if config.model.packed_cache == "":
         raise ConfigError("packed_cache is '' and names no folder; name one, or leave it out")
     _check_quantization(config.model.quantization, spec)
+    kv_dtype = config.cache.kv_cache_dtype
+    for why in (layer.mixer.cache_obstacle(kv_dtype) for layer in spec.layers):
+        if why:
+            raise ConfigError(f"kv_cache_dtype={kv_dtype}: {why}; use kv_cache_dtype=auto")
 
 
 def _check_quantization(asked: str, spec: ModelSpec) -> None:
@@ -45,9 +49,8 @@ def _check_quantization(asked: str, spec: ModelSpec) -> None:
         raise ConfigError(
             f"quantization={asked}, but the checkpoint's weights are {spec.stored.kind} already; leave it at none"
         )
-    widths = [spec.hidden_size, spec.num_heads * spec.head_dim, spec.expert_size, spec.shared_expert_size]
-    widths += [] if all(spec.moe_layers) else [spec.intermediate_size]
-    odd = sorted({width for width in widths if width % INT4_GROUPS[-1]})
+    widths = {inputs for _, inputs in spec.products()} | {spec.hidden_size, spec.expert_size}
+    odd = sorted(width for width in widths if width % INT4_GROUPS[-1])
     if asked == "int4" and odd:
         raise ConfigError(
             f"quantization=int4 has a scale for every {INT4_GROUPS[-1]} inputs or more, and this model has layers with "

@@ -20,11 +20,11 @@ from moeserve.loader.dummy import RandomReader, imagined
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.load_plan import LoadPlan, Param
 from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
-from moeserve.loader.spec import ModelSpec, bytes_per_weight
 from moeserve.loader.weights import Params
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
+from moeserve.models.spec import ModelSpec, bytes_per_weight
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked, group_of
@@ -80,7 +80,7 @@ def load_model(
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
     check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
-    ops = pick_ops(device, dtype, config.device.kernels, head_dim=spec.head_dim, exact=config.device.exact)
+    ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
     if config.device.compile:
         ops = traced(ops)
     described = imagined(model_dir, plan, spec.stored) if dummy else checkpoint
@@ -106,7 +106,8 @@ def load_model(
             progress("reading and packing the weights", percent)
 
     with params_of(described, plan, dtype, device=device, asked=asked, progress=read) as params:
-        model = build_decoder(spec, params, ops, **shard._asdict())
+        longest = config.model.max_model_len or spec.max_position
+        model = build_decoder(spec, params, ops, max_position=longest, **shard._asdict())
     files.check()
     if cache:
         cache.finish()
@@ -147,7 +148,7 @@ def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> I
 def _activations(ops: Ops, spec: ModelSpec) -> str:
     """Returns how quantised activations are computed here, for the log."""
     form = spec.stored
-    if form and ops.triton and any(spec.moe_layers):
+    if form and ops.triton and spec.moe:
         from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import: only where it serves
 
         if multiplies_e4m3(form.kind, form.rows, form.group, spec.hidden_size, spec.expert_size):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moeserve.engine.blocks import KVGroup
 from moeserve.engine.plan import I32, Agreed, NewRequest, StepPlan, StepResult
-from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Logprobs, PromptLogprobs
 from moeserve.models.decoder import Decoder
+from moeserve.models.spec import ModelSpec
 from moeserve.ops.inputs import StepInputs
 from moeserve.runner.graphs import GraphManager
 from moeserve.runner.kv_cache import KVCache

@@ -15,7 +15,7 @@ from moeserve.messages import TraceEvent
 from moeserve.models.decoder import Decoder
 from moeserve.moe.streams import InFlightTransfer
 from moeserve.moe.ubatch import Load, UBatch
-from moeserve.ops.inputs import LayerKV, StepInputs
+from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.runner.dbo import run_in_turns, split
 from moeserve.runner.thread import JobThread
 
@@ -59,7 +59,7 @@ class UBatchRunner:
         self._second: JobThread | None = None  # runs the second micro-batch, from the first step that has one
 
     def forward(
-        self, model: Decoder, step: StepInputs, split_at: int, agreed: Agreed | None, kv: Sequence[LayerKV]
+        self, model: Decoder, step: StepInputs, split_at: int, agreed: Agreed | None, kv: Sequence[LayerCache]
     ) -> Tensor:
         """Returns the hidden states [T, D] of all tokens, in order. With two micro-batches agreed, the first one has
         `split_at` of the tokens.

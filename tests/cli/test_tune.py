@@ -14,8 +14,8 @@ from moeserve.cli.main import main
 from moeserve.cli.tune import ExpertShapes, linear_shapes, read_shape
 from moeserve.errors import ConfigError
 from moeserve.kernels.tuning import Job
-from moeserve.loader.spec import ModelSpec
 from moeserve.models.hf_config import read_model_spec
+from tests.specs import make_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -47,8 +47,8 @@ def test_shapes(make_checkpoint: Any) -> None:
     assert linear_shapes(read_model_spec(make_checkpoint("qwen2_moe").path)) == [
         (128, 64), (64, 64), (256, 64), (8, 64), (96, 64), (64, 48),
     ]  # fmt: skip
-    dense = ModelSpec(
-        architecture="", dtype="bfloat16", vocab_size=300, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2,
+    dense = make_spec(
+        dtype="bfloat16", vocab_size=300, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2,
         head_dim=24, max_position=99, norm_eps=1e-6, intermediate_size=80, moe_layers=(False,),
     )  # fmt: skip
     assert linear_shapes(dense) == [(192, 64), (64, 96), (300, 64), (160, 64), (64, 80)]

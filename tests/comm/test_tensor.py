@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.comm.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel, share
+from moeserve.comm.tensor import ALONE, DeviceTensor, GlooTensor, TensorParallel
+from moeserve.comm.world import share
 from moeserve.errors import PeerLost
 from tests.comm import fake_nccl
 from tests.comm.ranks import members_of, together

@@ -35,7 +35,7 @@ def positions(start: int, end: int) -> U64:
 
 
 def first_seen(group: KVGroup, position: int) -> int:
-    return 0 if group.window is None else max(0, position - group.window + 1)
+    return 0 if group.rule.window is None else max(0, position - group.rule.window + 1)
 
 
 def first_input(tokens: NDArray[np.int32]) -> U64:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import KVGroup, KVRule, Key, groups_of
+from moeserve.engine.blocks import Key, KVGroup, KVRule, groups_of
 from moeserve.engine.kv_cache_manager import chain, root_of
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler

@@ -9,7 +9,6 @@ import pytest
 
 from moeserve.engine.blocks import KVGroup, KVRule, blocks_needed, groups_of, longest_hit
 
-
 FULL = KVRule()
 
 

@@ -69,8 +69,7 @@ class Watching(Harness):
             for slot, start, count in zip(
                 plan.slots_R.tolist(), plan.starts_R.tolist(), plan.counts_R.tolist(), strict=True
             ):
-                window = self.groups[group].window
-                first = 0 if window is None else max(0, start - window + 1) // size
+                first = int(self.groups[group].rule.first_live(start)) // size
                 reads.append({table[slot, index] for index in range(first, -(-start // size))} - {0})
                 writes.append({table[slot, index] for index in range(start // size, -(-(start + count) // size))})
             for reader, read in enumerate(reads):

@@ -134,4 +134,4 @@ def check(path: Any, dtype: str, **more: Any) -> None:
 def block_bytes(path: Any, dtype: str, kv_cache_dtype: str = "auto") -> int:
     spec = read_model_spec(path)
     cells = torch.int8 if kv_cache_dtype == "int8" else DTYPES[dtype]
-    return kv_cache.block_bytes(groups_of((None,) * spec.num_layers, 16), spec, cells)
+    return kv_cache.block_bytes(groups_of(spec.kv_rules, 16), spec, cells)

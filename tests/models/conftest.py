@@ -15,15 +15,15 @@ from torch import Tensor
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.spec import ModelSpec, local_kv_heads
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import GroupInputs, LayerKV, StepInputs
+from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, Ops, pick_ops
@@ -98,13 +98,15 @@ class Driver:
         )
         self.block_size = block_size
         self.ubatch = UBatch()
-        shape = (num_blocks, block_size, local_kv_heads(self.spec, tp.size), self.spec.head_dim)
         # NaN marks what no request may read, the null block included.
-        self.kv = [
-            LayerKV(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
-            for _ in range(self.spec.num_layers)
+        self.kv: list[LayerCache] = [
+            tuple(
+                torch.full((num_blocks, block_size, tensor.heads, tensor.width), torch.nan, dtype=dtype)
+                for tensor in layer.mixer.cache(tp.size)
+            )
+            for layer in self.spec.layers
         ]
-        self.windows = list(dict.fromkeys(self.spec.windows or (None,)))
+        self.rules = list(dict.fromkeys(self.spec.kv_rules))
         self.tables: dict[Any, list[int]] = {}
         self.lengths: dict[Any, int] = {}
         self.free = np.random.default_rng(7).permutation(np.arange(1, num_blocks)).tolist()
@@ -130,7 +132,7 @@ class Driver:
             ids_T=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions_T=torch.tensor(positions),
             groups=tuple(
-                GroupInputs(torch.tensor(cells), torch.tensor(blocks), size, window) for window in self.windows
+                GroupInputs(torch.tensor(cells), torch.tensor(blocks), size, rule.window) for rule in self.rules
             ),
             sample_S=torch.arange(len(positions)),
             offsets_R1=offsets,

@@ -119,7 +119,7 @@ def test_a_step_without_tokens(name: str, make_checkpoint: Any) -> None:
     """What an idle rank of an expert-parallel group runs."""
     driver = Driver(make_checkpoint(name).path)
     none = torch.zeros(0, dtype=torch.int64)
-    groups = tuple(GroupInputs(none, torch.zeros((0, 1), dtype=torch.int64), 16, window) for window in driver.windows)
+    groups = tuple(GroupInputs(none, torch.zeros((0, 1), dtype=torch.int64), 16, rule.window) for rule in driver.rules)
     step = StepInputs(none, none, groups, none, np.zeros(1, np.int32), np.zeros(0, np.int32), ())
     hidden = driver.model.forward(step, driver.kv, driver.ubatch)
     assert hidden.shape == (0, 64)

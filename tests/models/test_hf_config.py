@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import zeros
 
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.feed_forward import Dense
+from moeserve.blocks.rope import RopeSpec
+from moeserve.engine.blocks import FULL, KVRule
 from moeserve.errors import CheckpointError
-from moeserve.loader.spec import ModelSpec, RouterSpec
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.registry import FAMILIES as REGISTERED
+from moeserve.models.spec import ModelSpec
+from moeserve.ops.rules import RouterRule
 from tests.loader.conftest import LLAMA, QWEN3_MOE, WriteConfig
 
 SIZES = {
@@ -117,11 +122,11 @@ def meaning(config: Any) -> dict[str, Any]:
         "max_position": config.max_position_embeddings,
         "norm_eps": config.rms_norm_eps,
         "tie_embeddings": config.tie_word_embeddings,
-        "clip_qkv": getattr(config, "clip_qkv", None),
+        "clip": getattr(config, "clip_qkv", None),
         "qkv_bias": getattr(config, "qkv_bias", getattr(config, "attention_bias", False)),
         "out_bias": getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
-        "attention_scale": getattr(config, "attention_multiplier", None),
+        "scale": getattr(config, "attention_multiplier", None),
         "embedding_scale": getattr(config, "embedding_multiplier", 1.0),
         "residual_scale": getattr(config, "residual_multiplier", 1.0),
         "logits_divisor": getattr(config, "logits_scaling", 1.0),
@@ -141,10 +146,26 @@ def windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def first(spec: ModelSpec) -> Attention:
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    return mixer
+
+
+def read(spec: ModelSpec, name: str) -> Any:
+    """A field of the model, of its attention, of its dense MLPs, or of its experts."""
+    if name == "mlp_bias":
+        return any(layer.feed_forward.bias for layer in spec.layers if isinstance(layer.feed_forward, Dense))
+    if name == "shared_expert_size":
+        return spec.moe.shared.size if spec.moe and spec.moe.shared else 0
+    return getattr(spec if hasattr(spec, name) else first(spec), name)
+
+
 def check(spec: ModelSpec, config: Any) -> None:
-    assert {name: getattr(spec, name) for name in meaning(config)} == meaning(config)
-    assert spec.windows == windows(config)
-    assert (spec.rope.kind, spec.rope.theta) == ("default", config.rope_parameters["rope_theta"])
+    assert {name: read(spec, name) for name in meaning(config)} == meaning(config)
+    assert tuple(rule.window for rule in spec.kv_rules) == windows(config)
+    rope = first(spec).rope
+    assert rope == RopeSpec(theta=config.rope_parameters["rope_theta"])
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -181,28 +202,35 @@ def test_an_empty_config_is_transformers_default_model(architecture: str, write_
 
 def test_moe_layers_skip_the_dense_ones(write_config: WriteConfig) -> None:
     spec = read_model_spec(write_config(new_spelling("Qwen3MoeForCausalLM")))
-    assert spec.moe_layers == (False, True, False, False, False, True)
-    assert spec.intermediate_size == 40
-    assert (spec.qk_norm, spec.router) == ("head", RouterSpec(renormalize=True))
+    assert spec.moe_layers == (1, 5)
+    assert spec.layers[0].feed_forward == Dense(size=40)
+    assert first(spec).qk_norm == "head"
+    assert spec.moe
+    assert spec.moe.router == RouterRule(renormalize=True)
 
 
 def test_routers_and_norms_of_the_other_families(write_config: WriteConfig) -> None:
     def spec_of(architecture: str) -> ModelSpec:
         return read_model_spec(write_config({"architectures": [architecture], "dtype": "float32"}))
 
-    assert spec_of("MixtralForCausalLM").router == RouterSpec(renormalize=True)
-    assert spec_of("Qwen2MoeForCausalLM").router == RouterSpec(renormalize=False)
-    assert spec_of("GraniteMoeForCausalLM").router == RouterSpec(score="softmax_selected")
-    assert spec_of("OlmoeForCausalLM").qk_norm == "full"
-    assert spec_of("Qwen3ForCausalLM").qk_norm == "head"
+    def router_of(architecture: str) -> RouterRule:
+        moe = spec_of(architecture).moe
+        assert moe
+        return moe.router
+
+    assert router_of("MixtralForCausalLM") == RouterRule(renormalize=True)
+    assert router_of("Qwen2MoeForCausalLM") == RouterRule(renormalize=False)
+    assert router_of("GraniteMoeForCausalLM") == RouterRule(score="softmax_selected")
+    assert first(spec_of("OlmoeForCausalLM")).qk_norm == "full"
+    assert first(spec_of("Qwen3ForCausalLM")).qk_norm == "head"
     dense = spec_of("LlamaForCausalLM")
-    assert (dense.moe_layers, dense.num_experts, dense.qk_norm) == ((False,) * 32, 0, "none")
+    assert (dense.moe_layers, dense.num_experts, first(dense).qk_norm) == ((), 0, "none")
 
 
 def test_qwen3_windows_follow_layer_types(write_config: WriteConfig) -> None:
     values = new_spelling("Qwen3ForCausalLM")
     values["layer_types"] = ["sliding_attention", "full_attention"] * 3
-    assert read_model_spec(write_config(values)).windows == (48, None) * 3
+    assert read_model_spec(write_config(values)).kv_rules == (KVRule(48), FULL) * 3
 
 
 def test_architecture_is_found_by_model_type_alone(write_config: WriteConfig) -> None:
@@ -357,7 +385,7 @@ def test_any_value_under_any_key_is_read_or_refused(data: st.DataObject, archite
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": data.draw(ANY_JSON)}))
     with suppress(CheckpointError):
         spec = read_model_spec(tmp_path)
-        assert len(spec.windows) == len(spec.moe_layers) == spec.num_layers
+        assert len(spec.kv_rules) == spec.num_layers == values.get("num_hidden_layers", spec.num_layers)
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:

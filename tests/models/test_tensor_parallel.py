@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.blocks.attention import Attention, Heads
+from moeserve.blocks.rope import RopeSpec
 from moeserve.comm.tensor import GlooTensor, TensorParallel
 from moeserve.comm.world import World
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
-from moeserve.loader.spec import Heads, ModelSpec, local_heads, possible_tp
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.torch_a2a import TorchAll2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
@@ -140,7 +142,7 @@ def test_with_experts_sharded_over_all_ranks(
     spec = read_model_spec(path)
     expected = play(Driver(path, dtype))
     size = engines * tp_size
-    placement = Placement.initial(sum(spec.moe_layers), spec.num_experts, size, redundant)
+    placement = Placement.initial(len(spec.moe_layers), spec.num_experts, size, redundant)
     members = members_of(size, str(tmp_path), tp_size=tp_size)
     boards = [Board(tp_size) for _ in range(engines)]
 
@@ -181,13 +183,15 @@ def test_every_row_of_every_weight_is_on_its_ranks(name: str, tp_size: int, make
             parts = [part.chunk(2)[half] for half in range(2) for part in parts]
         assert torch.equal(torch.cat(parts), full), param
     assert {"qkv", "out", "lm_head"} <= split <= {"qkv", "qkv_bias", "out", "lm_head", "gate_up", "down"}
-    assert ("down" in split) == (not any(spec.moe_layers))
+    assert ("down" in split) == (not spec.moe_layers)
 
 
 def _of_kind(parts: list[Tensor], spec: ModelSpec, tp_size: int, kind: int) -> Tensor:
     """All queries, keys or values of the ranks' qkv, keys and values once each."""
-    heads = [local_heads(spec, World(rank, tp_size, tp_size)) for rank in range(tp_size)]
-    rows = [part.split([h.count * spec.head_dim, h.count_kv * spec.head_dim, h.count_kv * spec.head_dim])[kind]
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    heads, d = [mixer.local_heads(World(rank, tp_size, tp_size)) for rank in range(tp_size)], mixer.head_dim
+    rows = [part.split([h.count * d, h.count_kv * d, h.count_kv * d])[kind]
             for part, h in zip(parts, heads, strict=True)]  # fmt: skip
     firsts = [h.first_kv if kind else h.first for h in heads]
     return torch.cat([row for i, row in enumerate(rows) if firsts[i] not in firsts[:i]])
@@ -204,19 +208,22 @@ def test_the_loader_reads_shares(name: str, make_checkpoint: Any) -> None:
     assert all(torch.equal(loaded[param], expected[param]) for param in expected)
 
 
-def test_which_ranks_hold_which_heads(make_checkpoint: Any) -> None:
-    spec = dataclasses.replace(read_model_spec(make_checkpoint("llama").path), num_heads=12, num_kv_heads=4)
-    assert possible_tp(spec) == [1, 2, 4, 12]
-    held = [local_heads(spec, World(rank, 12, 12)) for rank in range(12)]
+TWELVE = Attention(num_heads=12, num_kv_heads=4, head_dim=8, rope=RopeSpec())
+
+
+def test_which_ranks_hold_which_heads() -> None:
+    assert TWELVE.possible_tp == [1, 2, 4, 12]
+    held = [TWELVE.local_heads(World(rank, 12, 12)) for rank in range(12)]
     assert [h.first for h in held] == list(range(12))
     assert [h.first_kv for h in held] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert {h.count_kv for h in held} == {1}
-    assert local_heads(spec, World(3, 4, 2)) == Heads(first=6, count=6, first_kv=2, count_kv=2)
+    assert TWELVE.local_heads(World(3, 4, 2)) == Heads(first=6, count=6, first_kv=2, count_kv=2)
 
 
 @pytest.mark.parametrize("tp_size", [3, 6, 8])
 def test_impossible_sizes_are_refused_with_the_possible_ones(tp_size: int, make_checkpoint: Any) -> None:
-    spec = dataclasses.replace(read_model_spec(make_checkpoint("llama").path), num_heads=12, num_kv_heads=4)
+    spec = read_model_spec(make_checkpoint("llama").path)
+    spec = replace(spec, layers=(replace(spec.layers[0], mixer=TWELVE),))
     with pytest.raises(ConfigError, match=rf"tp={tp_size} .*12 query heads on 4 KV heads.*from 1, 2, 4, 12"):
         load_plan(spec, [], World(0, tp_size, tp_size))
 

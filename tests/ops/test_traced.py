@@ -41,14 +41,14 @@ MODEL: dict[str, Any] = {
 def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None) -> torch.Tensor:
     """What a model with random weights makes of one request's first tokens; every other layer has experts."""
     moe_layers = tuple(i % 2 == 0 for i in range(layers))
-    spec = spec_of(**MODEL, num_layers=layers, moe_layers=moe_layers, windows=(None,) * layers)
+    spec = spec_of(**MODEL, num_layers=layers, moe_layers=moe_layers)
     generator = torch.Generator().manual_seed(0)
     params = {
         param.name: torch.randn(param.shape, generator=generator) * 0.15 + ("norm" in param.name)
         for param in load_plan(spec, ()).params
     }
     model = build_decoder(spec, params, ops)
-    groups = groups_of(spec.windows, 16)
+    groups = groups_of(spec.kv_rules, 16)
     kv = KVCache(groups, spec, 4, 0, torch.float32, CPU)
     starts_R, offsets_R1 = np.zeros(1, np.int32), np.array([0, tokens], np.int32)
     step = StepInputs(

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from moeserve.config import Config, config_of
 from moeserve.engine.plan import BlockDiff, NewRequest, StepPlan, StepResult
-from moeserve.loader.spec import ModelSpec
-from moeserve.ops.inputs import LayerKV, StepInputs
+from moeserve.models.spec import ModelSpec
+from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.load import Progress
 from moeserve.sampling import TokenSampling
+from tests.specs import make_spec
 
 VOCAB = 101
 
@@ -36,9 +37,8 @@ def spec_of(**changes: Any) -> ModelSpec:
         "head_dim": 2,
         "max_position": 512,
         "norm_eps": 1e-6,
-        "windows": (None, None),
     }
-    return ModelSpec(**(values | changes))
+    return make_spec(**(values | changes))
 
 
 class HistoryModel:
@@ -53,19 +53,19 @@ class HistoryModel:
         self.table = torch.randn(997, spec.vocab_size, generator=generator)
         self.seen: list[StepInputs] = []
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: Any = None) -> Tensor:
+    def forward(self, step: StepInputs, caches: Sequence[LayerCache], ubatch: Any = None) -> Tensor:
         self.seen.append(step)
         digest_T = torch.zeros(len(step.ids_T), dtype=torch.int64)
-        for layer, cache in enumerate(kv):
+        for layer, (k, _) in enumerate(caches):
             group = step.groups[layer % len(step.groups)]
-            cache.k.view(-1, *cache.k.shape[2:]).index_copy_(
+            k.view(-1, *k.shape[2:]).index_copy_(
                 0,
                 group.slot_mapping_T,
-                step.ids_T.float().view(-1, 1, 1).expand(-1, *cache.k.shape[2:]).to(cache.k.dtype),
+                step.ids_T.float().view(-1, 1, 1).expand(-1, *k.shape[2:]).to(k.dtype),
             )
             for row, start in enumerate(step.starts_R.tolist()):
                 begin, end = step.offsets_R1[row], step.offsets_R1[row + 1]
-                context = cache.k[group.blocks_RN[row]].reshape(-1, *cache.k.shape[2:])[:, 0, 0]
+                context = k[group.blocks_RN[row]].reshape(-1, *k.shape[2:])[:, 0, 0]
                 for token in range(begin, end):
                     position = start + token - begin
                     assert int(step.positions_T[token]) == position

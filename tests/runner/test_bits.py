@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from moeserve.config import config_of
-from moeserve.loader.spec import ModelSpec
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
 from moeserve.ops.table import pick_ops
@@ -69,20 +68,15 @@ def random_model(runner: ModelRunnerBase) -> Any:
 
     params = {param.name: weights(param) for param in load_plan(runner.spec, ()).params}
     exact = device.exact
-    ops = pick_ops(runner.device, runner.dtype, device.kernels, head_dim=runner.spec.head_dim, exact=exact)
+    ops = pick_ops(runner.device, runner.dtype, device.kernels, obstacle=runner.spec.obstacle, exact=exact)
     return build_decoder(runner.spec, params, ops)
 
 
 def driver_of(model: str, dtype: str, cls: type[ModelRunnerBase] = RandomWeights, **settings: Any) -> Driver:
     config = config_of(None, dtype=dtype, max_num_seqs=65, kv_cache_bytes=1 << 24, block_size=16, **settings)
-    runner = cls(config, ModelSpec(**_spec_values(model)), Path())
+    runner = cls(config, spec_of(**MODELS[model]), Path())
     runner.prepare()
     return Driver(runner)
-
-
-def _spec_values(model: str) -> dict[str, Any]:
-    spec = spec_of(**MODELS[model])
-    return {name: getattr(spec, name) for name in ModelSpec.__dataclass_fields__}
 
 
 @cache

@@ -17,11 +17,11 @@ from torch import Tensor
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords
 from moeserve.loader.load_plan import LINEAR
-from moeserve.loader.spec import ModelSpec
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import LayerKV, StepInputs
+from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.ops.quantised import quantisation_of
 from moeserve.ops.table import pick_ops
 from moeserve.runner import base, gpu, recorder, triton_inputs
@@ -81,7 +81,7 @@ class ByTriton(OnHere):  # type: ignore[misc]
 
     def warm_up(self) -> None:
         for cache in self.kv.layers:
-            cache.k[0], cache.v[0] = torch.nan, torch.nan
+            cache[0][0], cache[1][0] = torch.nan, torch.nan
 
 
 def by_triton(graphs: str) -> Driver:
@@ -219,15 +219,15 @@ class Exact:
         self.embed = torch.randint(1, 9, (spec.vocab_size, 4), generator=generator).float()
         self.head = torch.randn(97, spec.vocab_size, generator=generator)
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
+    def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         x = self.embed.index_select(0, step.ids_T) + step.positions_T[:, None]
         is_live = torch.ones(len(x)) if step.live is None else (torch.arange(len(x)) < step.live).float()
         for index, cache in enumerate(kv):
             group = step.groups[index % len(step.groups)]
-            cache.k.view(-1, 2).index_copy_(0, group.slot_mapping_T, x[:, :2])
+            cache[0].view(-1, 2).index_copy_(0, group.slot_mapping_T, x[:, :2])
             ubatch.note_load((x[:, :2] % 2 * is_live[:, None]).sum(0).int())
             q = x.view(len(x), 2, 2)
-            x = x + self.attend(q, step, index % len(step.groups), cache.k) % 13
+            x = x + self.attend(q, step, index % len(step.groups), cache[0]) % 13
         return x
 
     def attend(self, q: Tensor, step: StepInputs, group: int, k: Tensor) -> Tensor:

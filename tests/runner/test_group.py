@@ -367,7 +367,7 @@ def test_blocks_are_not_saved_again_when_a_step_is_run_again() -> None:
     request = driver.add(Request(list(range(4)), greedy()))
     driver.run([(request, 4)])
     block = request.blocks[0][0]
-    before = runner.kv.layers[0].k[block].clone()
+    before = runner.kv.layers[0][0][block].clone()
     driver.remove(request)
     other = driver.add(Request(list(range(50, 54)), greedy()))
     plan = replace(driver.plan([(other, 4)]), stores=(BlockMove(block, 1),))
@@ -383,7 +383,7 @@ def test_blocks_are_not_saved_again_when_a_step_is_run_again() -> None:
         runner.execute(plan)
     runner.model.forward = forward
     runner.execute(plan)
-    assert not torch.equal(runner.kv.layers[0].k[block], before)
+    assert not torch.equal(runner.kv.layers[0][0][block], before)
     with torch.inference_mode():
         runner.kv.move((), (BlockMove(block, 1),))
-    assert torch.equal(runner.kv.layers[0].k[block], before)
+    assert torch.equal(runner.kv.layers[0][0][block], before)

@@ -14,7 +14,7 @@ from moeserve.config import Limits, config_of
 from moeserve.engine.blocks import KVGroup, KVRule, groups_of
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.runner.cpu import host_memory
-from moeserve.runner.kv_cache import KVCache, block_bytes, num_positions, page_locked
+from moeserve.runner.kv_cache import KVCache, block_bytes, page_locked
 from moeserve.runner.limits import (
     MemoryFacts,
     blocks_for,
@@ -182,18 +182,18 @@ def test_block_bytes_are_what_the_cache_allocates() -> None:
     spec = spec_of(num_layers=4, windows=(None, 64, None, 64), num_kv_heads=3, head_dim=8)
     for dtype, width in ((torch.float32, 8), (torch.bfloat16, 8), (torch.int8, 12)):
         cache = KVCache(HYBRID, spec, 10, 5, dtype, torch.device("cpu"))
-        tensors = {t.data_ptr(): t for layer in cache.layers for t in (layer.k, layer.v)}
-        assert len(tensors) == 2 * num_positions(HYBRID) == 4
+        tensors = {t.data_ptr(): t for layer in cache.layers for t in layer}
+        assert len(tensors) == 4
         assert sum(t.nbytes for t in tensors.values()) == 10 * block_bytes(HYBRID, spec, dtype)
-        assert all(layer.k.dtype == dtype and layer.k.shape == (10, 16, 3, width) for layer in cache.layers)
+        assert all(t.dtype == dtype and t.shape == (10, 16, 3, width) for t in tensors.values())
         assert not any(t.any() for t in tensors.values())
 
 
 def test_kv_memory_is_taken_only_where_it_is_touched() -> None:
     before = host_memory().used
     cache = KVCache(FULL, spec_of(num_kv_heads=8, head_dim=128), 20_000, 0, torch.float32, torch.device("cpu"))
-    assert cache.layers[0].k.nbytes > GIB
-    cache.layers[0].k[5] = 1.0
+    assert cache.layers[0][0].nbytes > GIB
+    cache.layers[0][0][5] = 1.0
     assert host_memory().used - before < GIB // 8
 
 

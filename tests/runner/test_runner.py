@@ -109,8 +109,8 @@ def _columns(plan: StepPlan) -> tuple[Any, ...]:
 def test_window_groups_have_their_own_tables_and_share_tensors() -> None:
     spec = spec_of(num_layers=4, windows=(None, 6, None, 6))
     runner = fake_runner(spec)
-    assert [layer.k.data_ptr() for layer in runner.kv.layers[::2]] == [
-        layer.k.data_ptr() for layer in runner.kv.layers[1::2]
+    assert [layer[0].data_ptr() for layer in runner.kv.layers[::2]] == [
+        layer[0].data_ptr() for layer in runner.kv.layers[1::2]
     ]
     reference = Driver(runner)
     expected = reference.generate(reference.add(Request(list(PROMPT), greedy())), 12)
@@ -134,15 +134,15 @@ def test_blocks_return_from_the_store() -> None:
     moves = StepPlan(99, nothing, nothing, nothing, nothing.astype(bool), (), stores=stores, loads=loads)
     assert driver.runner.execute(moves).tokens_S.tolist() == []
     for layer in kv.layers:
-        assert torch.equal(layer.k[new], layer.k[old])
-        assert layer.k[old].any()
+        assert torch.equal(layer[0][new], layer[0][old])
+        assert layer[0][old].any()
     assert driver.generate(request, 12) == expected
 
 
 def test_dummy_runs_leave_the_pool_untouched() -> None:
     runner = fake_runner()
     runner.warm_up()
-    assert not any(layer.k.any() or layer.v.any() for layer in runner.kv.layers)
+    assert not any(layer[0].any() or layer[1].any() for layer in runner.kv.layers)
 
 
 def test_the_shortest_context_warms_up() -> None:

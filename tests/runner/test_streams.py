@@ -30,7 +30,7 @@ from moeserve.moe.routing import Routing
 from moeserve.moe.streams import InFlightTransfer, comm_stream
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops import native_rows
-from moeserve.ops.inputs import LayerKV, StepInputs
+from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.runner import dbo
 from moeserve.runner.ubatches import Meter, UBatchRunner
 from tests.comm.ranks import members_of
@@ -108,13 +108,13 @@ class Model:
         weights_TK, ids_TK = (x_TD[:, :, None] * self.gate).sum(1).topk(TOP_K)
         return Routing(ids_TK.int(), weights_TK)
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
+    def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         with self.cuda.watching():
             x = self.embed.index_select(0, step.ids_T)
             for layer, cache in zip(self.layers, kv, strict=True):
-                cache.k.index_copy_(0, step.positions_T, x)
-                seen_TC = torch.arange(len(cache.k), device=x.device) <= step.positions_T[:, None]
-                x = x + (seen_TC[:, :, None] * cache.k).sum(1)
+                cache[0].index_copy_(0, step.positions_T, x)
+                seen_TC = torch.arange(len(cache[0]), device=x.device) <= step.positions_T[:, None]
+                x = x + (seen_TC[:, :, None] * cache[0]).sum(1)
                 x = x + layer(x, len(x), ubatch)
             return x
 
@@ -162,7 +162,7 @@ def run(
     try:
         with cuda.stream(stream), torch.inference_mode():
             for _ in range(3):
-                kv = [LayerKV(k := torch.zeros(12, WIDTH, device=cuda.device), k) for _ in range(LAYERS)]
+                kv = [(torch.zeros(12, WIDTH, device=cuda.device),) for _ in range(LAYERS)]
                 outs.append(runner.forward(model, step, split_at or 0, agreed, kv))
                 meters.append(runner.take_meter())
             done = cuda.Event()

@@ -23,7 +23,7 @@ from moeserve.moe.all2all.base import Completed, Pending, Ticket
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.routing import Routing
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import LayerKV, StepInputs
+from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.runner.ubatches import UBatchRunner
 from tests.models.conftest import FAMILIES, Driver
 from tests.runner.test_split import random_step
@@ -58,7 +58,7 @@ class InUBatches:
         self.logits = decoder.logits
         self.trace = False
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
+    def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         total = len(step.ids_T)
         split_at = self.split_at(total)
         agreed = Agreed(0, 2, (split_at, total - split_at), trace=self.trace)
@@ -258,7 +258,7 @@ def test_an_error_in_the_model_of_either_ubatch() -> None:
             self.bad = -1
             self.seen: list[tuple[int, int, bool]] = []
 
-        def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
+        def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
             self.seen.append((ubatch.index, torch.get_num_threads(), torch.is_inference_mode_enabled()))
             ubatch.overlap(lambda: Completed(None))
             if ubatch.index == self.bad:
@@ -389,7 +389,7 @@ class Single(InUBatches):
     def __init__(self, decoder: Decoder, runner: UBatchRunner) -> None:
         self.decoder, self.runner, self.logits = decoder, runner, decoder.logits
 
-    def forward(self, step: StepInputs, kv: Sequence[LayerKV], ubatch: UBatch) -> Tensor:
+    def forward(self, step: StepInputs, kv: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         return self.runner.forward(self.decoder, step, 0, Agreed(0, 1, (len(step.ids_T), 0)), kv)
 
 

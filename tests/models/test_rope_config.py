@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.rope import RopeSpec
 from moeserve.errors import CheckpointError
-from moeserve.loader.spec import RopeSpec
 from moeserve.models.hf_config import read_model_spec
 from tests.loader.conftest import LLAMA, WriteConfig
 
@@ -46,7 +48,7 @@ def new(**rope: Any) -> dict[str, Any]:
 def test_both_spellings_are_one_rope(
     spell: Any, rope: dict[str, Any], means: RopeSpec, write_config: WriteConfig
 ) -> None:
-    assert read_model_spec(write_config(**spell(**rope))).rope == means
+    assert rope_of(write_config(**spell(**rope))) == means
 
 
 @pytest.mark.parametrize(
@@ -69,20 +71,20 @@ def test_yarn_scales_attention_as_transformers_does(changes: dict[str, Any], wri
         **{key: LLAMA[key] for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")},
         rope_parameters={"rope_theta": 5e5, **rope},
     )
-    spec = read_model_spec(write_config(**new(**rope)))
-    assert spec.rope.attention_factor == ROPE_INIT_FUNCTIONS["yarn"](config)[1]
-    assert spec.rope.original_max_position == rope["original_max_position_embeddings"]
-    assert (spec.rope.beta_fast, spec.rope.beta_slow) == (changes.get("beta_fast", 32), changes.get("beta_slow", 1))
+    read = rope_of(write_config(**new(**rope)))
+    assert read.attention_factor == ROPE_INIT_FUNCTIONS["yarn"](config)[1]
+    assert read.original_max_position == rope["original_max_position_embeddings"]
+    assert (read.beta_fast, read.beta_slow) == (changes.get("beta_fast", 32), changes.get("beta_slow", 1))
 
 
 def test_original_length_defaults_to_max_position(write_config: WriteConfig) -> None:
     rope = {key: value for key, value in LLAMA3.items() if not key.startswith("original")}
-    assert read_model_spec(write_config(**old(**rope))).rope.original_max_position == 512
+    assert rope_of(write_config(**old(**rope))).original_max_position == 512
 
 
 def test_original_length_beside_the_rope_object_wins(write_config: WriteConfig) -> None:
     model_dir = write_config(original_max_position_embeddings=64, **old(**LLAMA3))
-    assert read_model_spec(model_dir).rope.original_max_position == 64
+    assert rope_of(model_dir).original_max_position == 64
 
 
 def test_stretched_rope_lengthens_the_context(write_config: WriteConfig) -> None:
@@ -93,12 +95,19 @@ def test_stretched_rope_lengthens_the_context(write_config: WriteConfig) -> None
 
 def test_equal_ropes_per_layer_type_are_one(write_config: WriteConfig) -> None:
     nested = {"full_attention": LLAMA3, "sliding_attention": dict(LLAMA3)}
-    assert read_model_spec(write_config(rope_parameters=nested)).rope.kind == "llama3"
+    assert rope_of(write_config(rope_parameters=nested)).kind == "llama3"
 
 
 def test_both_spellings_at_once_may_complete_each_other(write_config: WriteConfig) -> None:
-    spec = read_model_spec(write_config(rope_theta=..., rope_scaling=LINEAR, rope_parameters={"rope_theta": 7e4}))
-    assert spec.rope == RopeSpec(theta=7e4, kind="linear", factor=4.0)
+    rope = rope_of(write_config(rope_theta=..., rope_scaling=LINEAR, rope_parameters={"rope_theta": 7e4}))
+    assert rope == RopeSpec(theta=7e4, kind="linear", factor=4.0)
+
+
+def rope_of(path: Path) -> RopeSpec:
+    mixer = read_model_spec(path).layers[0].mixer
+    assert isinstance(mixer, Attention)
+    assert mixer.rope
+    return mixer.rope
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

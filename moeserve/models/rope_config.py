@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from moeserve.blocks.rope import RopeSpec
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RopeSpec
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _MAX_FACTOR = 1e6

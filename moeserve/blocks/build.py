@@ -1,0 +1,81 @@
+"""Makes layers out of parameters: packs every weight for its kernel and drops the original at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moeserve.blocks.linear import ColumnLinear, GatedMLP, widened
+from moeserve.comm.tensor import TensorParallel
+from moeserve.comm.world import World
+from moeserve.ops.linear import Linear
+from moeserve.ops.table import Ops
+
+if TYPE_CHECKING:
+    from moeserve.moe.placement.placement import Placement
+    from moeserve.moe.plan import MoEPlan
+
+
+@dataclass(slots=True)
+class Builder:
+    """The parameters of a model and what is made of them; `params` becomes empty.
+
+    width: of the model. eps: of its norms. max_position: positions that a request may have. plan_moe: chooses what runs
+    the layers with experts. shared: what several layers share, by key.
+    """
+
+    width: int
+    eps: float
+    max_position: int
+    params: MutableMapping[str, Any]
+    ops: Ops
+    world: World
+    tp: TensorParallel
+    placement: Placement
+    plan_moe: Callable[[], MoEPlan]
+    num_moe: int = 0  # MoE layers built so far
+    _shared: dict[Any, Any] = field(default_factory=dict)
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns what `make` returned for an equal key the first time."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def linear(self, name: str) -> Linear:
+        """Packs the weight `name` and its bias, if there is one."""
+        return self.ops.pack_linear(self.params.pop(name), self.params.pop(name + "_bias", None))
+
+    def columns(self, name: str, num_columns: int, tp: TensorParallel | None = None) -> ColumnLinear:
+        """A product whose columns are sharded; `name` holds this rank's columns."""
+        return ColumnLinear(self.part(name, num_columns, tp or self.tp), num_columns, tp or self.tp)
+
+    def part(self, name: str, num_columns: int, tp: TensorParallel, *, parts: int = 1) -> Linear:
+        """Returns this rank's columns of such a product, padded to an equal share.
+
+        parts: the number of products of num_columns each that lie one below the other.
+        """
+        for key in (name, name + "_bias"):
+            if key in self.params:
+                self.params[key] = widened(self.params.pop(key), num_columns, tp, parts=parts)
+        return self.linear(name)
+
+    def norm(self, name: str) -> Tensor:
+        """Returns the weights of a norm, in fp32."""
+        norm: Tensor = self.params.pop(name).float()
+        return norm
+
+    def reorder(self, name: str, order: Sequence[int]) -> None:
+        """Puts the rows of a weight, or the elements of a bias or norm, into another order."""
+        if name in self.params:
+            index = torch.tensor(order)
+            self.params[name] = self.params.pop(name)[index]
+
+    def gated(self, name: str, inner_size: int, tp: TensorParallel) -> GatedMLP:
+        """A SwiGLU block of inner width `inner_size`."""
+        gate_up = self.part(name + "gate_up", inner_size, tp, parts=2)
+        return GatedMLP(self.ops, gate_up, self.columns(name + "down", self.width, tp), inner_size, tp)

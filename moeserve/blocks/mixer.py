@@ -1,0 +1,103 @@
+"""The seam of mixers: the blocks of a layer that read earlier tokens. One file each says everything about one kind.
+
+D model width. A mixer's file has no torch: the front end reads specs, too. What computes is beside it and is imported
+when a model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moeserve.engine.blocks import KVRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeserve.blocks.build import Builder
+    from moeserve.blocks.weights import WeightPlan
+    from moeserve.ops.inputs import LayerCache, StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """What one token leaves behind in one tensor of a layer's cache: `heads` entries of `width` elements."""
+
+    name: str
+    heads: int
+    width: int
+
+
+# The inputs of one step that layers share: computed once per step from its inputs and the padded tokens' positions.
+Prepare = Callable[["StepInputs", "Tensor"], Any]
+
+
+class MixerLayer(Protocol):
+    """A mixer of one layer, ready to run. Layers with the same `prepare` share its result."""
+
+    @property
+    def prepare(self) -> Prepare:
+        """Makes what `__call__` takes as `step`."""
+        ...
+
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache` first.
+
+        channel: of the gathers between tensor-parallel ranks.
+        """
+        ...
+
+
+class Mixer(Protocol):
+    """A mixer in numbers."""
+
+    @property
+    def rule(self) -> KVRule:
+        """How long its cache entries are needed."""
+        ...
+
+    @property
+    def possible_tp(self) -> Sequence[int]:
+        """The numbers of tensor-parallel ranks that can share the block, in order."""
+        ...
+
+    @property
+    def sharing(self) -> str:
+        """What tensor-parallel ranks share, for errors: "12 query heads on 4 KV heads"."""
+        ...
+
+    def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
+        """Returns the tensors of a layer's cache on one of tp_size ranks."""
+        ...
+
+    def attention_shape(self, tp_size: int) -> tuple[int, int, int] | None:
+        """Returns query heads, KV heads and their width on one of tp_size ranks, to tune kernels for; None without."""
+        ...
+
+    def products(self, width: int) -> list[tuple[int, int]]:
+        """Returns (outputs, inputs) of every matrix product of a model that is `width` wide."""
+        ...
+
+    def obstacle(self, kernels: str) -> str:
+        """Returns why the kernels "native" or "triton" cannot compute the block; empty if they can."""
+        ...
+
+    def cache_obstacle(self, dtype: str) -> str:
+        """Returns why the cache cannot be kept in `dtype` ("int8"); empty if it can."""
+        ...
+
+    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+        """Adds the block's parameters: named `ours` + ..., from the checkpoint's `theirs` + ..."""
+        ...
+
+    def build(self, build: Builder, name: str, group: int) -> MixerLayer:
+        """Returns the block, made of the parameters `name` + ... group: its KV group."""
+        ...
+
+    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+        """Returns an upper bound of the bytes that a call needs beside the residual stream.
+
+        tokens: padded, of a step. max_len: of a context. size: bytes of an element.
+        """
+        ...

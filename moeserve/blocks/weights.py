@@ -1,0 +1,98 @@
+"""Collects the parameters of a model and the checkpoint tensors that fill them, block by block.
+
+A tensor-parallel rank holds output columns only (rows of the weights here), never a part of the inputs that a sum runs
+over: its heads, and equal shares of every other product's columns (`share`: those of the last ranks may be smaller).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moeserve.comm.world import World, share
+from moeserve.loader.load_plan import LoadPlan, Param, Piece
+from moeserve.moe.placement.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """One spelling of the routed experts, relative to a layer; `{}` stands for the expert's id.
+
+    gate, up, down: one tensor per expert. gate_up, down: all experts in one tensor, [E, 2I, D] and [E, D, I].
+    """
+
+    down: str
+    gate: str = ""
+    up: str = ""
+    gate_up: str = ""
+
+
+PER_EXPERT = ExpertNames(
+    gate="mlp.experts.{}.gate_proj.weight",
+    up="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+)
+FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a family's tensors, where they are not Llama's.
+
+    model, head: of the decoder and of the LM head. spelled: tensors of a layer by the name that blocks ask for, each
+    with the spellings of its checkpoints, the usual one first; a name that is not there is its own spelling. experts:
+    likewise. ignored: endings of tensors, and beginnings of layers' names, that the model does not need.
+    """
+
+    model: str = "model."
+    head: str = "lm_head.weight"
+    spelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+
+class WeightPlan:
+    """Collects parameters and pieces. Attributes: `width` (of the model), `names`, `present` (the checkpoint's
+    tensors), `world`, `placement`, `num_moe` (MoE layers planned so far)."""
+
+    def __init__(self, width: int, names: Names, present: Collection[str], world: World, placement: Placement) -> None:
+        self.width, self.names, self.present = width, names, present
+        self.world, self.placement, self.num_moe = world, placement, 0
+        self.params: list[Param] = []
+        self.pieces: list[Piece] = []
+        self.elsewhere: set[str] = set()  # tensors that other ranks take
+
+    def spell(self, theirs: str, name: str) -> str:
+        """Returns the checkpoint's name of a layer's tensor: the first spelling that is present, or the usual one."""
+        spellings = [theirs + spelling for spelling in self.names.spelled.get(name, (name,))]
+        return next((found for found in spellings if found in self.present), spellings[0])
+
+    def add(self, param: str, shape: tuple[int, ...], source: str, *, sharded: bool = False) -> None:
+        """Adds a parameter that is one tensor of the checkpoint. sharded: this rank takes its share of the rows."""
+        self.stack(param, [(source, shape[0], self.rows(shape[0], sharded))], *shape[1:])
+
+    def rows(self, total: int, sharded: bool = True) -> slice:
+        """Returns the rows of a tensor that this rank takes: its share of them, or all."""
+        return share(total, self.world.tp_size, self.world.tp_rank) if sharded else slice(0, total)
+
+    def stack(self, param: str, sources: Sequence[tuple[str, int, slice]], *tail: int) -> None:
+        """Adds a parameter made of several tensors along the first dimension.
+
+        sources: (name, rows, the rows to take) of each tensor. tail: the other sizes.
+        """
+        start = 0
+        for source, total, rows in sources:
+            end = start + rows.stop - rows.start
+            self.pieces.append(Piece(source, (total, *tail), param, at=(slice(start, end),), take=(rows,)))
+            start = end
+        self.params.append(Param(param, (start, *tail)))
+
+    def extend(self, plan: LoadPlan) -> None:
+        """Adds the parameters and pieces of a plan."""
+        self.params += plan.params
+        self.pieces += plan.pieces
+
+    def finish(self, ignored: Collection[str] = ()) -> LoadPlan:
+        """Returns the load plan. ignored: tensors that may be present beside those of `Names.ignored`."""
+        unneeded = {name for name in self.present if name.endswith(self.names.ignored)}
+        return LoadPlan(tuple(self.params), tuple(self.pieces), frozenset({*ignored, *unneeded, *self.elsewhere}))

@@ -1,0 +1,141 @@
+"""A model as a list of layers, and what follows from it: ranks that can share it, its size. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moeserve.blocks.feed_forward import Dense, MoE
+from moeserve.blocks.mixer import Mixer
+from moeserve.engine.blocks import KVRule
+from moeserve.errors import ConfigError
+from moeserve.loader.spec import StoredFormat
+
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # of a quantised weight without scales
+_USUAL_GROUP = 64  # of int4 weights that are quantised on loading
+_MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: a mixer, which reads earlier tokens, and a feed-forward block, which does not.
+
+    Each reads the RMS norm of the residual stream, and its output is added to the stream.
+    """
+
+    mixer: Mixer
+    feed_forward: Dense | MoE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder in numbers: one frozen record per checkpoint, read from its config.json."""
+
+    architecture: str  # config.json's class name, e.g. Qwen3MoeForCausalLM
+    dtype: str  # the checkpoint's own: float32, bfloat16, float16
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    norm_eps: float
+    layers: tuple[LayerSpec, ...]
+    tie_embeddings: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    stored: StoredFormat | None = None  # of quantised weights; None: there are none
+
+    @property
+    def num_layers(self) -> int:
+        """The number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def kv_rules(self) -> tuple[KVRule, ...]:
+        """How long each layer's cache entries are needed."""
+        return tuple(layer.mixer.rule for layer in self.layers)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The indices of the layers with experts."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.feed_forward, MoE))
+
+    @property
+    def moe(self) -> MoE | None:
+        """The experts of the first layer that has any; those of all others are alike in number, choice and size."""
+        return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoE)), None)
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of a layer; 0 without any."""
+        return self.moe.num_experts if self.moe else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """The experts that a token goes to in a layer; 0 without any."""
+        return self.moe.top_k if self.moe else 0
+
+    @property
+    def expert_size(self) -> int:
+        """The inner width of an expert; 0 without any."""
+        return self.moe.size if self.moe else 0
+
+    @property
+    def possible_tp(self) -> list[int]:
+        """The numbers of tensor-parallel ranks that can share every layer."""
+        first, *others = dict.fromkeys(layer.mixer for layer in self.layers)
+        return [tp for tp in first.possible_tp if all(tp in mixer.possible_tp for mixer in others)]
+
+    def check_tp(self, tp: int) -> None:
+        """Raises ConfigError, with what would work, if tp ranks cannot share the model."""
+        if tp not in (possible := self.possible_tp):
+            shared = " and ".join(dict.fromkeys(layer.mixer.sharing for layer in self.layers))
+            raise ConfigError(
+                f"tp={tp} cannot share out {shared} evenly; choose tp from {', '.join(map(str, possible))}"
+            )
+
+    def obstacle(self, kernels: str) -> str:
+        """Returns why the kernels "native" or "triton" cannot compute this model; empty if they can."""
+        return next((why for layer in self.layers if (why := layer.mixer.obstacle(kernels))), "")
+
+    def products(self) -> list[tuple[int, int]]:
+        """Returns (outputs, inputs) of all products of all layers, without those of routed experts."""
+        blocks = (block for layer in self.layers for block in (layer.mixer, layer.feed_forward))
+        return [product for block in blocks for product in block.products(self.hidden_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Numbers of parameters. active: those that compute one token, without the embedding table."""
+
+    total: int
+    active: int
+
+
+def model_size(spec: ModelSpec) -> ModelSize:
+    """Counts the matrices of a model; norms and biases are a rounding error (< 0.1 %).
+
+    Qwen3-30B-A3B (D 2048, 48 layers, E 128, K 8, I 768) -> about 30.5e9 and 3.0e9
+    """
+    head = spec.vocab_size * spec.hidden_size
+    always = sum(outputs * inputs for outputs, inputs in spec.products()) + head
+    experts = len(spec.moe_layers) * 3 * spec.hidden_size * spec.expert_size
+    total = always + spec.num_experts * experts + (0 if spec.tie_embeddings else head)
+    return ModelSize(total, always + spec.experts_per_token * experts)
+
+
+def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
+    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on loading."""
+    form = spec.stored
+    if form is None and asked == "int4":
+        form = StoredFormat(kind="int4", group=_USUAL_GROUP)
+    if form is None:
+        return _BYTES.get(asked or "", itemsize)
+    group = min(form.group or _MOST_GROUP, _MOST_GROUP) if form.kind == "int4" else form.group
+    return _BYTES[form.kind] + ((8 if form.zeros else 4) / group if group else 0.0)
+
+
+def layer_specs(mixers: Sequence[Mixer], blocks: Sequence[Dense | MoE]) -> tuple[LayerSpec, ...]:
+    """Returns the layers with these mixers and feed-forward blocks, in order."""
+    pairs = zip(mixers, blocks, strict=True)
+    return tuple(LayerSpec(mixer=mixer, feed_forward=block) for mixer, block in pairs)
