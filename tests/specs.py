@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moeserve.blocks.attention import Attention
-from moeserve.blocks.feed_forward import Dense, MoE
+from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.blocks import KVRule
 from moeserve.models.spec import LayerSpec, ModelSpec
@@ -25,14 +25,16 @@ def make_spec(
     num_experts: int = 0,
     experts_per_token: int = 0,
     expert_size: int = 0,
-    attention: dict[str, Any] | None = None,
+    shared_expert_size: int = 0,
     **fields: Any,
 ) -> ModelSpec:
-    """attention: further fields of Attention. fields: of ModelSpec."""
+    """fields: further ones of Attention and of ModelSpec."""
+    attention = {name: fields.pop(name) for name in Attention.__dataclass_fields__ if name in fields}
     mlp, experts = Dense(size=intermediate_size), None
     if num_experts:
         router = RouterRule(renormalize=True)
-        experts = MoE(num_experts=num_experts, top_k=experts_per_token, size=expert_size, router=router)
+        shared = SharedExpert(size=shared_expert_size, gated=True) if shared_expert_size else None
+        experts = MoE(num_experts=num_experts, top_k=experts_per_token, size=expert_size, router=router, shared=shared)
     layers = []
     for i in range(num_layers):
         mixer = Attention(
@@ -41,7 +43,7 @@ def make_spec(
             head_dim=head_dim,
             rope=RopeSpec(),
             rule=KVRule(windows[i] if windows else None),
-            **(attention or {}),
+            **attention,
         )
         block = experts if experts and moe_layers[i] else mlp
         layers.append(LayerSpec(mixer=mixer, feed_forward=block))

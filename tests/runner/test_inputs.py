@@ -62,7 +62,7 @@ def test_inputs_match_naive_loops(upload: Upload, counts: str, seed: int) -> Non
     for group, inputs in enumerate(step.groups):
         assert inputs.slot_mapping_T.tolist() == entries[group]
         assert inputs.blocks_RN.tolist() == blocks[group][plan.slots_R, : -(-longest // 4)].tolist()
-        assert (inputs.block_size, inputs.window) == (GROUPS[group].block_size, GROUPS[group].window)
+        assert (inputs.block_size, inputs.window) == (GROUPS[group].block_size, GROUPS[group].rule.window)
         assert inputs.slot_mapping_T.dtype == inputs.blocks_RN.dtype == step.ids_T.dtype == torch.int64
 
 

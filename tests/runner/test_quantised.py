@@ -12,8 +12,9 @@ import torch
 
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.loader.spec import StoredFormat, bytes_per_weight, model_size
+from moeserve.loader.spec import StoredFormat
 from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import bytes_per_weight, model_size
 from moeserve.ops.native import native
 from moeserve.runner.cpu import CPUModelRunner
 from tests.quantised_checkpoints import FORMS, write_quantised
