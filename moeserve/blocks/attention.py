@@ -1,6 +1,6 @@
 """Grouped-query attention in numbers: heads, norms, rotary embedding, and which earlier tokens a query sees.
 
-D model width, H query heads and G KV heads of the model, d head width.
+D model width, H query heads and G KV heads of the model, d width of queries and keys, v of values.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moeserve.blocks.mixer import CacheTensor
+from moeserve.blocks.mixer import CacheTensor, QueryScale
 from moeserve.blocks.rope import RopeSpec
 from moeserve.comm.world import World
 from moeserve.engine.blocks import FULL, KVRule
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moeserve.blocks.attention_layer import AttentionLayer
     from moeserve.blocks.build import Builder
     from moeserve.blocks.weights import WeightPlan
+    from moeserve.ops.inputs import HeadShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,15 @@ class Heads:
 class Attention:
     """A mixer: softmax attention of H query heads on G KV heads.
 
-    qk_norm: RMS norms of queries and keys, per head (Qwen3) or over all heads together (`full`, OLMoE). clip: the
-    largest magnitude of queries, keys and values (OLMoE). scale: of scores; None: d ** -0.5. rope: None for NoPE.
+    v_dim: of values; None: head_dim. rope: None for NoPE. scale: of scores; None: head_dim ** -0.5. query_scale: grows
+    with the position (Llama-4).
+    qk_norm: RMS norms of queries and keys: per head (`head`, Qwen3), over all heads together (`full`, OLMoE), or per
+    head without weights (`unit`, Llama-4). norm_last: behind the rotation (Hunyuan). value_norm: of each value head,
+    without weights (Gemma 4). clip: the largest magnitude of queries, keys and values (OLMoE).
+    shared_kv: values are what keys were before norm and rotation (Gemma 4). value_scale: of values (MiMo-V2).
+    sinks: a score per head that takes weight and gives no value (gpt-oss). soft_cap: scores become
+    soft_cap * tanh(score / soft_cap). gate: results are multiplied by the sigmoid of one more product, for each head
+    (Step-3.5) or each element (Trinity).
     """
 
     num_heads: int
@@ -42,11 +50,33 @@ class Attention:
     head_dim: int
     rope: RopeSpec | None
     rule: KVRule = FULL
+    v_dim: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: Literal["none", "head", "full", "unit"] = "none"
+    norm_last: bool = False
+    value_norm: bool = False
     clip: float | None = None
     scale: float | None = None
+    query_scale: QueryScale | None = None
+    shared_kv: bool = False
+    value_scale: float = 1.0
+    sinks: bool = False
+    soft_cap: float = 0.0
+    gate: Literal["none", "head", "element"] = "none"
+
+    @property
+    def value_dim(self) -> int:
+        """The width of values."""
+        return self.v_dim or self.head_dim
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels that join the steps of attention know all that is asked."""
+        rare = self.norm_last or self.value_norm or self.sinks or self.query_scale
+        return not rare and (self.value_dim, self.value_scale) == (self.head_dim, 1.0) and (
+            (self.soft_cap, self.gate) == (0.0, "none") and self.qk_norm != "full"
+        )  # fmt: skip
 
     @property
     def possible_tp(self) -> list[int]:
@@ -78,16 +108,21 @@ class Attention:
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`."""
-        return tuple(CacheTensor(name, self.local_kv_heads(tp_size), self.head_dim) for name in ("k", "v"))
+        heads = self.local_kv_heads(tp_size)
+        return CacheTensor("k", heads, self.head_dim), CacheTensor("v", heads, self.value_dim)
 
-    def attention_shape(self, tp_size: int) -> tuple[int, int, int]:
+    def head_shape(self, tp_size: int) -> HeadShape:
         """See `Mixer`."""
-        return self.num_heads // tp_size, self.local_kv_heads(tp_size), self.head_dim
+        from moeserve.ops.inputs import HeadShape  # has torch
+
+        return HeadShape(self.num_heads // tp_size, self.local_kv_heads(tp_size), self.head_dim, self.value_dim)
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
-        heads = self.num_heads * self.head_dim
-        return [(heads + 2 * self.num_kv_heads * self.head_dim, width), (width, heads)]
+        heads, results = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        qkv = heads + self.num_kv_heads * (self.head_dim + (0 if self.shared_kv else self.value_dim))
+        gates = {"none": 0, "head": self.num_heads, "element": results}[self.gate]
+        return [(qkv, width), (width, results), *([(gates, width)] if gates else [])]
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
@@ -98,25 +133,40 @@ class Attention:
 
     def cache_obstacle(self, dtype: str) -> str:
         """See `Mixer`."""
+        if dtype == "int8" and self.value_dim != self.head_dim:
+            return f"keys are {self.head_dim} wide and values {self.value_dim}; in int8 both must be alike"
         return ""
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds qkv and out with their biases, q_norm and k_norm."""
-        dim, local = self.head_dim, self.local_heads(plan.world)
-        heads = slice(local.first * dim, (local.first + local.count) * dim)
-        kv_heads = slice(local.first_kv * dim, (local.first_kv + local.count_kv) * dim)
-        rows = [("q", self.num_heads * dim, heads), *((x, self.num_kv_heads * dim, kv_heads) for x in "kv")]
+        """Adds qkv, out and gate with their biases, q_norm and k_norm, and sinks."""
+        dim, v_dim, local = self.head_dim, self.value_dim, self.local_heads(plan.world)
+
+        def heads(name: str, first: int, count: int, total: int, size: int) -> tuple[str, int, slice]:
+            return name, total * size, slice(first * size, (first + count) * size)
+
+        kv = local.first_kv, local.count_kv, self.num_kv_heads
+        rows = [
+            heads("q_proj", local.first, local.count, self.num_heads, dim),
+            heads("k_proj", *kv, dim),
+            heads("k_proj" if self.shared_kv else "v_proj", *kv, v_dim),
+        ]
         for ending, tail in (("weight", (plan.width,)), ("bias", ()))[: 1 + self.qkv_bias]:
-            sources = [(plan.spell(theirs, f"self_attn.{x}_proj.{ending}"), n, part) for x, n, part in rows]
+            sources = [(plan.spell(theirs, f"self_attn.{x}.{ending}"), n, part) for x, n, part in rows]
             plan.stack(ours + ("qkv" if ending == "weight" else "qkv_bias"), sources, *tail)
-        if self.qk_norm != "none":
+        if self.qk_norm in ("head", "full"):
             for x, n, _ in rows[:2]:
                 size = dim if self.qk_norm == "head" else n
-                plan.add(f"{ours}{x}_norm", (size,), plan.spell(theirs, f"self_attn.{x}_norm.weight"))
+                plan.add(f"{ours}{x[0]}_norm", (size,), plan.spell(theirs, f"self_attn.{x[0]}_norm.weight"))
         out = plan.spell(theirs, "self_attn.o_proj.weight")
-        plan.add(ours + "out", (plan.width, self.num_heads * dim), out, sharded=True)
+        plan.add(ours + "out", (plan.width, self.num_heads * v_dim), out, sharded=True)
         if self.out_bias:
             plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "self_attn.o_proj.bias"), sharded=True)
+        mine = local.first, local.count, self.num_heads
+        if self.gate != "none":
+            name = plan.spell(theirs, "self_attn.gate_proj.weight")
+            plan.stack(ours + "gate", [heads(name, *mine, v_dim if self.gate == "element" else 1)], plan.width)
+        if self.sinks:
+            plan.stack(ours + "sinks", [heads(plan.spell(theirs, "self_attn.sinks"), *mine, 1)])
 
     def build(self, build: Builder, name: str, group: int) -> AttentionLayer:
         """See `Mixer`."""

@@ -1,12 +1,14 @@
 """The attention block of a decoder: project, normalise, rotate, write to the cache, attend, project back.
 
-T tokens (padded rows included), D model width, H heads and G KV heads of this rank, d head width.
+T tokens (padded rows included), D model width, H heads and G KV heads of this rank, d width of queries and keys, v of
+values.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +17,13 @@ from torch import Tensor
 from moeserve.blocks.attention import Attention, Heads
 from moeserve.blocks.build import Builder
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
-from moeserve.blocks.rope import half_layout
+from moeserve.blocks.mixer import QueryScale
+from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.attention import CONTEXT, QUERY_BLOCK, SCORES, TILE, padded_context
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import Cut, LayerCache, StepInputs
+from moeserve.ops.inputs import Cut, HeadShape, LayerCache, StepInputs
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
@@ -36,65 +39,83 @@ class AttentionStep:
     slot_mapping_T: Tensor  # of the real tokens
     plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
     cut: Cut | None = None
+    scale_T11: Tensor | None = None  # of queries
 
-    def attend(self, ops: Ops, q_THd: Tensor, cache: LayerCache) -> Tensor:
-        """Returns the attention to the cache, [T, H * d]."""
-        k, v = cache
+    def attend(
+        self, ops: Ops, q_THd: Tensor, cache: LayerCache, sinks_H: Tensor | None = None, soft_cap: float = 0.0
+    ) -> Tensor:
+        """Returns the attention to the cache, [T, H * v]. sinks_H, soft_cap: as `ops.attention` takes them."""
+        attention = ops.attention
+        if sinks_H is not None or soft_cap:
+            attention = partial(attention, sinks_H=sinks_H, soft_cap=soft_cap)
         if self.cut is None:
-            return ops.attention(q_THd, k, v, self.plan)
-        return self.cut(q_THd, self.plan, lambda q, plan, out: ops.attention(q, k, v, plan, out=out))
+            return attention(q_THd, *cache, self.plan)
+        return self.cut(q_THd, self.plan, lambda q, plan, out: attention(q, *cache, plan, out=out))
+
+
+class QueryScales:
+    """The factors of `QueryScale` for every position, fp32, looked up by position."""
+
+    def __init__(self, scale: QueryScale, max_position: int, device: torch.device) -> None:
+        self._every, self._first = scale.every, scale.first
+        steps = torch.arange((max_position + scale.first) // scale.every + 1).double()
+        self._table = (1 + scale.slope * torch.log1p(steps)).float().to(device)
+
+    def __call__(self, positions_T: Tensor) -> Tensor:
+        """Returns the factors [T, 1, 1]."""
+        steps_T = torch.div(positions_T + self._first, self._every, rounding_mode="floor")
+        return self._table.index_select(0, steps_T)[:, None, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareAttention:
-    """Makes the `AttentionStep` of the layers of one KV group with the same heads and rotary table."""
+    """Makes the `AttentionStep` of the layers of one KV group with equal heads, angles and query scales."""
 
     ops: Ops
     group: int
-    shape: tuple[int, int, int]  # H, G, d
+    shape: HeadShape
     rotary: RotaryTable
+    scales: QueryScales | None = None
 
     def __call__(self, step: StepInputs, positions_T: Tensor) -> AttentionStep:
         """Looks the angles up and plans attention."""
         cos, sin = self.rotary(positions_T)
         cos_T1d, sin_T1d = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
         plan = self.plan_rows if step.cut else self.plan_rows(step)
-        return AttentionStep(cos_T1d, sin_T1d, step.groups[self.group].slot_mapping_T, plan, step.cut)
+        scale_T11 = None if self.scales is None else self.scales(positions_T)
+        return AttentionStep(cos_T1d, sin_T1d, step.groups[self.group].slot_mapping_T, plan, step.cut, scale_T11)
 
     def plan_rows(self, step: StepInputs) -> Any:
         """Returns the attention metadata of a step's rows."""
-        return self.ops.plan_attention(step.groups[self.group], step, *self.shape)
+        return self.ops.plan_attention(step.groups[self.group], step, self.shape)
 
 
 @dataclass(eq=False, repr=False)
 class AttentionLayer:
     """Grouped-query attention of this rank's heads over its paged cache; head outputs are gathered before `out`.
 
-    qkv: D -> (H + 2G) * d, queries first. head_norms: fp32 [H + G, d], a norm per head. full_norms: fp32 weights of the
-    norms over all query heads of the model together and over all its key heads together (OLMoE).
+    qkv: D -> (H + G) * d + G * v, queries first. rule: the treatment of heads. full_norms: fp32 weights of the norms
+    over all query heads of the model together and over all its key heads together (OLMoE). gate: D -> H or H * v.
     """
 
     spec: Attention
     ops: Ops
-    eps: float
-    heads: Heads
     tp: TensorParallel
     prepare: PrepareAttention
+    rule: HeadRule
     qkv: Linear
     out: ColumnLinear
-    head_norms: Tensor | None = None
     full_norms: tuple[Tensor, Tensor] | None = None
+    gate: Linear | None = None
+    sinks_H: Tensor | None = None
 
     def __post_init__(self) -> None:
-        spec, ops, heads = self.spec, self.ops, self.heads
+        spec, ops = self.spec, self.ops
         self._attend = ops.opaque(AttentionStep.attend)  # which may end one recording and begin another
-        clip = math.inf if spec.clip is None else spec.clip
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self._rule = HeadRule(heads.count, heads.count_kv, scale, self.eps, self.head_norms, clip)
         self._block = None
-        if ops.attention_block is not None and self.full_norms is None:
+        if ops.attention_block is not None and spec.is_plain:
             last = self.out.part if self.tp.size == 1 else None
-            self._block = ops.attention_block(self.qkv, last, self._rule, spec.head_dim, ops.dtype)
+            self._block = ops.attention_block(self.qkv, last, self.rule, spec.head_dim, ops.dtype)
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
         """Returns the attention block's output [T, D]; writes the new keys and values to `cache` first."""
@@ -103,25 +124,32 @@ class AttentionLayer:
             y = self._block(x_TD, step.cos_T1d, step.sin_T1d, k, v, step.slot_mapping_T, step.plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         qkv = self.qkv(x_TD)
-        qkv_THd = qkv.view(qkv.shape[0], -1, self.spec.head_dim)
-        normed = None if self.full_norms is None else self._normalise_fully(qkv_THd, self.full_norms, channel)
+        normed = None
+        if self.full_norms is not None:
+            normed = self._normalise_fully(qkv, self.full_norms, channel)
         q_THd = self.ops.qk_norm_rope_cache(
-            qkv_THd, self._rule, step.cos_T1d, step.sin_T1d, k, v, step.slot_mapping_T, normed
+            qkv, self.rule, step.cos_T1d, step.sin_T1d, k, v, step.slot_mapping_T, normed
         )
-        attended = self._attend(step, self.ops, q_THd, cache)
+        if step.scale_T11 is not None:
+            q_THd = (q_THd * step.scale_T11).to(q_THd.dtype)
+        attended = self._attend(step, self.ops, q_THd, cache, self.sinks_H, self.spec.soft_cap)
+        if self.spec.value_scale != 1.0:
+            attended = attended * self.spec.value_scale
+        if self.gate is not None:
+            attended = self.ops.sigmoid_mul(attended, self.gate(x_TD))
         return self.out(self.tp.gather_columns(attended, channel), channel)
 
-    def _normalise_fully(self, qkv_THd: Tensor, weights: tuple[Tensor, Tensor], channel: int) -> Tensor:
+    def _normalise_fully(self, qkv_TN: Tensor, weights: tuple[Tensor, Tensor], channel: int) -> Tensor:
         """Queries and keys in fp32, after norms over all ranks' heads: those are gathered, since a sum of the ranks'
         sums would round differently."""
-        size, rank, heads = self.tp.size, self.tp.rank, self._rule.num_heads
+        size, rank, heads, dim = self.tp.size, self.tp.rank, self.rule.num_heads, self.spec.head_dim
         holders = max(1, size // self.spec.num_kv_heads)  # ranks that have the same keys
-        gathered = self.tp.gather_columns(qkv_THd[:, : heads + self._rule.num_kv_heads].flatten(1), channel)
-        all_TRHd = gathered.view(len(gathered), size, -1, self.spec.head_dim)
+        gathered = self.tp.gather_columns(qkv_TN[:, : (heads + self.rule.num_kv_heads) * dim].contiguous(), channel)
+        all_TRHd = gathered.view(len(gathered), size, -1, dim)
         parts = all_TRHd[:, :, :heads], all_TRHd[:, ::holders, heads:]
         mine = []
         for part, weight, place in zip(parts, weights, (rank, rank // holders), strict=True):
-            normed = self.ops.rms_norm(part.flatten(1).float(), weight, self._rule.eps)
+            normed = self.ops.rms_norm(part.flatten(1).float(), weight, self.rule.eps)
             mine.append(normed.view(part.shape)[:, place])
         return torch.cat(mine, dim=1)
 
@@ -132,29 +160,51 @@ def build_attention(spec: Attention, build: Builder, name: str, group: int) -> A
     if (order := half_layout(spec.rope, spec.head_dim)) is not None:
         _reorder(spec, heads, build, name, order)
     head_norms, full_norms = None, None
-    if spec.qk_norm != "none":
+    if spec.qk_norm == "unit":
+        head_norms = torch.ones(heads.count + heads.count_kv, spec.head_dim, device=build.ops.device)
+    elif spec.qk_norm != "none":
         q_norm, k_norm = (build.norm(f"{name}{x}_norm") for x in "qk")
         if spec.qk_norm == "full":
             full_norms = q_norm, k_norm
         else:
             head_norms = torch.cat((q_norm.expand(heads.count, -1), k_norm.expand(heads.count_kv, -1)), 0)
-    table = build.shared(
-        ("rotary", spec.rope, spec.head_dim),
-        lambda: RotaryTable(spec.rope, spec.head_dim, build.max_position, build.ops.device),
-    )
-    shape = heads.count, heads.count_kv, spec.head_dim
-    prepare = build.shared(
-        ("attention", group, shape, spec.rope), lambda: PrepareAttention(build.ops, group, shape, table)
+    rule = HeadRule(
+        heads.count,
+        heads.count_kv,
+        spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+        build.eps,
+        head_norms,
+        math.inf if spec.clip is None else spec.clip,
+        None if spec.v_dim == spec.head_dim else spec.v_dim,
+        spec.norm_last,
+        spec.value_norm,
     )
     qkv, out = build.linear(name + "qkv"), build.columns(name + "out", build.width)
-    return AttentionLayer(spec, build.ops, build.eps, heads, build.tp, prepare, qkv, out, head_norms, full_norms)
+    gate = build.linear(name + "gate") if spec.gate != "none" else None
+    sinks_H = build.norm(name + "sinks") if spec.sinks else None
+    prepare = prepare_attention(
+        build, group, spec.head_shape(build.tp.size), spec.rope, spec.head_dim, spec.query_scale
+    )
+    return AttentionLayer(spec, build.ops, build.tp, prepare, rule, qkv, out, full_norms, gate, sinks_H)
+
+
+def prepare_attention(
+    build: Builder, group: int, shape: HeadShape, rope: RopeSpec | None, rotated: int, scale: QueryScale | None
+) -> PrepareAttention:
+    """Returns what prepares steps for such layers, one for all. rotated: elements of what rope is applied to."""
+    rest = build.max_position, build.ops.device
+    table = build.shared(("rotary", rope, rotated), lambda: RotaryTable(rope, rotated, *rest))
+    scales = build.shared(("scales", scale), lambda: None if scale is None else QueryScales(scale, *rest))
+    make = partial(PrepareAttention, build.ops, group, shape, table, scales)
+    prepare: PrepareAttention = build.shared(("attention", group, shape, rope, rotated, scale), make)
+    return prepare
 
 
 def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: list[int]) -> None:
     """Brings the elements of query and key heads into the half layout."""
     dim = spec.head_dim
     moved = [head * dim + i for head in range(heads.count + heads.count_kv) for i in order]
-    rows = [*moved, *range(len(moved), len(moved) + heads.count_kv * dim)]
+    rows = [*moved, *range(len(moved), len(moved) + heads.count_kv * spec.value_dim)]
     build.reorder(name + "qkv", rows)
     build.reorder(name + "qkv_bias", rows)
     for x, count in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
@@ -164,19 +214,25 @@ def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: li
 
 def attention_workspace(spec: Attention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
-    d = spec.head_dim
-    heads, kv_heads = spec.num_heads // tp_size, spec.local_kv_heads(tp_size)
-    both = (heads + kv_heads) * d
-    qkv = both + kv_heads * d
-    rows = tokens * (qkv * size + both * (5 * FP32 + size) + 2 * heads * d * size)
-    rows += gathered_bytes(tokens, spec.num_heads * d + width, size, tp_size)
+    shape, d = spec.head_shape(tp_size), spec.head_dim
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    both, results = (heads + kv_heads) * d, heads * shape.v_dim
+    rows = tokens * (
+        (both + kv_heads * shape.v_dim) * size + both * (5 * FP32 + size) + 2 * max(heads * d, results) * size
+    )
+    rows += tokens * results * 3 * FP32 if spec.gate != "none" else 0
+    rows += gathered_bytes(tokens, spec.num_heads * shape.v_dim + width, size, tp_size)
     if spec.qk_norm == "full" and tp_size > 1:
         all_both = both * tp_size
         rows += gathered_bytes(tokens, all_both, size, tp_size) + 4 * FP32 * tokens * all_both
-    # One item: queries of one KV head are the least that a context is cut into.
-    longest = padded_context(max_len)
-    scores = max(4 * SCORES, QUERY_BLOCK * (heads // kv_heads) * longest)
+    return rows + item_bytes(shape, max_len, size)
+
+
+def item_bytes(shape: HeadShape, max_len: int, size: int) -> int:
+    """Returns an upper bound of the bytes of one item of attention: queries of one KV head are the least that a context
+    is cut into."""
+    d, longest = shape.dim, padded_context(max_len)
+    scores = max(4 * SCORES, QUERY_BLOCK * (shape.num_heads // shape.num_kv_heads) * longest)
     item = scores * FP32 * (5 + d // TILE)  # an int8 cache computes in fp32, whatever the activations
-    context = max(CONTEXT, kv_heads * d * TILE)
-    item += context * (size + FP32) + 2 * INT64 * kv_heads * longest
-    return rows + item
+    context = max(CONTEXT, shape.num_kv_heads * d * TILE)
+    return item + context * (size + FP32) + 2 * INT64 * shape.num_kv_heads * longest

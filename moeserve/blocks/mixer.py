@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from moeserve.blocks.build import Builder
     from moeserve.blocks.weights import WeightPlan
-    from moeserve.ops.inputs import LayerCache, StepInputs
+    from moeserve.ops.inputs import HeadShape, LayerCache, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,15 @@ class CacheTensor:
     name: str
     heads: int
     width: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """A factor on queries that grows with the position: 1 + slope * log(1 + floor((position + first) / every))."""
+
+    slope: float
+    every: int
+    first: int = 0
 
 
 # The inputs of one step that layers share: computed once per step from its inputs and the padded tokens' positions.
@@ -71,8 +80,8 @@ class Mixer(Protocol):
         """Returns the tensors of a layer's cache on one of tp_size ranks."""
         ...
 
-    def attention_shape(self, tp_size: int) -> tuple[int, int, int] | None:
-        """Returns query heads, KV heads and their width on one of tp_size ranks, to tune kernels for; None without."""
+    def head_shape(self, tp_size: int) -> HeadShape | None:
+        """Returns the heads that attention is planned for on one of tp_size ranks; None without any."""
         ...
 
     def products(self, width: int) -> list[tuple[int, int]]:

@@ -108,9 +108,10 @@ def jobs_of(
         for shape in linear_shapes(spec):
             yield from tuning.linear_jobs(*shape, dtype, device)
     if spec is not None and only in (None, "paged_attention"):
-        for heads in dict.fromkeys(layer.mixer.attention_shape(1) for layer in spec.layers):
-            if heads is not None:
-                yield from tuning.attention_jobs(AttentionShape(*heads, BLOCK_SIZE, dtype), device)
+        for heads in dict.fromkeys(layer.mixer.head_shape(1) for layer in spec.layers):
+            if heads is not None and heads.dim == heads.v_dim:
+                attention = AttentionShape(heads.num_heads, heads.num_kv_heads, heads.dim, BLOCK_SIZE, dtype)
+                yield from tuning.attention_jobs(attention, device)
 
 
 def tune(jobs: Iterator[Job], timer: Timer, device: torch.device, folder: Path) -> int:

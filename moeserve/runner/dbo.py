@@ -157,7 +157,7 @@ def _part(
     step: StepInputs, tokens: slice, rows: slice, offsets_R1: I32, starts_R: I32, on_device: tuple[Tensor, Tensor]
 ) -> StepInputs:
     groups = tuple(
-        GroupInputs(group.slot_mapping_T[tokens], group.blocks_RN[rows], group.block_size, group.window)
+        GroupInputs(group.slot_mapping_T[tokens], group.blocks_RN[rows], group.block_size, group.window, group.chunk)
         for group in step.groups
     )
     ids_T, positions_T = step.ids_T[tokens], step.positions_T[tokens]

@@ -225,4 +225,4 @@ def _group_inputs(
     else:
         block_T = blocks_RN.view(-1).index_select(0, rows_T * num_blocks + index_T)
     slot_mapping_T = block_T * size + (positions_T - index_T * size)
-    return GroupInputs(slot_mapping_T, blocks_RN, size, group.rule.window)
+    return GroupInputs(slot_mapping_T, blocks_RN, size, group.rule.window, group.rule.chunk)

@@ -83,7 +83,13 @@ class FixedInputs:
             ids_T=part.ids_T,
             positions_T=part.positions_T,
             groups=tuple(
-                GroupInputs(part.slot_mapping_GT[i], part.blocks_GRN[i, :rows], group.block_size, group.rule.window)
+                GroupInputs(
+                    part.slot_mapping_GT[i],
+                    part.blocks_GRN[i, :rows],
+                    group.block_size,
+                    group.rule.window,
+                    group.rule.chunk,
+                )
                 for i, group in enumerate(self._groups)
             ),
             sample_S=part.sample_S[:samples],

@@ -132,7 +132,8 @@ class Driver:
             ids_T=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions_T=torch.tensor(positions),
             groups=tuple(
-                GroupInputs(torch.tensor(cells), torch.tensor(blocks), size, rule.window) for rule in self.rules
+                GroupInputs(torch.tensor(cells), torch.tensor(blocks), size, rule.window, rule.chunk)
+                for rule in self.rules
             ),
             sample_S=torch.arange(len(positions)),
             offsets_R1=offsets,

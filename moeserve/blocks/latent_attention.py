@@ -1,0 +1,133 @@
+"""Multi-head latent attention in numbers: one compressed row per token for all heads (DeepSeek-V2, V3, Kimi-K2, GLM).
+
+D model width, H query heads, n and p the parts of a query without and with rotation, v width of values, L rank of the
+latents, C = L + p width of a cache entry. Tensor-parallel ranks share heads; each computes and caches whole rows.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the absorbed form of appendix C is what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeserve.blocks.mixer import CacheTensor, QueryScale
+from moeserve.blocks.rope import RopeSpec
+from moeserve.comm.world import World
+from moeserve.engine.blocks import FULL, KVRule
+
+if TYPE_CHECKING:
+    from moeserve.blocks.build import Builder
+    from moeserve.blocks.latent_attention_layer import LatentAttentionLayer
+    from moeserve.blocks.weights import WeightPlan
+    from moeserve.ops.inputs import HeadShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """A mixer: H heads that attend to one latent per token.
+
+    nope_dim, rope_dim: n and p. rank: L. q_rank: of the compressed queries; None: queries are one product (V2-Lite).
+    bias: of the products to latents. scale: of scores; None: (n + p) ** -0.5. query_scale: grows with the position
+    (Mistral 4).
+    """
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    rank: int
+    q_rank: int | None
+    rope: RopeSpec
+    rule: KVRule = FULL
+    bias: bool = False
+    scale: float | None = None
+    query_scale: QueryScale | None = None
+
+    @property
+    def entry(self) -> int:
+        """The width of a cache entry, C."""
+        return self.rank + self.rope_dim
+
+    @property
+    def possible_tp(self) -> list[int]:
+        """Each rank gets equally many heads."""
+        return [tp for tp in range(1, self.num_heads + 1) if self.num_heads % tp == 0]
+
+    @property
+    def sharing(self) -> str:
+        """See `Mixer`."""
+        return f"{self.num_heads} heads on latents"
+
+    def heads(self, world: World) -> slice:
+        """Returns this rank's heads."""
+        assert self.num_heads % world.tp_size == 0, (world, self)
+        count = self.num_heads // world.tp_size
+        return slice(world.tp_rank * count, (world.tp_rank + 1) * count)
+
+    def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
+        """See `Mixer`."""
+        return (CacheTensor("latent", 1, self.entry),)
+
+    def head_shape(self, tp_size: int) -> HeadShape:
+        """See `Mixer`."""
+        from moeserve.ops.inputs import HeadShape  # has torch
+
+        return HeadShape(self.num_heads // tp_size, 1, self.entry, self.rank)
+
+    def products(self, width: int) -> list[tuple[int, int]]:
+        """See `Mixer`."""
+        queries = self.num_heads * (self.nope_dim + self.rope_dim)
+        q = [(queries, width)] if self.q_rank is None else [(self.q_rank, width), (queries, self.q_rank)]
+        up_and_down = self.num_heads * (self.nope_dim + self.v_dim), self.rank
+        return [*q, (self.entry, width), up_and_down, (width, self.num_heads * self.v_dim)]
+
+    def obstacle(self, kernels: str) -> str:
+        """See `Mixer`."""
+        return ""
+
+    def cache_obstacle(self, dtype: str) -> str:
+        """See `Mixer`."""
+        return "" if dtype == "auto" else "latents, which keys and values share, are kept as activations are"
+
+    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+        """Adds q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out."""
+        heads, width = self.heads(plan.world), plan.width
+
+        def rows(name: str, each: int) -> list[tuple[str, int, slice]]:
+            part = slice(heads.start * each, heads.stop * each)
+            return [(plan.spell(theirs, f"self_attn.{name}.weight"), self.num_heads * each, part)]
+
+        def whole(ours_name: str, name: str, *shape: int) -> None:
+            plan.add(ours + ours_name, shape, plan.spell(theirs, f"self_attn.{name}"))
+
+        queries = self.nope_dim + self.rope_dim
+        if self.q_rank is None:
+            plan.stack(ours + "q", rows("q_proj", queries), width)
+        else:
+            whole("q_a", "q_a_proj.weight", self.q_rank, width)
+            whole("q_norm", "q_a_layernorm.weight", self.q_rank)
+            plan.stack(ours + "q_b", rows("q_b_proj", queries), self.q_rank)
+            if self.bias:
+                whole("q_a_bias", "q_a_proj.bias", self.q_rank)
+        whole("kv_a", "kv_a_proj_with_mqa.weight", self.entry, width)
+        if self.bias:
+            whole("kv_a_bias", "kv_a_proj_with_mqa.bias", self.entry)
+        whole("kv_norm", "kv_a_layernorm.weight", self.rank)
+        plan.stack(ours + "kv_b", rows("kv_b_proj", self.nope_dim + self.v_dim), self.rank)
+        out = plan.spell(theirs, "self_attn.o_proj.weight")
+        plan.add(ours + "out", (width, self.num_heads * self.v_dim), out, sharded=True)
+        if self.bias:
+            plan.add(ours + "out_bias", (width,), plan.spell(theirs, "self_attn.o_proj.bias"), sharded=True)
+
+    def build(self, build: Builder, name: str, group: int) -> LatentAttentionLayer:
+        """See `Mixer`."""
+        from moeserve.blocks.latent_attention_layer import build_latent_attention
+
+        return build_latent_attention(self, build, name, group)
+
+    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+        """See `Mixer`."""
+        from moeserve.blocks.latent_attention_layer import latent_workspace
+
+        return latent_workspace(self, width, tokens, max_len, size, tp_size)

@@ -1,0 +1,127 @@
+"""The latent attention block of a decoder, in its absorbed form: queries meet the latents themselves.
+
+T tokens (padded rows included), D model width, H heads of this rank, n and p the parts of a query without and with
+rotation, v width of values, L rank of the latents, C = L + p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moeserve.blocks.attention_layer import AttentionStep, PrepareAttention, item_bytes, prepare_attention
+from moeserve.blocks.build import Builder
+from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.rope import half_layout
+from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.inputs import LayerCache
+from moeserve.ops.latent import HeadsLinear, LatentRule
+from moeserve.ops.linear import Linear
+from moeserve.ops.table import Ops
+
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedQueries:
+    """Queries through a narrow product and a norm of it: D -> q_rank -> H * (n + p)."""
+
+    ops: Ops
+    down: Linear
+    norm: Tensor
+    eps: float
+    up: Linear
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Returns the queries [T, H * (n + p)]."""
+        return self.up(self.ops.rms_norm(self.down(x_TD), self.norm, self.eps))
+
+
+@dataclass(eq=False, repr=False)
+class LatentAttentionLayer:
+    """Attention of this rank's heads to latents; head outputs are gathered before `out`.
+
+    queries: D -> H * (n + p). latents: D -> C. up: of queries to latents, H products n -> L. down: of summed latents to
+    values, H products L -> v.
+    """
+
+    spec: LatentAttention
+    ops: Ops
+    tp: TensorParallel
+    prepare: PrepareAttention
+    rule: LatentRule
+    queries: Linear
+    latents: Linear
+    up: HeadsLinear
+    down: HeadsLinear
+    out: ColumnLinear
+
+    def __post_init__(self) -> None:
+        self._attend = self.ops.opaque(AttentionStep.attend)
+
+    def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
+        """Returns the block's output [T, D]; writes the new latents to `cache` first."""
+        (latent,) = cache
+        rank, heads = self.rule.rank, self.rule.num_heads
+        q_THe, kv_TC = self.queries(x_TD).view(len(x_TD), heads, -1), self.latents(x_TD)
+        q_THC = x_TD.new_empty((len(x_TD), heads, self.spec.entry))
+        q_THn = self.ops.latent_rope_cache(
+            q_THe, kv_TC, self.rule, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, q_THC
+        )
+        self.up(q_THn, out=q_THC[..., :rank])
+        if step.scale_T11 is not None:
+            q_THC = (q_THC * step.scale_T11).to(q_THC.dtype)
+        attended = self._attend(step, self.ops, q_THC, (latent, latent[..., :rank]))
+        v_Tv = self.down(attended.view(len(x_TD), heads, rank)).flatten(1)
+        return self.out(self.tp.gather_columns(v_Tv, channel), channel)
+
+
+def build_latent_attention(spec: LatentAttention, build: Builder, name: str, group: int) -> LatentAttentionLayer:
+    """Returns the latent attention block of the layer whose parameters begin with `name`."""
+    local = spec.heads(build.world)
+    heads, queries = local.stop - local.start, spec.nope_dim + spec.rope_dim
+    if (order := half_layout(spec.rope, spec.rope_dim)) is not None:
+        rows = [
+            h * queries + i for h in range(heads) for i in (*range(spec.nope_dim), *(spec.nope_dim + j for j in order))
+        ]
+        build.reorder(name + ("q" if spec.q_rank is None else "q_b"), rows)
+        for part in ("kv_a", "kv_a_bias"):
+            build.reorder(name + part, [*range(spec.rank), *(spec.rank + j for j in order)])
+    if spec.q_rank is None:
+        make_queries = build.linear(name + "q")
+    else:
+        norm = build.norm(name + "q_norm")
+        make_queries = CompressedQueries(
+            build.ops, build.linear(name + "q_a"), norm, build.eps, build.linear(name + "q_b")
+        )
+    # Per head W_UK [n, L] and W_UV [v, L], one below the other.
+    kv_b = build.split_heads(name + "kv_b", heads)
+    scale = queries**-0.5 if spec.scale is None else spec.scale
+    rule = LatentRule(heads, spec.nope_dim, spec.rope_dim, spec.rank, scale, build.eps, build.norm(name + "kv_norm"))
+    return LatentAttentionLayer(
+        spec,
+        build.ops,
+        build.tp,
+        prepare_attention(build, group, spec.head_shape(build.tp.size), spec.rope, spec.rope_dim, spec.query_scale),
+        rule,
+        make_queries,
+        build.linear(name + "kv_a"),
+        build.ops.pack_heads(kv_b[:, : spec.nope_dim].transpose(1, 2).contiguous()),
+        build.ops.pack_heads(kv_b[:, spec.nope_dim :].contiguous()),
+        build.columns(name + "out", build.width),
+    )
+
+
+def latent_workspace(spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
+    shape = spec.head_shape(tp_size)
+    queries = shape.num_heads * (spec.nope_dim + spec.rope_dim)
+    absorbed = shape.num_heads * (2 * spec.entry + spec.rank + spec.v_dim)
+    rows = tokens * ((queries + (spec.q_rank or 0) + spec.entry + absorbed) * size + (2 * queries + spec.entry) * FP32)
+    return (
+        rows
+        + gathered_bytes(tokens, spec.num_heads * spec.v_dim + width, size, tp_size)
+        + item_bytes(shape, max_len, size)
+    )
