@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
@@ -46,9 +46,13 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A copy of checkpoint tensor `source` to `param[at]`, which is contiguous.
+    """A copy of `source[take]` of a checkpoint to `param[at]`.
 
-    shape: of the whole source. take: some rows of it, or one; empty for all.
+    shape: of the whole source, as it would lie in the file if it were not quantised. take, at: basic indices, with
+    steps above 0. transposed: the last two dimensions of what is taken change places, for weights stored [..., K, N].
+    Of a quantised source all K inputs are taken.
+
+    Gate of expert 3, [D, 2I] with gate and up by turns: take (3, slice(None), slice(0, None, 2)), transposed -> [I, D]
     """
 
     source: str
@@ -56,6 +60,13 @@ class Piece:
     param: str
     at: Index = ()
     take: Index = ()
+    transposed: bool = False
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """The shape of what is copied."""
+        shape = part_shape(self.shape, self.take)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +138,8 @@ def _check_coverage(plan: LoadPlan) -> None:
     assert len(shapes) == len(plan.params), "two parameters of one name"
     written: Counter[str] = Counter()
     for piece in plan.pieces:
-        assert len(piece.take) <= 1, piece
-        taken, target = part_shape(piece.shape, piece.take), part_shape(shapes[piece.param], piece.at)
-        assert taken == target, (piece, taken, target)
+        target = part_shape(shapes[piece.param], piece.at)
+        assert piece.taken == target, (piece, piece.taken, target)
         written[piece.param] += math.prod(target)
     wrong = [name for name, shape in shapes.items() if written[name] != math.prod(shape)]
     assert not wrong, f"pieces do not cover {wrong[:_MAX_SHOWN]}"
@@ -137,5 +147,48 @@ def _check_coverage(plan: LoadPlan) -> None:
 
 def part_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     """Returns the shape of an array of `shape` after basic indexing: [6, 4] with (slice(0, 2),) -> (2, 4)"""
+    assert len(index) <= len(shape), (index, shape)
     left = [len(range(size)[part]) for part, size in zip(index, shape, strict=False) if isinstance(part, slice)]
     return (*left, *shape[len(index) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A contiguous part of a tensor, `shape` from element `first` on, of which `index` goes to `at` of the target."""
+
+    first: int
+    shape: tuple[int, ...]
+    index: Index
+    at: Index
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is taken."""
+        return part_shape(self.shape, self.index) == self.shape
+
+
+def blocks_of(shape: tuple[int, ...], take: Index, most: int) -> Iterator[Block]:
+    """Cuts what `take` takes of a tensor into blocks of about `most` elements.
+
+    [6, 4], (slice(0, 6, 2), 1), 16 -> rows 0 to 3 for the first two elements of the target, row 4 for the last
+    """
+    if not shape or (math.prod(shape) <= most and not take):
+        yield Block(0, shape, (), ())
+        return
+    row, rest = math.prod(shape[1:]), take[1:]
+    part = range(shape[0])[take[0] if take else slice(None)]
+    if isinstance(part, int):
+        for block in blocks_of(shape[1:], rest, most):
+            yield replace(block, first=part * row + block.first)
+    elif row > most:
+        for i, at in enumerate(part):
+            for block in blocks_of(shape[1:], rest, most):
+                yield replace(block, first=at * row + block.first, at=(i, *block.at))
+    else:
+        assert part.step > 0, take
+        count = max(1, most // (max(1, row) * part.step))
+        for i in range(0, len(part), count):
+            rows = part[i : i + count]
+            span = rows[-1] - rows[0] + 1
+            index = (slice(None, None, part.step), *rest) if rest or part.step > 1 else ()
+            yield Block(rows[0] * row, (span, *shape[1:]), index, (slice(i, i + len(rows)),))

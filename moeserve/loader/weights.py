@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece, check_plan, part_shape
+from moeserve.loader.load_plan import Block, Index, LoadPlan, Param, Piece, blocks_of, check_plan, part_shape
 from moeserve.loader.quantisation import Stored
 from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
@@ -49,8 +49,7 @@ def empty_weight(
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
-    taken = math.prod(part_shape(piece.shape, piece.take))
-    return taken * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
+    return math.prod(piece.taken) * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
 
 
 class Reader:
@@ -81,17 +80,15 @@ class Reader:
         if isinstance(param, Quantised):
             yield partial(self._carry_out_stored, piece, param, limit)
         else:
-            yield from self._reads(self._checkpoint.tensors[piece.source], piece.take, param[piece.at], limit)
+            into = param[piece.at]
+            yield from self._reads(
+                self._checkpoint.tensors[piece.source], piece.take, into.mT if piece.transposed else into, limit
+            )
 
     def _reads(self, tensor: TensorInfo, take: Index, into: Tensor, limit: int) -> Iterator[Callable[[], int]]:
-        """Yields the reads, of `limit` bytes each at most, that bring some rows of a tensor to contiguous memory."""
-        flat, itemsize, first = into.view(-1), DTYPES[tensor.dtype].itemsize, 0
-        if take:
-            rows = range(tensor.shape[0])[take[0]]
-            first = (rows if isinstance(rows, int) else rows.start) * math.prod(tensor.shape[1:])
-        step = max(1, limit // itemsize)
-        for at in range(0, flat.numel(), step):
-            yield partial(self.read, tensor, tensor.offset + (first + at) * itemsize, flat[at : at + step])
+        """Yields the reads, of `limit` bytes each at most, that bring a part of a tensor to memory."""
+        for block in blocks_of(tensor.shape, take, max(1, limit // DTYPES[tensor.dtype].itemsize)):
+            yield partial(self.read, tensor, block, into[block.at])
 
     @torch.inference_mode()
     def _carry_out_stored(self, piece: Piece, param: Quantised, limit: int) -> int:
@@ -106,21 +103,22 @@ class Reader:
         return _num_bytes(piece, self._checkpoint)
 
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
-    def read(self, tensor: TensorInfo, offset: int, into: Tensor) -> int:
-        """Fills `into` from an offset on; returns the bytes read. Any thread; reading and converting drop the GIL."""
-        dtype = DTYPES[tensor.dtype]
-        num_bytes, target = into.numel() * dtype.itemsize, into
-        if into.device.type != "cpu" or into.dtype != dtype:
-            target = self._buffer(num_bytes, pinned=into.device.type == "cuda").view(dtype)
-        self._fill(tensor, offset, target)
+    def read(self, tensor: TensorInfo, block: Block, into: Tensor) -> int:
+        """Fills `into` from a block; returns the bytes taken. Any thread; reading and converting drop the GIL."""
+        dtype, target = DTYPES[tensor.dtype], into
+        straight = block.whole and into.is_contiguous()
+        if not straight or into.device.type != "cpu" or into.dtype != dtype:
+            num_bytes = math.prod(block.shape) * dtype.itemsize
+            target = self._buffer(num_bytes, pinned=into.device.type == "cuda").view(dtype).view(block.shape)
+        self._fill(tensor, tensor.offset + block.first * dtype.itemsize, target)
         if target is not into:
-            into.copy_(target)
+            into.copy_(target[block.index])
         if into.dtype == torch.float16 and dtype != torch.float16 and not torch.isfinite(into).all():
             raise CheckpointError(
                 f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 at most); use "
                 "--dtype bfloat16 or float32"
             )
-        return num_bytes
+        return into.numel() * dtype.itemsize
 
     def _buffer(self, num_bytes: int, pinned: bool) -> Tensor:
         have: Tensor | None = getattr(self._local, "buffer", None)
@@ -137,7 +135,7 @@ class Reader:
             raise CheckpointError(f"{path}: {error}") from None
 
     def _fill(self, tensor: TensorInfo, offset: int, target: Tensor) -> None:
-        memory: memoryview = target.view(torch.uint8).numpy().data
+        memory: memoryview = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
         left = len(memory)
         try:
             while left:
@@ -220,6 +218,7 @@ class Params(UserDict[str, Any]):
 def unpack(stored: Stored, piece: Piece, into: Quantised, read: Callable[[TensorInfo, Index], Tensor]) -> None:
     """Fills a piece of a parameter. Raises CheckpointError when a value or a scale is NaN or infinite."""
     form = stored.form
+    assert not piece.transposed
     values = read(stored.values, piece.take)
     if form.packed:
         values = _nibbles(values) if form.kind == "int4" else values.view(torch.int8) ^ -128
