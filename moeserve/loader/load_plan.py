@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.safetensors_file import TensorInfo
+from moeserve.loader.stored import CACHE_SCALES
 
 Index = tuple[int | slice, ...]
 SUPPORTED = ("F32", "BF16", "F16")
@@ -30,10 +31,15 @@ def is_packed(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of the model in the layout of its kernels. Expert parameters have the local expert first."""
+    """One parameter of the model in the layout of its kernels. Expert parameters have the local expert first.
+
+    widened: it is a tensor of the model's dtype also where the files have it quantised, since nothing multiplies with
+    it as it is there.
+    """
 
     name: str
     shape: tuple[int, ...]
+    widened: bool = False
 
     @property
     def quantised_on_load(self) -> bool:
@@ -41,7 +47,7 @@ class Param:
 
         The router decides too much with too little, and the LM head is the layer that llama.cpp and vLLM spare, too.
         """
-        return kind_of(self.name) in LINEAR
+        return kind_of(self.name) in LINEAR and not self.widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +94,19 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     Raises one CheckpointError with everything missing, surplus or of a wrong shape or dtype (the first 5 of it).
     """
     _check_coverage(plan)
-    wanted = {piece.source: piece.shape for piece in plan.pieces}
+    wanted = {piece.source: (piece.shape, piece.transposed) for piece in plan.pieces}
     tensors, stored, problems = checkpoint.tensors, checkpoint.stored, []
-    for name, shape in wanted.items():
+    for name, (shape, transposed) in wanted.items():
         if name in stored:
-            problems.append(stored[name].mismatch(shape))
+            problems.append(stored[name].mismatch(shape, transposed))
         elif name in tensors:
             problems.append(_mismatch(tensors[name], shape))
         else:
             problems.append(f"tensor {name!r} {list(shape)} is missing")
     owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
     for name, tensor in tensors.items():
-        if (owner := owners.get(name, name)) not in wanted and owner not in plan.ignore:
+        unused = plan.ignore if not stored or not name.endswith(CACHE_SCALES) else {name}
+        if (owner := owners.get(name, name)) not in wanted and owner not in unused:
             problems.append(f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model")
     problems += _half_quantised(checkpoint, plan) if stored else ()
     if problems := list(filter(None, problems)):
@@ -120,16 +127,18 @@ def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
 
 
 def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
-    """Yields parameters of which some parts are quantised and others not: they are computed as one."""
-    kinds: dict[str, dict[bool, str]] = defaultdict(dict)
+    """Yields parameters whose parts are quantised differently, or some of them not: they are computed as one."""
+    kinds: dict[str, dict[str, str]] = defaultdict(dict)
     for piece in plan.pieces:
-        kinds[piece.param][piece.source in checkpoint.stored] = piece.source
+        stored = checkpoint.stored.get(piece.source)
+        kinds[piece.param][stored.form.described if stored else "not quantised"] = piece.source
     for param in plan.params:
         sources = kinds[param.name]
-        if len(sources) > 1:
-            yield f"tensor {sources[True]!r} is quantised and {sources[False]!r} is not; they are computed as one"
-        elif True in sources and kind_of(param.name) not in LINEAR | {"router", "lm_head"}:
-            yield f"tensor {sources[True]!r} is quantised; this is supported for linear layers only"
+        if len(sources) > 1 and not param.widened:
+            (one, first), (other, second) = list(sources.items())[:2]
+            yield f"tensor {first!r} is {one} and {second!r} is {other}; they are computed as one"
+        elif sources and "not quantised" not in sources and not (param.widened or is_packed(param.name)):
+            yield f"tensor {next(iter(sources.values()))!r} is quantised; this is supported for linear layers only"
 
 
 def _check_coverage(plan: LoadPlan) -> None:

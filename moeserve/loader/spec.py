@@ -8,10 +8,9 @@ from typing import Literal
 
 from moeserve.comm.world import World
 from moeserve.errors import ConfigError
+from moeserve.loader.stored_format import StoredFormat
 
-_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # of a quantised weight without scales
 _USUAL_GROUP = 64  # of int4 weights that are quantised on loading
-_MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,33 +38,6 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0  # on cos and sin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFormat:
-    """The format of a checkpoint's quantised weights.
-
-    packed: in words of 32 bits. rows, group: outputs and inputs that share a scale, 0 for all. zeros: with zero points.
-    activations: the config quantises them, too, which not all kernels do.
-    """
-
-    kind: Literal["int8", "int4", "fp8"]
-    packed: bool = False
-    rows: int = 1
-    group: int = 0
-    zeros: bool = False
-    activations: bool = False
-
-    @property
-    def values_dtype(self) -> str:
-        """The dtype of the values as safetensors spells it."""
-        return "I32" if self.packed else "F8_E4M3" if self.kind == "fp8" else "I8"
-
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The numbers of scales along the outputs and the inputs of a weight [..., N, K]."""
-        sizes = zip(shape[-2:], (self.rows, self.group), strict=True)
-        rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
-        return rows, columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +75,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
-    stored: StoredFormat | None = None  # of quantised weights; None: there are none
+    stored: tuple[StoredFormat, ...] = ()  # of quantised weights
 
     @property
     def scale(self) -> float:
@@ -179,11 +151,12 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
-    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on loading."""
-    form = spec.stored
-    if form is None and asked == "int4":
-        form = StoredFormat(kind="int4", group=_USUAL_GROUP)
-    if form is None:
-        return _BYTES.get(asked or "", itemsize)
-    group = min(form.group or _MOST_GROUP, _MOST_GROUP) if form.kind == "int4" else form.group
-    return _BYTES[form.kind] + ((8 if form.zeros else 4) / group if group else 0.0)
+    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on loading.
+
+    Of several formats in a checkpoint the smallest counts: experts have it, which are nearly all of the weights.
+    """
+    if spec.stored:
+        return min(form.bytes_per_weight for form in spec.stored)
+    if asked == "int4":
+        return StoredFormat(kind="int4", group=_USUAL_GROUP).bytes_per_weight
+    return 1.0 if asked == "int8" else itemsize

@@ -25,13 +25,14 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.load_plan import Block, Index, LoadPlan, Param, Piece, blocks_of, check_plan, part_shape
-from moeserve.loader.quantisation import Stored
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
+from moeserve.loader.stored import Stored
+from moeserve.loader.unpack import unpack
+from moeserve.ops.quantised import Asked, Quantised, Weight, dequantised, quantisation_of
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I8": torch.int8, "F8_E4M3": torch.uint8, "I32": torch.int32,
+    "I8": torch.int8, "F8_E4M3": torch.uint8, "F8_E8M0": torch.uint8, "U8": torch.uint8, "I32": torch.int32,
 }  # fmt: skip
 READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to share out among threads
 
@@ -41,11 +42,15 @@ def empty_weight(
 ) -> Weight:
     """Returns uninitialised memory for a parameter in the format of the files."""
     stored = checkpoint.stored.get(pieces[0].source) if pieces else None
-    if stored is None:
+    if stored is None or param.widened:
         return torch.empty(param.shape, dtype=dtype, device=device)
+    return _empty_stored(stored, param.shape, dtype, device)
+
+
+def _empty_stored(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
     form = stored.form
-    group = form.group or (-(-param.shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # int4 always has groups
-    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, param.shape, device), rows=form.rows)
+    group = form.group or (-(-shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # 4 bits always have groups
+    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
@@ -77,13 +82,12 @@ class Reader:
         limit: of bytes in one read (default: READ_BYTES). A quantised weight is one job.
         """
         limit = limit or READ_BYTES
-        if isinstance(param, Quantised):
+        if piece.source in self._checkpoint.stored:
             yield partial(self._carry_out_stored, piece, param, limit)
         else:
-            into = param[piece.at]
-            yield from self._reads(
-                self._checkpoint.tensors[piece.source], piece.take, into.mT if piece.transposed else into, limit
-            )
+            assert isinstance(param, Tensor)
+            tensor, into = self._checkpoint.tensors[piece.source], param[piece.at]
+            yield from self._reads(tensor, piece.take, into.mT if piece.transposed else into, limit)
 
     def _reads(self, tensor: TensorInfo, take: Index, into: Tensor, limit: int) -> Iterator[Callable[[], int]]:
         """Yields the reads, of `limit` bytes each at most, that bring a part of a tensor to memory."""
@@ -91,7 +95,7 @@ class Reader:
             yield partial(self.read, tensor, block, into[block.at])
 
     @torch.inference_mode()
-    def _carry_out_stored(self, piece: Piece, param: Quantised, limit: int) -> int:
+    def _carry_out_stored(self, piece: Piece, param: Weight, limit: int) -> int:
         def read(tensor: TensorInfo, take: Index) -> Tensor:
             """Returns a part of a stored tensor."""
             raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
@@ -99,7 +103,14 @@ class Reader:
                 job()
             return raw
 
-        unpack(self._checkpoint.stored[piece.source], piece, param, read)
+        stored, into = self._checkpoint.stored[piece.source], param[piece.at]
+        if isinstance(into, Quantised):
+            unpack(stored, piece, into, read)
+        else:
+            narrow = _empty_stored(stored, piece.taken, into.dtype, torch.device("cpu"))
+            unpack(stored, piece, narrow, read)
+            into.copy_(dequantised(narrow))
+            _check_fits(into, stored.values)
         return _num_bytes(piece, self._checkpoint)
 
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
@@ -113,11 +124,8 @@ class Reader:
         self._fill(tensor, tensor.offset + block.first * dtype.itemsize, target)
         if target is not into:
             into.copy_(target[block.index])
-        if into.dtype == torch.float16 and dtype != torch.float16 and not torch.isfinite(into).all():
-            raise CheckpointError(
-                f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 at most); use "
-                "--dtype bfloat16 or float32"
-            )
+        if dtype != torch.float16:
+            _check_fits(into, tensor)
         return into.numel() * dtype.itemsize
 
     def _buffer(self, num_bytes: int, pinned: bool) -> Tensor:
@@ -148,6 +156,14 @@ class Reader:
                 offset, left = offset + count, left - count
         except OSError as error:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r}: {error}") from None
+
+
+def _check_fits(into: Tensor, tensor: TensorInfo) -> None:
+    if into.dtype == torch.float16 and not torch.isfinite(into).all():
+        raise CheckpointError(
+            f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 at most); use "
+            "--dtype bfloat16 or float32"
+        )
 
 
 class Params(UserDict[str, Any]):
@@ -213,33 +229,3 @@ class Params(UserDict[str, Any]):
         for _ in self._pool.map(lambda job: job(), rounding if is_read else []):
             pass
         return quantised
-
-
-def unpack(stored: Stored, piece: Piece, into: Quantised, read: Callable[[TensorInfo, Index], Tensor]) -> None:
-    """Fills a piece of a parameter. Raises CheckpointError when a value or a scale is NaN or infinite."""
-    form = stored.form
-    assert not piece.transposed
-    values = read(stored.values, piece.take)
-    if form.packed:
-        values = _nibbles(values) if form.kind == "int4" else values.view(torch.int8) ^ -128
-        values = values[..., : piece.shape[-1]]
-    if form.kind == "fp8" and (values & 127 == 127).any():
-        raise CheckpointError(f"{stored.values} has NaN; download it again")
-    into.values[piece.at] = values
-    scales = read(stored.scales, ()).float()
-    if not scales.isfinite().all():
-        raise CheckpointError(f"{stored.scales} has NaN or infinity; download it again")
-    num_rows = piece.shape[-2]
-    scales = scales.view(*piece.shape[:-2], *form.scale_shape(piece.shape))
-    scales = scales.repeat_interleave(form.rows or num_rows, -2)[..., :num_rows, :]
-    into.scales[piece.at] = scales[piece.take]
-    if into.zeros is not None:
-        assert stored.zeros is not None
-        zeros = _nibbles(read(stored.zeros, ()).transpose(-1, -2).clone(memory_format=torch.contiguous_format))
-        into.zeros[piece.at] = zeros.transpose(-1, -2)[..., :num_rows, :][piece.take].float()
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """Returns eight numbers from 0 to 15 for each int32 of the last dimension, lowest bits first."""
-    pairs = words.view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)

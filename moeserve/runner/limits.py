@@ -41,10 +41,9 @@ def check(config: Config, spec: ModelSpec) -> None:
 def _check_quantization(asked: str, spec: ModelSpec) -> None:
     if asked == "none":
         return
-    if spec.stored is not None:
-        raise ConfigError(
-            f"quantization={asked}, but the checkpoint's weights are {spec.stored.kind} already; leave it at none"
-        )
+    if spec.stored:
+        kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored))
+        raise ConfigError(f"quantization={asked}, but the checkpoint's weights are {kinds} already; leave it at none")
     widths = [spec.hidden_size, spec.num_heads * spec.head_dim, spec.expert_size, spec.shared_expert_size]
     widths += [] if all(spec.moe_layers) else [spec.intermediate_size]
     odd = sorted({width for width in widths if width % INT4_GROUPS[-1]})
