@@ -24,7 +24,8 @@ void bind_pool(py::module_& m) {
         .value("float16", Type::fp16)
         .value("int8", Type::int8)
         .value("int4", Type::int4)
-        .value("fp8", Type::fp8);
+        .value("fp8", Type::fp8)
+        .value("fp4", Type::fp4);
     m.def(
         "exp", [](Address x, Address y, size_t count) { kernels()->exp(at<float>(x), at<float>(y), count); },
         Unlocked(), py::arg("x"), py::arg("y"), py::arg("count"));

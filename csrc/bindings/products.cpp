@@ -168,10 +168,12 @@ void advise_huge_pages([[maybe_unused]] Address address, [[maybe_unused]] size_t
 
 Packing packing_of(Type type, size_t depth, size_t columns, size_t group, bool zero_points) {
     if (!depth || !columns) throw std::invalid_argument("a packed matrix has inputs and outputs");
-    if (type == Type::int4 && !group) throw std::invalid_argument("int4 weights come in groups of inputs");
-    if (group && (group % 8 || (type != Type::int4 && type != Type::fp8))) {
-        throw std::invalid_argument("groups of 8 n inputs are for int4 and fp8");
+    const bool nibbles = type == Type::int4 || type == Type::fp4, bytes = type == Type::int8 || type == Type::fp8;
+    if (nibbles && !group) throw std::invalid_argument("weights of 4 bits come in groups of inputs");
+    if (group && (group % 8 || !(nibbles || bytes))) {
+        throw std::invalid_argument("groups of 8 n inputs are for weights of 4 and 8 bits");
     }
+    if (zero_points && type != Type::int4) throw std::invalid_argument("zero points are for int4");
     return {type, depth, columns, group, zero_points};
 }
 

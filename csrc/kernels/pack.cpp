@@ -67,7 +67,7 @@ void pack_groups(const Packing& p, const Unpacked& from, size_t column, size_t c
     for (size_t g = 0; g < groups; ++g) {
         const size_t first = g * p.group, end = std::min(first + p.group, p.depth);
         to = pack_head(from.scales, column, columns, groups, g, to);
-        if (p.type == Type::fp8) {
+        if (p.type == Type::int8 || p.type == Type::fp8) {
             pack_plain(rows + first, from.stride, end - first, columns, to);
             to += (end - first) * kBlock;
             continue;
@@ -94,9 +94,10 @@ size_t Packing::block_bytes() const {
         case Type::fp32: bytes = depth * kBlock * 4; break;
         case Type::fp16: bytes = depth * kBlock * 2; break;
         case Type::bf16: bytes = (depth + 1) / 2 * kBlock * 4; break;
-        case Type::int8: bytes = depth * kBlock + kBlock * 4; break;
+        case Type::int8:
         case Type::fp8: bytes = depth * kBlock + (group ? (depth + group - 1) / group : 1) * kBlock * 4; break;
-        case Type::int4: {
+        case Type::int4:
+        case Type::fp4: {
             const size_t head = kBlock * (zero_points ? 8 : 4), full = depth / group, rest = depth % group;
             bytes = full * (head + group / 8 * kBlock * 4) + (rest ? head + (rest + 7) / 8 * kBlock * 4 : 0);
             break;
@@ -125,8 +126,9 @@ void pack(const Packing& packing, const Unpacked& from, uint8_t* to, size_t step
                 pack_pairs(static_cast<const uint16_t*>(from.weights) + first, from.stride, depth, columns,
                            reinterpret_cast<uint32_t*>(block));
                 break;
-            case Type::int8: pack_bytes(packing, from, column, columns, block); break;
-            case Type::int4: pack_groups(packing, from, column, columns, block); break;
+            case Type::int4:
+            case Type::fp4: pack_groups(packing, from, column, columns, block); break;
+            case Type::int8:
             case Type::fp8: (packing.group ? pack_groups : pack_bytes)(packing, from, column, columns, block); break;
             default: break;
         }

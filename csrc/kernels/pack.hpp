@@ -6,7 +6,7 @@
 namespace moeserve {
 
 /// A matrix [columns, depth] row by row. Quantised ones have one byte per weight (signed, or 0 to 15) and scales and zero
-/// points per column: [columns] for int8, [columns, groups] for int4.
+/// points per column and group of inputs: [columns, groups].
 struct Unpacked {
     const void* weights;
     size_t stride;  // elements from row to row

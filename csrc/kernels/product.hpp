@@ -172,11 +172,13 @@ void sums_in(const ProductArgs& args, const Workspace& space, size_t rows, const
     switch (args.weight_type) {
         case Type::bf16: return sums_of<A<WeightsBf16>>(args, space, rows, w, blocks);
         case Type::int8:
-            sums_of<A<WeightsInt8>>(args, space, rows, w, blocks);
+            if (args.group) return sums_of<A<WeightsInt8<true>>>(args, space, rows, w, blocks);
+            sums_of<A<WeightsInt8<false>>>(args, space, rows, w, blocks);
             return scale_columns(args, space, rows, w, blocks);
         case Type::int4:
             if (args.zero_points) return sums_of<A<WeightsInt4<true>>>(args, space, rows, w, blocks);
             return sums_of<A<WeightsInt4<false>>>(args, space, rows, w, blocks);
+        case Type::fp4: return sums_of<A<WeightsFp4>>(args, space, rows, w, blocks);
         case Type::fp8:
             if (args.group) return sums_of<A<WeightsFp8<true>>>(args, space, rows, w, blocks);
             sums_of<A<WeightsFp8<false>>>(args, space, rows, w, blocks);

@@ -12,16 +12,17 @@ enum class Type : int;
 ///   bf16  [depth / 2][16] words of two inputs, the first in the upper half; an odd last one has a zero below it
 ///   fp16, fp32  [depth][16]
 ///   int8, fp8  [depth][16], then 16 scales
-///   fp8 in groups of inputs: for each group 16 scales, [group][16]
+///   int8, fp8 in groups of inputs: for each group 16 scales, [group][16]
 ///   int4  per group of inputs: 16 scales, 16 zero points unless symmetric, [group / 8][16] words of 8 inputs: 0, 2, 4
 ///         and 6 in the upper half, the others in the lower, first ones lowest
+///   fp4 (e2m1)  as int4 without zero points
 /// Scales and zero points are fp32. A block is filled up to a multiple of 64 bytes.
 struct Packing {
     static constexpr size_t kBlock = 16;
 
     Type type;
     size_t depth, columns;
-    size_t group = 0;  // int4, fp8: inputs of a group, a multiple of 8; the last may be smaller
+    size_t group = 0;  // of less than 16 bits: inputs of a group, a multiple of 8; the last may be smaller
     bool zero_points = false;
 
     size_t num_blocks() const { return (columns + kBlock - 1) / kBlock; }

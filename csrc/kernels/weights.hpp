@@ -56,30 +56,31 @@ struct WeightsBf16 {
     }
 };
 
-struct WeightsInt8 {
+/// Of a byte each, scaled per column, or per column and group of inputs.
+template <bool grouped>
+struct WeightBytes {
     static constexpr int kDepth = 1;
-    static constexpr size_t kStepBytes = kColumns;
-    static constexpr bool kGrouped = false, kCostly = true;
+    static constexpr size_t kStepBytes = kColumns, kHeadBytes = kColumns * 4;
+    static constexpr bool kGrouped = grouped, kCostly = true;
 
+    static MOESERVE_INLINE f32 scale(const uint8_t* head, int v) {
+        return load(reinterpret_cast<const float*>(head) + v * kWidth);
+    }
+};
+
+template <bool grouped>
+struct WeightsInt8 : WeightBytes<grouped> {
     template <int d>
     static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t*, int v) {
         return load_int8(step + v * kWidth);
     }
 };
 
-/// Scaled per column, or per column and group of inputs.
 template <bool grouped>
-struct WeightsFp8 {
-    static constexpr int kDepth = 1;
-    static constexpr size_t kStepBytes = kColumns, kHeadBytes = kColumns * 4;
-    static constexpr bool kGrouped = grouped, kCostly = true;
-
+struct WeightsFp8 : WeightBytes<grouped> {
     template <int d>
     static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t*, int v) {
         return load_fp8(step + v * kWidth);
-    }
-    static MOESERVE_INLINE f32 scale(const uint8_t* head, int v) {
-        return load(reinterpret_cast<const float*>(head) + v * kWidth);
     }
 };
 
@@ -125,6 +126,28 @@ struct WeightsInt4 {
     static MOESERVE_INLINE f32 scale(const uint8_t* head, int v) {
         return load(reinterpret_cast<const float*>(head) + v * kWidth);
     }
+};
+
+/// bf16 of e2m1, twice likewise.
+alignas(64) constexpr uint16_t kFp4s[32] = {
+    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
+    0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+    0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+};
+
+/// e2m1 in words such as int4's.
+struct WeightsFp4 : WeightsInt4<false> {
+    template <int d>
+    static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t*, int v) {
+        constexpr int shift = d / 2 * 4 + (d % 2 == 0 ? 16 : 0);
+        return of_fp4(right<shift>(load_words(step + v * kWidth * 4)));
+    }
+#ifdef __AVX512BF16__
+    template <int d>
+    static MOESERVE_INLINE i32 pair(const uint8_t* step, const uint8_t*, int v) {
+        return look_up(kFp4s, right<4 * d>(load_words(step + v * kWidth * 4)));
+    }
+#endif
 };
 
 /// What was unpacked before, as floats or as pairs; its group's scales are still in its head.

@@ -27,6 +27,19 @@ struct Fp8 {
     }
 };
 
+/// e2m1: of a sign, two bits of exponent and one of mantissa.
+struct Fp4 {
+    uint8_t bits;
+
+    Fp4() = default;
+    explicit Fp4(float number) : bits(static_cast<uint8_t>(number)) {}
+    explicit operator float() const {
+        const int exponent = bits >> 1 & 3, mantissa = bits & 1;
+        const float size = exponent ? std::ldexp(2.0f + mantissa, exponent - 2) : 0.5f * mantissa;
+        return bits & 8 ? -size : size;
+    }
+};
+
 /// A matrix [columns, depth]: packed, and as the floats that the products see, scales apart.
 struct Matrix {
     Packing packing;
@@ -48,6 +61,7 @@ struct Matrix {
             case Type::int8: fill<int8_t>(offset, [] { return static_cast<float>(below(256)) - 128; }); break;
             case Type::fp8: fill<Fp8>(offset, [] { return static_cast<float>(below(127) + 128 * below(2)); }); break;
             case Type::int4: fill<uint8_t>(offset, [] { return static_cast<float>(below(16)); }); break;
+            case Type::fp4: fill<Fp4>(offset, [] { return static_cast<float>(below(16)); }); break;
             default: fill<float>(offset, [] { return normal(); }); break;
         }
     }
@@ -188,7 +202,7 @@ void every_format(size_t offset) {
         }
         for (size_t group : {8, 32, 264}) {
             for (bool zero_points : {false, true}) formats.push_back({Type::int4, depth, columns, group, zero_points});
-            formats.push_back({Type::fp8, depth, columns, group});
+            for (Type type : {Type::int8, Type::fp8, Type::fp4}) formats.push_back({type, depth, columns, group});
         }
     }
     for (const Packing& packing : formats) {

@@ -13,7 +13,6 @@ from moeserve.blocks.linear import ColumnLinear, GatedMLP, widened
 from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
 from moeserve.ops.linear import Linear
-from moeserve.ops.quantised import Quantised, dequantised
 from moeserve.ops.table import Ops
 
 if TYPE_CHECKING:
@@ -75,13 +74,6 @@ class Builder:
         if name in self.params:
             index = torch.tensor(order)
             self.params[name] = self.params.pop(name)[index]
-
-    def split_heads(self, name: str, heads: int) -> Tensor:
-        """Returns the weight `name` as [heads, rows of a head, K], widened if it is quantised: inputs are about to become
-        outputs, and scales do not follow."""
-        weight = self.params.pop(name)
-        widened: Tensor = dequantised(weight).to(self.ops.dtype) if isinstance(weight, Quantised) else weight
-        return widened.view(heads, -1, widened.shape[-1])
 
     def gated(self, name: str, inner_size: int, tp: TensorParallel) -> GatedMLP:
         """A SwiGLU block of inner width `inner_size`."""

@@ -114,7 +114,7 @@ class LatentAttention:
         if self.bias:
             whole("kv_a_bias", "kv_a_proj_with_mqa.bias", self.entry)
         whole("kv_norm", "kv_a_layernorm.weight", self.rank)
-        plan.stack(ours + "kv_b", rows("kv_b_proj", self.nope_dim + self.v_dim), self.rank)
+        plan.stack(ours + "kv_b", rows("kv_b_proj", self.nope_dim + self.v_dim), self.rank, widened=True)
         out = plan.spell(theirs, "self_attn.o_proj.weight")
         plan.add(ours + "out", (width, self.num_heads * self.v_dim), out, sharded=True)
         if self.bias:

@@ -97,7 +97,7 @@ def build_latent_attention(spec: LatentAttention, build: Builder, name: str, gro
             build.ops, build.linear(name + "q_a"), norm, build.eps, build.linear(name + "q_b")
         )
     # Per head W_UK [n, L] and W_UV [v, L], one below the other.
-    kv_b = build.split_heads(name + "kv_b", heads)
+    kv_b = build.params.pop(name + "kv_b").view(heads, -1, spec.rank)
     scale = queries**-0.5 if spec.scale is None else spec.scale
     rule = LatentRule(heads, spec.nope_dim, spec.rope_dim, spec.rank, scale, build.eps, build.norm(name + "kv_norm"))
     return LatentAttentionLayer(

@@ -75,17 +75,17 @@ class WeightPlan:
         """Returns the rows of a tensor that this rank takes: its share of them, or all."""
         return share(total, self.world.tp_size, self.world.tp_rank) if sharded else slice(0, total)
 
-    def stack(self, param: str, sources: Sequence[tuple[str, int, slice]], *tail: int) -> None:
+    def stack(self, param: str, sources: Sequence[tuple[str, int, slice]], *tail: int, widened: bool = False) -> None:
         """Adds a parameter made of several tensors along the first dimension.
 
-        sources: (name, rows, the rows to take) of each tensor. tail: the other sizes.
+        sources: (name, rows, the rows to take) of each tensor. tail: the other sizes. widened: see `Param`.
         """
         start = 0
         for source, total, rows in sources:
             end = start + rows.stop - rows.start
             self.pieces.append(Piece(source, (total, *tail), param, at=(slice(start, end),), take=(rows,)))
             start = end
-        self.params.append(Param(param, (start, *tail)))
+        self.params.append(Param(param, (start, *tail), widened))
 
     def extend(self, plan: LoadPlan) -> None:
         """Adds the parameters and pieces of a plan."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import model_file, read_json
-from moeserve.loader.quantisation import Stored, find_stored
 from moeserve.loader.safetensors_file import TensorInfo, read_header
-from moeserve.loader.spec import StoredFormat
+from moeserve.loader.stored import Stored, find_stored
+from moeserve.loader.stored_format import StoredFormat
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,8 +44,8 @@ class Checkpoint:
         return self.stored[name].parts if name in self.stored else [self.tensors[name]]
 
 
-def open_checkpoint(model_dir: Path, form: StoredFormat | None = None) -> Checkpoint:
-    """Reads and checks every header. form: of quantised weights. Raises CheckpointError with a remedy."""
+def open_checkpoint(model_dir: Path, formats: Sequence[StoredFormat] = ()) -> Checkpoint:
+    """Reads and checks every header. formats: of quantised weights. Raises CheckpointError with a remedy."""
     index = _read_index(model_dir)
     tensors: dict[str, TensorInfo] = {}
     for path in weight_files(model_dir):
@@ -61,7 +62,7 @@ def open_checkpoint(model_dir: Path, form: StoredFormat | None = None) -> Checkp
                 f"{model_dir / INDEX} says that {file} has the tensor {name!r}, but it has not; "
                 "index and files are of different models: download all of them again"
             )
-    return Checkpoint(model_dir, tensors, find_stored(tensors, form) if form else {})
+    return Checkpoint(model_dir, tensors, find_stored(tensors, formats))
 
 
 def weight_files(model_dir: Path) -> list[Path]:

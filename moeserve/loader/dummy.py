@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.load_plan import LoadPlan, Piece
-from moeserve.loader.quantisation import Stored
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.spec import StoredFormat
+from moeserve.loader.stored import Stored
+from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Reader
 from moeserve.ops.quantised import Quantised
 
@@ -30,7 +30,7 @@ def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) 
         if form and piece.param in linear:
             shape = (*piece.shape[:-2], *form.scale_shape(piece.shape))
             scales = TensorInfo(f"{name}_scale", model_dir, "F32", shape, 0, 0)
-            stored[name] = Stored(form, tensors[name], scales, None, ())
+            stored[name] = Stored(form, tensors[name], scales)
     return Checkpoint(model_dir, tensors, stored)
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
 from moeserve.loader.safetensors_file import TensorInfo
+from moeserve.loader.stored import CACHE_SCALES
 
 Index = tuple[int | slice, ...]
 SUPPORTED = ("F32", "BF16", "F16")
 _MAX_SHOWN = 5
 _MAX_NAME = 200  # characters: a name in a file may be of any length
-LINEAR = frozenset({"qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down", "w13", "w2"})
+_MIXERS = {"qkv", "out", "gate", "q", "q_a", "q_b", "kv_a"}
+LINEAR = frozenset({*_MIXERS, "gate_up", "down", "shared_gate_up", "shared_down", "w13", "w2"})
 
 
 def kind_of(name: str) -> str:
@@ -30,10 +32,15 @@ def is_packed(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of the model in the layout of its kernels. Expert parameters have the local expert first."""
+    """One parameter of the model in the layout of its kernels. Expert parameters have the local expert first.
+
+    widened: it is a tensor of the model's dtype also where the files have it quantised, since nothing multiplies with
+    it as it is there.
+    """
 
     name: str
     shape: tuple[int, ...]
+    widened: bool = False
 
     @property
     def quantised_on_load(self) -> bool:
@@ -41,14 +48,18 @@ class Param:
 
         The router decides too much with too little, and the LM head is the layer that llama.cpp and vLLM spare, too.
         """
-        return kind_of(self.name) in LINEAR
+        return kind_of(self.name) in LINEAR and not self.widened
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A copy of checkpoint tensor `source` to `param[at]`, which is contiguous.
+    """A copy of `source[take]` of a checkpoint to `param[at]`.
 
-    shape: of the whole source. take: some rows of it, or one; empty for all.
+    shape: of the whole source, as it would lie in the file if it were not quantised. take, at: basic indices, with
+    steps above 0. transposed: the last two dimensions of what is taken change places, for weights stored [..., K, N].
+    Of a quantised source all K inputs are taken.
+
+    Gate of expert 3, [D, 2I] with gate and up by turns: take (3, slice(None), slice(0, None, 2)), transposed -> [I, D]
     """
 
     source: str
@@ -56,6 +67,13 @@ class Piece:
     param: str
     at: Index = ()
     take: Index = ()
+    transposed: bool = False
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """The shape of what is copied."""
+        shape = part_shape(self.shape, self.take)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +95,19 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     Raises one CheckpointError with everything missing, surplus or of a wrong shape or dtype (the first 5 of it).
     """
     _check_coverage(plan)
-    wanted = {piece.source: piece.shape for piece in plan.pieces}
+    wanted = {piece.source: (piece.shape, piece.transposed) for piece in plan.pieces}
     tensors, stored, problems = checkpoint.tensors, checkpoint.stored, []
-    for name, shape in wanted.items():
+    for name, (shape, transposed) in wanted.items():
         if name in stored:
-            problems.append(stored[name].mismatch(shape))
+            problems.append(stored[name].mismatch(shape, transposed))
         elif name in tensors:
             problems.append(_mismatch(tensors[name], shape))
         else:
             problems.append(f"tensor {name!r} {list(shape)} is missing")
     owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
     for name, tensor in tensors.items():
-        if (owner := owners.get(name, name)) not in wanted and owner not in plan.ignore:
+        unused = plan.ignore if not stored or not name.endswith(CACHE_SCALES) else {name}
+        if (owner := owners.get(name, name)) not in wanted and owner not in unused:
             problems.append(f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model")
     problems += _half_quantised(checkpoint, plan) if stored else ()
     if problems := list(filter(None, problems)):
@@ -109,16 +128,18 @@ def _mismatch(tensor: TensorInfo, shape: tuple[int, ...]) -> str:
 
 
 def _half_quantised(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[str]:
-    """Yields parameters of which some parts are quantised and others not: they are computed as one."""
-    kinds: dict[str, dict[bool, str]] = defaultdict(dict)
+    """Yields parameters whose parts are quantised differently, or some of them not: they are computed as one."""
+    kinds: dict[str, dict[str, str]] = defaultdict(dict)
     for piece in plan.pieces:
-        kinds[piece.param][piece.source in checkpoint.stored] = piece.source
+        stored = checkpoint.stored.get(piece.source)
+        kinds[piece.param][stored.form.described if stored else "not quantised"] = piece.source
     for param in plan.params:
         sources = kinds[param.name]
-        if len(sources) > 1:
-            yield f"tensor {sources[True]!r} is quantised and {sources[False]!r} is not; they are computed as one"
-        elif True in sources and kind_of(param.name) not in LINEAR | {"router", "lm_head"}:
-            yield f"tensor {sources[True]!r} is quantised; this is supported for linear layers only"
+        if len(sources) > 1 and not param.widened:
+            (one, first), (other, second) = list(sources.items())[:2]
+            yield f"tensor {first!r} is {one} and {second!r} is {other}; they are computed as one"
+        elif sources and "not quantised" not in sources and not (param.widened or is_packed(param.name)):
+            yield f"tensor {next(iter(sources.values()))!r} is quantised; this is supported for linear layers only"
 
 
 def _check_coverage(plan: LoadPlan) -> None:
@@ -127,9 +148,8 @@ def _check_coverage(plan: LoadPlan) -> None:
     assert len(shapes) == len(plan.params), "two parameters of one name"
     written: Counter[str] = Counter()
     for piece in plan.pieces:
-        assert len(piece.take) <= 1, piece
-        taken, target = part_shape(piece.shape, piece.take), part_shape(shapes[piece.param], piece.at)
-        assert taken == target, (piece, taken, target)
+        target = part_shape(shapes[piece.param], piece.at)
+        assert piece.taken == target, (piece, piece.taken, target)
         written[piece.param] += math.prod(target)
     wrong = [name for name, shape in shapes.items() if written[name] != math.prod(shape)]
     assert not wrong, f"pieces do not cover {wrong[:_MAX_SHOWN]}"
@@ -137,5 +157,48 @@ def _check_coverage(plan: LoadPlan) -> None:
 
 def part_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     """Returns the shape of an array of `shape` after basic indexing: [6, 4] with (slice(0, 2),) -> (2, 4)"""
+    assert len(index) <= len(shape), (index, shape)
     left = [len(range(size)[part]) for part, size in zip(index, shape, strict=False) if isinstance(part, slice)]
     return (*left, *shape[len(index) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A contiguous part of a tensor, `shape` from element `first` on, of which `index` goes to `at` of the target."""
+
+    first: int
+    shape: tuple[int, ...]
+    index: Index
+    at: Index
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is taken."""
+        return part_shape(self.shape, self.index) == self.shape
+
+
+def blocks_of(shape: tuple[int, ...], take: Index, most: int) -> Iterator[Block]:
+    """Cuts what `take` takes of a tensor into blocks of about `most` elements.
+
+    [6, 4], (slice(0, 6, 2), 1), 16 -> rows 0 to 3 for the first two elements of the target, row 4 for the last
+    """
+    if not shape or (math.prod(shape) <= most and not take):
+        yield Block(0, shape, (), ())
+        return
+    row, rest = math.prod(shape[1:]), take[1:]
+    part = range(shape[0])[take[0] if take else slice(None)]
+    if isinstance(part, int):
+        for block in blocks_of(shape[1:], rest, most):
+            yield replace(block, first=part * row + block.first)
+    elif row > most:
+        for i, at in enumerate(part):
+            for block in blocks_of(shape[1:], rest, most):
+                yield replace(block, first=at * row + block.first, at=(i, *block.at))
+    else:
+        assert part.step > 0, take
+        count = max(1, most // (max(1, row) * part.step))
+        for i in range(0, len(part), count):
+            rows = part[i : i + count]
+            span = rows[-1] - rows[0] + 1
+            index = (slice(None, None, part.step), *rest) if rest or part.step > 1 else ()
+            yield Block(rows[0] * row, (span, *shape[1:]), index, (slice(i, i + len(rows)),))

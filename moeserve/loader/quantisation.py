@@ -1,66 +1,80 @@
-"""Quantised weights of a checkpoint: their format in config.json, and the tensors of each weight. No torch here.
+"""The formats of quantised weights as config.json says them, or ModelOpt's hf_quant_config.json. No torch here.
 
-Known: compressed-tensors (its formats pack-, int-, float- and naive-quantized) and fp8, as in DeepSeek-V3 and
-Qwen3-FP8. Which layers are quantised is not read: `ignore` and `targets` are for the writer, and each tensor's own
-dtype tells the reader.
-
-N outputs, K inputs, R x C scales. A weight `x.weight` lies in the file as
-
-    x.weight, or x.weight_packed    int8 or e4m3 [N, K], or words of 32 bits [N, K / 8 or 4], first inputs lowest
-    x.weight_scale (_inv)           [R, C]; R is 1, N or a block's share of N, C likewise of K
-    x.weight_zero_point             words of eight outputs [N / 8, C], if int4 is not symmetric
-
-Two more tensors are not needed: x.weight_shape, which config.json implies, and x.input_scale, for quantised
-activations.
+Known are the quant_method compressed-tensors, fp8, fbgemm_fp8, mxfp4, modelopt, awq and gptq. Which layers are
+quantised is not read: `ignore`, `modules_to_not_convert` and the like are for the writer, and the tensors tell the
+reader (loader/stored.py). Scales for an fp8 cache are not read either: keys and values stay as they are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from moeserve.errors import CheckpointError
-from moeserve.loader.files import Fields
-from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.spec import StoredFormat
+from moeserve.loader.files import Fields, read_json
+from moeserve.loader.stored_format import StoredFormat
 
 _KEYS = ("quantization_config", "compression_config")
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_MODELOPT_FILE = "hf_quant_config.json"
+_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)  # fmt: skip
 _WEIGHTS = {
     "num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "block_structure": None,
     "dynamic": False, "actorder": None,
 }  # fmt: skip
 _STRATEGIES = {
     (4, "int"): ("tensor", "channel", "group"),
-    (8, "int"): ("tensor", "channel"),
+    (8, "int"): ("tensor", "channel", "group"),
     (8, "float"): ("tensor", "channel", "group", "block"),
+    (4, "float"): ("group", "tensor_group"),
 }
+_FP4_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
+_MODELOPT = {  # quant_algo -> rows and inputs that share a scale
+    "FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128), "MXFP8": (1, 32),
+    "NVFP4": (1, 16), "W4A16_NVFP4": (1, 16),
+}  # fmt: skip
 _MAX_SIZE = 2**20
-_SCALE_DTYPES = ("F32", "BF16", "F16")
-_SCALES = ("_scale_inv", "_scale")
 _WHOLE = "use the float16 or bfloat16 checkpoint"
 
 
-def read_stored_format(config: Fields) -> StoredFormat | None:
-    """Returns the format of quantised weights, None without any. Raises CheckpointError if not supported."""
+def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
+    """Returns the formats of a model's quantised weights; none without any. Raises CheckpointError if not supported."""
     for key in _KEYS:
         if config.values.get(key) is not None:
             asked = _section(config, key, {"quant_method": "compressed-tensors"})
-            if asked.choice("quant_method", ("compressed-tensors", "fp8")) == "fp8":
-                return _fp8(_section(config, key, {"fmt": "e4m3", "weight_block_size": None}))
-            return _compressed(_section(config, key, {"config_groups": None, "format": None}))
-    return None
+            method = asked.choice("quant_method", tuple(_METHODS))
+            return tuple(_METHODS[method](_section(config, key, {})))
+    folder = config.path.parent
+    if os.path.lexists(folder / _MODELOPT_FILE):
+        values = read_json(folder, _MODELOPT_FILE)
+        return tuple(_modelopt(_section(Fields(folder / _MODELOPT_FILE, values, {}), "quantization", {})))
+    return ()
 
 
 def _section(config: Fields, key: str, defaults: dict[str, Any], prefix: str = "") -> Fields:
     return Fields(config.path, config.section(key), defaults, f"{prefix}{key}.")
 
 
-def _fp8(config: Fields) -> StoredFormat:
+def _with(config: Fields, **defaults: Any) -> Fields:
+    return replace(config, defaults=defaults)
+
+
+def _fp8(config: Fields) -> list[StoredFormat]:
+    config = _with(config, fmt="e4m3", weight_block_size=None)
     config.choice("fmt", ("e4m3",))
     rows, group = _block(config, "weight_block_size") if config.raw("weight_block_size") is not None else (0, 0)
-    return StoredFormat(kind="fp8", rows=rows, group=group, activations=True)
+    return [StoredFormat(kind="fp8", rows=rows, group=group, activations=True)]
+
+
+def _fbgemm(config: Fields) -> list[StoredFormat]:
+    return [StoredFormat(kind="fp8", activations=True)]
+
+
+def _mxfp4(config: Fields) -> list[StoredFormat]:
+    return [StoredFormat(kind="fp4", layout="blocks", group=32)]
 
 
 def _block(config: Fields, key: str) -> tuple[int, int]:
@@ -70,31 +84,113 @@ def _block(config: Fields, key: str) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _compressed(config: Fields) -> StoredFormat:
-    layout = config.choice("format", _FORMATS)
-    for key in ("kv_cache_scheme", "moe_sparsity_config", "transform_config"):
+def _modelopt(config: Fields) -> list[StoredFormat]:
+    """One algorithm for all layers, or for each layer its own, between which the tensors' dtypes decide."""
+    config = _with(config, quantized_layers=None, group_size=None, kv_cache_quant_algo=None)
+    if config.raw("quant_algo") != "MIXED_PRECISION":
+        return [_modelopt_format(config)]
+    layers, key = config.section("quantized_layers"), "quantized_layers"
+    if not layers or not all(isinstance(layer, dict) for layer in layers.values()):
+        raise config.error(key, 'it must name layers, each with its {"quant_algo": ...}')
+    found = [
+        _modelopt_format(Fields(config.path, layer, {"group_size": None}, f"{config.prefix}{key}.{name}."))
+        for name, layer in layers.items()
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _modelopt_format(config: Fields) -> StoredFormat:
+    algo = config.choice("quant_algo", tuple(_MODELOPT))
+    rows, group = _MODELOPT[algo]
+    if "FP4" in algo and config.raw("group_size") not in (None, group):
+        raise config.error("group_size", f"supported: {group}")
+    if "FP4" in algo:
+        return StoredFormat(kind="fp4", layout="nibbles", group=group, activations=algo == "NVFP4")
+    return StoredFormat(kind="fp8", rows=rows, group=group, activations=algo != "FP8_PB_WO")
+
+
+def _awq(config: Fields) -> list[StoredFormat]:
+    config = _with(config, bits=4, group_size=128, version="gemm", zero_point=True)
+    if config.integer("bits", 1, 8) != 4:
+        raise config.error("bits", f"supported: 4; {_WHOLE}")
+    if str(config.raw("version")).lower() != "gemm":
+        raise config.error("version", f"supported: gemm; {_WHOLE}")
+    if not config.boolean("zero_point"):
+        raise config.error("zero_point", f"supported: true; {_WHOLE}")
+    return [StoredFormat(kind="int4", layout="awq", group=_group_size(config), zeros=True)]
+
+
+def _gptq(config: Fields) -> list[StoredFormat]:
+    defaults = {"sym": True, "desc_act": False, "static_groups": False, "checkpoint_format": "gptq", "dynamic": None}
+    config = _with(config, group_size=128, **defaults)
+    bits, group = config.integer("bits", 1, 8), _group_size(config)
+    if bits not in (4, 8):
+        raise config.error("bits", f"supported: 4, 8; {_WHOLE}")
+    if config.boolean("desc_act") and group and not config.boolean("static_groups"):
+        raise config.error("desc_act", f"groups of inputs in another order are not supported; {_WHOLE}")
+    if any(not str(pattern).startswith("-:") for pattern in config.section("dynamic")):
+        raise config.error("dynamic", f"modules with settings of their own are not supported; {_WHOLE}")
+    layout: Any = config.choice("checkpoint_format", ("gptq", "gptq_v2"))
+    zeros = not config.boolean("sym")
+    if zeros and bits == 8:
+        raise config.error("sym", f"zero points are supported for 4 bits only; {_WHOLE}")
+    return [StoredFormat(kind="int4" if bits == 4 else "int8", layout=layout, group=group, zeros=zeros)]
+
+
+def _group_size(config: Fields) -> int:
+    """Returns the inputs that share a scale, 0 for all, which files call -1."""
+    size = config.integer("group_size", -1, _MAX_SIZE)
+    if size != -1 and (size < 8 or size % 8):
+        raise config.error("group_size", "it must be a multiple of 8, or -1 for all inputs")
+    return max(0, size)
+
+
+def _compressed(config: Fields) -> list[StoredFormat]:
+    config = _with(config, config_groups=None, format=None)
+    for key in ("moe_sparsity_config", "transform_config"):
         if config.values.get(key):
             raise config.error(key, f"this is not supported; {_WHOLE}")
     sparsity = config.values.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
         raise config.error("sparsity_config", f"sparse weights are not supported; {_WHOLE}")
     groups = config.section("config_groups")
-    found = {
-        _group(Fields(config.path, group, {"weights": None}, f"quantization_config.config_groups.{name}."), layout)
+    if not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise config.error("config_groups", 'it must have a group: {"group_0": {"weights": ..., "targets": ...}}')
+    mixed = config.raw("format") == "mixed-precision"
+    layout = "" if mixed else config.choice("format", _FORMATS)
+    found = [
+        _group(Fields(config.path, group, {"weights": None, "format": layout}, f"{config.prefix}config_groups.{name}."))
         for name, group in groups.items()
-        if isinstance(group, dict)
-    }
-    if len(found) != 1 or not all(isinstance(group, dict) for group in groups.values()):
-        raise config.error("config_groups", f"it must have one group, or several that say the same; {_WHOLE}")
-    return found.pop()
+    ]
+    alike = {replace(form, targets=()) for form in found}
+    return list(alike) if len(alike) == 1 else found
 
 
-def _group(config: Fields, layout: str) -> StoredFormat:
-    if config.values.get("format") not in (None, layout):
-        raise config.error("format", f"supported: {layout}, as for all groups")
+def _group(config: Fields) -> StoredFormat:
+    if config.values.get("format") is None:
+        config = replace(config, values={**config.values, "format": config.defaults["format"]})
+    layout = config.choice("format", _FORMATS)
     if not config.section("weights"):
         raise config.error("weights", f"groups of activations alone are not supported; {_WHOLE}")
-    weights = _section(config, "weights", _WEIGHTS, "quantization_config.config_groups.")
+    weights = _section(config, "weights", _WEIGHTS, config.prefix)
+    activations = bool(config.values.get("input_activations") or config.values.get("output_activations"))
+    targets = config.values.get("targets") or ()
+    if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
+        raise _with(config, targets=None).error("targets", "it must be a list of names of modules")
+    form = _fp4(weights, layout) if layout in _FP4_GROUPS else _eight_or_int4(weights, layout)
+    return replace(form, activations=activations, targets=tuple(targets))
+
+
+def _fp4(weights: Fields, layout: str) -> StoredFormat:
+    size = _FP4_GROUPS[layout]
+    for key, value in (("num_bits", 4), ("type", "float"), ("group_size", size)):
+        if weights.raw(key) != value:
+            raise weights.error(key, f"supported: {value} where the format is {layout}")
+    weights.choice("strategy", _STRATEGIES[4, "float"])
+    return StoredFormat(kind="fp4", layout="nibbles", group=size)
+
+
+def _eight_or_int4(weights: Fields, layout: str) -> StoredFormat:
     packed = layout == "pack-quantized"
     allowed = {"pack-quantized": ("int",), "int-quantized": ("int",), "float-quantized": ("float",)}
     kind = weights.choice("type", allowed.get(layout, ("int", "float")))
@@ -108,9 +204,8 @@ def _group(config: Fields, layout: str) -> StoredFormat:
     if zeros and bits == 8:
         raise weights.error("symmetric", f"zero points are supported for 4 bits only; {_WHOLE}")
     rows, group = _scales(weights, _STRATEGIES[bits, kind])
-    activations = bool(config.values.get("input_activations") or config.values.get("output_activations"))
-    name = "fp8" if kind == "float" else f"int{bits}"
-    return StoredFormat(kind=name, packed=packed, rows=rows, group=group, zeros=zeros, activations=activations)  # type: ignore[arg-type]
+    name: Any = "fp8" if kind == "float" else f"int{bits}"
+    return StoredFormat(kind=name, layout="words" if packed else "plain", rows=rows, group=group, zeros=zeros)
 
 
 def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
@@ -118,8 +213,6 @@ def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
     size = weights.raw("group_size")
     if weights.raw("strategy") is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-        if strategy not in supported:
-            raise weights.error("group_size", f"supported strategies: {', '.join(supported)}; {_WHOLE}")
     else:
         strategy = weights.choice("strategy", supported)
     if strategy == "block":
@@ -129,62 +222,7 @@ def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
     return (0 if strategy == "tensor" else 1), size if strategy == "group" else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One quantised weight in the files. others: tensors that belong to it and are not needed."""
-
-    form: StoredFormat
-    values: TensorInfo
-    scales: TensorInfo
-    zeros: TensorInfo | None
-    others: tuple[TensorInfo, ...]
-
-    @property
-    def parts(self) -> list[TensorInfo]:
-        """All tensors of the weight, the values first."""
-        return [part for part in (self.values, self.scales, self.zeros, *self.others) if part is not None]
-
-    def mismatch(self, shape: tuple[int, ...]) -> str:
-        """Returns what is wrong with the headers for a weight of `shape`; empty if nothing is."""
-        rows, depth = shape[-2:]
-        per_word = (8 if self.form.kind == "int4" else 4) if self.form.packed else 1
-        scale_rows, scale_columns = self.form.scale_shape(shape)
-        zeros = (*shape[:-2], -(-rows // 8), scale_columns)
-        scales = [*shape[:-2], scale_rows, scale_columns]
-        if self.values.shape != (found := (*shape[:-1], -(-depth // per_word))):
-            return f"{self.values} has shape {list(self.values.shape)}, config.json implies {list(found)}"
-        if _wide(self.scales.shape) != _wide(scales) or self.scales.dtype not in _SCALE_DTYPES:
-            what = f"{self.scales.dtype} {list(self.scales.shape)}"
-            return f"{self.scales} is {what}; supported: {scales} scales in {', '.join(_SCALE_DTYPES)}"
-        if self.form.zeros and (self.zeros is None or (self.zeros.dtype, self.zeros.shape) != ("I32", zeros)):
-            return f"{self.values} needs zero points, I32 {list(zeros)}, beside it"
-        return ""
-
-
-def find_stored(tensors: Mapping[str, TensorInfo], form: StoredFormat) -> dict[str, Stored]:
-    """Returns the quantised weights among `tensors`, by the names that they would have unquantised.
-
-    Raises CheckpointError where one has no scales, or is present unquantised as well.
-    """
-    found = {}
-    for name, tensor in tensors.items():
-        if tensor.dtype != form.values_dtype or (form.packed and not name.endswith("_packed")):
-            continue
-        if name.endswith(("_zero_point", "_shape")):
-            continue
-        base = name.removesuffix("_packed") if form.packed else name
-        if form.packed and base in tensors:
-            raise CheckpointError(f"{tensor} is there as {base!r}, too; only one of them can be meant")
-        scales = next((tensors[base + end] for end in _SCALES if base + end in tensors), None)
-        if scales is None:
-            raise CheckpointError(f"{tensor} is {tensor.dtype}, and there is no {base}_scale; download it again")
-        module = base.removesuffix("weight")
-        others = (base + "_shape", module + "input_scale", module + "input_zero_point")
-        zeros = tensors.get(base + "_zero_point") if form.zeros else None
-        found[base] = Stored(form, tensor, scales, zeros, tuple(tensors[n] for n in others if n in tensors))
-    return found
-
-
-def _wide(shape: Sequence[int]) -> list[int]:
-    """Drops dimensions of size 1, which writers leave out or add."""
-    return [size for size in shape if size != 1]
+_METHODS: dict[str, Callable[[Fields], list[StoredFormat]]] = {
+    "compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fbgemm, "mxfp4": _mxfp4, "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt, "modelopt_mixed": _modelopt, "awq": _awq, "gptq": _gptq,
+}  # fmt: skip

@@ -24,14 +24,15 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint
-from moeserve.loader.load_plan import Index, LoadPlan, Param, Piece, check_plan, part_shape
-from moeserve.loader.quantisation import Stored
+from moeserve.loader.load_plan import Block, Index, LoadPlan, Param, Piece, blocks_of, check_plan, part_shape
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
+from moeserve.loader.stored import Stored
+from moeserve.loader.unpack import unpack
+from moeserve.ops.quantised import Asked, Quantised, Weight, dequantised, quantisation_of
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I8": torch.int8, "F8_E4M3": torch.uint8, "I32": torch.int32,
+    "I8": torch.int8, "F8_E4M3": torch.uint8, "F8_E8M0": torch.uint8, "U8": torch.uint8, "I32": torch.int32,
 }  # fmt: skip
 READ_BYTES = 8 * 2**20  # large enough that calls cost nothing, small enough to share out among threads
 
@@ -41,16 +42,19 @@ def empty_weight(
 ) -> Weight:
     """Returns uninitialised memory for a parameter in the format of the files."""
     stored = checkpoint.stored.get(pieces[0].source) if pieces else None
-    if stored is None:
+    if stored is None or param.widened:
         return torch.empty(param.shape, dtype=dtype, device=device)
+    return _empty_stored(stored, param.shape, dtype, device)
+
+
+def _empty_stored(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantised:
     form = stored.form
-    group = form.group or (-(-param.shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # int4 always has groups
-    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, param.shape, device), rows=form.rows)
+    group = form.group or (-(-shape[-1] // 8) * 8 if form.kind == "int4" else 0)  # 4 bits always have groups
+    return replace(Quantised.empty(form.kind, group, form.zeros, dtype, shape, device), rows=form.rows)
 
 
 def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
-    taken = math.prod(part_shape(piece.shape, piece.take))
-    return taken * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
+    return math.prod(piece.taken) * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
 
 
 class Reader:
@@ -78,23 +82,20 @@ class Reader:
         limit: of bytes in one read (default: READ_BYTES). A quantised weight is one job.
         """
         limit = limit or READ_BYTES
-        if isinstance(param, Quantised):
+        if piece.source in self._checkpoint.stored:
             yield partial(self._carry_out_stored, piece, param, limit)
         else:
-            yield from self._reads(self._checkpoint.tensors[piece.source], piece.take, param[piece.at], limit)
+            assert isinstance(param, Tensor)
+            tensor, into = self._checkpoint.tensors[piece.source], param[piece.at]
+            yield from self._reads(tensor, piece.take, into.mT if piece.transposed else into, limit)
 
     def _reads(self, tensor: TensorInfo, take: Index, into: Tensor, limit: int) -> Iterator[Callable[[], int]]:
-        """Yields the reads, of `limit` bytes each at most, that bring some rows of a tensor to contiguous memory."""
-        flat, itemsize, first = into.view(-1), DTYPES[tensor.dtype].itemsize, 0
-        if take:
-            rows = range(tensor.shape[0])[take[0]]
-            first = (rows if isinstance(rows, int) else rows.start) * math.prod(tensor.shape[1:])
-        step = max(1, limit // itemsize)
-        for at in range(0, flat.numel(), step):
-            yield partial(self.read, tensor, tensor.offset + (first + at) * itemsize, flat[at : at + step])
+        """Yields the reads, of `limit` bytes each at most, that bring a part of a tensor to memory."""
+        for block in blocks_of(tensor.shape, take, max(1, limit // DTYPES[tensor.dtype].itemsize)):
+            yield partial(self.read, tensor, block, into[block.at])
 
     @torch.inference_mode()
-    def _carry_out_stored(self, piece: Piece, param: Quantised, limit: int) -> int:
+    def _carry_out_stored(self, piece: Piece, param: Weight, limit: int) -> int:
         def read(tensor: TensorInfo, take: Index) -> Tensor:
             """Returns a part of a stored tensor."""
             raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
@@ -102,25 +103,30 @@ class Reader:
                 job()
             return raw
 
-        unpack(self._checkpoint.stored[piece.source], piece, param, read)
+        stored, into = self._checkpoint.stored[piece.source], param[piece.at]
+        if isinstance(into, Quantised):
+            unpack(stored, piece, into, read)
+        else:
+            narrow = _empty_stored(stored, piece.taken, into.dtype, torch.device("cpu"))
+            unpack(stored, piece, narrow, read)
+            into.copy_(dequantised(narrow))
+            _check_fits(into, stored.values)
         return _num_bytes(piece, self._checkpoint)
 
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
-    def read(self, tensor: TensorInfo, offset: int, into: Tensor) -> int:
-        """Fills `into` from an offset on; returns the bytes read. Any thread; reading and converting drop the GIL."""
-        dtype = DTYPES[tensor.dtype]
-        num_bytes, target = into.numel() * dtype.itemsize, into
-        if into.device.type != "cpu" or into.dtype != dtype:
-            target = self._buffer(num_bytes, pinned=into.device.type == "cuda").view(dtype)
-        self._fill(tensor, offset, target)
+    def read(self, tensor: TensorInfo, block: Block, into: Tensor) -> int:
+        """Fills `into` from a block; returns the bytes taken. Any thread; reading and converting drop the GIL."""
+        dtype, target = DTYPES[tensor.dtype], into
+        straight = block.whole and into.is_contiguous()
+        if not straight or into.device.type != "cpu" or into.dtype != dtype:
+            num_bytes = math.prod(block.shape) * dtype.itemsize
+            target = self._buffer(num_bytes, pinned=into.device.type == "cuda").view(dtype).view(block.shape)
+        self._fill(tensor, tensor.offset + block.first * dtype.itemsize, target)
         if target is not into:
-            into.copy_(target)
-        if into.dtype == torch.float16 and dtype != torch.float16 and not torch.isfinite(into).all():
-            raise CheckpointError(
-                f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 at most); use "
-                "--dtype bfloat16 or float32"
-            )
-        return num_bytes
+            into.copy_(target[block.index])
+        if dtype != torch.float16:
+            _check_fits(into, tensor)
+        return into.numel() * dtype.itemsize
 
     def _buffer(self, num_bytes: int, pinned: bool) -> Tensor:
         have: Tensor | None = getattr(self._local, "buffer", None)
@@ -137,7 +143,7 @@ class Reader:
             raise CheckpointError(f"{path}: {error}") from None
 
     def _fill(self, tensor: TensorInfo, offset: int, target: Tensor) -> None:
-        memory: memoryview = target.view(torch.uint8).numpy().data
+        memory: memoryview = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
         left = len(memory)
         try:
             while left:
@@ -150,6 +156,14 @@ class Reader:
                 offset, left = offset + count, left - count
         except OSError as error:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r}: {error}") from None
+
+
+def _check_fits(into: Tensor, tensor: TensorInfo) -> None:
+    if into.dtype == torch.float16 and not torch.isfinite(into).all():
+        raise CheckpointError(
+            f"{tensor.path}: tensor {tensor.name!r} has values that float16 cannot hold (65504 at most); use "
+            "--dtype bfloat16 or float32"
+        )
 
 
 class Params(UserDict[str, Any]):
@@ -215,32 +229,3 @@ class Params(UserDict[str, Any]):
         for _ in self._pool.map(lambda job: job(), rounding if is_read else []):
             pass
         return quantised
-
-
-def unpack(stored: Stored, piece: Piece, into: Quantised, read: Callable[[TensorInfo, Index], Tensor]) -> None:
-    """Fills a piece of a parameter. Raises CheckpointError when a value or a scale is NaN or infinite."""
-    form = stored.form
-    values = read(stored.values, piece.take)
-    if form.packed:
-        values = _nibbles(values) if form.kind == "int4" else values.view(torch.int8) ^ -128
-        values = values[..., : piece.shape[-1]]
-    if form.kind == "fp8" and (values & 127 == 127).any():
-        raise CheckpointError(f"{stored.values} has NaN; download it again")
-    into.values[piece.at] = values
-    scales = read(stored.scales, ()).float()
-    if not scales.isfinite().all():
-        raise CheckpointError(f"{stored.scales} has NaN or infinity; download it again")
-    num_rows = piece.shape[-2]
-    scales = scales.view(*piece.shape[:-2], *form.scale_shape(piece.shape))
-    scales = scales.repeat_interleave(form.rows or num_rows, -2)[..., :num_rows, :]
-    into.scales[piece.at] = scales[piece.take]
-    if into.zeros is not None:
-        assert stored.zeros is not None
-        zeros = _nibbles(read(stored.zeros, ()).transpose(-1, -2).clone(memory_format=torch.contiguous_format))
-        into.zeros[piece.at] = zeros.transpose(-1, -2)[..., :num_rows, :][piece.take].float()
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """Returns eight numbers from 0 to 15 for each int32 of the last dimension, lowest bits first."""
-    pairs = words.view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)

@@ -14,7 +14,7 @@ from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
 from moeserve.loader.files import Fields, read_json
 from moeserve.loader.generation_config import read_eos_ids
-from moeserve.loader.quantisation import read_stored_format
+from moeserve.loader.quantisation import read_stored_formats
 from moeserve.models.family import MAX_POSITION, MAX_WIDTH
 from moeserve.models.registry import FAMILIES
 from moeserve.models.rope_config import longest_context, read_rope
@@ -63,7 +63,7 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
         norm_eps=config.number("rms_norm_eps", 0, 1.0),
         tie_embeddings=config.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos_ids(model_dir, config, vocab_size),
-        stored=read_stored_format(config),
+        stored=read_stored_formats(config),
         **fields,
     )
 

@@ -9,11 +9,9 @@ from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.mixer import Mixer
 from moeserve.engine.blocks import KVRule
 from moeserve.errors import ConfigError
-from moeserve.loader.spec import StoredFormat
+from moeserve.loader.stored_format import StoredFormat
 
-_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # of a quantised weight without scales
 _USUAL_GROUP = 64  # of int4 weights that are quantised on loading
-_MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
-    stored: StoredFormat | None = None  # of quantised weights; None: there are none
+    stored: tuple[StoredFormat, ...] = ()  # of quantised weights
 
     @property
     def num_layers(self) -> int:
@@ -125,14 +123,15 @@ def model_size(spec: ModelSpec) -> ModelSize:
 
 
 def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float:
-    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on loading."""
-    form = spec.stored
-    if form is None and asked == "int4":
-        form = StoredFormat(kind="int4", group=_USUAL_GROUP)
-    if form is None:
-        return _BYTES.get(asked or "", itemsize)
-    group = min(form.group or _MOST_GROUP, _MOST_GROUP) if form.kind == "int4" else form.group
-    return _BYTES[form.kind] + ((8 if form.zeros else 4) / group if group else 0.0)
+    """Returns a linear layer's bytes per weight, scales included. asked: the kind it becomes on loading.
+
+    Of several formats in a checkpoint the smallest counts: experts have it, which are nearly all of the weights.
+    """
+    if spec.stored:
+        return min(form.bytes_per_weight for form in spec.stored)
+    if asked == "int4":
+        return StoredFormat(kind="int4", group=_USUAL_GROUP).bytes_per_weight
+    return 1.0 if asked == "int8" else itemsize
 
 
 def layer_specs(mixers: Sequence[Mixer], blocks: Sequence[Dense | MoE]) -> tuple[LayerSpec, ...]:

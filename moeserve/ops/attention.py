@@ -135,7 +135,8 @@ def attention(
 
     Queries come already scaled. sinks_H: fp32, one score per head that takes weight and gives no value (gpt-oss).
     soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0 leaves them. v_cache may be a view of
-    k_cache. Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions that no query sees read the first entry of the null block, which is zeroed here: zero times a stale NaN is NaN.
+    k_cache. Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions that no query sees
+    read the first entry of the null block, which is zeroed here: zero times a stale NaN is NaN.
     """
     num_rows, num_heads, d = q_THd.shape
     num_kv_heads, v_dim = k_cache.shape[2], plan.shape.v_dim

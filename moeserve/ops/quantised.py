@@ -18,7 +18,8 @@ from torch.types import Device
 from moeserve.config import INT4_GROUPS
 from moeserve.errors import CheckpointError
 
-Kind = Literal["int8", "int4", "fp8"]
+Kind = Literal["int8", "int4", "fp8", "fp4"]
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 Asked = Literal["int8", "int4"]  # what 16 and 32 bits may become here
 PART = 2**18  # elements that one thread rounds at a time: they stay in its cache
 LARGE_PART = 2**21  # likewise on a device, which has no use for less
@@ -28,9 +29,10 @@ LARGE_PART = 2**21  # likewise on a device, which has no use for less
 class Quantised:
     """w[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group].
 
-    values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8). scales, zeros: fp32 [..., N, G]. zeros None: 8 for
-    int4, otherwise 0. group 0: one scale per output. dtype: of the activations that the weight is multiplied with.
-    rows: outputs of a checkpoint's block, which have equal scales; 0: all outputs of a tensor.
+    values [..., N, K]: int8, or bytes: 0 to 15 (int4), e4m3fn (fp8), or 0 to 15 that are numbers of E2M1 (fp4). scales,
+    zeros: fp32 [..., N, G]. zeros None: 8 for int4, otherwise 0. group 0: one scale per output. dtype: of the
+    activations that the weight is multiplied with. rows: outputs of a checkpoint's block, which have equal scales; 0:
+    all outputs of a tensor.
 
     int4, values [[9, 7]], scales [[0.5]] -> w [[0.5, -0.5]]
     """
@@ -87,6 +89,22 @@ class Quantised:
 
 
 Weight = Tensor | Quantised
+
+
+def dequantised(weight: Quantised) -> Tensor:
+    """Returns what a weight means, fp32 [..., N, K]."""
+    values = weight.values.float()
+    if weight.kind == "fp8":
+        values = weight.values.view(torch.float8_e4m3fn).float()
+    elif weight.kind == "fp4":
+        values = torch.tensor(E2M1, device=values.device)[weight.values.int()]
+    inputs = values.shape[-1]
+
+    def spread(parts: Tensor) -> Tensor:
+        return parts.repeat_interleave(weight.group or inputs, -1)[..., :inputs]
+
+    zeros = spread(weight.zeros) if weight.zeros is not None else 8 if weight.kind == "int4" else 0
+    return (values - zeros) * spread(weight.scales)
 
 
 def group_of(num_inputs: int) -> int:

@@ -71,6 +71,8 @@ def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
 
 def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
     """Returns why no kernel takes weights with `inputs` inputs in groups of `group` (0: all); empty if one does."""
+    if kind == "fp4":
+        return "Triton has no products with fp4"
     if kind == "int4":
         return "" if _int4_group(group or inputs, inputs) else "int4 products take groups of 32s and inputs of 64s"
     if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_GPUS:

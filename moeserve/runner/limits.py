@@ -45,10 +45,9 @@ def check(config: Config, spec: ModelSpec) -> None:
 def _check_quantization(asked: str, spec: ModelSpec) -> None:
     if asked == "none":
         return
-    if spec.stored is not None:
-        raise ConfigError(
-            f"quantization={asked}, but the checkpoint's weights are {spec.stored.kind} already; leave it at none"
-        )
+    if spec.stored:
+        kinds = " and ".join(dict.fromkeys(form.kind for form in spec.stored))
+        raise ConfigError(f"quantization={asked}, but the checkpoint's weights are {kinds} already; leave it at none")
     widths = {inputs for _, inputs in spec.products()} | {spec.hidden_size, spec.expert_size}
     odd = sorted(width for width in widths if width % INT4_GROUPS[-1])
     if asked == "int4" and odd:

@@ -20,11 +20,12 @@ from moeserve.loader.dummy import RandomReader, imagined
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.load_plan import LoadPlan, Param
 from moeserve.loader.packed_cache import CachedParams, PackedCache, key_of
+from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Params
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.load_plan import expert_load_plan, load_plan
-from moeserve.models.spec import ModelSpec, bytes_per_weight
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.quantised import Asked, group_of
@@ -74,18 +75,18 @@ def load_model(
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
     dummy, packed_cache = config.model.load_format == "dummy", config.model.packed_cache
-    if dummy and ((spec.stored and spec.stored.packed) or packed_cache or shard.world.size > 1):
+    if dummy and (any(form.layout != "plain" for form in spec.stored) or packed_cache or shard.world.size > 1):
         raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names
     plan = load_plan(spec, names, shard.world, shard.placement)
-    check_weights_fit(weight_bytes(plan, dtype, bytes_per_weight(spec, asked, dtype.itemsize)), memory)
     ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
     if config.device.compile:
         ops = traced(ops)
-    described = imagined(model_dir, plan, spec.stored) if dummy else checkpoint
+    described = imagined(model_dir, plan, *spec.stored[:1]) if dummy else checkpoint
+    check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
     _check_kernels(ops, described, plan, asked, packed_cache)
-    if spec.stored and spec.stored.activations and not shard.world.rank:
+    if any(form.activations for form in spec.stored) and not shard.world.rank:
         log.info("config.json quantises activations, too: %s", _activations(ops, spec))
     files = ExpertFiles(
         checkpoint, lambda layer, expert: expert_load_plan(spec, names, layer, [expert]), dtype, device, asked
@@ -124,39 +125,39 @@ def _check_kernels(
             f"packed_cache needs the native kernels for CPUs, and {here}; use no packed_cache, or {native}"
         )
     instead = "--quantization none" if asked else "the float16 or bfloat16 checkpoint"
-    for param, kind, group in _quantised(checkpoint, plan, asked):
+    for param, form in _quantised(checkpoint, plan, asked):
         if ops.weight_obstacle is None:
             raise ConfigError(
                 f"quantised weights need the native kernels for CPUs or Triton's for GPUs, and {here}; use {instead}, "
                 f"or {native}"
             )
-        if why := ops.weight_obstacle(kind, group, param.shape[-1]):
-            what = f"{param.name} has {param.shape[-1]}" + (f", in groups of {group}" if group else "")
+        if why := ops.weight_obstacle(form.kind, form.group, param.shape[-1]):
+            what = f"{param.name} has {param.shape[-1]}" + (f", in groups of {form.group}" if form.group else "")
             raise ConfigError(f"{why}, and {what}, {here}; use {instead}, or {native}")
 
 
-def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Iterator[tuple[Param, str, int]]:
-    """Yields each parameter in 4 or 8 bits, its kind, and how many inputs share a scale (0: all)."""
+def _quantised(checkpoint: Checkpoint, plan: LoadPlan, asked: Asked | None) -> Iterator[tuple[Param, StoredFormat]]:
+    """Yields each parameter in 4 or 8 bits, and its format."""
     stored = {p.param: checkpoint.stored[p.source].form for p in plan.pieces if p.source in checkpoint.stored}
     for param in plan.params:
-        if param.name in stored:
-            yield param, stored[param.name].kind, stored[param.name].group
+        if param.name in stored and not param.widened:
+            yield param, stored[param.name]
         elif asked and param.quantised_on_load:
-            yield param, asked, group_of(param.shape[-1]) if asked == "int4" else 0
+            yield param, StoredFormat(kind=asked, group=group_of(param.shape[-1]) if asked == "int4" else 0)
 
 
 def _activations(ops: Ops, spec: ModelSpec) -> str:
     """Returns how quantised activations are computed here, for the log."""
-    form = spec.stored
-    if form and ops.triton and spec.moe:
+    if ops.triton and spec.moe:
         from moeserve.ops.triton_weights import multiplies_e4m3  # slow to import: only where it serves
 
-        if multiplies_e4m3(form.kind, form.rows, form.group, spec.hidden_size, spec.expert_size):
+        sizes = spec.hidden_size, spec.expert_size
+        if any(multiplies_e4m3(form.kind, form.rows, form.group, *sizes) for form in spec.stored):
             return f"experts' rows become e4m3 with a scale for every 128 elements, all others stay {ops.dtype} here"
     return f"they stay {ops.dtype} here, weights alone are quantised"
 
 
-def weight_bytes(plan: LoadPlan, dtype: torch.dtype, per_weight: float) -> int:
-    """Returns the bytes of the parameters that a rank loads. per_weight: bytes of one weight of a linear layer."""
-    sizes = [(math.prod(param.shape), param.quantised_on_load) for param in plan.params]
-    return sum(int(size * (per_weight if linear else dtype.itemsize)) for size, linear in sizes)
+def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype, asked: Asked | None) -> int:
+    """Returns the bytes of the parameters that a rank loads, as they are in memory."""
+    narrow = {param.name: form.bytes_per_weight for param, form in _quantised(checkpoint, plan, asked)}
+    return sum(int(math.prod(param.shape) * narrow.get(param.name, dtype.itemsize)) for param in plan.params)

@@ -24,7 +24,6 @@ from moeserve.comm.world import World
 from moeserve.config import Config, config_of
 from moeserve.engine.group_core import GroupCore
 from moeserve.engine.scheduler import Scheduler
-from moeserve.loader.spec import ModelSpec
 from moeserve.messages import (
     Drain,
     EngineIn,
@@ -42,6 +41,7 @@ from moeserve.messages import (
     Submit,
 )
 from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.placement.placement import Placement
 from moeserve.runner.commands import WorkerBirth, connect_to_leader
 from moeserve.runner.cpu import CPUModelRunner

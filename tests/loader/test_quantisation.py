@@ -15,10 +15,11 @@ from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
 from moeserve.loader.experts import ExpertFiles
 from moeserve.loader.load_plan import Param, Piece
-from moeserve.loader.quantisation import Stored
 from moeserve.loader.safetensors_file import TensorInfo
-from moeserve.loader.spec import StoredFormat
-from moeserve.loader.weights import empty_weight, unpack
+from moeserve.loader.stored import Stored
+from moeserve.loader.stored_format import StoredFormat
+from moeserve.loader.unpack import unpack
+from moeserve.loader.weights import empty_weight
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import expert_load_plan, load_plan
 from moeserve.ops.quantised import Quantised
@@ -38,15 +39,17 @@ def compressed(layout: str = "pack-quantized", top: dict[str, Any] | None = None
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, **(top or {})}
 
 
+MXFP4 = StoredFormat(kind="fp4", layout="blocks", group=32)
+NVFP4 = StoredFormat(kind="fp4", layout="nibbles", group=16, activations=True)
 GOOD = [
-    (compressed(), StoredFormat(kind="int4", packed=True, group=128)),
+    (compressed(), StoredFormat(kind="int4", layout="words", group=128)),
     (
         compressed(top={"sparsity_config": {"format": "dense", "targets": []}, "transform_config": {}}),
-        StoredFormat(kind="int4", packed=True, group=128),
+        StoredFormat(kind="int4", layout="words", group=128),
     ),
-    (compressed(symmetric=False, actorder="weight"), StoredFormat(kind="int4", packed=True, group=128, zeros=True)),
-    (compressed(strategy=None, group_size=-1), StoredFormat(kind="int4", packed=True)),
-    (compressed(num_bits=8, strategy="channel"), StoredFormat(kind="int8", packed=True)),
+    (compressed(symmetric=False, actorder="weight"), StoredFormat(kind="int4", layout="words", group=128, zeros=True)),
+    (compressed(strategy=None, group_size=-1), StoredFormat(kind="int4", layout="words")),
+    (compressed(num_bits=8, strategy="channel"), StoredFormat(kind="int8", layout="words")),
     (compressed("int-quantized", num_bits=8, strategy="channel"), StoredFormat(kind="int8")),
     (compressed("naive-quantized", num_bits=8, strategy="tensor"), StoredFormat(kind="int8", rows=0)),
     (compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), StoredFormat(kind="fp8", rows=0)),
@@ -55,19 +58,59 @@ GOOD = [
         StoredFormat(kind="fp8", rows=64, group=128),
     ),
     (
+        compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),
+        StoredFormat(kind="fp4", layout="nibbles", group=16),
+    ),
+    (
+        compressed("mxfp4-pack-quantized", type="float", group_size=32, scale_dtype="torch.uint8"),
+        StoredFormat(kind="fp4", layout="nibbles", group=32),
+    ),
+    (
+        compressed("int-quantized", {"kv_cache_scheme": {"num_bits": 8}}, num_bits=8, group_size=64),
+        StoredFormat(kind="int8", group=64),
+    ),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, MXFP4),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {}}, NVFP4),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, NVFP4),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, StoredFormat(kind="fp8", rows=0, activations=True)),
+    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, StoredFormat(kind="fp8", rows=128, group=128)),
+    ({"quant_method": "fbgemm_fp8"}, StoredFormat(kind="fp8", activations=True)),
+    (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM", "modules_to_not_convert": ["gate"]},
+        StoredFormat(kind="int4", layout="awq", group=64, zeros=True),
+    ),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -1}, StoredFormat(kind="int4", layout="gptq")),
+    (
+        {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2", "desc_act": True, "static_groups": True},
+        StoredFormat(kind="int8", layout="gptq_v2", group=128),
+    ),
+    (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
         StoredFormat(kind="fp8", rows=128, group=128, activations=True),
     ),
     ({"quant_method": "fp8"}, StoredFormat(kind="fp8", rows=0, activations=True)),
 ]
 BAD = [
-    ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'; supported: compressed-tensors, fp8"),
-    ({"quant_method": "awq"}, "quant_method is 'awq'; supported"),
+    ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported: compressed-tensors, fp8"),
+    ({"quant_method": "gptq", "bits": 3}, "bits is 3; supported: 4, 8"),
+    ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act is True; groups of inputs in another order"),
+    ({"quant_method": "gptq", "bits": 8, "sym": False}, "sym is False; zero points are supported for 4 bits only"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic is .* settings of their own"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "supported: gptq, gptq_v2"),
+    ({"quant_method": "awq", "bits": 8}, "bits is 8; supported: 4"),
+    ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; supported: gemm"),
+    ({"quant_method": "awq", "zero_point": False}, "zero_point is False"),
+    ({"quant_method": "awq", "group_size": 12}, "group_size is 12; it must be a multiple of 8, or -1"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; supported: FP8"),
+    ({"quant_method": "modelopt"}, "quant_algo is missing"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size is 32; supported: 16"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers is None; it must name layers"),
+    (compressed("nvfp4-pack-quantized"), "type is 'int'; supported: float where the format is nvfp4-pack-quantized"),
+    (compressed("nvfp4-pack-quantized", type="float"), "group_size is 128; supported: 16"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; supported: e4m3"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]; it must be two sizes"),
     ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "the second a multiple of 8"),
     (compressed("marlin-24"), "format is 'marlin-24'; supported: pack-quantized"),
-    (compressed("nvfp4-pack-quantized"), "supported: pack-quantized, int-quantized"),
     (compressed(num_bits=3), "num_bits is 3; it must be an integer from 4 to 8"),
     (compressed(num_bits=6), "num_bits is 6; supported: 8, and 4 where"),
     (compressed("int-quantized"), "num_bits is 4; supported: 8, and 4 where the format is pack-quantized"),
@@ -78,11 +121,9 @@ BAD = [
     (compressed(group_size=12), "group_size is 12; it must be a multiple of 8"),
     (compressed(group_size="x"), "group_size is 'x'"),
     (compressed(strategy="token"), "strategy is 'token'; supported: tensor, channel, group"),
-    (compressed("int-quantized", num_bits=8), "strategy is 'group'; supported: tensor, channel"),
     (compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False), "zero points are supported for 4"),
-    (compressed(top={"kv_cache_scheme": {"num_bits": 8}}), "kv_cache_scheme is .*not supported"),
     (compressed(top={"sparsity_config": {"format": "sparse-bitmask"}}), "sparsity_config is .*sparse weights"),
-    (compressed(top={"config_groups": {}}), "config_groups is {}; it must have one group"),
+    (compressed(top={"config_groups": {}}), "config_groups is {}; it must have a group"),
     (compressed(top={"config_groups": {"W8A16": ["Linear"]}}), "config_groups"),
     (compressed(top={"config_groups": {"a": {"weights": None}}}), "weights is None; groups of activations alone"),
     ([], "quantization_config"),
@@ -91,7 +132,7 @@ BAD = [
 
 @pytest.mark.parametrize(("config", "expected"), GOOD)
 def test_formats_that_are_read(config: Any, expected: StoredFormat, write_config: WriteConfig) -> None:
-    assert read_model_spec(write_config(LLAMA, quantization_config=config)).stored == expected
+    assert read_model_spec(write_config(LLAMA, quantization_config=config)).stored == (expected,)
 
 
 @pytest.mark.parametrize(("config", "message"), BAD)
@@ -100,18 +141,48 @@ def test_others_are_refused_by_their_field(config: Any, message: str, write_conf
         read_model_spec(write_config(LLAMA, quantization_config=config))
 
 
-def test_groups_that_differ_are_refused(write_config: WriteConfig) -> None:
-    groups = [compressed(group_size=size)["config_groups"]["group_0"] for size in (64, 128)]
-    config = compressed(top={"config_groups": dict(zip("ab", groups, strict=True))})
-    with pytest.raises(CheckpointError, match="one group, or several that say the same"):
-        read_model_spec(write_config(LLAMA, quantization_config=config))
+def test_groups_that_differ(write_config: WriteConfig) -> None:
+    """Experts in int4, attention in fp8 and a few layers in other groups; alike ones count once."""
+    experts, attention = compressed()["config_groups"]["group_0"], compressed(group_size=64)["config_groups"]["group_0"]
+    fp8 = compressed(num_bits=8, type="float", strategy="channel")["config_groups"]["group_0"]
+    groups = {
+        "a": {**experts, "targets": ["re:.*experts.*"], "format": "pack-quantized"},
+        "b": {**attention, "targets": ["Linear"], "format": "pack-quantized"},
+        "c": {**fp8, "format": "float-quantized"},
+    }
+    config = compressed("mixed-precision", top={"config_groups": groups})
+    formats = read_model_spec(write_config(LLAMA, quantization_config=config)).stored
+    assert [(form.kind, form.group, form.targets) for form in formats] == [
+        ("int4", 128, ("re:.*experts.*",)),
+        ("int4", 64, ("Linear",)),
+        ("fp8", 0, ("Linear",)),
+    ]
+    config["config_groups"] = dict.fromkeys("ab", groups["b"])
+    assert read_model_spec(write_config(LLAMA, quantization_config=config)).stored == (
+        StoredFormat(kind="int4", layout="words", group=64),
+    )
+
+
+def test_model_opts_own_file(write_config: WriteConfig) -> None:
+    """Without quantization_config in config.json; with several algorithms, also."""
+    path = write_config(LLAMA)
+    values: dict[str, Any] = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    (path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": values}))
+    assert read_model_spec(path).stored == (NVFP4,)
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}, "c": {"quant_algo": "FP8"}}
+    values = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": values}))
+    assert [form.kind for form in read_model_spec(path).stored] == ["fp8", "fp4"]
+    layers["b"]["quant_algo"] = "INT4_AWQ"
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": values}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization.quantized_layers.b.quant_algo is"):
+        read_model_spec(path)
 
 
 def test_quantised_activations_are_noted(write_config: WriteConfig) -> None:
     config = compressed("int-quantized", num_bits=8, strategy="channel")
     config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
-    stored = read_model_spec(write_config(LLAMA, quantization_config=config)).stored
-    assert stored is not None
+    (stored,) = read_model_spec(write_config(LLAMA, quantization_config=config)).stored
     assert stored.activations
 
 
@@ -165,7 +236,7 @@ CHANGES: list[tuple[str, Any, str]] = [
     (
         "int8",
         lambda t: t.update({Q: t.pop(Q).float()}) is t.pop(Q + "_scale"),
-        f"v_proj.weight' is quantised and {Q!r} is not; they are computed as one",
+        f"tensor {Q!r} is not quantised and 'model.layers.0.self_attn.v_proj.weight' is int8; they are computed as one",
     ),
     (
         "int8",
@@ -200,7 +271,7 @@ def test_experts_read_one_by_one_are_the_same(kind: str, make_checkpoint: Any, t
     for expert in (5, 0, 5):
         for got, name in zip(files.read(1, expert), ("w13", "w2"), strict=True):
             expected = params[f"layers.1.{name}"][expert]
-            assert got.kind == expected.kind == (kind.split()[0] if kind in FORMS else asked)
+            assert got.kind == expected.kind == (FORMS[kind].kind if kind in FORMS else asked)
             assert all(torch.equal(a, b) for a, b in zip(got.parts, expected.parts, strict=True))
     files.close()
 
@@ -235,7 +306,7 @@ def test_unknown_kinds(make_checkpoint: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 def test_zero_points_of_few_outputs(rows: int) -> None:
     """Eight of them share a word, also where one word per group is all."""
-    form, shape = StoredFormat(kind="int4", packed=True, group=32, zeros=True), (rows, 128)
+    form, shape = StoredFormat(kind="int4", layout="words", group=32, zeros=True), (rows, 128)
     zeros_NC = torch.arange(rows * 4).view(rows, 4) % 16
     padded = torch.nn.functional.pad(zeros_NC, (0, 0, 0, -rows % 8)).view(-1, 8, 4)
     tensors = {
@@ -247,7 +318,7 @@ def test_zero_points_of_few_outputs(rows: int) -> None:
         name: TensorInfo(name, Path("f"), "F32" if tensor.is_floating_point() else "I32", tuple(tensor.shape), 0, 0)
         for name, tensor in tensors.items()
     }
-    stored = Stored(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"], ())
+    stored = Stored(form, infos["w_packed"], infos["w_scale"], infos["w_zero_point"])
     assert stored.mismatch(shape) == ""
     piece, checkpoint = Piece("w", shape, "w"), Checkpoint(Path(), {}, {"w": stored})
     into = empty_weight(checkpoint, Param("w", shape), [piece], torch.float32, torch.device("cpu"))

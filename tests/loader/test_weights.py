@@ -19,7 +19,7 @@ from torch import Tensor
 from moeserve.errors import CheckpointError
 from moeserve.loader import weights
 from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
-from moeserve.loader.load_plan import LoadPlan, Param, Piece
+from moeserve.loader.load_plan import LoadPlan, Param, Piece, blocks_of
 from tests.loader.eager import load
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,17 +91,24 @@ def test_experts_one_by_one_and_fused_fill_the_same_parameter(tmp_path: Path) ->
 
 
 @st.composite
+def indices(draw: st.DrawFn, size: int) -> int | slice:
+    """An index of one dimension: one row, or some by any step forwards."""
+    if draw(st.booleans()):
+        return draw(st.integers(-size, size - 1))
+    bounds = st.none() | st.integers(-size - 1, size + 1)
+    return slice(draw(bounds), draw(bounds), draw(st.none() | st.integers(1, 3)))
+
+
+@st.composite
 def pieces(draw: st.DrawFn) -> tuple[Tensor, Piece, Tensor]:
-    """A tensor, a piece that takes some of its rows, and the parameter it must give."""
+    """A tensor, a piece that takes a part of it, and the parameter it must give."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
     source = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     source = source.to(draw(st.sampled_from(DTYPES)))
-    take: tuple[int | slice, ...] = ()
-    if shape and draw(st.booleans()):
-        start = draw(st.integers(0, shape[0] - 1))
-        part = slice(start, draw(st.integers(start, shape[0])))
-        take = (draw(st.sampled_from([start, start - shape[0], part, slice(None), slice(None, -1)])),)
-    return source, Piece("w", shape, "p", take=take), source[take]
+    take = tuple(draw(indices(size)) for size in shape[: draw(st.integers(0, len(shape)))])
+    taken = source[take]
+    transposed = taken.ndim > 1 and draw(st.booleans())
+    return source, Piece("w", shape, "p", take=take, transposed=transposed), taken.mT if transposed else taken
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -121,6 +128,30 @@ def test_any_piece_gives_what_indexing_gives(
     finally:
         weights.READ_BYTES = before
     assert torch.equal(params["p"], expected.to(dtype))
+
+
+def test_fused_experts_by_columns_and_by_turns(tmp_path: Path) -> None:
+    """[E, D, 2I] with gate before up, and with gate and up by turns (gpt-oss), are [E, 2I, D]; one expert, too."""
+    gate, up = torch.randn(2, 4, 6, 3).unbind(0)
+    tensors = {"halves": torch.cat((gate, up), -1), "turns": torch.stack((gate, up), -1).flatten(-2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    everything, shape, pieces = slice(None), (4, 6, 6), [Piece("halves", (4, 6, 6), "halves", transposed=True)]
+    for i in range(2):
+        rows, turns = slice(3 * i, 3 * i + 3), slice(i, None, 2)
+        take = (everything, everything, turns)
+        pieces += [Piece("turns", shape, "turns", at=(everything, rows), take=take, transposed=True)]
+        pieces += [Piece("turns", shape, "one", at=(rows,), take=(2, everything, turns), transposed=True)]
+    plan = LoadPlan((Param("halves", shape), Param("turns", shape), Param("one", shape[1:])), tuple(pieces))
+    params = load(open_checkpoint(tmp_path), plan, torch.float32)
+    assert torch.equal(params["halves"], torch.cat((gate, up), -1).mT)
+    assert torch.equal(params["turns"], params["halves"])
+    assert torch.equal(params["one"], params["halves"][2])
+
+
+def test_blocks_of_example() -> None:
+    first, last = blocks_of((6, 4), (slice(0, 6, 2), 1), 16)
+    assert (first.first, first.shape, first.at) == (0, (3, 4), (slice(0, 2),))
+    assert (last.first, last.shape, last.at) == (16, (1, 4), (slice(2, 3),))
 
 
 def test_progress_counts_every_byte_once(small_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,11 @@ QUANTISED = [  # kind, inputs of a group, whether there are zero points
     ("int4", 128, True),
     ("fp8", 0, False),
     ("fp8", 128, False),
+    ("int8", 64, False),
+    ("fp4", 16, False),
+    ("fp4", 32, False),
 ]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 module: Any = native()
 pytestmark = pytest.mark.skipif(module is None or not module.serving_isa(), reason="needs the native kernels")
 
@@ -139,7 +143,7 @@ def test_refuses_other_dtypes(dtype: torch.dtype) -> None:
 def quantised(kind: str, n: int, k: int, group: int, zeros: bool) -> tuple[Any, Tensor, Tensor, Tensor]:
     """(packing, packed bytes, the weights [n, k] as the chains see them, scales [n, groups])."""
     generator = torch.Generator().manual_seed(k)
-    low, high = (0, 16) if kind == "int4" else (-128, 128)
+    low, high = (0, 16) if kind in ("int4", "fp4") else (-128, 128)
     q = torch.randint(low, high, (n, k), generator=generator).to(torch.int8)
     groups = -(-k // group) if group else 1
     scales = torch.rand(n, groups, generator=generator)
@@ -148,6 +152,8 @@ def quantised(kind: str, n: int, k: int, group: int, zeros: bool) -> tuple[Any, 
     if kind == "fp8":
         q[(q & 0x7F) == 0x7F] = 1  # not NaN
         weights = q.view(torch.float8_e4m3fn).float()
+    elif kind == "fp4":
+        weights = torch.tensor(E2M1)[q.long()]
     elif kind == "int4":
         weights = weights - (zero.repeat_interleave(group, 1)[:, :k] if zeros else 8)
     packing = module.Packing(getattr(module.Type, kind), k, n, group, zeros)

@@ -12,7 +12,7 @@ import torch
 
 from moeserve.config import config_of
 from moeserve.errors import ConfigError
-from moeserve.loader.spec import StoredFormat
+from moeserve.loader.stored_format import StoredFormat
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import bytes_per_weight, model_size
 from moeserve.ops.native import native
@@ -80,6 +80,6 @@ def test_bytes_of_a_weight(make_checkpoint: Any, tmp_path: Path) -> None:
     assert [bytes_per_weight(spec, asked, 2) for asked in ("none", "int8", "int4")] == [2, 1.0, 0.5625]
     stored, _ = write_quantised(path, tmp_path, FORMS["fp8"])
     assert bytes_per_weight(read_model_spec(stored), "none", 4) == 1.0
-    channels = StoredFormat(kind="int4", packed=True, zeros=True)
-    assert bytes_per_weight(replace(spec, stored=channels), "none", 2) == 0.5625
+    channels = StoredFormat(kind="int4", layout="words", zeros=True)
+    assert bytes_per_weight(replace(spec, stored=(channels,)), "none", 2) == 0.5625
     assert model_size(read_model_spec(stored)) == model_size(spec)

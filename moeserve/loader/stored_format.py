@@ -1,0 +1,58 @@
+"""The format of quantised weights in a checkpoint's files. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "fp4": 0.5}  # of a weight without scales
+_MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFormat:
+    """How quantised weights of N outputs and K inputs lie in the files; names and shapes are at loader/stored.py.
+
+    kind: of the values; fp8 is e4m3, fp4 is e2m1. layout: `plain` one byte each; `words` of compressed-tensors;
+    `awq` (its version gemm), `gptq` and `gptq_v2` words; two values of fp4 in a byte, in rows (`nibbles`) or in groups
+    of 32 (`blocks`). rows, group: outputs and inputs that share a scale, 0 for all. zeros: with zero points.
+    activations: the config quantises them, too, which not all kernels do. targets: the modules that have this format,
+    where another group of the same config has another one.
+    """
+
+    kind: Literal["int8", "int4", "fp8", "fp4"]
+    layout: Literal["plain", "words", "awq", "gptq", "gptq_v2", "nibbles", "blocks"] = "plain"
+    rows: int = 1
+    group: int = 0
+    zeros: bool = False
+    activations: bool = False
+    targets: tuple[str, ...] = ()
+
+    @property
+    def values_dtype(self) -> str:
+        """The dtype of the values as safetensors spells it."""
+        if self.layout == "plain":
+            return "F8_E4M3" if self.kind == "fp8" else "I8"
+        return "U8" if self.kind == "fp4" else "I32"
+
+    @property
+    def per_element(self) -> int:
+        """Weights in one element of the file."""
+        return {"I32": 4, "U8": 1}.get(self.values_dtype, 1) * (2 if self.kind in ("int4", "fp4") else 1)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of a weight in memory, scales included. int4 in groups of 64 -> 0.5625"""
+        group = min(self.group or _MOST_GROUP, _MOST_GROUP) if self.kind == "int4" else self.group
+        return _BYTES[self.kind] + ((8 if self.zeros else 4) / group if group else 0.0)
+
+    @property
+    def described(self) -> str:
+        """What parts of a weight must have in common: "int4 in groups of 64 with zero points"."""
+        return f"{self.kind}{f' in groups of {self.group}' * bool(self.group)}{' with zero points' * self.zeros}"
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The numbers of scales along the outputs and the inputs of a weight [..., N, K]."""
+        sizes = zip(shape[-2:], (self.rows, self.group), strict=True)
+        rows, columns = (-(-size // step) if step else 1 for size, step in sizes)
+        return rows, columns
