@@ -114,7 +114,7 @@ def jobs_of(
         for shape in linear_shapes(spec):
             yield from tuning.linear_jobs(*shape, dtype, device)
     if spec is not None and only in (None, "paged_attention"):
-        attention = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype)
+        attention = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim, BLOCK_SIZE, dtype)
         yield from tuning.attention_jobs(attention, device)
 
 

@@ -100,7 +100,7 @@ def plan_attention(
         new_tokens=int(counts_R.max()),
         context=int((step.starts_R + counts_R).max()),
     )
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, group.block_size, dtype, group.window)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, group.block_size, dtype, group.window)
     return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, shape, bounds, invariant=exact)
 
 

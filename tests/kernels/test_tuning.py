@@ -84,7 +84,7 @@ def test_the_kernels_give_the_same_bits_for_all_their_parameters(monkeypatch: py
     monkeypatch.setattr(tuning, "random", ones)
     jobs = [
         *tuning.linear_jobs(40, 32, torch.float32, DEVICE),
-        *tuning.attention_jobs(AttentionShape(4, 2, 16, 16, torch.float32), DEVICE),
+        *tuning.attention_jobs(AttentionShape(4, 2, 16, 16, 16, torch.float32), DEVICE),
         *tuning.grouped_jobs(4, 16, 32, 2, torch.float32, DEVICE),
         *(next(tuning.grouped_jobs(2, 128, 128, 1, torch.float32, DEVICE, kind)) for kind in ("fp8", "int8", "int4")),
     ]
