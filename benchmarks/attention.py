@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parser, save
-from moeserve.ops.inputs import entry_width, to_entries
+from moeserve.ops.inputs import HeadShape, entry_width, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import attention, plan_attention
 from moeserve.ops.probe import host_step
@@ -104,7 +104,7 @@ def make_step(size: Size, queries: int) -> tuple[Any, ...]:
     blocks = -(-context // BLOCK)
     order = (torch.arange(requests * blocks) * 7919 % (requests * blocks) + 1).view(requests, blocks)
     starts, offsets = [context - queries] * requests, range(0, (requests + 1) * queries, queries)
-    return *host_step(order, BLOCK, starts, offsets), heads, kv_heads, dim
+    return *host_step(order, BLOCK, starts, offsets), HeadShape(heads, kv_heads, dim, dim)
 
 
 def probe_read() -> float:

@@ -71,10 +71,12 @@ class Attention:
             y = self._block(x_TD, step.cos_T1d, step.sin_T1d, kv.k, kv.v, step.slot_mapping_T, step.plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         qkv = self.qkv(x_TD)
-        qkv_THd = qkv.view(qkv.shape[0], -1, self.spec.head_dim)
-        normed = None if self.full_norms is None else self._normalise_fully(qkv_THd, self.full_norms, channel)
+        normed = None
+        if self.full_norms is not None:
+            qkv_THd = qkv.view(qkv.shape[0], -1, self.spec.head_dim)
+            normed = self._normalise_fully(qkv_THd, self.full_norms, channel)
         q_THd = self.ops.qk_norm_rope_cache(
-            qkv_THd, self._rule, step.cos_T1d, step.sin_T1d, kv.k, kv.v, step.slot_mapping_T, normed
+            qkv, self._rule, step.cos_T1d, step.sin_T1d, kv.k, kv.v, step.slot_mapping_T, normed
         )
         attended = self._attend(step, self.ops, q_THd, kv)
         return self.out(self.tp.gather_columns(attended, channel), channel)

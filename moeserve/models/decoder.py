@@ -17,7 +17,7 @@ from moeserve.blocks.attention import Attention, AttentionStep
 from moeserve.loader.spec import Heads, ModelSpec
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.ubatch import UBatch
-from moeserve.ops.inputs import LayerKV, StepInputs
+from moeserve.ops.inputs import HeadShape, LayerKV, StepInputs
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
@@ -125,5 +125,7 @@ class Decoder:
         return steps
 
     def _plan_rows(self, group: int, step: StepInputs) -> Any:
-        heads = self.heads.count, self.heads.count_kv, self.spec.head_dim
-        return self.ops.plan_attention(step.groups[group], step, *heads)
+        dim = self.spec.head_dim
+        return self.ops.plan_attention(
+            step.groups[group], step, HeadShape(self.heads.count, self.heads.count_kv, dim, dim)
+        )

@@ -1,6 +1,7 @@
 """Paged attention in plain torch: one function for prefill and decode whose bits depend on query and context alone.
 
-T tokens, R rows (requests), H heads, G KV heads, h = H / G, d head width, L context padded to tiles.
+T tokens, R rows (requests), H heads, G KV heads, h = H / G, d and v widths of a key and of a value, L context padded to
+tiles.
 An item works on B query blocks of m queries at once, all with about the same context.
 
 The order of every sum is fixed by position: scores are dot products over d; softmax runs over one row in fp32, where
@@ -18,13 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.inputs import GroupInputs, StepInputs, from_entries
+from moeserve.ops.elementwise import TORCH_GRAIN
+from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, entry_width, from_entries
 
 TILE = 64
 QUERY_BLOCK = 64
 SCORES = 1 << 20
 CONTEXT = 1 << 21
-UNBOUNDED = 1 << 40  # tokens in the window where there is none
+UNBOUNDED = 1 << 40  # tokens in the window or chunk where there is none
+DEPTH = 128  # torch cuts the sums of deeper fp32 products, elsewhere for few rows than for many
 SMALL_PRODUCT = 4096  # torch computes bfloat16 products of fewer multiplications with another kernel
 
 
@@ -46,34 +49,40 @@ class Item:
 class TorchAttentionMetadata:
     """The attention metadata of one step, shared by all layers of one KV group."""
 
+    shape: HeadShape
     num_tokens: int
     heads_G1: Tensor  # 0 .. G-1
     items: tuple[Item, ...]
 
 
-def plan_attention(
-    group: GroupInputs, step: StepInputs, num_heads: int, num_kv_heads: int, head_dim: int
-) -> TorchAttentionMetadata:
+def plan_attention(group: GroupInputs, step: StepInputs, shape: HeadShape) -> TorchAttentionMetadata:
     """Packs the step's queries into items; see `PlanAttention`."""
-    window, offsets = group.window or UNBOUNDED, step.offsets_R1.tolist()
+    offsets, kv_width = step.offsets_R1.tolist(), shape.num_kv_heads * max(shape.dim, shape.v_dim)
     members: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     for row, start in enumerate(step.starts_R.tolist()):
         first, end = offsets[row : row + 2]
         for token in range(first, end, QUERY_BLOCK):
             count = min(QUERY_BLOCK, end - token)
             position = start + token - first
-            tiles = _bucket(-(-(position + count) // TILE) - max(0, position - window + 1) // TILE)
+            tiles = _bucket(-(-(position + count) // TILE) - int(_first_seen(position, group)) // TILE)
             m = 1 if count == 1 else -(-count // 8) * 8
             members.setdefault((m, tiles), []).append((row, token, count, position))
     items = []
     for (m, tiles), blocks in sorted(members.items()):
         length = tiles * TILE
-        share = max(num_heads * m * length / SCORES, num_kv_heads * head_dim * length / CONTEXT)
+        share = max(shape.num_heads * m * length / SCORES, kv_width * length / CONTEXT)
         batch = max(1, int(1 / share))
         for at in range(0, len(blocks), batch):
-            items.append(_item(np.array(blocks[at : at + batch], np.int64).T, m, length, group, num_kv_heads))
-    heads_G1 = torch.arange(num_kv_heads, device=group.blocks_RN.device)[:, None]
-    return TorchAttentionMetadata(offsets[-1], heads_G1, tuple(items))
+            items.append(_item(np.array(blocks[at : at + batch], np.int64).T, m, length, group, shape.num_kv_heads))
+    heads_G1 = torch.arange(shape.num_kv_heads, device=group.blocks_RN.device)[:, None]
+    return TorchAttentionMetadata(shape, offsets[-1], heads_G1, tuple(items))
+
+
+def _first_seen(positions: NDArray[np.int64] | int, group: GroupInputs) -> NDArray[np.int64]:
+    """The first positions that queries at `positions` see."""
+    window, chunk = group.window or UNBOUNDED, group.chunk or UNBOUNDED
+    first: NDArray[np.int64] = np.maximum(np.asarray(positions) - window + 1, np.asarray(positions) // chunk * chunk)
+    return first
 
 
 def _bucket(tiles: int) -> int:
@@ -85,16 +94,16 @@ def _bucket(tiles: int) -> int:
 def _item(members: NDArray[np.int64], m: int, length: int, group: GroupInputs, num_kv_heads: int) -> Item:
     """members: row, first token, tokens and first position of B query blocks."""
     size, device = group.block_size, group.blocks_RN.device
-    window = group.window or UNBOUNDED
     rows_B, tokens_B, counts_B, starts_B = members
     steps_Bm = np.minimum(np.arange(m), counts_B[:, None] - 1)
     seen_Bm = starts_B[:, None] + steps_Bm  # the last position that each query may see
-    keys_BL = np.maximum(0, starts_B[:, None] - window + 1) // TILE * TILE + np.arange(length)
-    # Every query sees the columns before the earliest query's own tile, unless a window hides them.
-    hidden_from = 0 if group.window else int(starts_B.min()) // TILE * TILE
+    first_Bm = _first_seen(seen_Bm, group)
+    keys_BL = first_Bm[:, :1] // TILE * TILE + np.arange(length)
+    # Every query sees the columns before the earliest query's own tile, unless a window or chunk hides them.
+    hidden_from = 0 if group.window or group.chunk else int(starts_B.min()) // TILE * TILE
     tail_B1l = keys_BL[:, None, hidden_from:]
-    hidden_Bml = (tail_B1l > seen_Bm[:, :, None]) | (tail_B1l <= seen_Bm[:, :, None] - window)
-    used_BL = (keys_BL <= seen_Bm[:, -1:]) & (keys_BL > starts_B[:, None] - window)
+    hidden_Bml = (tail_B1l > seen_Bm[:, :, None]) | (tail_B1l < first_Bm[:, :, None])
+    used_BL = (keys_BL <= seen_Bm[:, -1:]) & (keys_BL >= first_Bm[:, :1])
     columns_BL = np.minimum(keys_BL // size, group.blocks_RN.shape[1] - 1)
     blocks_BN = group.blocks_RN.index_select(0, torch.from_numpy(rows_B).to(device))
     blocks_BL = blocks_BN.gather(1, torch.from_numpy(columns_BL).to(device))
@@ -108,17 +117,30 @@ def _item(members: NDArray[np.int64], m: int, length: int, group: GroupInputs, n
     )
 
 
-def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchAttentionMetadata) -> Tensor:
-    """Attends to the paged cache; returns [T', H * d] like q, zero in rows beyond the metadata's tokens.
+def attention(
+    q_THd: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: TorchAttentionMetadata,
+    *,
+    sinks_H: Tensor | None = None,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Attends to the paged cache; returns [T', H * v] of q's dtype, zero in rows beyond the metadata's tokens.
 
-    Queries come already scaled. Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions
-    that no query sees read the first entry of the null block, which is zeroed here: zero times a stale NaN is NaN.
+    Queries come already scaled. sinks_H: fp32, one score per head that takes weight and gives no value (gpt-oss).
+    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0 leaves them. v_cache may be a view of k_cache
+    (`LayerKV`). Products over bfloat16 run in bfloat16 with fp32 sums, all others in fp32. Positions that no query sees
+    read the first entry of the null block, which is zeroed here: zero times a stale NaN is NaN.
     """
     num_rows, num_heads, d = q_THd.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads, v_dim = k_cache.shape[2], plan.shape.v_dim
+    assert (num_heads, num_kv_heads, d) == (plan.shape.num_heads, plan.shape.num_kv_heads, plan.shape.dim), plan.shape
+    assert v_cache.shape[3] == entry_width(v_dim, v_cache.dtype), (v_cache.shape, v_dim)
     k_rows, v_rows = k_cache.view(-1, k_cache.shape[3]), v_cache.view(-1, v_cache.shape[3])
     v_rows[:num_kv_heads] = 0
-    out = torch.empty((num_rows, num_heads, d), dtype=q_THd.dtype, device=q_THd.device)
+    sinks_Gh = None if sinks_H is None else sinks_H.view(num_kv_heads, -1)
+    out = torch.empty((num_rows, num_heads, v_dim), dtype=q_THd.dtype, device=q_THd.device)
     out[plan.num_tokens :] = 0
     for item in plan.items:
         batch, m, length = item.size
@@ -127,22 +149,32 @@ def attention(q_THd: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchAttent
         heads = max(1, min(num_kv_heads, 4 * SCORES * num_kv_heads // (batch * m * num_heads * length)))
         parts = []
         for first in range(0, num_kv_heads, heads):
-            rows_BGL = item.rows_BL[:, None] + plan.heads_G1[first : first + heads]
-            parts.append(_attend(q_BmGhd[:, :, first : first + heads], k_rows, v_rows, rows_BGL, item))
-        o_MHd = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(batch * m, num_heads, d)
-        out.index_copy_(0, item.tokens, o_MHd.to(out.dtype))  # a repeated query has the same result again
-    return out.view(num_rows, num_heads * d)
+            part = slice(first, first + heads)
+            rows_BGL = item.rows_BL[:, None] + plan.heads_G1[part]
+            sinks = None if sinks_Gh is None else sinks_Gh[part]
+            parts.append(_attend(q_BmGhd[:, :, part], k_rows, v_rows, rows_BGL, item, sinks, soft_cap))
+        o_MHv = (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).reshape(batch * m, num_heads, v_dim)
+        out.index_copy_(0, item.tokens, o_MHv.to(out.dtype))  # a repeated query has the same result again
+    return out.view(num_rows, num_heads * v_dim)
 
 
-def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, item: Item) -> Tensor:
-    """[B, m, G, h, d] in fp32 for one item and the KV heads given; k_rows and v_rows [entries, entry width]."""
+def _attend(
+    q_BmGhd: Tensor,
+    k_rows: Tensor,
+    v_rows: Tensor,
+    rows_BGL: Tensor,
+    item: Item,
+    sinks_Gh: Tensor | None,
+    soft_cap: float,
+) -> Tensor:
+    """[B, m, G, h, v] in fp32 for one item and the KV heads given; k_rows and v_rows [entries, entry width]."""
     batch, m, kv_heads, h, d = q_BmGhd.shape
-    length = item.size[2]
+    length, narrow = item.size[2], min(d, v_rows.shape[1])
     compute = torch.bfloat16 if k_rows.dtype == torch.bfloat16 else torch.float32
     num_queries = m * h
     q = q_BmGhd.permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, num_queries, d).to(compute)
     # Rows are padded to a multiple of this, so that torch always takes one kernel.
-    step = 8 if compute != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * d)).bit_length()
+    step = 8 if compute != torch.bfloat16 else 1 << (SMALL_PRODUCT // (TILE * narrow)).bit_length()
     if extra := -num_queries % step:
         q = torch.nn.functional.pad(q, (0, 0, 0, extra))
     chunk = max(TILE, CONTEXT // (batch * kv_heads * d) // TILE * TILE)
@@ -150,8 +182,15 @@ def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, i
 
     parts = [_scores(q, _gather(k_rows, rows_BGL, span).to(compute)) for span in spans]
     scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    if soft_cap:
+        for part in torch.split(scores.view(-1), TORCH_GRAIN):  # of whole vectors, and never shared among threads
+            part.div_(soft_cap).tanh_().mul_(soft_cap)
     real = scores.view(batch, kv_heads, -1, length)[:, :, :num_queries, item.hidden_from :]
     real.view(batch, kv_heads, m, h, -1).masked_fill_(item.hidden_Bml[:, None, :, None], -torch.inf)
+    if sinks_Gh is not None:  # in a tile of their own behind all others
+        last = scores.new_full((batch, kv_heads, scores.shape[1], TILE), -torch.inf)
+        last[:, :, :num_queries, 0] = sinks_Gh.repeat(1, m)
+        scores = torch.cat((scores, last.view(batch * kv_heads, -1, TILE)), -1)
     probs = scores.softmax(-1)
 
     total: Tensor | None = None
@@ -160,7 +199,7 @@ def _attend(q_BmGhd: Tensor, k_rows: Tensor, v_rows: Tensor, rows_BGL: Tensor, i
         for tile in _tiles(probs[:, :, start:end], v.to(compute)).unbind(1):
             total = tile.float() if total is None else total.add_(tile)
     assert total is not None
-    return total[:, :num_queries].view(batch, kv_heads, m, h, d).permute(0, 2, 1, 3, 4)
+    return total[:, :num_queries].view(batch, kv_heads, m, h, -1).permute(0, 2, 1, 3, 4)
 
 
 def _gather(rows: Tensor, index_BGL: Tensor, span: tuple[int, int]) -> Tensor:
@@ -176,13 +215,16 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     before rounding returns what was lost, at less cost than converting the keys to fp32.
     """
     if q.dtype != torch.bfloat16:
-        return torch.bmm(q, k.transpose(1, 2))
+        scores = torch.bmm(q[:, :, :DEPTH], k[:, :, :DEPTH].transpose(1, 2))
+        for at in range(DEPTH, q.shape[2], DEPTH):
+            scores += torch.bmm(q[:, :, at : at + DEPTH], k[:, :, at : at + DEPTH].transpose(1, 2))
+        return scores
     high = torch.bmm(q, k.transpose(1, 2))
     return high.float().add_(torch.baddbmm(high, q, k.transpose(1, 2), beta=-1))
 
 
 def _tiles(probs: Tensor, v: Tensor) -> Tensor:
-    """probs [B * G, rows, L] times values [B * G, L, d], tile by tile: [B * G, tiles, rows, d] of v's dtype."""
+    """probs [B * G, rows, L] times values [B * G, L, v], tile by tile: [B * G, tiles, rows, v] of v's dtype."""
     heads, rows, length = probs.shape
     count = length // TILE
     p = torch.empty((heads, count, rows, TILE), dtype=v.dtype, device=v.device)

@@ -1,6 +1,7 @@
 """Norms, rotary embedding, activations and look-ups: everything that is neither a matrix product nor attention.
 
-T tokens (padded rows included), D width, H heads and G KV heads of this rank, d head width, I expert width. Sums run in
+T tokens (padded rows included), D width, H heads and G KV heads of this rank, d head width (v of values), I expert
+width. Sums run in
 fp32 inside one row. torch's vectorised loops compute the last few elements of a range with scalar code, which may round
 exp() otherwise; `row_pieces` keeps every row whole, so that a row's bits depend neither on its place in the batch nor
 on the number of threads.
@@ -27,7 +28,8 @@ class HeadRule:
     """The treatment of the heads of one attention block.
 
     scale: of the softmax. norms: fp32 weights [H + G, d] of a norm per head, queries first. clip: the largest magnitude
-    that normed heads and values may have; infinity for no limit.
+    that normed heads and values may have; infinity for no limit. v_dim: of values; None: d. norm_last: norms come after
+    the rotation (Hunyuan). norm_values: values have an RMS norm per head without weights (Gemma 4).
     """
 
     num_heads: int
@@ -36,6 +38,9 @@ class HeadRule:
     eps: float
     norms: Tensor | None = None
     clip: float = math.inf
+    v_dim: int | None = None
+    norm_last: bool = False
+    norm_values: bool = False
 
 
 def row_pieces(rows: int, width: int, threads: int) -> Iterator[slice]:
@@ -120,14 +125,14 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     return weight_VD.index_select(0, ids_T)
 
 
-def write_kv(k_TGd: Tensor, v_TGd: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
+def write_kv(k_TGd: Tensor, v_TGv: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
     """Writes new keys and values to their KV slots (block * block_size + offset) of a layer's cache."""
-    for x_TGd, cache in ((k_TGd, k_cache), (v_TGd, v_cache)):
+    for x_TGd, cache in ((k_TGd, k_cache), (v_TGv, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping_T, to_entries(x_TGd, cache.dtype))
 
 
 def qk_norm_rope_cache(
-    qkv_THd: Tensor,
+    qkv_TN: Tensor,
     rule: HeadRule,
     cos_T1d: Tensor,
     sin_T1d: Tensor,
@@ -138,23 +143,26 @@ def qk_norm_rope_cache(
 ) -> Tensor:
     """Norms, clips and rotates heads, writes keys and values to the KV cache, and returns scaled queries [T, H, d].
 
-    qkv_THd: [T, H + 2G, d], queries first. slot_mapping_T: of the first tokens; the rest is padding. normed_THd: fp32
-    [T, H + G, d], contiguous: queries and keys in place of qkv's. cos and sin as `rotary` takes them. All in fp32 until
-    one rounding.
+    qkv_TN: [T, (H + G) * d + G * v], queries first, values last. slot_mapping_T: of the first tokens; the rest is
+    padding. normed_THd: fp32 [T, H + G, d], contiguous: queries and keys in place of qkv's. cos and sin as `rotary`
+    takes them. All in fp32 until one rounding.
     """
-    both = rule.num_heads + rule.num_kv_heads
-    qk_THd = qkv_THd[:, :both].float() if normed_THd is None else normed_THd
-    v_TGd = qkv_THd[:, both:]
-    if rule.norms is not None:
-        qk_THd = torch.rms_norm(qk_THd, qk_THd.shape[2:], None, rule.eps) * rule.norms
+    heads, both, dim, real = rule.num_heads, rule.num_heads + rule.num_kv_heads, cos_T1d.shape[2], len(slot_mapping_T)
+    qk_THd = qkv_TN[:, : both * dim].view(-1, both, dim).float() if normed_THd is None else normed_THd
+    v_TGv = qkv_TN[:real, both * dim :].view(real, rule.num_kv_heads, rule.v_dim or dim)
+    if rule.norms is not None and not rule.norm_last:
+        qk_THd = torch.rms_norm(qk_THd, (dim,), None, rule.eps) * rule.norms
+    if rule.norm_values:
+        v_TGv = torch.rms_norm(v_TGv.float(), v_TGv.shape[2:], None, rule.eps)
     if rule.clip < math.inf:
-        qk_THd, v_TGd = qk_THd.clamp(-rule.clip, rule.clip), v_TGd.float().clamp(-rule.clip, rule.clip)
+        qk_THd, v_TGv = qk_THd.clamp(-rule.clip, rule.clip), v_TGv.float().clamp(-rule.clip, rule.clip)
     rotated_THd = rotary(qk_THd, cos_T1d, sin_T1d)
+    if rule.norms is not None and rule.norm_last:
+        rotated_THd = torch.rms_norm(rotated_THd, (dim,), None, rule.eps).mul_(rule.norms)
     # The softmax scale goes into the queries while they are still fp32: one rounding instead of two.
-    rotated_THd[:, : rule.num_heads] *= rule.scale
-    real = slot_mapping_T.shape[0]
-    write_kv(rotated_THd[:real, rule.num_heads :], v_TGd[:real], k_cache, v_cache, slot_mapping_T)
-    return rotated_THd[:, : rule.num_heads].to(qkv_THd.dtype)
+    rotated_THd[:, :heads] *= rule.scale
+    write_kv(rotated_THd[:real, heads:], v_TGv, k_cache, v_cache, slot_mapping_T)
+    return rotated_THd[:, :heads].to(qkv_TN.dtype)
 
 
 def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:

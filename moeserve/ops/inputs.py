@@ -1,7 +1,7 @@
 """The inputs of a model in one step. A forward pass takes them as arguments and reads nothing else.
 
-T tokens of the step, R rows (requests), S rows that sample, N blocks per row (padded with block 0), G KV heads, d head
-width.
+T tokens of the step, R rows (requests), S rows that sample, N blocks per row (padded with block 0), G KV heads, d and v
+widths of a key and of a value.
 
 A KV entry holds the keys or values of one head at one position. An entry of a floating-point cache is d elements. An
 int8 entry is d whole numbers and the four bytes of their fp32 scale, so code that copies, moves or stores entries need
@@ -26,11 +26,25 @@ SCALE_BYTES = 4
 class LayerKV:
     """The KV cache of one layer: keys and values [num_blocks, block_size, G, entry width].
 
-    Block 0 is the null block, which belongs to no request.
+    Block 0 is the null block, which belongs to no request. Latent attention keeps one entry of rank + rope elements per
+    token: that is k, and v is the view k[..., :rank] of the same memory.
     """
 
     k: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of this rank that attention is planned for; queries are as wide as keys, results as values.
+
+    Absorbed latent attention has one KV head, keys of rank + rope elements and values of rank.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    v_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,7 @@ class GroupInputs:
     blocks_RN: Tensor  # int64: block table of each row, padded with 0
     block_size: int
     window: int | None  # tokens that a query sees, itself included; None: all
+    chunk: int | None = None  # a query sees its own part of so many positions, counted from 0 (Llama-4); None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +85,8 @@ class StepInputs:
 PlanRows = Callable[[StepInputs], Any]
 Attend = Callable[[Tensor, Any, Tensor], Any]  # queries, the metadata of their rows, where the result goes
 Cut = Callable[[Tensor, PlanRows, Attend], Tensor]
-# Makes the attention metadata of a step that all layers of one KV group share. The integers: H, G, d.
-PlanAttention = Callable[[GroupInputs, StepInputs, int, int, int], Any]
+# Makes the attention metadata of a step, for all layers of one KV group that have such heads.
+PlanAttention = Callable[[GroupInputs, StepInputs, HeadShape], Any]
 
 
 def entry_width(head_dim: int, dtype: torch.dtype) -> int:

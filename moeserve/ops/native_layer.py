@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import GroupInputs, StepInputs, entry_width
+from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, entry_width
 from moeserve.ops.native import native
 from moeserve.ops.native_rows import KV_TYPES, TYPES, address
 from moeserve.ops.quantised import Quantised, Weight
@@ -101,21 +101,22 @@ class NativeAttentionMetadata:
     num_tokens: int
     pieces: Any  # _native.AttentionPlan
     blocks_RN: Tensor
-    shape: tuple[int, int, int, int]  # H, G, d, block size
+    shape: HeadShape
+    block_size: int
 
 
-def plan_attention(
-    group: GroupInputs, step: StepInputs, num_heads: int, num_kv_heads: int, head_dim: int
-) -> NativeAttentionMetadata:
+def plan_attention(group: GroupInputs, step: StepInputs, shape: HeadShape) -> NativeAttentionMetadata:
     """Cuts attention into pieces; see `PlanAttention`."""
     blocks_RN, size = group.blocks_RN, group.block_size
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
+    assert group.chunk is None, group.chunk
+    assert shape.v_dim == shape.dim, shape
     pieces = _native.AttentionPlan(
-        blocks_RN.data_ptr(), blocks_RN.shape[1], size, group.window, step.starts_R, step.offsets_R1, num_heads,
-        num_kv_heads, head_dim,
+        blocks_RN.data_ptr(), blocks_RN.shape[1], size, group.window, step.starts_R, step.offsets_R1, shape.num_heads,
+        shape.num_kv_heads, shape.dim,
     )  # fmt: skip
-    return NativeAttentionMetadata(pieces.num_tokens, pieces, blocks_RN, (num_heads, num_kv_heads, head_dim, size))
+    return NativeAttentionMetadata(pieces.num_tokens, pieces, blocks_RN, shape, size)
 
 
 def attention(
@@ -134,7 +135,8 @@ def attention(
     value.
     """
     num_rows, num_heads, d = q_THd.shape
-    assert (num_heads, k_cache.shape[2], d, k_cache.shape[1]) == plan.shape, (q_THd.shape, k_cache.shape, plan.shape)
+    assert HeadShape(num_heads, k_cache.shape[2], d, d) == plan.shape, (q_THd.shape, k_cache.shape, plan.shape)
+    assert k_cache.shape[1] == plan.block_size, (k_cache.shape, plan.block_size)
     assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
     assert k_cache.is_contiguous(), k_cache.stride()
     assert v_cache.is_contiguous(), v_cache.stride()
@@ -165,7 +167,7 @@ class AttentionBlock:
     ) -> None:
         self._keep = qkv, out, rule  # whose memory the block reads
         self._dtype = dtype
-        self._shape = rule.num_heads, rule.num_kv_heads, dim
+        self._shape = HeadShape(rule.num_heads, rule.num_kv_heads, dim, dim)
         self._kv_types = {(kv, entry_width(dim, kv)): KV_TYPES[kv] for kv in (dtype, torch.int8)}
         self._columns = rule.num_heads * dim if out is None else out.matrix.columns
         self._block = _native.AttentionBlock(
@@ -186,7 +188,7 @@ class AttentionBlock:
         """Takes what `qk_norm_rope_cache` and `attention` take, all contiguous; both caches of x's dtype or int8."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         _, block_size, _, width = k_cache.shape
-        assert plan.shape == (*self._shape, block_size), (plan.shape, self._shape, k_cache.shape)
+        assert (plan.shape, plan.block_size) == (self._shape, block_size), (plan.shape, self._shape, k_cache.shape)
         rows = x_TD.shape[0]
         y = _empty((rows, self._columns), dtype=self._dtype)
         self._block.run(

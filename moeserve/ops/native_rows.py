@@ -64,7 +64,7 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
 
 def qk_norm_rope_cache(
-    qkv_THd: Tensor,
+    qkv_TN: Tensor,
     rule: HeadRule,
     cos_T1d: Tensor,
     sin_T1d: Tensor,
@@ -74,16 +74,18 @@ def qk_norm_rope_cache(
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     """QK-norm, RoPE and KV write in one call; see ops/elementwise.py."""
-    rows, _, dim = qkv_THd.shape
-    row_stride, head_stride, step = qkv_THd.stride()
-    assert (head_stride, step) == (dim, 1), qkv_THd.stride()
+    rows, dim = qkv_TN.shape[0], cos_T1d.shape[2]
+    assert qkv_TN.shape[1] == (rule.num_heads + 2 * rule.num_kv_heads) * dim, (qkv_TN.shape, rule, dim)
     assert k_cache.dtype is v_cache.dtype, (k_cache.dtype, v_cache.dtype)
-    assert k_cache.dtype in (qkv_THd.dtype, torch.int8), (k_cache.dtype, qkv_THd.dtype)
+    assert k_cache.dtype in (qkv_TN.dtype, torch.int8), (k_cache.dtype, qkv_TN.dtype)
+    assert rule.v_dim in (None, dim), rule.v_dim
+    assert not rule.norm_last, rule
+    assert not rule.norm_values, rule
     assert k_cache.shape[3] == v_cache.shape[3] == entry_width(dim, k_cache.dtype), (k_cache.shape, v_cache.shape)
-    q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_THd.dtype)
+    q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_TN.dtype)
     _native.qk_norm_rope_cache(
-        TYPES[qkv_THd.dtype], rows, slot_mapping_T.shape[0], rule.num_heads, rule.num_kv_heads, dim,
-        qkv_THd.data_ptr(), row_stride, address(normed_THd), address(rule.norms), rule.eps, rule.clip,
+        TYPES[qkv_TN.dtype], rows, slot_mapping_T.shape[0], rule.num_heads, rule.num_kv_heads, dim,
+        qkv_TN.data_ptr(), _stride(qkv_TN), address(normed_THd), address(rule.norms), rule.eps, rule.clip,
         cos_T1d.data_ptr(), sin_T1d.data_ptr(), rule.scale, slot_mapping_T.data_ptr(), k_cache.data_ptr(),
         v_cache.data_ptr(), KV_TYPES[k_cache.dtype], q_THd.data_ptr(),
     )  # fmt: skip

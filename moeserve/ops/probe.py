@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.ops import elementwise, native_layer, native_rows
 from moeserve.ops.attention import TILE, attention, plan_attention
-from moeserve.ops.inputs import GroupInputs, StepInputs, to_entries
+from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, to_entries
 from moeserve.ops.linear import PackLinear
 from moeserve.ops.native_layer import NativeLinear
 
@@ -46,12 +46,17 @@ def probe_linear(pack: PackLinear, dtype: torch.dtype) -> bool:
 
 
 def host_step(
-    blocks_RN: Tensor, block_size: int, starts: Sequence[int], offsets: Sequence[int], window: int | None = None
+    blocks_RN: Tensor,
+    block_size: int,
+    starts: Sequence[int],
+    offsets: Sequence[int],
+    window: int | None = None,
+    chunk: int | None = None,
 ) -> tuple[GroupInputs, StepInputs]:
     """Returns what attention on CPUs is planned by, with nothing else in it."""
     nothing, starts_R, offsets_R1 = torch.empty(0), np.array(starts, np.int32), np.array(offsets, np.int32)
     step = StepInputs(nothing, nothing, (), nothing, offsets_R1, starts_R, (nothing, nothing))
-    return GroupInputs(nothing, blocks_RN, block_size, window), step
+    return GroupInputs(nothing, blocks_RN, block_size, window, chunk), step
 
 
 def probe_native(dtype: torch.dtype) -> str:
@@ -63,7 +68,7 @@ def probe_native(dtype: torch.dtype) -> str:
     norm_D = _values(264, seed=2).abs()
     q = _values(70, 4, 64, seed=3).to(dtype)
     caches = [_values(8, 10, 2, 64, seed=seed) for seed in (4, 5)]
-    step = *host_step(torch.arange(1, 8)[None], 10, [0], [0, 70]), 4, 2, 64
+    step = *host_step(torch.arange(1, 8)[None], 10, [0], [0, 70]), HeadShape(4, 2, 64, 64)
     pairs = {
         "products": (NativeLinear(weight)(x), x.double() @ weight.double().T),
         "norms": (native_rows.rms_norm(x, norm_D, 1e-6), elementwise.rms_norm(x.float(), norm_D, 1e-6)),
@@ -82,15 +87,19 @@ def probe_native(dtype: torch.dtype) -> str:
 
 def probe_attention(dtype: torch.dtype) -> bool:
     """Returns whether the attention of one query has the same bits alone as inside a chunk."""
-    tokens, heads, kv_heads, d, size = 3 * TILE, 4, 2, 64, 16
-    q, k, v = (_values(tokens, h, d, seed=h).to(dtype) for h in (heads, kv_heads, kv_heads))
-    cache = [x.view(-1, size, kv_heads, d) for x in (k, v)]
+    return all(_probe_attention(shape, dtype) for shape in (HeadShape(4, 2, 64, 64), HeadShape(4, 1, 576, 512)))
+
+
+def _probe_attention(shape: HeadShape, dtype: torch.dtype) -> bool:
+    tokens, size = 3 * TILE, 16
+    q = _values(tokens, shape.num_heads, shape.dim, seed=4).to(dtype)
+    k = _values(tokens // size, size, shape.num_kv_heads, shape.dim, seed=2).to(dtype)
     blocks = torch.arange(tokens // size)[None]
 
     def run(start: int, end: int) -> Tensor:
-        """Attends with the queries of tokens start .. end - 1 to all keys up to theirs."""
-        plan = plan_attention(*host_step(blocks, size, [start], [0, end - start]), heads, kv_heads, d)
-        return attention(q[start:end], cache[0], cache[1], plan)
+        """Attends with the queries of tokens start .. end - 1 to all keys up to theirs, which are the values, too."""
+        plan = plan_attention(*host_step(blocks, size, [start], [0, end - start]), shape)
+        return attention(q[start:end], k, k[..., : shape.v_dim], plan)
 
     whole, parts = run(0, tokens), ((0, 1), (5, 12), (70, 71), (tokens - 1, tokens))
     return all(torch.equal(run(start, end), whole[start:end]) for start, end in parts)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise, native_layer, native_rows
+from moeserve.ops import attention, elementwise, latent, native_layer, native_rows
 from moeserve.ops.inputs import PlanAttention
 from moeserve.ops.linear import PackLinear, PlainLinear, padded_rows
 from moeserve.ops.native import native
@@ -33,7 +33,8 @@ class Ops:
     """Every kernel that model code calls. Meanings, shapes and examples are at the functions of the same names.
 
     pad_rows(n): the number of rows that n rows of a step or of an expert are padded to; the padding may hold anything.
-    pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout. native, triton: whether
+    pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout; pack_heads(weight): one
+    per head. native, triton: whether
     these are the kernels of csrc/ or of kernels/, which have kernels for experts, too. room: where native kernels pack.
     exact: whether a row's bits depend on nothing but the row. attention_block: joins the steps of attention in one
     call, where such a call exists. trace(function): the function, compiled where these kernels can be joined
@@ -47,6 +48,7 @@ class Ops:
     chosen: str  # every kernel's implementation and why, on one line
     pad_rows: Callable[[int], int]
     pack_linear: PackLinear
+    pack_heads: latent.PackHeads
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_gate: Callable[[Tensor], Tensor]
     native: bool = False
@@ -58,6 +60,7 @@ class Ops:
     embedding: Callable[[Tensor, Tensor], Tensor] = elementwise.embedding
     route: Callable[..., tuple[Tensor, Tensor]] = elementwise.route  # triton's: and num_tokens, on the device
     qk_norm_rope_cache: Callable[..., Tensor] = elementwise.qk_norm_rope_cache
+    latent_rope_cache: Callable[..., Tensor] = latent.latent_rope_cache
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
@@ -68,7 +71,10 @@ class Ops:
     def packing_into(self, room: native_layer.Room) -> Ops:
         """Returns the native kernels with packed weights in memory from `room`."""
         assert self.native
-        return replace(self, room=room, pack_linear=partial(native_layer.NativeLinear, room=room))
+        pack_linear = partial(native_layer.NativeLinear, room=room)
+        return replace(
+            self, room=room, pack_linear=pack_linear, pack_heads=partial(latent.PlainHeads, pack_linear=pack_linear)
+        )
 
 
 Choice = Literal["auto", "native", "torch", "triton"]
@@ -176,6 +182,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         native=True,
         pad_rows=partial(max, 1),
         pack_linear=native_layer.NativeLinear,
+        pack_heads=partial(latent.PlainHeads, pack_linear=native_layer.NativeLinear),
         silu_mul=native_rows.silu_mul,
         sigmoid_gate=native_rows.sigmoid_gate,
         rms_norm=native_rows.rms_norm,
@@ -204,13 +211,15 @@ def _torch(device: torch.device, dtype: torch.dtype, obstacle: str) -> Ops:
 
 
 def _table(device: torch.device, dtype: torch.dtype, pad: int, how: str, threads: int, exact: bool = True) -> Ops:
+    pack_linear = partial(PlainLinear, pad=pad)
     return Ops(
         device=device,
         dtype=dtype,
         chosen=f"linear: {how}, attention: torch, tiles of 64, others: torch",
         exact=exact,
         pad_rows=lambda rows: padded_rows(rows, pad),
-        pack_linear=partial(PlainLinear, pad=pad),
+        pack_linear=pack_linear,
+        pack_heads=partial(latent.PlainHeads, pack_linear=pack_linear),
         silu_mul=lambda x: elementwise.silu_mul(x, threads),
         sigmoid_gate=lambda x: elementwise.sigmoid_gate(x, threads),
     )

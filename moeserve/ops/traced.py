@@ -17,7 +17,7 @@ import torch
 
 from moeserve.kernels.configs import cache_folder
 from moeserve.ops import elementwise
-from moeserve.ops.linear import Linear, PlainLinear
+from moeserve.ops.linear import PlainLinear
 from moeserve.ops.table import Ops
 
 logger = logging.getLogger(__name__)
@@ -39,18 +39,17 @@ def traced(ops: Ops) -> Ops:
         trace=partial(torch.compile, dynamic=True),  # at the first call; sizes of steps are variables of the trace
         opaque=cache(opaque),  # one for all layers: a trace is of the very function
         pack_linear=lambda weight, bias: _plain_or_opaque(ops.pack_linear(weight, bias)),
+        pack_heads=lambda weight: _plain_or_opaque(ops.pack_heads(weight)),
         rms_norm=elementwise.rms_norm,
         add_rms_norm=elementwise.add_rms_norm,
         silu_mul=partial(elementwise.silu_mul, threads=1),  # generated code treats all columns alike
         sigmoid_gate=elementwise.plain_sigmoid_gate,
         qk_norm_rope_cache=opaque(ops.qk_norm_rope_cache),
+        latent_rope_cache=opaque(ops.latent_rope_cache),
         attention=opaque(ops.attention),
     )
 
 
-def _plain_or_opaque(linear: Linear) -> Linear:
+def _plain_or_opaque(product: Any) -> Any:
     """Only torch's own products can be traced."""
-    if isinstance(linear, PlainLinear):
-        return linear
-    packed: Linear = opaque(type(linear).__call__.__get__(linear))
-    return packed
+    return product if isinstance(product, PlainLinear) else opaque(type(product).__call__.__get__(product))

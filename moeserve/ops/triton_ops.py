@@ -20,7 +20,8 @@ from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_ro
 from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate
-from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
+from moeserve.ops.latent import PlainHeads
 from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.table import Ops
@@ -66,7 +67,7 @@ def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
 
 
 def qk_norm_rope_cache(
-    qkv_THd: Tensor,
+    qkv_TN: Tensor,
     rule: HeadRule,
     cos_T1d: Tensor,
     sin_T1d: Tensor,
@@ -76,6 +77,10 @@ def qk_norm_rope_cache(
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     """See ops/elementwise.py."""
+    assert rule.v_dim in (None, cos_T1d.shape[2]), rule.v_dim
+    assert not rule.norm_last, rule
+    assert not rule.norm_values, rule
+    qkv_THd = qkv_TN.view(len(qkv_TN), -1, cos_T1d.shape[2])
     return qk_norm_rope_cache_kernel(
         qkv_THd, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, slot_mapping_T,
         eps=rule.eps, norms=rule.norms, clip=rule.clip, normed_THd=normed_THd,
@@ -85,9 +90,7 @@ def qk_norm_rope_cache(
 def plan_attention(
     group: GroupInputs,
     step: StepInputs,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    shape: HeadShape,
     *,
     dtype: torch.dtype,
     exact: bool,
@@ -100,8 +103,10 @@ def plan_attention(
         new_tokens=int(counts_R.max()),
         context=int((step.starts_R + counts_R).max()),
     )
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, group.block_size, dtype, group.window)
-    return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, shape, bounds, invariant=exact)
+    sizes = AttentionShape(
+        shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim, group.block_size, dtype, group.window, group.chunk
+    )
+    return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, sizes, bounds, invariant=exact)
 
 
 def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
@@ -115,6 +120,7 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         exact=exact,
         pad_rows=partial(max, 1),
         pack_linear=pack_exact if exact else pack_fast,
+        pack_heads=partial(PlainHeads, pack_linear=pack_exact if exact else pack_fast),
         weight_obstacle=partial(obstacle, device),
         silu_mul=silu_mul,
         sigmoid_gate=plain_sigmoid_gate,

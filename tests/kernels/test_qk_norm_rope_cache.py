@@ -72,7 +72,7 @@ def test_qk_norm_rope_cache(
     cache_dtype = torch.int8 if int8 else dtype
     cache = torch.randint(-100, 100, (3, 16, kv_heads, entry_width(dim, cache_dtype)), generator=random).to(cache_dtype)
     wanted_k, wanted_v = cache.clone(), cache.clone()
-    wanted = plain.qk_norm_rope_cache(qkv, rule, cos, sin, wanted_k, wanted_v, slot_mapping, normed)
+    wanted = plain.qk_norm_rope_cache(qkv.flatten(1), rule, cos, sin, wanted_k, wanted_v, slot_mapping, normed)
     got_k, got_v = cache.clone().to(DEVICE), cache.clone().to(DEVICE)
     moved = [None if t is None else t.to(DEVICE) for t in (rule.norms, normed)]
     got = qk_norm_rope_cache(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import native_layer, native_rows
+from moeserve.ops.inputs import HeadShape
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.probe import host_step
@@ -46,10 +47,10 @@ class Layer:
     def step(self) -> list[Tensor]:
         x = native_rows.rms_norm(self.linear(self.x), self.norm, 1e-6)
         step = host_step(self.blocks, self.size, [2399 - self.tokens], [0, self.tokens])
-        plan = native_layer.plan_attention(*step, self.heads, 2, 16)
+        plan = native_layer.plan_attention(*step, HeadShape(self.heads, 2, 16, 16))
         attended = native_layer.attention(x.view(-1, self.heads, 16), self.k, self.v, plan)
         last = host_step(self.blocks, self.size, [2398], [0, 1])  # its chunks are shared among threads
-        plan = native_layer.plan_attention(*last, self.heads, 2, 16)
+        plan = native_layer.plan_attention(*last, HeadShape(self.heads, 2, 16, 16))
         alone = native_layer.attention(x[-1:].view(-1, self.heads, 16), self.k, self.v, plan)
         assert torch.equal(alone[0], attended[-1])
         added, total = native_rows.add_rms_norm(attended, x, self.norm, 1e-6)

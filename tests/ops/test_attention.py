@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops import attention as a
-from moeserve.ops.inputs import entry_width, from_entries, to_entries
+from moeserve.ops.inputs import HeadShape, from_entries, to_entries
 from moeserve.ops.probe import host_step
 
 
@@ -28,20 +28,45 @@ class Cache:
     values: list[Tensor]
 
 
-def make_cache(lengths: list[int], g: int, d: int, size: int, dtype: torch.dtype, seed: int = 0) -> Cache:
+@dataclass(frozen=True)
+class Rule:
+    """What a query sees, and what becomes of scores."""
+
+    window: int | None = None
+    chunk: int | None = None
+    soft_cap: float = 0.0
+    sinks_H: Tensor | None = None
+
+    def first(self, position: int) -> int:
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
+
+
+def make_cache(
+    lengths: list[int],
+    g: int,
+    d: int,
+    size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    v_dim: int = 0,
+    latent: bool = False,
+) -> Cache:
+    """v_dim: 0 for d. latent: values are the first v_dim elements of keys, in their memory."""
+    v_dim = v_dim or d
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // size) for n in lengths]
-    width = entry_width(d, dtype)
     free = (torch.randperm(sum(counts) + 3, generator=generator) + 1).tolist()
-    k = to_entries(torch.full((sum(counts) + 4, size, g, d), torch.nan), dtype)
-    v = k.clone()
+    k, v = (to_entries(torch.full((sum(counts) + 4, size, g, width), torch.nan), dtype) for width in (d, v_dim))
+    v = k[..., :v_dim] if latent else v
     tables, keys, values = [], [], []
     for length, count in zip(lengths, counts, strict=True):
         blocks = [free.pop() for _ in range(count)]
-        own_k, own_v = (to_entries(torch.randn(length, g, d, generator=generator), dtype) for _ in range(2))
+        own_k, own_v = (to_entries(torch.randn(length, g, x, generator=generator), dtype) for x in (d, v_dim))
+        own_v = own_k[..., :v_dim] if latent else own_v
         slots = torch.tensor([blocks[p // size] * size + p % size for p in range(length)])
-        k.view(-1, g, width)[slots] = own_k
-        v.view(-1, g, width)[slots] = own_v
+        k.view(-1, *k.shape[2:])[slots] = own_k
+        v.view(-1, *v.shape[2:])[slots] = own_v
         tables.append(blocks)
         keys.append(from_entries(own_k))
         values.append(from_entries(own_v))
@@ -52,64 +77,76 @@ def query_type(cache_type: torch.dtype) -> torch.dtype:
     return torch.float32 if cache_type == torch.int8 else cache_type
 
 
-def run(cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], window: int | None) -> list[Tensor]:
+def run(cache: Cache, rows: list[tuple[int, int, int]], q: list[Tensor], rule: Rule) -> list[Tensor]:
     """rows: (context, first position, count); q[context] holds the queries of all its positions."""
     width = max(len(cache.tables[c]) for c, _, _ in rows)
     blocks = torch.tensor([cache.tables[c] + [0] * (width - len(cache.tables[c])) for c, _, _ in rows])
     counts = [count for _, _, count in rows]
     queries = torch.cat([q[c][s : s + n] for c, s, n in rows])
-    g, d = cache.k.shape[2], queries.shape[2]
-    plan = a.plan_attention(
-        *host_step(blocks, cache.block_size, [s for _, s, _ in rows], [0, *itertools.accumulate(counts)], window),
-        queries.shape[1],
-        g,
-        d,
-    )
+    starts, offsets = [s for _, s, _ in rows], [0, *itertools.accumulate(counts)]
+    step = host_step(blocks, cache.block_size, starts, offsets, rule.window, rule.chunk)
+    shape = HeadShape(queries.shape[1], cache.k.shape[2], queries.shape[2], cache.values[0].shape[2])
+    plan = a.plan_attention(*step, shape)
     padded = torch.cat((queries, queries.new_full((3, *queries.shape[1:]), 7)))
-    out = a.attention(padded, cache.k, cache.v, plan)
+    out = a.attention(padded, cache.k, cache.v, plan, sinks_H=rule.sinks_H, soft_cap=rule.soft_cap)
     assert not out[len(queries) :].any()
     return list(out[: len(queries)].split(counts))
 
 
-def plain(cache: Cache, context: int, q_THd: Tensor, window: int | None) -> Tensor:
+def plain(cache: Cache, context: int, q_THd: Tensor, rule: Rule) -> Tensor:
     """Softmax attention in double precision, query by query."""
     keys, values = cache.keys[context].double(), cache.values[context].double()
     rows = []
     for position, query in enumerate(q_THd.double()):
-        first = 0 if window is None else max(0, position - window + 1)
+        first = rule.first(position)
         k, v = keys[first : position + 1], values[first : position + 1]
         grouped = query.view(k.shape[1], -1, k.shape[2])
-        probs = torch.einsum("ghd,tgd->ght", grouped, k).softmax(-1)
+        scores = torch.einsum("ghd,tgd->ght", grouped, k)
+        if rule.soft_cap:
+            scores = rule.soft_cap * (scores / rule.soft_cap).tanh()
+        if rule.sinks_H is not None:
+            scores = torch.cat((scores, rule.sinks_H.double().view(*scores.shape[:2], 1)), -1)
+        probs = scores.softmax(-1)[..., : len(k)]
         rows.append(torch.einsum("ght,tgd->ghd", probs, v).flatten())
     return torch.stack(rows)
 
 
-CASES = [  # heads, KV heads, head width, block size, window
-    (4, 2, 64, 16, None),
-    (8, 1, 16, 16, None),
-    (3, 3, 8, 4, None),
-    (6, 2, 40, 48, None),
-    (4, 2, 128, 128, None),
-    (4, 2, 32, 16, 1),
-    (4, 2, 32, 16, 70),
-    (4, 2, 32, 48, 64),
+SINKS = torch.tensor([0.5, -3.0, 4.0, -torch.inf, 30.0, 1.0])
+CASES = [  # heads, KV heads, widths of keys and values, block size, rule
+    (4, 2, 64, 64, 16, Rule()),
+    (8, 1, 16, 16, 16, Rule()),
+    (3, 3, 8, 8, 4, Rule()),
+    (6, 2, 40, 40, 48, Rule()),
+    (4, 2, 128, 128, 128, Rule()),
+    (4, 2, 32, 32, 16, Rule(window=1)),
+    (4, 2, 32, 32, 16, Rule(window=70)),
+    (4, 2, 32, 32, 48, Rule(window=64)),
+    (4, 2, 192, 128, 16, Rule(window=70, sinks_H=SINKS[:4])),
+    (4, 2, 8, 24, 16, Rule(soft_cap=1.5)),
+    (6, 2, 16, 16, 16, Rule(sinks_H=SINKS, soft_cap=2.0)),
+    (4, 2, 32, 32, 16, Rule(chunk=80)),
+    (4, 2, 32, 32, 16, Rule(chunk=7)),
+    (4, 2, 32, 16, 48, Rule(chunk=64, window=40, sinks_H=SINKS[:4])),
 ]
+LATENT_CASES = [(4, 1, 40, 32, 16, Rule()), (3, 1, 576, 512, 16, Rule()), (16, 1, 72, 64, 48, Rule(window=70))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize(("h", "g", "d", "size", "window"), CASES)
+@pytest.mark.parametrize(("h", "g", "d", "v", "size", "rule"), CASES + LATENT_CASES)
 def test_agrees_with_plain_attention_in_any_packing(
-    h: int, g: int, d: int, size: int, window: int | None, dtype: torch.dtype
+    h: int, g: int, d: int, v: int, size: int, rule: Rule, dtype: torch.dtype
 ) -> None:
     """Whole contexts at once, then every position again in random company: same bits as the first time."""
-    lengths = [200, 1, 64, 65, 131]
-    cache = make_cache(lengths, g, d, size, dtype)
+    lengths, latent = [200, 1, 64, 65, 131], (h, g, d, v, size, rule) in LATENT_CASES
+    if latent and dtype == torch.int8:
+        pytest.skip("a part of an int8 entry has no scale")
+    cache = make_cache(lengths, g, d, size, dtype, v_dim=v, latent=latent)
     generator = torch.Generator().manual_seed(9)
     q = [(torch.randn(n, h, d, generator=generator) * d**-0.5).to(query_type(dtype)) for n in lengths]
-    whole = run(cache, [(c, 0, n) for c, n in enumerate(lengths)], q, window)
+    whole = run(cache, [(c, 0, n) for c, n in enumerate(lengths)], q, rule)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6
     for context, found in enumerate(whole):
-        expected = plain(cache, context, q[context], window)
+        expected = plain(cache, context, q[context], rule)
         assert (found.double() - expected).abs().max() < tolerance
     rng = np.random.default_rng(4)
     for _ in range(25):
@@ -118,7 +155,7 @@ def test_agrees_with_plain_attention_in_any_packing(
             start = int(rng.integers(0, lengths[context]))
             rows.append((context, start, int(rng.choice([1, 1, 3, 9, 70]))))
         rows = [(c, s, min(n, lengths[c] - s)) for c, s, n in rows]
-        for (context, start, count), found in zip(rows, run(cache, rows, q, window), strict=True):
+        for (context, start, count), found in zip(rows, run(cache, rows, q, rule), strict=True):
             assert torch.equal(found, whole[context][start : start + count]), (context, start, count)
 
 
@@ -132,10 +169,11 @@ def test_bounds_on_work_space_do_not_change_bits(
     cache = make_cache(lengths, 4, 32, 16, dtype)
     q = [torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(n)).to(query_type(dtype)) for n in lengths]
     rows = [(0, 600, 100), (1, 89, 1), (2, 299, 1)]
-    expected = run(cache, rows, q, None)
+    rule = Rule(sinks_H=torch.randn(8), soft_cap=3.0)
+    expected = run(cache, rows, q, rule)
     monkeypatch.setattr(a, "SCORES", bounds[0])
     monkeypatch.setattr(a, "CONTEXT", bounds[1])
-    for found, wanted in zip(run(cache, rows, q, None), expected, strict=True):
+    for found, wanted in zip(run(cache, rows, q, rule), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
@@ -144,8 +182,8 @@ def test_sixteen_thousand_tokens_of_context() -> None:
     lengths = [16_384, 40]
     cache = make_cache(lengths, 2, 64, 16, torch.bfloat16)
     q = [torch.randn(n, 4, 64, generator=torch.Generator().manual_seed(n)).bfloat16() / 8 for n in lengths]
-    chunk = run(cache, [(0, 16_300, 84), (1, 0, 40)], q, None)
-    last, short = run(cache, [(0, 16_383, 1), (1, 39, 1)], q, None)
+    chunk = run(cache, [(0, 16_300, 84), (1, 0, 40)], q, Rule())
+    last, short = run(cache, [(0, 16_383, 1), (1, 39, 1)], q, Rule())
     assert torch.equal(last[0], chunk[0][-1])
     assert torch.equal(short[0], chunk[1][-1])
     query = q[0][-1].double().view(2, 2, 64)
@@ -168,6 +206,6 @@ def test_few_padded_sizes() -> None:
 
 
 def test_a_step_without_tokens() -> None:
-    plan = a.plan_attention(*host_step(torch.zeros((0, 1), dtype=torch.int64), 16, [], [0]), 4, 2, 16)
+    plan = a.plan_attention(*host_step(torch.zeros((0, 1), dtype=torch.int64), 16, [], [0]), HeadShape(4, 2, 16, 16))
     cache = torch.zeros(2, 16, 2, 16)
     assert not a.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()

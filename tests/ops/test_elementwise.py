@@ -123,6 +123,37 @@ def test_new_keys_and_values_reach_their_cells() -> None:
     assert int((k_cache != 0).sum()) == 3 * 32
 
 
+@pytest.mark.parametrize("v_dim", [None, 16, 40])
+@pytest.mark.parametrize("norm_last", [False, True])
+def test_heads_on_their_way_to_attention(v_dim: int | None, norm_last: bool) -> None:
+    """Norms before or after the rotation, values of another width and normalised, in double precision."""
+    heads, groups, dim, tokens, real = 4, 2, 24, 5, 3
+    v = v_dim or dim
+    random = torch.Generator().manual_seed(0)
+    qkv = torch.randn(tokens, (heads + groups) * dim + groups * v + 3, generator=random)[:, :-3]
+    norms, angles = torch.rand(heads + groups, dim, generator=random) + 0.5, torch.rand(tokens, 1, dim // 2) * 6
+    cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    rule = e.HeadRule(heads, groups, 0.3, 1e-3, norms, v_dim=v_dim, norm_last=norm_last, norm_values=v_dim is not None)
+    k, values = torch.zeros(2, 4, groups, dim), torch.zeros(2, 4, groups, v)
+    slots = torch.tensor([6, 0, 3])
+    q = e.qk_norm_rope_cache(qkv, rule, cos, sin, k, values, slots)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return x * cos.double() + x.roll(dim // 2, -1) * sin.double()
+
+    qk = qkv[:, : (heads + groups) * dim].double().view(tokens, -1, dim)
+    qk = norm(turn(qk)) * norms if norm_last else turn(norm(qk) * norms)
+    own = qkv[:real, (heads + groups) * dim :].double().view(real, groups, v)
+    torch.testing.assert_close(q.double(), qk[:, :heads] * 0.3, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(k.view(8, groups, dim)[slots].double(), qk[:real, heads:], rtol=1e-5, atol=1e-6)
+    wanted = norm(own) if v_dim else own
+    torch.testing.assert_close(values.view(8, groups, v)[slots].double(), wanted, rtol=1e-5, atol=1e-6)
+    assert int((values != 0).any(-1).sum()) == real * groups
+
+
 def test_int8_cells() -> None:
     x = torch.tensor([[[50.0, -127.0, 0.0, 62.5]], [[0.0, 0.0, 0.0, 0.0]], [[1.0, torch.inf, 0.0, 2.0]]])
     entries = to_entries(x, torch.int8)

@@ -15,7 +15,7 @@ from torch import Tensor
 from moeserve.ops import attention as torch_attention
 from moeserve.ops import native_layer
 from moeserve.ops.elementwise import write_kv
-from moeserve.ops.inputs import to_entries
+from moeserve.ops.inputs import HeadShape, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.probe import host_step
 from tests.ops.test_attention import Cache, make_cache, query_type
@@ -49,8 +49,8 @@ def step(cache: Cache, rows: list[Row], q: list[Tensor], window: int | None) -> 
     apart = queries.new_full((len(queries) + 3, queries.shape[1] + 1, queries.shape[2]), 7)
     apart[: len(queries), :-1] = queries
     starts, offsets = [s for _, s, _ in rows], [0, *itertools.accumulate(counts)]
-    shape = (queries.shape[1], cache.k.shape[2], queries.shape[2])
-    return apart[:, :-1], (*host_step(blocks, cache.block_size, starts, offsets, window), *shape)
+    shape = HeadShape(queries.shape[1], cache.k.shape[2], queries.shape[2], queries.shape[2])
+    return apart[:, :-1], (*host_step(blocks, cache.block_size, starts, offsets, window), shape)
 
 
 def run(cache: Cache, rows: list[Row], q: list[Tensor], window: int | None, extra: Extra | None = None) -> list[Tensor]:
@@ -295,7 +295,9 @@ def test_no_negative_zeros() -> None:
 
 
 def test_a_step_without_tokens() -> None:
-    plan = native_layer.plan_attention(*host_step(torch.zeros((0, 1), dtype=torch.int64), 16, [], [0]), 4, 2, 16)
+    plan = native_layer.plan_attention(
+        *host_step(torch.zeros((0, 1), dtype=torch.int64), 16, [], [0]), HeadShape(4, 2, 16, 16)
+    )
     cache = torch.zeros(2, 16, 2, 16)
     assert not native_layer.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()
 

@@ -19,7 +19,7 @@ from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Routing
 from moeserve.ops import native_layer, native_rows
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import to_entries
+from moeserve.ops.inputs import HeadShape, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.probe import host_step
@@ -63,10 +63,10 @@ def test_attention(
     places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
     slots = torch.tensor([int(blocks[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p in places])
     step = host_step(blocks, BLOCK, starts, [0, *itertools.accumulate(counts)])
-    plan = native_layer.plan_attention(*step, HEADS, KV_HEADS, DIM)
+    plan = native_layer.plan_attention(*step, HeadShape(HEADS, KV_HEADS, DIM, DIM))
 
     k, v = (cache.clone() for cache in caches)
-    q = native_rows.qk_norm_rope_cache(qkv(x).view(tokens, -1, DIM), rule, cos, sin, k, v, slots)
+    q = native_rows.qk_norm_rope_cache(qkv(x), rule, cos, sin, k, v, slots)
     attended = native_layer.attention(q, k, v, plan)
     for last, expected in ((None, attended), (out, out(attended))):
         block_k, block_v = (cache.clone() for cache in caches)
