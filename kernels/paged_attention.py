@@ -166,15 +166,12 @@ def attention(
     assert (heads, d, q_THd.dtype) == (shape.heads, shape.dim, shape.dtype), (q_THd.shape, q_THd.dtype, shape)
     assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
     quantised, shared = k_cache.dtype == torch.int8, k_cache.data_ptr() == v_cache.data_ptr()
+    assert not (quantised and shared), "an int8 entry has one scale"
     assert k_cache.is_contiguous(), k_cache.stride()
-    assert v_cache.stride() == k_cache.stride() and not quantised if shared else v_cache.is_contiguous(), (
-        v_cache.stride()
-    )
+    assert v_cache.stride() == k_cache.stride() if shared else v_cache.is_contiguous(), v_cache.stride()
     for cache, width in ((k_cache, d), (v_cache, v_d)):
-        assert cache.shape[1:] == (shape.block_size, shape.kv_heads, width + quantised * SCALE_BYTES), (
-            cache.shape,
-            shape,
-        )
+        entry = width + SCALE_BYTES if quantised else width
+        assert cache.shape[1:] == (shape.block_size, shape.kv_heads, entry), (cache.shape, shape)
         assert cache.dtype == (torch.int8 if quantised else q_THd.dtype), (cache.dtype, q_THd.dtype)
     if out is None:
         out = q_THd.new_empty((tokens, heads * v_d))

@@ -210,7 +210,7 @@ def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
     cos, sin = torch.cat((turns.cos(), turns.cos()), -1), torch.cat((-turns.sin(), turns.sin()), -1)
     k, v = (bench.random(tokens // 16 + 1, 16, kv, dim) for _ in range(2))
     slots = torch.randperm(tokens, device=bench.device)
-    q = qk_norm_rope_cache(qkv, heads, kv, 0.5, cos, sin, k, v, slots, eps=1e-6, norms=norm)
+    q = qk_norm_rope_cache(qkv.flatten(1), heads, kv, 0.5, cos, sin, k, v, slots, eps=1e-6, norms=norm)
     qk = qkv[:, : heads + kv].double()
     qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
     qk = qk * cos + torch.roll(qk, dim // 2, -1) * sin
