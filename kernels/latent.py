@@ -80,8 +80,8 @@ def latent_rope_cache(
     further apart. cos and sin: fp32 [T, 1, p], sin negative in the first half. latent_cache [blocks, block size, 1, C].
     slot_mapping_T: int64, of the first tokens; the rest is padding, whose queries become zero, and so are slots below
     0. norm_L: fp32. All in fp32 until one rounding.
-    n 1, p 2, L 1, scale 2, a turn of 90 degrees: q [1, 1, 0], kv [3, 1, 0], norm 5 -> entry [5, 0, 1], q_THC [.., 0, 2],
-    and [2] is returned
+    n 1, p 2, L 1, scale 2, turned by 90 degrees: q [1, 1, 0], kv [3, 1, 0], norm 5 -> entry [5, 0, 1], q_THC [.., 0, 2]
+    and the result [2]
     """
     (tokens, heads, width), rope, capacity = q_THe.shape, cos_T1p.shape[2], latent_cache.shape[3]
     rank, nope = capacity - rope, width - rope

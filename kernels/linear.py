@@ -50,7 +50,7 @@ def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device:
     1 row -> tiles of 16 rows and 64 outputs, so that a small matrix still is enough programs for the device.
     """
     block_m = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
-    block_n = 64 if block_m < 128 else 128 if num_rows <= 512 else 256
+    block_n = 64 if block_m < 128 else 128 if num_rows <= 512 or width <= 128 else 256
     default = {"block_m": block_m, "block_n": block_n, "warps": 4 if block_n == 64 else 8, "tma": 1, "group": 8}
     default["stages"] = 6 if block_n == 64 else 4
     return tuned("linear", device, shape_of(width, inner, dtype), num_rows, default)

@@ -57,6 +57,11 @@ class AttentionShape:
         return self.heads // self.group
 
     @property
+    def latent(self) -> bool:
+        """Whether launches count on values that are part of the keys, and need no room of their own."""
+        return self.dim > WIDE and self.v_dim < self.dim
+
+    @property
     def limits(self) -> tuple[int, int]:
         """Window and chunk as numbers."""
         return EVERYTHING if self.window is None else self.window, EVERYTHING if self.chunk is None else self.chunk
@@ -97,11 +102,10 @@ def _tile_rows(shape: AttentionShape, invariant: bool) -> list[int]:
 
 
 def tile_positions(shape: AttentionShape, block_m: int) -> int:
-    """Positions of a KV tile: as many as fit beside queries and sums in shared memory and registers. Latent attention
-    has wide keys that are the values as well."""
+    """Positions of a KV tile: as many as fit beside queries and sums in shared memory and registers."""
     if shape.dtype == torch.float32:
         return 32 if shape.dim <= WIDE else 16
-    return 64 if shape.dim <= WIDE or (block_m == 64 and shape.v_dim < shape.dim) else 32
+    return 64 if shape.dim <= WIDE or (shape.latent and block_m == 64) else 32
 
 
 def space_floats(shape: AttentionShape, bounds: Bounds, invariant: bool = True) -> int:
@@ -207,7 +211,7 @@ def launch_of(shape: AttentionShape, cache_dtype: torch.dtype, block_m: int, dev
     if shape.dtype == torch.float32:
         default = {"num_warps": 4, "num_stages": 2, "programs": 8}
     elif block_m < 64:
-        default = {"num_warps": 4, "num_stages": 5 if shape.dim <= 128 else 3, "programs": 8}
+        default = {"num_warps": 4, "num_stages": 5 if shape.dim <= 192 or shape.latent else 3, "programs": 8}
     else:
         warps = 4 if block_m == 64 and shape.dim <= 128 and cache_dtype != torch.int8 else 8
         default = {"num_warps": warps, "num_stages": 3 if shape.dim <= 128 else 2, "programs": 32}

@@ -25,7 +25,7 @@ from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.configs import Config, facts_of
 from moeserve.kernels.fp8 import BLOCK, E4M3, quantise
-from moeserve.kernels.paged_attention import WIDE, AttentionShape
+from moeserve.kernels.paged_attention import AttentionShape
 
 Choices = Mapping[str, Sequence[int]]
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
@@ -192,8 +192,7 @@ def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]
     per_row, seen = -(-CONTEXT // shape.block_size), set()
     cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads)
     k = random(*cache, shape.dim, dtype=shape.dtype, device=device)
-    latent = shape.dim > WIDE and shape.v_dim < shape.dim
-    v = k[..., : shape.v_dim] if latent else random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
+    v = k[..., : shape.v_dim] if shape.latent else random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
     blocks = (torch.randperm(ROWS * per_row, device=device).int() + 1).view(ROWS, per_row)
     for rows, new, invariant in ((ROWS, 1, True), (ROWS, 1, False), (1, PREFILL, True), (1, PREFILL, False)):
         starts = torch.full((rows,), CONTEXT - new, dtype=torch.int32, device=device)

@@ -96,9 +96,15 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
 def test_linear_compiles_for_hopper() -> None:
     numbers = dict.fromkeys(("x_stride", "out_stride", "x_head", "out_head", "width", "inner"), "i32")
     cases = []
-    for rows in (1, 64, 512, 8192):
-        config = launch_of(rows, 2048, 4096, torch.bfloat16, "untuned")
-        depth = block_k(4096, torch.bfloat16)
+    for rows, width, inner in (
+        (1, 2048, 4096),
+        (64, 2048, 4096),
+        (512, 2048, 4096),
+        (8192, 2048, 4096),
+        (8192, 128, 512),
+    ):
+        config = launch_of(rows, width, inner, torch.bfloat16, "untuned")
+        depth = block_k(inner, torch.bfloat16)
         for tma in (0, 1):
             tile = {"BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], "BLOCK_K": depth}
             weights = f"tensordesc<bf16[{config['block_n']}, {depth}]>" if tma else "*bf16"

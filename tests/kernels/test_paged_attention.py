@@ -21,7 +21,9 @@ from moeserve.kernels.paged_attention import (
     space_floats,
     tile_positions,
 )
-from moeserve.ops.inputs import from_entries, to_entries
+from moeserve.ops.inputs import HeadShape, from_entries, to_entries
+from moeserve.ops.probe import host_step
+from moeserve.ops.table import pick_ops
 from tests.kernels.aot import Case, Report, compile_all
 from tests.kernels.device import DEVICE
 from tools.gpu.references import attention_reference
@@ -169,6 +171,20 @@ def test_latent_attention(
     step.q *= dim**-0.5
     for space in (None, torch.empty(0, device=DEVICE))[: 1 if invariant else 2]:
         close(step.run(invariant, space), step.expected())
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the tables are made for the processor here")
+def test_the_table_s_attention_is_the_plain_one() -> None:
+    """Chunks, narrow values, soft cap and sinks, planned from a step's inputs."""
+    step = Step(AttentionShape(4, 2, 24, 16, 16, torch.float32, chunk=32), [40, 0, 95], [1, 20, 3])
+    group, inputs = host_step(step.blocks, 16, step.starts, [0, 1, 21, 24], chunk=32)
+    sinks_H = torch.linspace(-3, 3, 4)
+    found = []
+    for kernels in ("triton", "torch"):
+        ops = pick_ops("cpu", torch.float32, kernels)  # type: ignore[arg-type]
+        plan = ops.plan_attention(group, replace(inputs, rows_on_device=step.rows()), HeadShape(4, 2, 24, 16))
+        found.append(ops.attention(step.q, step.k, step.v, plan, sinks_H=sinks_H, soft_cap=5.0))
+    close(*found)
 
 
 def test_extreme_scores() -> None:
