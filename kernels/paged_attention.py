@@ -169,6 +169,8 @@ def attention(
     (tokens, heads, d), shape, v_d = q_THd.shape, plan.shape, plan.shape.v_dim
     assert (heads, d, q_THd.dtype) == (shape.heads, shape.dim, shape.dtype), (q_THd.shape, q_THd.dtype, shape)
     assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
+    if sinks_H is not None:
+        assert (sinks_H.shape, sinks_H.stride(), sinks_H.dtype) == ((heads,), (1,), torch.float32), sinks_H
     quantised, shared = k_cache.dtype == torch.int8, k_cache.data_ptr() == v_cache.data_ptr()
     assert not (quantised and shared), "an int8 entry has one scale"
     assert k_cache.is_contiguous(), k_cache.stride()
@@ -179,6 +181,8 @@ def attention(
         assert cache.dtype == (torch.int8 if quantised else q_THd.dtype), (cache.dtype, q_THd.dtype)
     if out is None:
         out = q_THd.new_empty((tokens, heads * v_d))
+    assert out.shape == (tokens, heads * v_d), (out.shape, shape)
+    assert out.is_contiguous(), out.stride()
     scales = [cache.view(torch.float32) if quantised else None for cache in (k_cache, v_cache)]
     window, chunk = shape.limits
     device, multiprocessors = facts_of(q_THd.device)
