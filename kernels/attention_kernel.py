@@ -1,8 +1,8 @@
 """The kernel of attention over a paged cache: what a program does with one work item of attention_plan.py.
 
-N positions of a KV tile, M query rows of a program: the h query heads of one KV head for some neighbouring tokens, so
-that keys and values are read once for all of them. KV tiles have a fixed size and are counted from position 0, splits
-too; a row's sums never depend on what else is in the tile.
+N positions of a KV tile, M query rows of a program: h query heads of one KV head for some neighbouring tokens, so that
+keys and values are read once for all of them; together they are a group. KV tiles have a fixed size and are counted
+from position 0, splits too; a row's sums never depend on what else is in the tile.
 """
 
 from __future__ import annotations
@@ -11,51 +11,74 @@ import triton
 import triton.language as tl
 
 from moeserve.kernels.attention_plan import EVERYTHING as ALL
-from moeserve.kernels.attention_sums import LOG2E, LOWEST, fold, normalised, within, zero_padding
+from moeserve.kernels.attention_plan import first_seen
+from moeserve.kernels.attention_sums import LOG2E, LOWEST, fold, normalised, padded, within, zero_padding
 
 EVERYTHING = tl.constexpr(ALL)
+SCALE_BYTES = tl.constexpr(4)  # behind an int8 head in its entry: its fp32 scale
+
+
+@triton.constexpr_function
+def first_part(D, V_D, SHARED):
+    """The key elements of the first of two products: the values', if those are the keys' first; else a power of two, if
+    what is left is a product, too; else all.
+
+    192 -> 128; 80 -> 64; 24 -> 24; 576 whose first 512 are the values -> 512
+    """
+    power = triton.next_power_of_2(D + 1) // 2
+    return V_D if SHARED else power if D % 16 == 0 else D
 
 
 @triton.jit
-def _load_entries(ptr, scales_ptr, rows, D: tl.constexpr, D_PAD: tl.constexpr, ENTRY: tl.constexpr):
-    """(elements [N, d], scales [N] or ones) of the KV entries at `rows`."""
-    columns = tl.arange(0, D_PAD)
-    at = ptr + rows[:, None] * ENTRY + columns[None, :]
-    x = tl.load(at) if D == D_PAD else tl.load(at, mask=(columns < D)[None, :], other=0)
-    if scales_ptr is None:
-        scales = tl.full(rows.shape, 1.0, tl.float32)
-    else:
-        scales = tl.load(scales_ptr + rows * (ENTRY // 4) + D // 4)
-    return x, scales
+def _load_columns(at, WIDTH: tl.constexpr):
+    """[N, WIDTH, padded] from the addresses `at` [N] on."""
+    columns = tl.arange(0, padded(WIDTH))
+    ptrs = at[:, None] + columns[None, :]
+    return tl.load(ptrs) if columns.shape[0] == WIDTH else tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0)
+
+
+@triton.jit
+def _load_queries(at, valid, WIDTH: tl.constexpr):
+    """[M, WIDTH, padded] from the addresses `at` [M] on, zeros where a row is no query."""
+    columns = tl.arange(0, padded(WIDTH))
+    return tl.load(at[:, None] + columns[None, :], mask=within(valid, columns, WIDTH), other=0.0)
 
 
 @triton.jit
 def _attend_split(
-    q, seen, table_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, group, low, high, sure, begin, end,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENTRY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, q_rest, seen, table_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, low, high, sure, begin, end,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sum over positions begin .. end-1 (multiples of BLOCK_N) that lie between low and high; no others are read.
     seen [M]: the last that a row sees. sure: where positions begin that some row does not see."""
+    FIRST: tl.constexpr = first_part(D, V_D, v_ptr is None)
+    PAST: tl.constexpr = 0 if k_scales_ptr is None else SCALE_BYTES
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
-    values = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    values = tl.zeros((BLOCK_M, padded(V_D)), tl.float32)
     for at in range(tl.maximum(begin, low // BLOCK_N * BLOCK_N), tl.minimum(end, high + 1), BLOCK_N):
         positions = at + tl.arange(0, BLOCK_N)
         near = tl.minimum(tl.maximum(positions, low), high)  # what lies elsewhere may be NaN
         block = tl.load(table_ptr + near // BLOCK_SIZE).to(tl.int32)
-        rows = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * KV_HEADS + group
-        k, k_scales = _load_entries(k_ptr, k_scales_ptr, rows, D, D_PAD, ENTRY)
-        v, v_scales = _load_entries(v_ptr, v_scales_ptr, rows, D, D_PAD, ENTRY)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        rows = (block.to(tl.int64) * BLOCK_SIZE + near % BLOCK_SIZE) * KV_HEADS + kv_head
+        k = _load_columns(k_ptr + rows * (D + PAST), FIRST).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if q_rest is not None:
+            k_rest = _load_columns(k_ptr + rows * (D + PAST) + FIRST, D - FIRST).to(q.dtype)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        if v_ptr is None:
+            v = k
+        else:
+            v = _load_columns(v_ptr + rows * (V_D + PAST), V_D).to(q.dtype)
         if k_scales_ptr is not None:
-            scores = scores * k_scales[None, :]
+            scores = scores * tl.load(k_scales_ptr + rows * ((D + PAST) // 4) + D // 4)[None, :]
         if SOFT_CAP > 0:
             scores = SOFT_CAP * (1 - 2 / (tl.exp2(scores * (2 * LOG2E / SOFT_CAP)) + 1))
         if at + BLOCK_N > sure:
             visible = positions[None, :] <= seen[:, None]
-            if WINDOW != EVERYTHING:
-                visible = visible & (positions[None, :] > seen[:, None] - WINDOW)
+            if WINDOW != EVERYTHING or CHUNK != EVERYTHING:
+                visible = visible & (positions[None, :] >= first_seen(seen, WINDOW, CHUNK)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
 
         most = tl.maximum(largest, tl.max(scores, 1) * LOG2E)
@@ -64,8 +87,8 @@ def _attend_split(
         old = tl.exp2(largest - base)
         weight = tl.fma(weight, old, tl.sum(p, 1))
         if v_scales_ptr is not None:
-            p = p * v_scales[None, :]
-        values = tl.dot(p.to(q.dtype), v.to(q.dtype), values * old[:, None], input_precision="ieee")
+            p = p * tl.load(v_scales_ptr + rows * ((V_D + PAST) // 4) + V_D // 4)[None, :]
+        values = tl.dot(p.to(q.dtype), v, values * old[:, None], input_precision="ieee")
         largest = most
     return largest, weight, values
 
@@ -74,12 +97,12 @@ def _attend_split(
 def _attend_item(
     item, group, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, values_ptr, stats_ptr,
     blocks_ptr, starts_ptr, offsets_ptr, items_ptr, q_stride, table_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENTRY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """One work item of one KV head: its token rows' results, or the sums of one split. FLAT: splits that are not cut
-    run into each other, which is faster and rounds otherwise."""
+    """One work item of one group: its token rows' results, or the sums of one split. FLAT: splits that are not cut run
+    into each other, which is faster and rounds otherwise."""
     row = tl.load(items_ptr + item * 4).to(tl.int64)
     tile = tl.load(items_ptr + item * 4 + 1)
     split = tl.load(items_ptr + item * 4 + 2)
@@ -88,47 +111,54 @@ def _attend_item(
     first_token = tl.load(offsets_ptr + row)
     new = tl.load(offsets_ptr + row + 1) - first_token
     m = tl.arange(0, BLOCK_M)
-    step = tile * TILE + m // GROUP
-    valid = (m < TILE * GROUP) & (step < new)
-    heads = group * GROUP + m % GROUP
-    columns = tl.arange(0, D_PAD)
-    wanted = within(valid, columns, D)
+    step = tile * TILE + m // HEADS
+    valid = (m < TILE * HEADS) & (step < new)
+    heads = group * HEADS + m % HEADS
     tokens = (first_token + step).to(tl.int64)
-    q = tl.load(q_ptr + (tokens * q_stride + heads * D)[:, None] + columns[None, :], mask=wanted, other=0.0)
+    FIRST: tl.constexpr = first_part(D, V_D, v_ptr is None)
+    at_queries = q_ptr + tokens * q_stride + heads * D
+    q = _load_queries(at_queries, valid, FIRST)
+    if FIRST < D:
+        q_rest = _load_queries(at_queries + FIRST, valid, D - FIRST)
+    else:
+        q_rest = None
+    kv_head = group // (GROUPS // KV_HEADS)
     seen = tl.where(valid, start + step, -1)
-    low = tl.maximum(start + tile * TILE - WINDOW + 1, 0)
+    low = first_seen(start + tile * TILE, WINDOW, CHUNK)
     high = start + tl.minimum(tile * TILE + TILE, new) - 1
-    sure = start + tile * TILE + 1 if WINDOW == EVERYTHING else 0
+    sure = start + tile * TILE + 1 if WINDOW == EVERYTHING and CHUNK == EVERYTHING else 0
 
     cut = slot >= 0
     parts_begin = tl.where(cut, split, low // SPLIT)
     parts_end = tl.where(cut, split, high // SPLIT) + 1
     if FLAT:
         largest, weight, values = _attend_split(
-            q, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, group,
+            q, q_rest, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head,
             low, high, sure, parts_begin * SPLIT, parts_end * SPLIT,
-            KV_HEADS, D, D_PAD, ENTRY, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N,
+            KV_HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
-        values = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        values = tl.zeros((BLOCK_M, padded(V_D)), tl.float32)
         for part in range(parts_begin, parts_end):
             next_largest, next_weight, next_values = _attend_split(
-                q, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, group,
+                q, q_rest, seen, blocks_ptr + row * table_stride, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head,
                 low, high, sure, part * SPLIT, part * SPLIT + SPLIT,
-                KV_HEADS, D, D_PAD, ENTRY, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N,
+                KV_HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             largest, weight, values = fold(largest, weight, values, next_largest, next_weight, next_values)
 
+    columns = tl.arange(0, padded(V_D))
+    wanted = within(valid, columns, V_D)
     if cut:
-        at_row = (slot * KV_HEADS + group) * BLOCK_M + m
+        at_row = (slot * GROUPS + group) * BLOCK_M + m
         tl.store(stats_ptr + at_row * 2, largest, mask=valid)
         tl.store(stats_ptr + at_row * 2 + 1, weight, mask=valid)
-        tl.store(values_ptr + at_row[:, None] * D + columns[None, :], values, mask=wanted)
+        tl.store(values_ptr + at_row[:, None] * V_D + columns[None, :], values, mask=wanted)
     else:
         y = normalised(largest, weight, values, sinks_ptr, heads, valid)
-        to = out_ptr + (tokens * (KV_HEADS * GROUP) + heads)[:, None] * D + columns[None, :]
+        to = out_ptr + (tokens * (GROUPS * HEADS) + heads)[:, None] * V_D + columns[None, :]
         tl.store(to, y.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
@@ -136,16 +166,17 @@ def _attend_item(
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, values_ptr, stats_ptr, blocks_ptr, starts_ptr,
     offsets_ptr, items_ptr, counts_ptr, num_rows, num_tokens, q_stride, table_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENTRY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the items of all KV heads: how many there are, only the device knows."""
-    zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, KV_HEADS * GROUP * D, 1024)
-    for i in range(tl.program_id(0), tl.load(counts_ptr) * KV_HEADS, tl.num_programs(0)):
+    """Programs share the items of all groups: how many there are, only the device knows. HEADS: of one group. v_ptr
+    None: the values are the first V_D elements of the keys."""
+    zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, GROUPS * HEADS * V_D, 1024)
+    for i in range(tl.program_id(0), tl.load(counts_ptr) * GROUPS, tl.num_programs(0)):
         _attend_item(
-            i // KV_HEADS, i % KV_HEADS, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr,
+            i // GROUPS, i % GROUPS, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr,
             values_ptr, stats_ptr, blocks_ptr, starts_ptr, offsets_ptr, items_ptr, q_stride, table_stride,
-            KV_HEADS, GROUP, D, D_PAD, ENTRY, BLOCK_SIZE, WINDOW, SOFT_CAP, SPLIT, TILE, BLOCK_M, BLOCK_N,
+            KV_HEADS, GROUPS, HEADS, D, V_D, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP, SPLIT, TILE, BLOCK_M, BLOCK_N,
             FLAT,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 SPLIT = 512  # positions; a multiple of every kernel's KV tile
 SPLIT_TILES = 8  # a row with more tiles keeps the device busy without being cut
-EVERYTHING = 1 << 30  # a window that hides nothing
+EVERYTHING = 1 << 30  # a window or a chunk that hides nothing
 ANY = 1 << 30  # new tokens of a row, when there is no limit
 FIELDS = 4
 
@@ -45,28 +45,34 @@ class WorkList:
 
 
 @triton.jit
-def _cut(starts_ptr, offsets_ptr, row, inside, least, most, window, TILE, SPLIT, SPLIT_TILES):
+def first_seen(position, window, chunk):
+    """The first position that a query sees: of the last `window`, and of its own chunk of `chunk`."""
+    return tl.maximum(tl.maximum(position - window + 1, 0), position // chunk * chunk)
+
+
+@triton.jit
+def _cut(starts_ptr, offsets_ptr, row, inside, least, most, window, chunk, TILE, SPLIT, SPLIT_TILES):
     """(tiles, first split, splits) of each row; 1 split: not to be cut."""
     start = tl.load(starts_ptr + row, mask=inside, other=0)
     new = tl.load(offsets_ptr + row + 1, mask=inside, other=0) - tl.load(offsets_ptr + row, mask=inside, other=0)
     tiles = tl.where((new >= least) & (new <= most), (new + TILE - 1) // TILE, 0)
-    begin = tl.maximum(start - window + 1, 0)
+    begin = first_seen(start, window, chunk)
     first = begin // SPLIT
     splits = (start + new - 1) // SPLIT - first + 1
     worth = (start + new - begin > SPLIT) & (tiles <= SPLIT_TILES) & (tiles > 0)
     return tiles, first, tl.where(worth, splits, 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "least", "most", "capacity", "window"])
+@triton.jit(do_not_specialize=["num_rows", "least", "most", "capacity", "window", "chunk"])
 def plan_kernel(
-    starts_ptr, offsets_ptr, items_ptr, merges_ptr, counts_ptr, num_rows, least, most, capacity, window,
+    starts_ptr, offsets_ptr, items_ptr, merges_ptr, counts_ptr, num_rows, least, most, capacity, window, chunk,
     TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one row's items, behind those of the rows before it. Each counts all rows anew."""
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_R)
     tiles, first, splits = _cut(
-        starts_ptr, offsets_ptr, rows, rows < num_rows, least, most, window, TILE, SPLIT, SPLIT_TILES
+        starts_ptr, offsets_ptr, rows, rows < num_rows, least, most, window, chunk, TILE, SPLIT, SPLIT_TILES
     )
     slots = tl.where(splits > 1, tiles * splits, 0)
     slots_end = tl.cumsum(slots, 0)
@@ -103,12 +109,12 @@ def plan_kernel(
     tl.store(to + 3, splits_here + tl.zeros_like(tile), mask=cut)
 
 
-def most_splits(bounds: Bounds, window: int, tile: int) -> int:
-    """Splits that a cut row may have; 1: no row is cut.
+def most_splits(bounds: Bounds, reach: int, tile: int) -> int:
+    """Splits that a cut row may have; 1: no row is cut. reach: positions that a query sees, at most.
 
-    contexts up to 512: 1; up to 513: 2; window 1000, one new token: 1000 positions touch up to 3
+    contexts up to 512: 1; up to 513: 2; reach 1000, one new token: 1000 positions touch up to 3
     """
-    seen = min(bounds.context, window + min(bounds.new_tokens, SPLIT_TILES * tile) - 1)
+    seen = min(bounds.context, reach + min(bounds.new_tokens, SPLIT_TILES * tile) - 1)
     if seen <= SPLIT:
         return 1
     return min(-(-bounds.context // SPLIT), -(-(seen - 1) // SPLIT) + 1)
@@ -119,9 +125,9 @@ def most_tiles(bounds: Bounds, tile: int) -> int:
     return min(bounds.tokens, bounds.tokens // tile + bounds.rows, bounds.rows * -(-bounds.new_tokens // tile))
 
 
-def most_slots(bounds: Bounds, window: int, tile: int) -> int:
+def most_slots(bounds: Bounds, reach: int, tile: int) -> int:
     """Partial results that are enough to cut whatever is worth it."""
-    splits = most_splits(bounds, window, tile)
+    splits = most_splits(bounds, reach, tile)
     return 0 if splits == 1 else min(most_tiles(bounds, tile), bounds.rows * SPLIT_TILES) * splits
 
 
@@ -131,6 +137,7 @@ def list_work(
     bounds: Bounds,
     tile: int,
     window: int,
+    chunk: int,
     capacity: int,
     least: int = 1,
     most: int = ANY,
@@ -147,12 +154,12 @@ def list_work(
     assert starts_R.is_contiguous(), starts_R.stride()
     assert offsets_R1.is_contiguous(), offsets_R1.stride()
     assert 0 < rows <= bounds.rows, (rows, bounds)
-    slots = min(capacity, most_slots(bounds, window, tile))
+    slots = min(capacity, most_slots(bounds, min(window, chunk), tile))
     items = starts_R.new_empty((most_tiles(bounds, tile) + slots, FIELDS))
     merges = starts_R.new_empty((min(slots // 2, most_tiles(bounds, tile)), FIELDS))
     counts = starts_R.new_empty(2)
     plan_kernel[(rows,)](
-        starts_R, offsets_R1, items, merges, counts, rows, least, most, slots, window,
+        starts_R, offsets_R1, items, merges, counts, rows, least, most, slots, window, chunk,
         TILE=tile, SPLIT=SPLIT, SPLIT_TILES=SPLIT_TILES, BLOCK_R=max(256, triton.next_power_of_2(rows)), BLOCK=128,
         num_warps=4,
     )  # fmt: skip

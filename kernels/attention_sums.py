@@ -18,6 +18,12 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@triton.constexpr_function
+def padded(width):
+    """Columns of a block that holds `width` of them. 80 -> 128; 1 -> 16, the least that products take"""
+    return max(16, triton.next_power_of_2(width))
+
+
 @triton.jit
 def within(rows, columns, WIDTH: tl.constexpr):
     """The mask of a block whose rows are wanted where `rows` says so, and whose columns end at WIDTH."""
@@ -66,7 +72,7 @@ def zero_padding(out_ptr, offsets_ptr, num_rows, num_tokens, WIDTH: tl.constexpr
 @triton.jit
 def merge_kernel(
     values_ptr, stats_ptr, sinks_ptr, out_ptr, offsets_ptr, merges_ptr, counts_ptr,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS query rows of a cut tile. HEADS: of one group."""
@@ -87,11 +93,11 @@ def merge_kernel(
     valid = m < num_rows
     token = tile_token + m // HEADS
     splits = tl.where(valid, count, 0)
-    columns = tl.arange(0, D_PAD)
+    columns = tl.arange(0, padded(D))
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
-    values = tl.zeros((ROWS, D_PAD), tl.float32)
+    values = tl.zeros((ROWS, padded(D)), tl.float32)
     for at in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):  # loads of several splits at once; those beyond the last add nothing
             at_row = ((slot + at + i) * GROUPS + group) * BLOCK_M + m
@@ -138,6 +144,5 @@ def merge(
     rows = 4
     merge_kernel[(work.merges_M4.shape[0], groups * block_m // rows)](
         values, stats, sinks_H, out, offsets_R1, work.merges_M4, work.counts_2,
-        GROUPS=groups, HEADS=heads, TILE=tile, D=width, D_PAD=triton.next_power_of_2(width), BLOCK_M=block_m, ROWS=rows,
-        UNROLL=4, num_warps=4,
+        GROUPS=groups, HEADS=heads, TILE=tile, D=width, BLOCK_M=block_m, ROWS=rows, UNROLL=4, num_warps=4,
     )  # fmt: skip

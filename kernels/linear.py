@@ -1,6 +1,6 @@
 """Dense products whose bits do not depend on the number of rows.
 
-M rows, N outputs, K inputs.
+M rows, N outputs, K inputs. T tokens, H heads that have a product each.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from moeserve.kernels.tiles import block_k, load_rows, load_weights, tile_of, we
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
-    x_ptr, w, bias_ptr, out_ptr, num_rows, x_stride, out_stride, width, inner,
+    x_ptr, w, bias_ptr, out_ptr, num_rows, x_stride, out_stride, x_head, out_head, width, inner,
     EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of BLOCK_M rows."""
+    """One program: BLOCK_N outputs of BLOCK_M rows of one head, whose weights follow those of the head before it."""
+    head = tl.program_id(1)
+    x_ptr += head.to(tl.int64) * x_head
+    out_ptr += head.to(tl.int64) * out_head
     tile, block = tile_of(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -31,7 +34,7 @@ def linear_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(0, inner, BLOCK_K):
         x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
-        weights = load_weights(w, 0, block * BLOCK_N, width - 1, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
+        weights = load_weights(w, head * width, block * BLOCK_N, width - 1, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
         total = tl.dot(weights, x, total, input_precision="ieee")
     if bias_ptr is not None:
         total += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[:, None]
@@ -47,7 +50,7 @@ def launch_of(num_rows: int, width: int, inner: int, dtype: torch.dtype, device:
     1 row -> tiles of 16 rows and 64 outputs, so that a small matrix still is enough programs for the device.
     """
     block_m = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
-    block_n = 64 if block_m < 128 else 128 if num_rows <= 512 else 256
+    block_n = 64 if block_m < 128 else 128 if num_rows <= 512 or width <= 128 else 256
     default = {"block_m": block_m, "block_n": block_n, "warps": 4 if block_n == 64 else 8, "tma": 1, "group": 8}
     default["stages"] = 6 if block_n == 64 else 4
     return tuned("linear", device, shape_of(width, inner, dtype), num_rows, default)
@@ -70,18 +73,48 @@ def linear(
 
     x [[1, 2]], w [[3, 4], [5, 6]], bias [0, 1] -> [[11, 18]]
     """
-    (rows, inner), width = x_MK.shape, w_NK.shape[0]
-    assert inner == w_NK.shape[1], (x_MK.shape, w_NK.shape)
-    assert x_MK.dtype == w_NK.dtype, (x_MK.dtype, w_NK.dtype)
-    out = x_MK.new_empty((rows, width)) if out_MN is None else out_MN
-    assert x_MK.stride(1) == out.stride(1) == 1, (x_MK.stride(), out.stride())
-    config = config or launch_of(rows, width, inner, w_NK.dtype, facts_of(x_MK.device).name)
-    block_m, block_n, depth = config["block_m"], config["block_n"], block_k(inner, w_NK.dtype)
-    weights, tma = weights_argument(w_NK, block_n, depth, bool(config["tma"]))
+    out = x_MK.new_empty((x_MK.shape[0], w_NK.shape[0])) if out_MN is None else out_MN
+    _multiply(x_MK, w_NK, bias_N, out, 1, 0, 0, config)
+    return out
+
+
+def heads_linear(x_THK: Tensor, w_HNK: Tensor, out: Tensor | None = None, config: Config | None = None) -> Tensor:
+    """y[t, h] = w[h] x[t, h], with the sums of `linear`. Tokens and heads of x and of the result may be any distance
+    apart.
+
+    x [[[1, 2], [1, 2]]], w [[[3, 4]], [[5, 6]]] -> [[[11], [17]]]
+    """
+    tokens, heads, _ = x_THK.shape
+    if out is None:
+        out = x_THK.new_empty((tokens, heads, w_HNK.shape[1]))
+    assert heads == w_HNK.shape[0] == out.shape[1], (x_THK.shape, w_HNK.shape, out.shape)
+    _multiply(x_THK[:, 0], w_HNK.flatten(0, 1), None, out[:, 0], heads, x_THK.stride(1), out.stride(1), config)
+    return out
+
+
+def _multiply(
+    x_MK: Tensor,
+    w_PK: Tensor,
+    bias_N: Tensor | None,
+    out_MN: Tensor,
+    heads: int,
+    x_head: int,
+    out_head: int,
+    config: Config | None,
+) -> None:
+    """Writes the products of all heads: x_MK and out_MN are the first one's rows, the next one's lie x_head and
+    out_head elements further on. w_PK: all heads' outputs."""
+    (rows, inner), width = x_MK.shape, w_PK.shape[0] // heads
+    assert inner == w_PK.shape[1], (x_MK.shape, w_PK.shape)
+    assert out_MN.shape == (rows, width), (out_MN.shape, rows, width)
+    assert x_MK.dtype == w_PK.dtype, (x_MK.dtype, w_PK.dtype)
+    assert x_MK.stride(1) == out_MN.stride(1) == 1, (x_MK.stride(), out_MN.stride())
+    config = config or launch_of(rows, width, inner, w_PK.dtype, facts_of(x_MK.device).name)
+    block_m, block_n, depth = config["block_m"], config["block_n"], block_k(inner, w_PK.dtype)
+    weights, tma = weights_argument(w_PK, block_n, depth, bool(config["tma"]))
     if rows:
-        linear_kernel[(triton.cdiv(rows, block_m) * triton.cdiv(width, block_n),)](
-            x_MK, weights, bias_N, out, rows, x_MK.stride(0), out.stride(0), width, inner,
+        linear_kernel[(triton.cdiv(rows, block_m) * triton.cdiv(width, block_n), heads)](
+            x_MK, weights, bias_N, out_MN, rows, x_MK.stride(0), out_MN.stride(0), x_head, out_head, width, inner,
             EVEN=inner % depth == 0, TMA=tma, GROUP=config["group"], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=depth,
             num_warps=config["warps"], num_stages=config["stages"],
         )  # fmt: skip
-    return out

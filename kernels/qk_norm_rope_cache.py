@@ -1,6 +1,6 @@
 """QK-norm, rotary embedding and KV write: all that lies between attention's projection and attention itself.
 
-T tokens (padded rows included), H heads and G KV heads of this rank, d head width.
+T tokens (padded rows included), H heads and G KV heads of this rank, d width of queries and keys, v of values.
 """
 
 from __future__ import annotations
@@ -24,16 +24,29 @@ def _clipped(x, CLIP: tl.constexpr):
 
 
 @triton.jit
-def _rotated(at, inside, weights, cos, sin, swapped, eps, D: tl.constexpr, CLIP: tl.constexpr, NORM: tl.constexpr):
-    """Heads [B, d] at their addresses: normalised, clipped, and each pair (i, i + d/2) turned. All in fp32."""
+def normalised(x, eps, D: tl.constexpr):
+    """Heads [B, d] over the root of their mean square."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+
+
+@triton.jit
+def rotated(
+    at, inside, weights, cos, sin, swapped, eps,
+    D: tl.constexpr, CLIP: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
+):  # fmt: skip
+    """Heads [B, d] at their addresses: normalised, clipped, and each pair (i, i + d/2) turned; or normalised last. All
+    in fp32."""
     columns = tl.arange(0, cos.shape[0])
     x = tl.load(at + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(at + swapped[None, :], mask=inside, other=0.0).to(tl.float32)  # the same lines, now in cache
-    if NORM:
+    if NORM and not NORM_LAST:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = x * inverse * tl.load(weights + columns[None, :], mask=inside, other=0.0)
         other = other * inverse * tl.load(weights + swapped[None, :], mask=inside, other=0.0)
-    return _clipped(x, CLIP) * cos[None, :] + _clipped(other, CLIP) * sin[None, :]
+    y = _clipped(x, CLIP) * cos[None, :] + _clipped(other, CLIP) * sin[None, :]
+    if NORM and NORM_LAST:
+        y = normalised(y, eps, D) * tl.load(weights + columns[None, :], mask=inside, other=0.0)
+    return y
 
 
 @triton.jit
@@ -57,10 +70,12 @@ def _store_entries(y, cache_ptr, scales_ptr, entries, inside, D: tl.constexpr, E
 def qk_norm_rope_cache_kernel(
     qkv_ptr, qk_ptr, weights_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, slot_mapping_ptr, q_ptr,
     num_real, stride, qk_stride, scale, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ENTRY: tl.constexpr, CLIP: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, V_D: tl.constexpr, PAST: tl.constexpr,
+    CLIP: tl.constexpr, NORM_LAST: tl.constexpr, NORM_VALUES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_H query heads of a token, or as its last ones BLOCK_G keys and values."""
+    """One program: BLOCK_H query heads of a token, or as its last ones BLOCK_G keys and values. PAST: bytes of an entry
+    behind its elements."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     real = token < num_real
@@ -76,25 +91,30 @@ def qk_norm_rope_cache_kernel(
         inside = (heads < HEADS)[:, None] & present[None, :]
         at = qk_ptr + token * qk_stride + heads[:, None] * D
         weights = weights_ptr + heads[:, None] * D if NORM else None
-        y = _rotated(at, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM) * scale
+        y = rotated(at, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM, NORM_LAST) * scale
         to = q_ptr + token * (HEADS * D) + heads[:, None] * D + columns[None, :]
         tl.store(to, y.to(q_ptr.dtype.element_ty), mask=(heads < HEADS)[:, None] & (columns < D)[None, :])
     elif real:
         heads = (part - query_programs) * BLOCK_G + tl.arange(0, BLOCK_G)
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-        inside = (heads < tl.where(slot >= 0, KV_HEADS, 0))[:, None] & present[None, :]
+        written = heads < tl.where(slot >= 0, KV_HEADS, 0)
+        inside = written[:, None] & present[None, :]
         at = qk_ptr + token * qk_stride + (HEADS + heads)[:, None] * D
         weights = weights_ptr + (HEADS + heads)[:, None] * D if NORM else None
-        k = _rotated(at, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM)
+        k = rotated(at, inside, weights, cos, sin, swapped, eps, D, CLIP, NORM, NORM_LAST)
         entries = slot * KV_HEADS + heads
-        _store_entries(k, k_ptr, k_scales_ptr, entries, inside, D, ENTRY)
-        at = qkv_ptr + token * stride + (HEADS + KV_HEADS + heads)[:, None] * D + columns[None, :]
-        v = _clipped(tl.load(at, mask=inside, other=0.0).to(tl.float32), CLIP)
-        _store_entries(v, v_ptr, v_scales_ptr, entries, inside, D, ENTRY)
+        _store_entries(k, k_ptr, k_scales_ptr, entries, inside, D, D + PAST)
+        v_columns = tl.arange(0, BLOCK_V)
+        v_inside = written[:, None] & (v_columns < V_D)[None, :]
+        at_values = qkv_ptr + token * stride + (HEADS + KV_HEADS) * D + heads[:, None] * V_D + v_columns[None, :]
+        v = tl.load(at_values, mask=v_inside, other=0.0).to(tl.float32)
+        if NORM_VALUES:
+            v = normalised(v, eps, V_D)
+        _store_entries(_clipped(v, CLIP), v_ptr, v_scales_ptr, entries, v_inside, V_D, V_D + PAST)
 
 
 def qk_norm_rope_cache(
-    qkv_THd: Tensor,
+    qkv_TN: Tensor,
     num_heads: int,
     num_kv_heads: int,
     scale: float,
@@ -107,39 +127,43 @@ def qk_norm_rope_cache(
     eps: float = 0.0,
     norms: Tensor | None = None,
     clip: float = math.inf,
+    norm_last: bool = False,
+    norm_values: bool = False,
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     """Writes keys and values to their KV slots (block * block size + offset); returns the scaled queries [T, H, d].
 
-    qkv_THd: [T, H + 2G, d], queries first; tokens may be further apart. cos and sin: fp32 [T, 1, d], sin negative in
-    the first half. slot_mapping_T: int64, of the first tokens; the rest is padding, and so are slots below 0. norms:
-    fp32 weights [H + G, d] of a norm per head, queries first. clip: the largest magnitude of normed heads and values.
-    normed_THd: fp32 [T, H + G, d], queries and keys in place of qkv's. All in fp32 until one rounding.
+    qkv_TN: [T, (H + G) * d + G * v], queries first, values last; tokens may be further apart. cos and sin: fp32
+    [T, 1, d], sin negative in the first half. slot_mapping_T: int64, of the first tokens; the rest is padding, and so
+    are slots below 0. norms: fp32 weights [H + G, d] of a norm per head, queries first; norm_last: it comes after the
+    rotation. norm_values: values have a norm without weights. clip: the largest magnitude of heads before the rotation,
+    and of values. normed_THd: fp32 [T, H + G, d], queries and keys in place of qkv's. All in fp32 until one rounding.
     one head of width 2, scale 2: q [1, 0], k [1, 0], turned by 90 degrees -> q [0, 2], k [0, 1]
     """
-    tokens, heads, d = qkv_THd.shape
-    both = num_heads + num_kv_heads
-    entry = d + SCALE_BYTES if k_cache.dtype == torch.int8 else d
-    qk = qkv_THd if normed_THd is None else normed_THd
-    assert heads == both + num_kv_heads, (qkv_THd.shape, num_heads, num_kv_heads)
-    assert qkv_THd.stride()[1:] == qk.stride()[1:] == (d, 1), (qkv_THd.stride(), qk.stride())
+    (tokens, width), both, d = qkv_TN.shape, num_heads + num_kv_heads, cos_T1d.shape[2]
+    past = SCALE_BYTES if k_cache.dtype == torch.int8 else 0
+    v_d = v_cache.shape[3] - past
+    qk = qkv_TN if normed_THd is None else normed_THd
+    assert width == both * d + num_kv_heads * v_d, (qkv_TN.shape, num_heads, num_kv_heads, d, v_d)
+    assert qk is qkv_TN or (*qk.shape[1:], *qk.stride()[1:]) == (both, d, d, 1), (qk.shape, qk.stride())
+    assert qkv_TN.stride(1) == 1, qkv_TN.stride()
     assert cos_T1d.numel() == sin_T1d.numel() == tokens * d, (cos_T1d.shape, sin_T1d.shape)
     assert d % 2 == 0, d
-    for cache in (k_cache, v_cache):
-        assert cache.shape[2:] == (num_kv_heads, entry), (cache.shape, num_kv_heads, entry)
+    for cache, dim in ((k_cache, d), (v_cache, v_d)):
+        assert cache.shape[2:] == (num_kv_heads, dim + past), (cache.shape, num_kv_heads, dim)
         assert cache.is_contiguous(), cache.stride()
     for contiguous in (cos_T1d, sin_T1d, slot_mapping_T, norms):
         assert contiguous is None or contiguous.is_contiguous(), contiguous.stride()
-    q = qkv_THd.new_empty((tokens, num_heads, d))
-    block_d = triton.next_power_of_2(d)
+    q = qkv_TN.new_empty((tokens, num_heads, d))
+    block_d, block_v = triton.next_power_of_2(d), triton.next_power_of_2(v_d)
     block_h, block_g = (min(2048 // block_d, triton.next_power_of_2(n)) for n in (num_heads, num_kv_heads))
-    quantised = k_cache.dtype == torch.int8
     if tokens:
         qk_norm_rope_cache_kernel[(tokens, triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_g))](
-            qkv_THd, qk, norms, cos_T1d, sin_T1d, k_cache, v_cache, k_cache.view(torch.float32) if quantised else None,
-            v_cache.view(torch.float32) if quantised else None, slot_mapping_T, q, slot_mapping_T.shape[0],
-            qkv_THd.stride(0), qk.stride(0), scale, eps,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, D=d, ENTRY=entry, CLIP=None if clip == math.inf else clip,
-            BLOCK_H=block_h, BLOCK_G=block_g, BLOCK_D=block_d, num_warps=4,
+            qkv_TN, qk, norms, cos_T1d, sin_T1d, k_cache, v_cache, k_cache.view(torch.float32) if past else None,
+            v_cache.view(torch.float32) if past else None, slot_mapping_T, q, slot_mapping_T.shape[0],
+            qkv_TN.stride(0), qk.stride(0), scale, eps,
+            HEADS=num_heads, KV_HEADS=num_kv_heads, D=d, V_D=v_d, PAST=past, CLIP=None if clip == math.inf else clip,
+            NORM_LAST=norm_last, NORM_VALUES=norm_values, BLOCK_H=block_h, BLOCK_G=block_g, BLOCK_D=block_d,
+            BLOCK_V=block_v, num_warps=4,
         )  # fmt: skip
     return q

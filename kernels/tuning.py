@@ -190,15 +190,16 @@ def linear_jobs(width: int, inner: int, dtype: torch.dtype, device: torch.device
 def attention_jobs(shape: AttentionShape, device: torch.device) -> Iterator[Job]:
     """Yields decode and prefill, one entry for each size of their programs."""
     per_row, seen = -(-CONTEXT // shape.block_size), set()
-    cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads, shape.head_dim)
-    k, v = (random(*cache, dtype=shape.dtype, device=device) for _ in range(2))
+    cache = (ROWS * per_row + 1, shape.block_size, shape.kv_heads)
+    k = random(*cache, shape.dim, dtype=shape.dtype, device=device)
+    v = k[..., : shape.v_dim] if shape.latent else random(*cache, shape.v_dim, dtype=shape.dtype, device=device)
     blocks = (torch.randperm(ROWS * per_row, device=device).int() + 1).view(ROWS, per_row)
     for rows, new, invariant in ((ROWS, 1, True), (ROWS, 1, False), (1, PREFILL, True), (1, PREFILL, False)):
         starts = torch.full((rows,), CONTEXT - new, dtype=torch.int32, device=device)
         offsets = torch.arange(rows + 1, dtype=torch.int32, device=device) * new
         bounds = Bounds(rows, rows * new, new, CONTEXT)
         plan = paged_attention.plan_attention(blocks[:rows], starts, offsets, shape, bounds, invariant=invariant)
-        q = random(rows * new, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
+        q = random(rows * new, shape.heads, shape.dim, dtype=shape.dtype, device=device)
         block_m = plan.passes[0 if new == 1 else -1].block_m
         if block_m in seen:
             continue

@@ -38,6 +38,7 @@ class AttentionStep:
     sin_T1d: Tensor
     slot_mapping_T: Tensor  # of the real tokens
     plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
+    width: int  # H * v
     cut: Cut | None = None
     scale_T11: Tensor | None = None  # of queries
 
@@ -50,7 +51,7 @@ class AttentionStep:
             attention = partial(attention, sinks_H=sinks_H, soft_cap=soft_cap)
         if self.cut is None:
             return attention(q_THd, *cache, self.plan)
-        return self.cut(q_THd, self.plan, lambda q, plan, out: attention(q, *cache, plan, out=out))
+        return self.cut(q_THd, self.plan, lambda q, plan, out: attention(q, *cache, plan, out=out), self.width)
 
 
 class QueryScales:
@@ -83,7 +84,8 @@ class PrepareAttention:
         cos_T1d, sin_T1d = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
         plan = self.plan_rows if step.cut else self.plan_rows(step)
         scale_T11 = None if self.scales is None else self.scales(positions_T)
-        return AttentionStep(cos_T1d, sin_T1d, step.groups[self.group].slot_mapping_T, plan, step.cut, scale_T11)
+        slot_mapping_T, width = step.groups[self.group].slot_mapping_T, self.shape.num_heads * self.shape.v_dim
+        return AttentionStep(cos_T1d, sin_T1d, slot_mapping_T, plan, width, step.cut, scale_T11)
 
     def plan_rows(self, step: StepInputs) -> Any:
         """Returns the attention metadata of a step's rows."""

@@ -109,8 +109,9 @@ def jobs_of(
             yield from tuning.linear_jobs(*shape, dtype, device)
     if spec is not None and only in (None, "paged_attention"):
         for heads in dict.fromkeys(layer.mixer.head_shape(1) for layer in spec.layers):
-            if heads is not None and heads.dim == heads.v_dim:
-                attention = AttentionShape(heads.num_heads, heads.num_kv_heads, heads.dim, BLOCK_SIZE, dtype)
+            if heads is not None:
+                widths = heads.num_heads, heads.num_kv_heads, heads.dim, heads.v_dim
+                attention = AttentionShape(*widths, BLOCK_SIZE, dtype)
                 yield from tuning.attention_jobs(attention, device)
 
 

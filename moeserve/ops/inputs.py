@@ -77,7 +77,7 @@ class StepInputs:
 
 PlanRows = Callable[[StepInputs], Any]
 Attend = Callable[[Tensor, Any, Tensor], Any]  # queries, the metadata of their rows, where the result goes
-Cut = Callable[[Tensor, PlanRows, Attend], Tensor]
+Cut = Callable[[Tensor, PlanRows, Attend, int], Tensor]  # the integer: columns of the result
 # Makes the attention metadata of a step, for all layers of one KV group that have such heads.
 PlanAttention = Callable[[GroupInputs, StepInputs, HeadShape], Any]
 

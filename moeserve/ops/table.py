@@ -72,7 +72,10 @@ class Ops:
     def packing_into(self, room: native_layer.Room) -> Ops:
         """Returns the native kernels with packed weights in memory from `room`."""
         assert self.native
-        return replace(self, room=room, pack_linear=partial(native_layer.NativeLinear, room=room))
+        pack_linear = partial(native_layer.NativeLinear, room=room)
+        return replace(
+            self, room=room, pack_linear=pack_linear, pack_heads=partial(latent.PlainHeads, pack_linear=pack_linear)
+        )
 
 
 Choice = Literal["auto", "native", "torch", "triton"]

@@ -14,14 +14,15 @@ from torch import Tensor
 from moeserve.kernels import paged_attention
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
-from moeserve.kernels.linear import linear
+from moeserve.kernels.latent import latent_rope_cache as latent_rope_cache_kernel
+from moeserve.kernels.linear import heads_linear, linear
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
 from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
-from moeserve.ops.latent import PlainHeads
+from moeserve.ops.latent import HeadsLinear, LatentRule, PlainHeads
 from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.table import Ops
@@ -57,13 +58,24 @@ def pack_exact(weight: Weight, bias: Tensor | None) -> Linear:
     """Packs a linear layer whose sums have one order for any number of rows. A part of a larger tensor is copied."""
     if isinstance(weight, Quantised):
         return QuantisedLinear(weight, bias)
-    weight = weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight
-    return partial(linear, w_NK=weight.contiguous(), bias_N=bias)
+    return partial(linear, w_NK=_own(weight), bias_N=bias)
+
+
+def _own(weight: Tensor) -> Tensor:
+    """The weight with no other memory beside it, row by row."""
+    return (weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight).contiguous()
 
 
 def pack_fast(weight: Weight, bias: Tensor | None) -> Linear:
     """Packs a linear layer for torch, or for Triton where its weight is quantised."""
     return QuantisedLinear(weight, bias) if isinstance(weight, Quantised) else PlainLinear(weight, bias)
+
+
+def pack_heads(weight_HNK: Weight) -> HeadsLinear:
+    """Packs a product per head for one launch; quantised ones for one each."""
+    if isinstance(weight_HNK, Quantised):
+        return PlainHeads(weight_HNK, pack_exact)
+    return partial(heads_linear, w_HNK=_own(weight_HNK))
 
 
 def qk_norm_rope_cache(
@@ -77,14 +89,27 @@ def qk_norm_rope_cache(
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     """See ops/elementwise.py."""
-    assert rule.v_dim in (None, cos_T1d.shape[2]), rule.v_dim
-    assert not rule.norm_last, rule
-    assert not rule.norm_values, rule
-    qkv_THd = qkv_TN.view(len(qkv_TN), -1, cos_T1d.shape[2])
     return qk_norm_rope_cache_kernel(
-        qkv_THd, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, slot_mapping_T,
-        eps=rule.eps, norms=rule.norms, clip=rule.clip, normed_THd=normed_THd,
+        qkv_TN, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, slot_mapping_T,
+        eps=rule.eps, norms=rule.norms, clip=rule.clip, norm_last=rule.norm_last, norm_values=rule.norm_values,
+        normed_THd=normed_THd,
     )  # fmt: skip
+
+
+def latent_rope_cache(
+    q_THe: Tensor,
+    kv_TC: Tensor,
+    rule: LatentRule,
+    cos_T1p: Tensor,
+    sin_T1p: Tensor,
+    latent_cache: Tensor,
+    slot_mapping_T: Tensor,
+    q_THC: Tensor,
+) -> Tensor:
+    """See ops/latent.py."""
+    return latent_rope_cache_kernel(
+        q_THe, kv_TC, rule.norm_L, rule.scale, rule.eps, cos_T1p, sin_T1p, latent_cache, slot_mapping_T, q_THC
+    )
 
 
 def plan_attention(
@@ -103,9 +128,9 @@ def plan_attention(
         new_tokens=int(counts_R.max()),
         context=int((step.starts_R + counts_R).max()),
     )
-    assert shape.v_dim == shape.dim, shape
-    assert group.chunk is None, group.chunk
-    sizes = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.dim, group.block_size, dtype, group.window)
+    sizes = AttentionShape(
+        shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim, group.block_size, dtype, group.window, group.chunk
+    )
     return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, sizes, bounds, invariant=exact)
 
 
@@ -120,7 +145,7 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         exact=exact,
         pad_rows=partial(max, 1),
         pack_linear=pack_exact if exact else pack_fast,
-        pack_heads=partial(PlainHeads, pack_linear=pack_exact if exact else pack_fast),
+        pack_heads=pack_heads,
         weight_obstacle=partial(obstacle, device),
         silu_mul=silu_mul,
         sigmoid_gate=plain_sigmoid_gate,
@@ -130,6 +155,7 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         embedding=embedding,
         route=route,
         qk_norm_rope_cache=qk_norm_rope_cache,
+        latent_rope_cache=latent_rope_cache,
         plan_attention=partial(plan_attention, dtype=dtype, exact=exact),
         attention=attention,
     )

@@ -149,13 +149,13 @@ class GraphManager:
         self._plans.clear()
         return recording
 
-    def _cut(self, pause: Pause, q_THd: Tensor, plan: PlanRows, attend: Attend) -> Tensor:
+    def _cut(self, pause: Pause, q_THd: Tensor, plan: PlanRows, attend: Attend, width: int) -> Tensor:
         """Attention between two graphs. Both know the same two buffers, whatever the layer and the size: were each
         graph's queries to last until its replay, they would all need memory of their own."""
-        shape = q_THd.shape[1:]
+        shape = *q_THd.shape[1:], width
         if shape not in self._between:
             most = self._sizes[Mode.PIECEWISE][-1]
-            self._between[shape] = q_THd.new_empty((most, *shape)), q_THd.new_empty((most, shape.numel()))
+            self._between[shape] = q_THd.new_empty((most, *shape[:2])), q_THd.new_empty((most, width))
         q, out = (buffer[: len(q_THd)] for buffer in self._between[shape])
         q.copy_(q_THd)
 

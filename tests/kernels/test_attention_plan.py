@@ -13,11 +13,17 @@ Lists = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
 def listed(
-    starts: list[int], news: list[int], tile: int, window: int = EVERYTHING, capacity: int = ANY, *limits: int
+    starts: list[int],
+    news: list[int],
+    tile: int,
+    window: int = EVERYTHING,
+    chunk: int = EVERYTHING,
+    capacity: int = ANY,
+    *limits: int,
 ) -> Lists:
     bounds = Bounds(len(news), max(1, sum(news)), max(news), max(s + n for s, n in zip(starts, news, strict=True)))
     offsets = torch.tensor([0, *news], device=DEVICE).cumsum(0).int()
-    work = list_work(torch.tensor(starts, device=DEVICE).int(), offsets, bounds, tile, window, capacity, *limits)
+    work = list_work(torch.tensor(starts, device=DEVICE).int(), offsets, bounds, tile, window, chunk, capacity, *limits)
     num_items, num_merges = work.counts_2.tolist()
     assert num_items <= work.items_I4.shape[0]
     assert num_merges <= work.merges_M4.shape[0]
@@ -30,6 +36,7 @@ def expected(
     news: list[int],
     tile: int,
     window: int = EVERYTHING,
+    chunk: int = EVERYTHING,
     capacity: int = ANY,
     least: int = 1,
     most: int = ANY,
@@ -38,7 +45,7 @@ def expected(
     for row, (start, new) in enumerate(zip(starts, news, strict=True)):
         if not least <= new <= most:
             continue
-        tiles, begin = -(-new // tile), max(0, start - window + 1)
+        tiles, begin = -(-new // tile), max(0, start - window + 1, start // chunk * chunk)
         splits = range(begin // SPLIT, (start + new - 1) // SPLIT + 1)
         wanted = start + new - begin > SPLIT and tiles <= SPLIT_TILES
         cut = wanted and slot + tiles * len(splits) <= capacity
@@ -68,11 +75,13 @@ def test_work_list_example() -> None:
         ([1000 + 37 * i for i in range(9)], [i % 3 for i in range(9)], 1),
     ],
 )
-@pytest.mark.parametrize("window", [EVERYTHING, 128, 700])
-def test_work_list(starts: list[int], news: list[int], tile: int, window: int) -> None:
-    assert listed(starts, news, tile, window) == expected(starts, news, tile, window)
-    assert listed(starts, news, tile, window, 8) == expected(starts, news, tile, window, 8)
-    assert listed(starts, news, tile, window, ANY, 2, 6) == expected(starts, news, tile, window, ANY, 2, 6)
+@pytest.mark.parametrize(
+    ("window", "chunk"), [(EVERYTHING, EVERYTHING), (128, EVERYTHING), (700, 48), (EVERYTHING, 999)]
+)
+def test_work_list(starts: list[int], news: list[int], tile: int, window: int, chunk: int) -> None:
+    for limits in ((ANY,), (8,), (ANY, 2, 6)):
+        args = starts, news, tile, window, chunk, *limits
+        assert listed(*args) == expected(*args)
 
 
 def test_splits_of_a_window() -> None:
@@ -85,7 +94,7 @@ def test_splits_of_a_window() -> None:
 @pytest.mark.full("aot")
 def test_planning_compiles_for_hopper() -> None:
     pointers = dict.fromkeys(("starts_ptr", "offsets_ptr", "items_ptr", "merges_ptr", "counts_ptr"), "*i32")
-    numbers = dict.fromkeys(("num_rows", "least", "most", "capacity", "window"), "i32")
+    numbers = dict.fromkeys(("num_rows", "least", "most", "capacity", "window", "chunk"), "i32")
     constants = {"TILE": 2, "SPLIT": SPLIT, "SPLIT_TILES": SPLIT_TILES, "BLOCK": 128}
     reports = compile_all(
         [Case("attention_plan:plan_kernel", pointers | numbers, constants | {"BLOCK_R": rows}) for rows in (256, 4096)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels import linear as module
-from moeserve.kernels.linear import launch_of, linear
+from moeserve.kernels.linear import heads_linear, launch_of, linear
 from moeserve.kernels.tiles import block_k
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
@@ -51,6 +51,29 @@ def test_linear(rows: int, width: int, inner: int, dtype: torch.dtype, tma: int)
     assert out[:, width:].isnan().all()
 
 
+def test_heads_example() -> None:
+    x, w = torch.tensor([[[1.0, 2], [1, 2]]], device=DEVICE), torch.tensor([[[3.0, 4]], [[5, 6]]], device=DEVICE)
+    assert heads_linear(x, w).tolist() == [[[11], [17]]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "width", "inner"), [(0, 2, 8, 8), (1, 1, 64, 16), (18, 3, 40, 33)])
+@pytest.mark.parametrize("tma", [0, 1])
+def test_heads_linear(tokens: int, heads: int, width: int, inner: int, dtype: torch.dtype, tma: int) -> None:
+    """Each head has its own weights; it reads and writes parts of wider heads, whose rest stays."""
+    wide = torch.full((heads, tokens, inner + 8), math.nan, dtype=dtype, device=DEVICE).transpose(0, 1)
+    x = wide[..., 3 : inner + 3].copy_(normal(tokens, heads, inner, dtype=dtype))
+    w = normal(heads, width, inner, dtype=dtype, seed=1)
+    room = torch.full((tokens, heads, width + 5), math.nan, dtype=dtype, device=DEVICE)
+    config = {**launch_of(tokens, width, inner, dtype, "untuned"), "tma": tma, "block_n": 32}
+    assert heads_linear(x, w, room[..., 1 : width + 1], config).data_ptr() == room[..., 1:].data_ptr()
+    for head in range(heads):
+        alone = linear(x[:, head], w[head], config=config)
+        assert torch.equal(room[:, head, 1 : width + 1], alone)
+    assert room[..., 0].isnan().all()
+    assert room[..., width + 1 :].isnan().all()
+
+
 def test_rows_do_not_meet() -> None:
     x, w = normal(20, 48, dtype=torch.float32), normal(70, 48, dtype=torch.float32)
     x[3], x[7] = math.nan, x[7] * 1e30
@@ -71,11 +94,17 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
 
 @pytest.mark.full("aot")
 def test_linear_compiles_for_hopper() -> None:
-    numbers = dict.fromkeys(("x_stride", "out_stride", "width", "inner"), "i32")
+    numbers = dict.fromkeys(("x_stride", "out_stride", "x_head", "out_head", "width", "inner"), "i32")
     cases = []
-    for rows in (1, 64, 512, 8192):
-        config = launch_of(rows, 2048, 4096, torch.bfloat16, "untuned")
-        depth = block_k(4096, torch.bfloat16)
+    for rows, width, inner in (
+        (1, 2048, 4096),
+        (64, 2048, 4096),
+        (512, 2048, 4096),
+        (8192, 2048, 4096),
+        (8192, 128, 512),
+    ):
+        config = launch_of(rows, width, inner, torch.bfloat16, "untuned")
+        depth = block_k(inner, torch.bfloat16)
         for tma in (0, 1):
             tile = {"BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], "BLOCK_K": depth}
             weights = f"tensordesc<bf16[{config['block_n']}, {depth}]>" if tma else "*bf16"

@@ -11,9 +11,19 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from moeserve.kernels.attention_plan import EVERYTHING, SPLIT, Bounds
-from moeserve.kernels.paged_attention import AttentionShape, attention, plan_attention, space_floats
-from moeserve.ops.inputs import from_entries, to_entries
+from moeserve.kernels import paged_attention
+from moeserve.kernels.attention_plan import SPLIT, Bounds
+from moeserve.kernels.paged_attention import (
+    AttentionShape,
+    attention,
+    launch_of,
+    plan_attention,
+    space_floats,
+    tile_positions,
+)
+from moeserve.ops.inputs import HeadShape, from_entries, to_entries
+from moeserve.ops.probe import host_step
+from moeserve.ops.table import pick_ops
 from tests.kernels.aot import Case, Report, compile_all
 from tests.kernels.device import DEVICE
 from tools.gpu.references import attention_reference
@@ -26,13 +36,13 @@ class Step:
 
     def __init__(self, shape: AttentionShape, starts: list[int], news: list[int], int8: bool = False) -> None:
         self.shape, self.starts, self.news = shape, starts, news
-        random = torch.Generator().manual_seed(sum(starts) + shape.head_dim)
+        random = torch.Generator().manual_seed(sum(starts) + shape.dim)
         size, ends = shape.block_size, [s + n for s, n in zip(starts, news, strict=True)]
         widths = [-(-end // size) for end in ends]
         numbers = torch.randperm(sum(widths) + 3, generator=random) + 1
         self.blocks = torch.zeros((len(starts), max([*widths, 1])), dtype=torch.int64)
-        sizes = (len(numbers) + 1, size, shape.kv_heads, shape.head_dim)
-        self.k, self.v = torch.full(sizes, NAN), torch.full(sizes, NAN)
+        sizes = (len(numbers) + 1, size, shape.kv_heads)
+        self.k, self.v = torch.full((*sizes, shape.dim), NAN), torch.full((*sizes, shape.v_dim), NAN)
         at = 0
         for row, (end, width) in enumerate(zip(ends, widths, strict=True)):
             self.blocks[row, :width] = numbers[at : at + width]
@@ -40,16 +50,21 @@ class Step:
             for cache in (self.k, self.v):
                 for block in range(width):
                     used = min(size, end - block * size)
-                    values = torch.randn((used, *sizes[2:]), generator=random)
+                    values = torch.randn((used, *cache.shape[2:]), generator=random)
                     cache[self.blocks[row, block], :used] = values
         self.all_blocks = self.blocks.clone().to(DEVICE)
-        if shape.window is not None:  # blocks that nobody sees any more are given back
-            for row, start in enumerate(starts):
-                self.blocks[row, : max(0, start - shape.window + 1) // size] = 0
-        self.q = torch.randn((sum(news) + 2, shape.heads, shape.head_dim), generator=random) * 0.5
+        window, chunk = shape.limits
+        for row, start in enumerate(starts):  # blocks that nobody sees any more are given back
+            self.blocks[row, : max(0, start - window + 1, start // chunk * chunk) // size] = 0
+        self.q = torch.randn((sum(news) + 2, shape.heads, shape.dim), generator=random) * 0.5
         cache_dtype = torch.int8 if int8 else shape.dtype
         self.k, self.v = (to_entries(cache, cache_dtype).to(DEVICE) for cache in (self.k, self.v))
         self.q, self.blocks = self.q.to(DEVICE, shape.dtype), self.blocks.to(DEVICE)
+
+    def share(self) -> Step:
+        """Makes the first elements of the keys the values."""
+        self.v = self.k[..., : self.shape.v_dim]
+        return self
 
     def run(self, invariant: bool = True, space: Tensor | None = None, **options: object) -> Tensor:
         """Two padded tokens behind the rows' own."""
@@ -60,7 +75,8 @@ class Step:
             max(map(sum, zip(self.starts, self.news, strict=True))),
         )
         plan = plan_attention(self.blocks, *self.rows(), self.shape, bounds, invariant=invariant, space=space)
-        out = torch.full((len(self.q), self.q[0].numel()), NAN, dtype=self.q.dtype, device=DEVICE)
+        size = (len(self.q), self.shape.heads * self.shape.v_dim)
+        out = torch.full(size, NAN, dtype=self.q.dtype, device=DEVICE)
         return attention(self.q, self.k, self.v, plan, out=out, **options)  # type: ignore[arg-type]
 
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -69,7 +85,8 @@ class Step:
 
     def expected(self, **options: object) -> Tensor:
         k, v = (from_entries(cache) for cache in (self.k, self.v))
-        return attention_reference(self.q, k, v, self.all_blocks, *self.rows(), self.shape.window, **options)  # type: ignore[arg-type]
+        where = self.all_blocks, *self.rows(), *self.shape.limits
+        return attention_reference(self.q, k, v, *where, **options)  # type: ignore[arg-type]
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -78,7 +95,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 
 def test_attention_example() -> None:
-    shape = AttentionShape(1, 1, 1, 16, torch.float32)
+    shape = AttentionShape(1, 1, 1, 1, 16, torch.float32)
     step = Step(shape, [1], [1])
     step.q.fill_(1)
     step.k.view(-1)[step.blocks[0, 0] * 16 :][:2] = torch.tensor([0, 3.0]).clamp(min=1).log()
@@ -109,16 +126,70 @@ def test_attention(
     dtype: torch.dtype,
     invariant: bool,
 ) -> None:
-    step = Step(AttentionShape(heads, kv_heads, dim, 16, dtype, window), [600, 0, 100, 1030], [1, 0, 20, 2], int8)
+    step = Step(AttentionShape(heads, kv_heads, dim, dim, 16, dtype, window), [600, 0, 100, 1030], [1, 0, 20, 2], int8)
     sinks_H = torch.linspace(-3, 3, heads, device=DEVICE) if sinks else None
     expected = step.expected(soft_cap=soft_cap, sinks_H=sinks_H)
     for space in (None, torch.empty(0, device=DEVICE))[: 1 if invariant else 2]:
         close(step.run(invariant, space, soft_cap=soft_cap, sinks_H=sinks_H), expected)
 
 
+@pytest.mark.full("kernels", keep=2)
+@pytest.mark.parametrize(("dtype", "invariant"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(2, 2, 48, 32, 16, torch.float32, chunk=544),
+        AttentionShape(5, 1, 24, 8, 16, torch.float32, chunk=32),
+        AttentionShape(4, 2, 40, 40, 16, torch.float32, 70, 1040),
+    ],
+    ids=["wide keys", "odd widths", "window and chunk"],
+)
+def test_chunks_and_narrow_values(shape: AttentionShape, dtype: torch.dtype, invariant: bool) -> None:
+    """Tiles and splits that begin in one chunk and end in the next; a row that has just begun one."""
+    step = Step(replace(shape, dtype=dtype), [600, 0, 530, 1030, 544], [1, 0, 20, 14, 1])
+    sinks_H = torch.linspace(-3, 3, shape.heads, device=DEVICE)
+    close(step.run(invariant, sinks_H=sinks_H), step.expected(sinks_H=sinks_H))
+
+
+@pytest.mark.full("kernels", keep=2)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dim", "v_dim", "invariant"),
+    [
+        (torch.float32, 24, 48, 40, True),
+        (torch.float16, 5, 48, 32, True),
+        (torch.float32, 5, 40, 24, True),
+        (torch.float16, 5, 48, 40, False),
+        (torch.float16, 96, 40, 32, False),
+    ],
+)
+def test_latent_attention(
+    dtype: torch.dtype, heads: int, dim: int, v_dim: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No, one and many new tokens; contexts of one split, of exactly one, and of more; heads of several programs."""
+    monkeypatch.setattr(paged_attention, "WIDE", 39)
+    step = Step(AttentionShape(heads, 1, dim, v_dim, 16, dtype), [40, 5, 511, 1030], [0, 9, 1, 2]).share()
+    step.q *= dim**-0.5
+    for space in (None, torch.empty(0, device=DEVICE))[: 1 if invariant else 2]:
+        close(step.run(invariant, space), step.expected())
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the tables are made for the processor here")
+def test_the_table_s_attention_is_the_plain_one() -> None:
+    """Chunks, narrow values, soft cap and sinks, planned from a step's inputs."""
+    step = Step(AttentionShape(4, 2, 24, 16, 16, torch.float32, chunk=32), [40, 0, 95], [1, 20, 3])
+    group, inputs = host_step(step.blocks, 16, step.starts, [0, 1, 21, 24], chunk=32)
+    sinks_H = torch.linspace(-3, 3, 4)
+    found = []
+    for kernels in ("triton", "torch"):
+        ops = pick_ops("cpu", torch.float32, kernels)  # type: ignore[arg-type]
+        plan = ops.plan_attention(group, replace(inputs, rows_on_device=step.rows()), HeadShape(4, 2, 24, 16))
+        found.append(ops.attention(step.q, step.k, step.v, plan, sinks_H=sinks_H, soft_cap=5.0))
+    close(*found)
+
+
 def test_extreme_scores() -> None:
     """Far beyond what exp can hold, far below, and all equal."""
-    step = Step(AttentionShape(4, 2, 16, 16, torch.float32), [520, 10, 64], [1, 3, 1])
+    step = Step(AttentionShape(4, 2, 16, 16, 16, torch.float32), [520, 10, 64], [1, 3, 1])
     step.q[0] *= 1e4
     step.q[1:4] *= 1e-30
     step.q[4] = 0
@@ -129,7 +200,7 @@ def test_extreme_scores() -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_a_row_that_is_nan_stays_alone() -> None:
-    step = Step(AttentionShape(4, 2, 16, 16, torch.float32), [40, 30], [1, 1])
+    step = Step(AttentionShape(4, 2, 16, 16, 16, torch.float32), [40, 30], [1, 1])
     whole = step.run()
     step.q[0] = NAN
     assert step.run()[0].isnan().all()
@@ -150,10 +221,16 @@ def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full("kernels", keep=1)
 @pytest.mark.usefixtures("rows_alone")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("window", [None, 530])
-def test_bits_do_not_depend_on_chunks_batch_or_space(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("window", "chunk", "v_dim"), [(None, None, 8), (None, None, 16), (530, None, 16), (None, 516, 16)]
+)
+def test_bits_do_not_depend_on_chunks_batch_or_space(
+    window: int | None, chunk: int | None, v_dim: int, dtype: torch.dtype
+) -> None:
     """The tokens of one prefill again as chunks, as decodes, beside a longer row, and with no room to cut."""
-    step = Step(AttentionShape(3, 1, 16, 16, dtype, window), [500, 530], [20, 2])
+    step = Step(AttentionShape(3, 1, 16, v_dim, 16, dtype, window, chunk), [500, 530], [20, 2])
+    if v_dim < 16:
+        step.share()
     whole = step.run()
     assert torch.equal(step.run(space=torch.empty(0, device=DEVICE)), whole)
     q = step.q.clone()
@@ -165,43 +242,70 @@ def test_bits_do_not_depend_on_chunks_batch_or_space(window: int | None, dtype: 
 
 
 def test_space_for_cut_rows() -> None:
-    shape = AttentionShape(32, 4, 128, 16, torch.bfloat16)
+    shape = AttentionShape(32, 4, 128, 128, 16, torch.bfloat16)
     assert space_floats(shape, Bounds(8, 8, 1, SPLIT)) == 0
     assert space_floats(shape, Bounds(8, 8, 1, 2 * SPLIT)) == 8 * 2 * 64 * 4 * 130
     assert space_floats(shape, Bounds(8, 8, 1, 2 * SPLIT), invariant=False) == 8 * 2 * 128 * 4 * 130
     assert space_floats(replace(shape, window=128), Bounds(8, 8, 1, 9999)) == 0
 
 
-def _case(group: int, dim: int, block_m: int, warps: int, stages: int, int8: bool = False, plain: bool = True) -> Case:
-    cache = "*i8" if int8 else "*bf16"
-    signature = {"q_ptr": "*bf16", "k_ptr": cache, "v_ptr": cache, "out_ptr": "*bf16", "blocks_ptr": "*i64"}
+def _case(shape: AttentionShape, block_m: int, how: tuple[int, int], int8: bool = False, extras: bool = False) -> Case:
+    """how: warps, stages. extras: soft cap and sinks."""
+    kind = "*bf16" if shape.dtype == torch.bfloat16 else "*fp16"
+    cache = "*i8" if int8 else kind
+    shared = shape.kv_heads == 1
+    signature = {"q_ptr": kind, "k_ptr": cache, "out_ptr": kind, "blocks_ptr": "*i64"}
     signature |= dict.fromkeys(("values_ptr", "stats_ptr"), "*fp32")
     signature |= dict.fromkeys(("starts_ptr", "offsets_ptr", "items_ptr", "counts_ptr"), "*i32")
     signature |= dict.fromkeys(("num_rows", "num_tokens", "q_stride", "table_stride"), "i32")
+    signature |= {} if shared else {"v_ptr": cache}
     signature |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32") if int8 else {}
-    signature |= {} if plain else {"sinks_ptr": "*fp32"}
-    constants: dict[str, object] = {"GROUP": group, "KV_HEADS": 4, "D": dim, "D_PAD": dim, "ENTRY": dim + 4 * int8}
-    constants |= {
-        "FLAT": block_m == 128,
-        "BLOCK_SIZE": 16,
+    signature |= {"sinks_ptr": "*fp32"} if extras else {}
+    window, chunk = shape.limits
+    constants: dict[str, object] = {
+        "KV_HEADS": shape.kv_heads,
+        "GROUPS": shape.groups,
+        "HEADS": shape.group,
+        "D": shape.dim,
+        "V_D": shape.v_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "WINDOW": window,
+        "CHUNK": chunk,
+        "SOFT_CAP": 30.0 * extras,
         "SPLIT": SPLIT,
-        "TILE": block_m // group,
+        "TILE": block_m // shape.group,
         "BLOCK_M": block_m,
-        "BLOCK_N": 64,
+        "BLOCK_N": tile_positions(shape, block_m),
+        "FLAT": block_m == 128,
     }
-    constants |= {"WINDOW": EVERYTHING, "SOFT_CAP": 0.0} if plain else {"WINDOW": 128, "SOFT_CAP": 30.0}
-    constants |= {} if int8 else {"k_scales_ptr": None, "v_scales_ptr": None}
-    constants |= {"sinks_ptr": None} if plain else {}
-    return Case("attention_kernel:attend_kernel", signature, constants, ("q_stride",), warps, stages)
+    optional = ("v_ptr", "k_scales_ptr", "v_scales_ptr", "sinks_ptr")
+    constants |= {name: None for name in optional if name not in signature}
+    return Case("attention_kernel:attend_kernel", signature, constants, ("q_stride",), *how)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+QWEN = AttentionShape(32, 4, 128, 128, 16, BF16)
+NARROW = AttentionShape(32, 4, 64, 64, 16, BF16, 128)
+GPT_OSS = AttentionShape(64, 8, 64, 64, 16, FP16, 128)
+MIMO = AttentionShape(64, 4, 192, 128, 16, BF16, 128)
+LLAMA4 = AttentionShape(40, 8, 128, 128, 16, BF16, chunk=8192)
+GEMMA4 = AttentionShape(16, 2, 512, 512, 16, BF16)
+DEEPSEEK_V3 = AttentionShape(128, 1, 576, 512, 16, BF16)
+DEEPSEEK_V2_LITE = AttentionShape(16, 1, 576, 512, 16, FP16)
+
+
+def _default(shape: AttentionShape, block_m: int, int8: bool = False, extras: bool = False) -> Case:
+    how = launch_of(shape, torch.int8 if int8 else shape.dtype, block_m, "")
+    return _case(shape, block_m, (how["num_warps"], how["num_stages"]), int8, extras)
 
 
 @pytest.mark.full("aot")
 def test_attention_compiles_for_hopper() -> None:
     merge = {"values_ptr": "*fp32", "stats_ptr": "*fp32", "out_ptr": "*bf16"}
     merge |= dict.fromkeys(("offsets_ptr", "merges_ptr", "counts_ptr"), "*i32")
-    sizes = {"GROUPS": 4, "HEADS": 8, "TILE": 2, "D": 128, "D_PAD": 128, "BLOCK_M": 16, "ROWS": 4, "UNROLL": 4}
-    few = [_case(8, 128, 16, 4, 5), _case(8, 64, 16, 4, 5, plain=False), _case(8, 128, 16, 4, 5, int8=True)]
-    many = [_case(8, 128, 128, 8, 3), _case(8, 128, 64, 4, 3), _case(8, 128, 128, 8, 3, int8=True)]
+    sizes = {"GROUPS": 4, "HEADS": 8, "TILE": 2, "D": 128, "BLOCK_M": 16, "ROWS": 4, "UNROLL": 4}
+    few = [_default(QWEN, 16), _default(NARROW, 16, extras=True), _default(QWEN, 16, int8=True)]
+    many = [_default(QWEN, 128), _default(QWEN, 64), _default(QWEN, 128, int8=True)]
     merges = [Case("attention_sums:merge_kernel", merge, sizes | {"sinks_ptr": None})]
     reports = compile_all([*few, *many, *merges])
     # Triton's versions differ in a few numbers that they keep in memory around the loop; in it would be many more.
@@ -210,6 +314,18 @@ def test_attention_compiles_for_hopper() -> None:
     assert all(report.wgmma and fits(report, programs=1) for report in reports[len(few) : -1]), reports
     assert fits(reports[4], programs=2), reports[4]
     assert reports[-1].registers <= 64, reports[-1]
+
+
+@pytest.mark.full("aot")
+def test_other_shapes_compile_for_hopper() -> None:
+    shapes = GPT_OSS, MIMO, LLAMA4, DEEPSEEK_V2_LITE, GEMMA4, DEEPSEEK_V3
+    reports = compile_all([_default(shape, 64, extras=shape.window is not None) for shape in shapes])
+    assert all(report.wgmma and fits(report, programs=1) for report in reports), reports
+    assert all(report.stack_bytes <= 64 for report in reports[:3]), reports
+    # Sums of 64 x 512 fill the registers: those of earlier splits wait in memory while the next split is added up.
+    assert all(report.stack_bytes <= 1152 for report in reports[3:]), reports
+    small = compile_all([_default(shape, 16, extras=shape.window is not None) for shape in shapes[:5]])
+    assert all(report.mma and report.stack_bytes <= 128 and fits(report, programs=2) for report in small), small
 
 
 def fits(report: Report, programs: int) -> bool:

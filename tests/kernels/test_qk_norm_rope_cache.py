@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from moeserve.ops import elementwise as plain
@@ -31,7 +31,7 @@ def close(got: Tensor, wanted: Tensor, precision: float) -> None:
 
 def test_qk_norm_rope_cache_example() -> None:
     cos, sin = torch.zeros((1, 1, 2), device=DEVICE), torch.tensor([[[-1.0, 1.0]]], device=DEVICE)
-    qkv = torch.tensor([[[1.0, 0], [1, 0], [3, 4]]], device=DEVICE)
+    qkv = torch.tensor([[1.0, 0, 1, 0, 3, 4]], device=DEVICE)
     k, v = torch.zeros((2, 16, 1, 2), device=DEVICE), torch.zeros((2, 16, 1, 2), device=DEVICE)
     q = qk_norm_rope_cache(qkv, 1, 1, 2.0, cos, sin, k, v, torch.tensor([17], device=DEVICE))
     assert q.tolist() == [[[0, 2]]]
@@ -46,6 +46,8 @@ CASES: list[tuple[int, int, int, dict[str, Any]]] = [
     (32, 4, 128, {"norms": True, "clip": 0.5}),
     (3, 3, 80, {"normed": True, "clip": 1.0}),
     (40, 40, 64, {}),
+    (6, 2, 48, {"v_dim": 32, "norm_values": True}),
+    (5, 5, 24, {"v_dim": 8, "norms": True, "norm_last": True, "clip": 0.7, "norm_values": True}),
 ]
 
 
@@ -57,35 +59,39 @@ def test_qk_norm_rope_cache(
 ) -> None:
     """Strided rows, one of them padding full of NaN; huge, tiny and zero heads; slots that nobody writes stay."""
     random = torch.Generator().manual_seed(dim)
-    both, tokens, real = heads + kv_heads, 5, 4
-    qkv = torch.randn((tokens, both + kv_heads + 1, dim), generator=random).to(dtype)[:, :-1]
+    both, tokens, real, v_dim = heads + kv_heads, 5, 4, options.get("v_dim", dim)
+    qkv = torch.randn((tokens, both * dim + kv_heads * v_dim + 3), generator=random).to(dtype)[:, :-3]
     qkv[1] *= 1e4
     qkv[2] *= 1e-3
-    qkv[3, -1] = 0
+    qkv[3, -v_dim:] = 0
     qkv[real:] = NAN
-    rule = plain.HeadRule(heads, kv_heads, dim**-0.5, 1e-6, clip=options.get("clip", math.inf))
-    if "norms" in options:
-        rule = plain.HeadRule(heads, kv_heads, dim**-0.5, 1e-6, torch.rand((both, dim), generator=random), rule.clip)
+    flags = {name: value for name, value in options.items() if name not in ("norms", "normed")}
+    norms = torch.rand((both, dim), generator=random) if "norms" in options else None
+    rule = plain.HeadRule(heads, kv_heads, dim**-0.5, 1e-6, norms, **flags)
     normed = torch.randn((tokens, both, dim), generator=random) if "normed" in options else None
     cos, sin = angles(tokens, dim, random)
     slot_mapping = torch.tensor([17, 3, 40, 32])
     cache_dtype = torch.int8 if int8 else dtype
-    cache = torch.randint(-100, 100, (3, 16, kv_heads, entry_width(dim, cache_dtype)), generator=random).to(cache_dtype)
-    wanted_k, wanted_v = cache.clone(), cache.clone()
-    wanted = plain.qk_norm_rope_cache(qkv.flatten(1), rule, cos, sin, wanted_k, wanted_v, slot_mapping, normed)
-    got_k, got_v = cache.clone().to(DEVICE), cache.clone().to(DEVICE)
+    k, v = (
+        torch.randint(-100, 100, (3, 16, kv_heads, entry_width(width, cache_dtype)), generator=random).to(cache_dtype)
+        for width in (dim, v_dim)
+    )
+    wanted_k, wanted_v = k.clone(), v.clone()
+    wanted = plain.qk_norm_rope_cache(qkv, rule, cos, sin, wanted_k, wanted_v, slot_mapping, normed)
+    got_k, got_v = k.clone().to(DEVICE), v.clone().to(DEVICE)
     moved = [None if t is None else t.to(DEVICE) for t in (rule.norms, normed)]
     got = qk_norm_rope_cache(
         qkv.to(DEVICE), heads, kv_heads, rule.scale, cos.to(DEVICE), sin.to(DEVICE), got_k, got_v,
-        slot_mapping.to(DEVICE), eps=rule.eps, norms=moved[0], clip=rule.clip, normed_THd=moved[1],
+        slot_mapping.to(DEVICE), eps=rule.eps, norms=moved[0], clip=rule.clip, norm_last=rule.norm_last,
+        norm_values=rule.norm_values, normed_THd=moved[1],
     )  # fmt: skip
     precision = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     close(got[:real].cpu(), wanted[:real], precision)
     assert got[real:].count_nonzero() == 0
     untouched = torch.ones(48, dtype=torch.bool)
     untouched[slot_mapping] = False
-    for mine, theirs in ((got_k.cpu(), wanted_k), (got_v.cpu(), wanted_v)):
-        assert torch.equal(mine.flatten(0, 1)[untouched], cache.flatten(0, 1)[untouched])
+    for mine, theirs, before in ((got_k.cpu(), wanted_k, k), (got_v.cpu(), wanted_v, v)):
+        assert torch.equal(mine.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
         ours, others = mine.flatten(0, 1)[slot_mapping], theirs.flatten(0, 1)[slot_mapping]
         if int8:  # a share that is nearly halfway may go either way
             largest = from_entries(others).abs().amax(-1, keepdim=True)
@@ -96,8 +102,8 @@ def test_qk_norm_rope_cache(
 
 
 def test_int8_heads_that_are_not_finite_become_nan() -> None:
-    qkv = torch.ones((3, 3, 8), device=DEVICE)
-    qkv[0, 2, 5], qkv[1, 2, 0] = NAN, -torch.inf
+    qkv = torch.ones((3, 24), device=DEVICE)
+    qkv[0, 21], qkv[1, 16] = NAN, -torch.inf
     cos, sin = torch.ones((3, 1, 8), device=DEVICE), torch.zeros((3, 1, 8), device=DEVICE)
     k, v = (torch.zeros((1, 16, 1, 12), dtype=torch.int8, device=DEVICE) for _ in range(2))
     qk_norm_rope_cache(qkv, 1, 1, 1.0, cos, sin, k, v, torch.arange(3, device=DEVICE))
@@ -107,7 +113,7 @@ def test_int8_heads_that_are_not_finite_become_nan() -> None:
 
 
 def test_cells_below_zero_are_not_written() -> None:
-    qkv = torch.ones((2, 3, 8), device=DEVICE)
+    qkv = torch.ones((2, 24), device=DEVICE)
     cos = torch.ones((2, 1, 8), device=DEVICE)
     kv = torch.zeros((2, 3, 16, 1, 8), device=DEVICE)
     qk_norm_rope_cache(qkv, 1, 1, 1.0, cos, cos, kv[0, 1:], kv[1, 1:], torch.tensor([-1, 20], device=DEVICE))
@@ -119,18 +125,21 @@ def test_no_tokens() -> None:
     empty = torch.zeros((0, 1, 8), device=DEVICE)
     cache = torch.zeros((1, 16, 1, 8), device=DEVICE)
     q = qk_norm_rope_cache(
-        torch.zeros((0, 3, 8), device=DEVICE), 1, 1, 1.0, empty, empty, cache, cache, torch.arange(0, device=DEVICE)
+        torch.zeros((0, 24), device=DEVICE), 1, 1, 1.0, empty, empty, cache, cache, torch.arange(0, device=DEVICE)
     )
     assert q.shape == (0, 1, 8)
 
 
-def _case(heads: int, kv_heads: int, dim: int, norms: bool, int8: bool) -> Case:
+def _case(heads: int, kv_heads: int, dim: int, v_dim: int, norms: bool, int8: bool, flags: bool = False) -> Case:
+    """flags: norms come last, and values have one."""
     cache = "*i8" if int8 else "*bf16"
     signature = {"qkv_ptr": "*bf16", "qk_ptr": "*bf16", "q_ptr": "*bf16", "k_ptr": cache, "v_ptr": cache}
     signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_mapping_ptr": "*i64", "scale": "fp32", "eps": "fp32"}
     signature |= dict.fromkeys(("num_real", "stride", "qk_stride"), "i32")
-    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "ENTRY": dim + 4 * int8, "BLOCK_D": dim}
-    constants: dict[str, object] = {**sizes, "CLIP": None, "BLOCK_H": 2048 // dim, "BLOCK_G": kv_heads}
+    block_d = next_power_of_2(dim)
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "V_D": v_dim, "PAST": 4 * int8, "BLOCK_D": block_d}
+    constants: dict[str, object] = {**sizes, "CLIP": None, "NORM_LAST": flags, "NORM_VALUES": flags}
+    constants |= {"BLOCK_H": 2048 // block_d, "BLOCK_G": min(kv_heads, 2048 // block_d), "BLOCK_V": v_dim}
     signature |= {"weights_ptr": "*fp32"} if norms else {}
     signature |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"} if int8 else {}
     for optional in ("weights_ptr", "k_scales_ptr", "v_scales_ptr"):
@@ -142,6 +151,12 @@ def _case(heads: int, kv_heads: int, dim: int, norms: bool, int8: bool) -> Case:
 @pytest.mark.full("aot")
 def test_qk_norm_rope_cache_compiles_for_hopper() -> None:
     reports = compile_all(
-        [_case(32, 4, 128, True, False), _case(64, 8, 64, False, False), _case(32, 4, 128, True, True)]
+        [
+            _case(32, 4, 128, 128, True, False),
+            _case(64, 8, 64, 64, False, False),
+            _case(32, 4, 128, 128, True, True),
+            _case(64, 4, 192, 128, False, False),
+            _case(16, 2, 512, 512, True, False, flags=True),
+        ]
     )
     assert all(report.stack_bytes == 0 and report.registers <= 128 for report in reports), reports

@@ -84,13 +84,15 @@ def test_the_kernels_give_the_same_bits_for_all_their_parameters(monkeypatch: py
     monkeypatch.setattr(tuning, "random", ones)
     jobs = [
         *tuning.linear_jobs(40, 32, torch.float32, DEVICE),
-        *tuning.attention_jobs(AttentionShape(4, 2, 16, 16, torch.float32), DEVICE),
+        *tuning.attention_jobs(AttentionShape(4, 2, 16, 16, 16, torch.float32), DEVICE),
+        *tuning.attention_jobs(AttentionShape(2, 1, 272, 256, 16, torch.float32), DEVICE),
         *tuning.grouped_jobs(4, 16, 32, 2, torch.float32, DEVICE),
         *(next(tuning.grouped_jobs(2, 128, 128, 1, torch.float32, DEVICE, kind)) for kind in ("fp8", "int8", "int4")),
     ]
     assert [(job.family, job.shape, job.size) for job in jobs] == [
         ("linear", "N40 K32 float32", 3),
         ("paged_attention", "G2 D16 float32 float32", 16),
+        ("paged_attention", "G2 D272-256 float32 float32", 16),
         ("grouped_gemm", "E4 I16 D32 float32", 6),
         ("grouped_fp8", "E2 I128 D128", 3),
         ("grouped_weight_only", "E2 I128 D128 int8 G128 float32", 3),

@@ -98,7 +98,7 @@ def test_no_trace_looks_into_what_cuts_a_recording(tmp_path: Path, monkeypatch: 
     calls: list[str] = []
 
     def cut_of(name: str) -> Cut:
-        def cut(q_THd: torch.Tensor, plan: Any, attend: Any) -> torch.Tensor:
+        def cut(q_THd: torch.Tensor, plan: Any, attend: Any, width: int) -> torch.Tensor:
             calls.append(name)
             return q_THd.flatten(1) * 2
 

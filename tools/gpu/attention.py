@@ -49,7 +49,7 @@ class Step:
 
 def step_of(bench: Bench, starts: Sequence[int], news: Sequence[int]) -> Step:
     heads, dim = (SMOKE_HEADS, SMOKE_DIM) if bench.smoke else (HEADS, HEAD_DIM)
-    shape = AttentionShape(heads, KV_HEADS, dim, BLOCK_SIZE, bench.dtype)
+    shape = AttentionShape(heads, KV_HEADS, dim, dim, BLOCK_SIZE, bench.dtype)
     widths = [-(-(start + new) // BLOCK_SIZE) for start, new in zip(starts, news, strict=True)]
     numbers = torch.randperm(sum(widths), device=bench.device).int() + 1
     blocks = torch.zeros((len(starts), max(widths)), dtype=torch.int32, device=bench.device)

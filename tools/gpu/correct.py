@@ -25,8 +25,7 @@ from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_na
 from moeserve.kernels.inputs import StepArrays, StepWords, fill_step, pack, write
 from moeserve.kernels.linear import linear
 from moeserve.kernels.logprobs import logprobs
-from moeserve.kernels.mla import MlaShape, mla, plan_mla
-from moeserve.kernels.paged_attention import attention, plan_attention
+from moeserve.kernels.paged_attention import AttentionShape, attention, plan_attention
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from moeserve.kernels.route import Rule, route_by
@@ -44,7 +43,6 @@ from tools.gpu.references import (
     gate_up_reference,
     linear_reference,
     logprobs_reference,
-    mla_reference,
     quantise_reference,
     rms_norm_reference,
     route_reference,
@@ -190,15 +188,18 @@ def attended(step: Any) -> Tensor:
 
 
 def latent(bench: Bench) -> tuple[Tensor, Tensor, float]:
-    shape = MlaShape(size(bench, 16, 2), size(bench, 512, 16), size(bench, 64, 16), 16, bench.dtype)
-    context, width = size(bench, 3000, 40), shape.latent + shape.rotated
-    cache = bench.random(context // 16 + 2, 16, width)
+    """All heads share one entry per token, whose first elements are the values."""
+    rank, rotated, context = size(bench, 512, 16), size(bench, 64, 16), size(bench, 3000, 40)
+    shape = AttentionShape(size(bench, 128, 2), 1, rank + rotated, rank, 16, bench.dtype)
+    k = bench.random(context // 16 + 2, 16, 1, shape.dim)
+    v = k[..., :rank]
     blocks = torch.arange(1, context // 16 + 2, dtype=torch.int32, device=bench.device)[None]
-    starts = torch.tensor([context - 1], dtype=torch.int32, device=bench.device)
-    offsets, q = torch.tensor([0, 1], dtype=torch.int32, device=bench.device), bench.random(1, shape.heads, width)
-    q = q * width**-0.5
-    found = mla(q, cache, plan_mla(blocks, starts, offsets, shape, Bounds(1, 1, 1, context)))
-    return found, mla_reference(q.float(), cache, blocks, starts, offsets, shape.latent), PRODUCT
+    new = size(bench, 100, 3)
+    starts = torch.tensor([context - new], dtype=torch.int32, device=bench.device)
+    offsets = torch.tensor([0, new], dtype=torch.int32, device=bench.device)
+    q = bench.random(new, shape.heads, shape.dim) * shape.dim**-0.5
+    found = attention(q, k, v, plan_attention(blocks, starts, offsets, shape, Bounds(1, new, new, context)))
+    return found, attention_reference(q.float(), k, v, blocks, starts, offsets), PRODUCT
 
 
 def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
@@ -209,7 +210,7 @@ def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
     cos, sin = torch.cat((turns.cos(), turns.cos()), -1), torch.cat((-turns.sin(), turns.sin()), -1)
     k, v = (bench.random(tokens // 16 + 1, 16, kv, dim) for _ in range(2))
     slots = torch.randperm(tokens, device=bench.device)
-    q = qk_norm_rope_cache(qkv, heads, kv, 0.5, cos, sin, k, v, slots, eps=1e-6, norms=norm)
+    q = qk_norm_rope_cache(qkv.flatten(1), heads, kv, 0.5, cos, sin, k, v, slots, eps=1e-6, norms=norm)
     qk = qkv[:, : heads + kv].double()
     qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
     qk = qk * cos + torch.roll(qk, dim // 2, -1) * sin

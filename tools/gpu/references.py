@@ -146,12 +146,13 @@ def attention_reference(
     blocks_RN: Tensor,
     starts_R: Tensor,
     offsets_R1: Tensor,
-    window: int | None = None,
+    window: int = EVERYTHING,
+    chunk: int = EVERYTHING,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The definition in fp32, row by row."""
-    out = torch.zeros_like(q_THd)
+    out = q_THd.new_zeros((*q_THd.shape[:2], v_cache.shape[3]))
     group = q_THd.shape[1] // k_cache.shape[2]
     for row, start in enumerate(starts_R.tolist()):
         first, end = offsets_R1[row : row + 2].tolist()
@@ -161,27 +162,13 @@ def attention_reference(
         if soft_cap:
             scores = soft_cap * (scores / soft_cap).tanh()
         queries = keys[start:, None]
-        scores.masked_fill_((keys > queries) | (keys <= queries - (window or EVERYTHING)), -torch.inf)
+        hidden = (keys > queries) | (keys <= queries - window) | (keys < queries // chunk * chunk)
+        scores.masked_fill_(hidden, -torch.inf)
         if sinks_H is not None:
             scores = torch.cat((scores, sinks_H[:, None, None].expand(-1, end - first, 1)), -1)
         probs = scores.softmax(-1)[:, :, : len(keys)]
         out[first:end] = torch.einsum("htl,lhd->thd", probs, v.repeat_interleave(group, 1)).to(out.dtype)
     return out.flatten(1)
-
-
-def mla_reference(
-    q_THc: Tensor, cache: Tensor, blocks_RN: Tensor, starts_R: Tensor, offsets_R1: Tensor, latent: int
-) -> Tensor:
-    """The definition in fp32, row by row."""
-    out = q_THc.new_zeros((*q_THc.shape[:2], latent))
-    for row, start in enumerate(starts_R.tolist()):
-        first, end = offsets_R1[row : row + 2].tolist()
-        keys = torch.arange(start + end - first, device=q_THc.device)
-        k = cache[blocks_RN[row].long()].flatten(0, 1)[: len(keys)].float()
-        scores = torch.einsum("thc,lc->htl", q_THc[first:end].float(), k)
-        scores.masked_fill_(keys > keys[start:, None], -torch.inf)
-        out[first:end] = torch.einsum("htl,lc->thc", scores.softmax(-1), k[:, :latent]).to(out.dtype)
-    return out
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,108 @@
+"""What lies between the projections of multi-head latent attention and attention itself, in its absorbed form.
+
+T tokens (padded rows included), H heads of this rank, n width of a query without rotation, p of its rotated part,
+e = n + p, L rank of the latents, C = L + p width of a cache entry. ops/latent.py says what is absorbed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.kernels.qk_norm_rope_cache import normalised, rotated
+
+
+@triton.jit(do_not_specialize=["num_real"])
+def latent_rope_cache_kernel(
+    q_ptr, kv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, slot_mapping_ptr, absorbed_ptr, out_ptr,
+    num_real, q_stride, kv_stride, absorbed_stride, scale, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """One program: a token's cache entry, or as the others BLOCK_H of its queries."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    real = token < num_real
+    columns = tl.arange(0, BLOCK_P)
+    present = columns < tl.where(real, ROPE, 0)  # padding is not read: its queries are zero
+    cos = tl.load(cos_ptr + token * ROPE + columns, mask=present, other=0.0)
+    sin = tl.load(sin_ptr + token * ROPE + columns, mask=present, other=0.0)
+    swapped = tl.where(columns < ROPE // 2, columns + ROPE // 2, columns - ROPE // 2)
+    if part > 0:
+        heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        there = (heads < HEADS)[:, None]
+        at = q_ptr + token * q_stride + heads[:, None] * (NOPE + ROPE)
+        y = rotated(at + NOPE, there & present[None, :], None, cos, sin, swapped, eps, ROPE, None, False, False) * scale
+        to = absorbed_ptr + token * absorbed_stride + heads[:, None] * (RANK + ROPE) + RANK + columns[None, :]
+        tl.store(to, y.to(absorbed_ptr.dtype.element_ty), mask=there & (columns < ROPE)[None, :])
+        plain = tl.arange(0, BLOCK_N)
+        x = tl.load(at + plain[None, :], mask=there & (plain < tl.where(real, NOPE, 0))[None, :], other=0.0)
+        to_plain = out_ptr + (token * HEADS + heads)[:, None] * NOPE + plain[None, :]
+        scaled = (x.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
+        tl.store(to_plain, scaled, mask=there & (plain < NOPE)[None, :])
+    elif real:
+        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        written = (tl.arange(0, 1) < tl.where(slot >= 0, 1, 0))[:, None]
+        at_entry = kv_ptr + token * kv_stride + tl.zeros((1, 1), tl.int64)
+        to_entry = cache_ptr + slot * (RANK + ROPE) + tl.zeros((1, 1), tl.int64)
+        key = rotated(
+            at_entry + RANK, written & present[None, :], None, cos, sin, swapped, eps, ROPE, None, False, False
+        )
+        tl.store(
+            to_entry + RANK + columns[None, :], key.to(cache_ptr.dtype.element_ty), mask=written & present[None, :]
+        )
+        latent_columns = tl.arange(0, BLOCK_L)
+        inside = written & (latent_columns < RANK)[None, :]
+        latent = normalised(
+            tl.load(at_entry + latent_columns[None, :], mask=inside, other=0.0).to(tl.float32), eps, RANK
+        )
+        latent *= tl.load(norm_ptr + latent_columns, mask=latent_columns < RANK, other=0.0)[None, :]
+        tl.store(to_entry + latent_columns[None, :], latent.to(cache_ptr.dtype.element_ty), mask=inside)
+
+
+def latent_rope_cache(
+    q_THe: Tensor,
+    kv_TC: Tensor,
+    norm_L: Tensor,
+    scale: float,
+    eps: float,
+    cos_T1p: Tensor,
+    sin_T1p: Tensor,
+    latent_cache: Tensor,
+    slot_mapping_T: Tensor,
+    q_THC: Tensor,
+) -> Tensor:
+    """Writes [rms_norm(latent) * norm | rotated key] to each token's KV slot, scaled and rotated queries to the last p
+    columns of q_THC; returns the rest of the queries, scaled, [T, H, n].
+
+    q_THe: queries, rotated part last. kv_TC: latents, then the key part that is rotated. Tokens of all three may be
+    further apart. cos and sin: fp32 [T, 1, p], sin negative in the first half. latent_cache [blocks, block size, 1, C].
+    slot_mapping_T: int64, of the first tokens; the rest is padding, whose queries become zero, and so are slots below
+    0. norm_L: fp32. All in fp32 until one rounding.
+    n 1, p 2, L 1, scale 2, turned by 90 degrees: q [1, 1, 0], kv [3, 1, 0], norm 5 -> entry [5, 0, 1], q_THC [.., 0, 2]
+    and the result [2]
+    """
+    (tokens, heads, width), rope, capacity = q_THe.shape, cos_T1p.shape[2], latent_cache.shape[3]
+    rank, nope = capacity - rope, width - rope
+    assert q_THe.stride()[1:] == (width, 1), q_THe.stride()
+    assert (*q_THC.shape, *q_THC.stride()[1:]) == (tokens, heads, capacity, capacity, 1), (q_THC.shape, q_THC.stride())
+    assert kv_TC.shape == (tokens, capacity), (kv_TC.shape, latent_cache.shape)
+    assert kv_TC.stride(1) == 1, kv_TC.stride()
+    assert latent_cache.shape[2] == 1, latent_cache.shape
+    assert norm_L.shape == (rank,), (norm_L.shape, rank)
+    assert cos_T1p.numel() == sin_T1p.numel() == tokens * rope, (cos_T1p.shape, sin_T1p.shape)
+    assert rope % 2 == 0, rope
+    for contiguous in (cos_T1p, sin_T1p, slot_mapping_T, norm_L, latent_cache):
+        assert contiguous.is_contiguous(), contiguous.stride()
+    q_THn = q_THe.new_empty((tokens, heads, nope))
+    block_n = triton.next_power_of_2(nope)
+    block_h = max(1, min(2048 // block_n, triton.next_power_of_2(heads)))
+    if tokens:
+        latent_rope_cache_kernel[(tokens, 1 + triton.cdiv(heads, block_h))](
+            q_THe, kv_TC, norm_L, cos_T1p, sin_T1p, latent_cache, slot_mapping_T, q_THC, q_THn, slot_mapping_T.shape[0],
+            q_THe.stride(0), kv_TC.stride(0), q_THC.stride(0), scale, eps,
+            HEADS=heads, NOPE=nope, ROPE=rope, RANK=rank, BLOCK_H=block_h, BLOCK_N=block_n,
+            BLOCK_P=triton.next_power_of_2(rope), BLOCK_L=triton.next_power_of_2(rank), num_warps=4,
+        )  # fmt: skip
+    return q_THn
