@@ -39,8 +39,9 @@ import numpy as np
 from benchmarks.common import parser, save
 from benchmarks.dbo_link import Link, slow_link
 from benchmarks.dbo_rank import MODES, Mode, Order, Phase, Setup, Step
-from moeserve.loader.spec import ModelSpec, RouterSpec
+from moeserve.loader.spec import ModelSpec
 from moeserve.messages import TraceEvent
+from moeserve.ops.rules import RouterRule
 
 LEARNING = 8  # prefill steps in which auto makes up its mind
 CHUNK = 20  # decode steps of a mode at a time
@@ -96,7 +97,7 @@ def _spec(args: Any) -> ModelSpec:
         experts_per_token=args.top_k,
         expert_size=args.expert_size,
         moe_layers=(True,) * args.layers,
-        router=RouterSpec(renormalize=True),
+        router=RouterRule(renormalize=True),
     )
 
 

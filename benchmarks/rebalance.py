@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from benchmarks.common import parser, save
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.experts import ExpertFiles
-from moeserve.loader.spec import ModelSpec, RouterSpec
+from moeserve.loader.spec import ModelSpec
 from moeserve.messages import Placed
 from moeserve.models.load_plan import expert_load_plan
 from moeserve.moe.all2all.local import LocalAll2All
@@ -37,6 +37,7 @@ from moeserve.moe.placement.placement import Placement
 from moeserve.moe.placement.solve import balance, moved, rank_loads, solve
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.rules import RouterRule
 from moeserve.ops.table import pick_ops
 from moeserve.runner.experts import ExpertStore
 
@@ -115,7 +116,7 @@ def moving(num_steps: int) -> dict[str, Any]:
     spec = ModelSpec(
         architecture="Qwen3MoeForCausalLM", dtype="float32", vocab_size=8, hidden_size=512, num_layers=8, num_heads=1,
         num_kv_heads=1, head_dim=8, max_position=8, norm_eps=1e-5, num_experts=32, experts_per_token=TOP_K,
-        expert_size=256, moe_layers=(True,) * 8, router=RouterSpec(renormalize=True),
+        expert_size=256, moe_layers=(True,) * 8, router=RouterRule(renormalize=True),
     )  # fmt: skip
     start = Placement.initial(8, spec.num_experts, 2)
     rows_LS = start.experts_LS[:, ::-1].copy()

@@ -16,6 +16,7 @@ from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import LANES
 from moeserve.ops.linear import Linear
 from moeserve.ops.quantised import Quantised
+from moeserve.ops.rules import SWIGLU
 from moeserve.ops.table import Ops
 
 W = TypeVar("W", Tensor, Quantised)
@@ -74,7 +75,7 @@ class GatedMLP:
         return y_TD
 
     def _all(self, x_TD: Tensor, channel: int) -> Tensor:
-        part_Ti = self.ops.silu_mul(self.gate_up(x_TD))
+        part_Ti = self.ops.act_mul(self.gate_up(x_TD), SWIGLU)
         return self.down(whole(part_Ti, self.inner_size, self.tp, channel), channel)
 
 

@@ -8,22 +8,11 @@ from typing import Literal
 
 from moeserve.comm.world import World
 from moeserve.errors import ConfigError
+from moeserve.ops.rules import RouterRule
 
 _BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # of a quantised weight without scales
 _USUAL_GROUP = 64  # of int4 weights that are quantised on loading
 _MOST_GROUP = 128  # of int4 weights: GPUs have the scales of larger groups several times
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterSpec:
-    """The rule by which a token chooses its experts. Scores in fp32; ties go to the lowest expert id.
-
-    score: softmax over all experts, then top-k (`softmax`), or top-k of the logits, then softmax over the chosen
-    (`softmax_selected`, GraniteMoE and gpt-oss). renormalize: divide the chosen weights by their sum.
-    """
-
-    score: Literal["softmax", "softmax_selected"] = "softmax"
-    renormalize: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +79,7 @@ class ModelSpec:
     shared_expert_size: int = 0  # 0: none
     moe_layers: tuple[bool, ...] = ()
     windows: tuple[int | None, ...] = ()
-    router: RouterSpec = RouterSpec()
+    router: RouterRule = RouterRule()  # noqa: RUF009  # frozen
     rope: RopeSpec = RopeSpec()
     qkv_bias: bool = False
     out_bias: bool = False

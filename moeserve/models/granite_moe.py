@@ -7,8 +7,8 @@ Source: arXiv 2408.13359.
 from __future__ import annotations
 
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields, num_layers: int) -> family.SpecFields:
@@ -20,7 +20,7 @@ def _fields(config: Fields, num_layers: int) -> family.SpecFields:
         "embedding_scale": config.number("embedding_multiplier", 0, family.MAX_MULTIPLIER),
         "residual_scale": config.number("residual_multiplier", 0, family.MAX_MULTIPLIER),
         "logits_divisor": config.number("logits_scaling", 0, family.MAX_MULTIPLIER),
-        "router": RouterSpec(score="softmax_selected"),
+        "router": RouterRule(score="softmax_selected"),
     }
 
 

@@ -6,8 +6,8 @@ Source: arXiv 2401.04088.
 from __future__ import annotations
 
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields, num_layers: int) -> family.SpecFields:
@@ -15,7 +15,7 @@ def _fields(config: Fields, num_layers: int) -> family.SpecFields:
     return {
         **family.every_layer_moe(config, num_layers),
         **family.same_window(config, num_layers, window),
-        "router": RouterSpec(renormalize=True),
+        "router": RouterRule(renormalize=True),
     }
 
 

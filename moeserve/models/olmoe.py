@@ -6,8 +6,8 @@ Source: arXiv 2409.02060.
 from __future__ import annotations
 
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields, num_layers: int) -> family.SpecFields:
@@ -17,7 +17,7 @@ def _fields(config: Fields, num_layers: int) -> family.SpecFields:
         **family.attention_bias(config),
         "clip_qkv": config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER),
         "qk_norm": "full",
-        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
+        "router": RouterRule(renormalize=config.boolean("norm_topk_prob")),
     }
 
 

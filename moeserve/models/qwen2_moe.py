@@ -7,8 +7,8 @@ Source: arXiv 2407.10671.
 from __future__ import annotations
 
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields, num_layers: int) -> family.SpecFields:
@@ -17,7 +17,7 @@ def _fields(config: Fields, num_layers: int) -> family.SpecFields:
         **family.window_per_layer(config, num_layers, lambda layer, limit: layer % 2 == 0 and layer < limit),
         "qkv_bias": config.boolean("qkv_bias"),
         "shared_expert_size": config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH),
-        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
+        "router": RouterRule(renormalize=config.boolean("norm_topk_prob")),
     }
 
 

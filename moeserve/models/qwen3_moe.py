@@ -8,8 +8,8 @@ Source: arXiv 2505.09388.
 from __future__ import annotations
 
 from moeserve.loader.files import Fields
-from moeserve.loader.spec import RouterSpec
 from moeserve.models import family
+from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields, num_layers: int) -> family.SpecFields:
@@ -18,7 +18,7 @@ def _fields(config: Fields, num_layers: int) -> family.SpecFields:
         **family.same_window(config, num_layers, family.switched_window(config)),
         **family.attention_bias(config),
         "qk_norm": "head",
-        "router": RouterSpec(renormalize=config.boolean("norm_topk_prob")),
+        "router": RouterRule(renormalize=config.boolean("norm_topk_prob")),
     }
 
 

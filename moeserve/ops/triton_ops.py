@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels import paged_attention
+from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.linear import linear
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
 from moeserve.kernels.route import route
-from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
+from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.linear import Linear, PlainLinear
@@ -116,7 +117,7 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         pad_rows=partial(max, 1),
         pack_linear=pack_exact if exact else pack_fast,
         weight_obstacle=partial(obstacle, device),
-        silu_mul=silu_mul,
+        act_mul=act_mul,
         sigmoid_gate=plain_sigmoid_gate,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels.activation import SWIGLU_ACT
 from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.configs import Config
 from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
@@ -171,7 +172,13 @@ def compiled(dtype: str, product: str, config: Config, tma: int) -> Case:
         "out_ptr": f"*{dtype}", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32", "row_ptr": "*i32",
         "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
     }  # fmt: skip
-    flags = {"SWIGLU": product == "up", "EVEN": True, "TMA": bool(tma), "GROUP": config["group"]}
+    flags = {
+        "ACT": SWIGLU_ACT if product == "up" else None,
+        "bias_ptr": None,
+        "EVEN": True,
+        "TMA": bool(tma),
+        "GROUP": config["group"],
+    }
     warps, stages = config[f"{product}_warps"], config[f"{product}_stages"]
     constants = {**tile, **flags, "BLOCK_N": block_n}
     return Case("grouped_gemm:grouped_kernel", signature, constants, numbers, warps, stages)

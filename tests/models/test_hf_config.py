@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.spec import ModelSpec, RouterSpec
+from moeserve.loader.spec import ModelSpec
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.registry import FAMILIES as REGISTERED
+from moeserve.ops.rules import RouterRule
 from tests.loader.conftest import LLAMA, QWEN3_MOE, WriteConfig
 
 SIZES = {
@@ -183,16 +184,16 @@ def test_moe_layers_skip_the_dense_ones(write_config: WriteConfig) -> None:
     spec = read_model_spec(write_config(new_spelling("Qwen3MoeForCausalLM")))
     assert spec.moe_layers == (False, True, False, False, False, True)
     assert spec.intermediate_size == 40
-    assert (spec.qk_norm, spec.router) == ("head", RouterSpec(renormalize=True))
+    assert (spec.qk_norm, spec.router) == ("head", RouterRule(renormalize=True))
 
 
 def test_routers_and_norms_of_the_other_families(write_config: WriteConfig) -> None:
     def spec_of(architecture: str) -> ModelSpec:
         return read_model_spec(write_config({"architectures": [architecture], "dtype": "float32"}))
 
-    assert spec_of("MixtralForCausalLM").router == RouterSpec(renormalize=True)
-    assert spec_of("Qwen2MoeForCausalLM").router == RouterSpec(renormalize=False)
-    assert spec_of("GraniteMoeForCausalLM").router == RouterSpec(score="softmax_selected")
+    assert spec_of("MixtralForCausalLM").router == RouterRule(renormalize=True)
+    assert spec_of("Qwen2MoeForCausalLM").router == RouterRule(renormalize=False)
+    assert spec_of("GraniteMoeForCausalLM").router == RouterRule(score="softmax_selected")
     assert spec_of("OlmoeForCausalLM").qk_norm == "full"
     assert spec_of("Qwen3ForCausalLM").qk_norm == "head"
     dense = spec_of("LlamaForCausalLM")

@@ -11,7 +11,6 @@ import torch
 
 from moeserve.comm.world import World
 from moeserve.errors import ConfigError
-from moeserve.loader.spec import RouterSpec
 from moeserve.moe.all2all.base import All2AllCaps, Completed, Layout
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
@@ -24,6 +23,7 @@ from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
+from moeserve.ops.rules import RouterRule
 from moeserve.ops.table import pick_ops
 
 E, D, I, K = 7, 32, 40, 3  # noqa: E741
@@ -31,8 +31,8 @@ NEEDS = MoENeeds(hidden_size=D, dtype="float32", device="cpu", max_tokens=64)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("rule", [RouterSpec(), RouterSpec(renormalize=True), RouterSpec(score="softmax_selected")])
-def test_layer_is_the_sum_over_chosen_experts(rule: RouterSpec, shared: bool) -> None:
+@pytest.mark.parametrize("rule", [RouterRule(), RouterRule(renormalize=True), RouterRule(score="softmax_selected")])
+def test_layer_is_the_sum_over_chosen_experts(rule: RouterRule, shared: bool) -> None:
     torch.manual_seed(0)
     ops = pick_ops("cpu", torch.float32)
     gate, w13, w2 = torch.randn(E, D), torch.randn(E, 2 * I, D) * 0.2, torch.randn(E, D, I) * 0.2
@@ -157,7 +157,7 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits() -> None:
     plan = plan_moe(NEEDS, [LocalAll2All(E)], [kernel])
     assert plan.reasons[-1] == ("fused", "native", "picked: router, dispatch, experts and combine are one call")
     packed = kernel.pack(ExpertWeights(torch.randn(E, 2 * I, D), torch.randn(E, D, I)))
-    router = Router(ops.pack_linear(torch.randn(E, D), None), K, RouterSpec(), ops)
+    router = Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops)
     parts: list[Any] = [packed, LogicalToPhysical(Placement.initial(1, E, 1), 0), lambda x: 3 * x]
     layers = plan.layer(router, *parts), dataclasses.replace(plan, fused=None).layer(router, *parts)
     assert [type(layer) for layer in layers] == [FusedMoELayer, MoELayer]

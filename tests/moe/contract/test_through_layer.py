@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from moeserve.comm.members import Members
-from moeserve.loader.spec import RouterSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
@@ -25,6 +24,7 @@ from moeserve.moe.ping_pong import PingPong
 from moeserve.moe.placement.placement import Placement
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
+from moeserve.ops.rules import RouterRule
 from moeserve.ops.table import Ops, pick_ops
 from tests.comm.ranks import members_of, together
 from tests.moe.contract.backends import INTERPRETED, LOCAL, NAMES, ON_CPU, TOP_K, WIDTH, group, make
@@ -46,7 +46,7 @@ def layer_of(backend: All2All, placement: Placement, rank: int) -> MoELayer:
     gate = torch.randn(EXPERTS, WIDTH, generator=generator)
     w13 = torch.randn(EXPERTS, 32, WIDTH, generator=generator) / 5
     w2 = torch.randn(EXPERTS, WIDTH, 16, generator=generator) / 4
-    rule = RouterSpec(renormalize=True)
+    rule = RouterRule(renormalize=True)
     kernel, own = ReferenceExperts(ops), placement.local(0, rank)
     return MoELayer(
         Router(ops.pack_linear(gate, None), TOP_K, rule, ops),
