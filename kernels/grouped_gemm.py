@@ -44,7 +44,6 @@ def grouped_kernel(
     sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     base, first, last = expert * width, block * BLOCK_N, width - 1
-    columns = first + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if UP:
         base *= 2
@@ -55,14 +54,15 @@ def grouped_kernel(
             up = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
             total = tl.dot(gate, x, total, input_precision="ieee")
             total_up = tl.dot(up, x, total_up, input_precision="ieee")
-        total = add_bias(total, bias_ptr, base, columns, width)
-        total = gated(total, add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
     else:
         for k in range(0, inner, BLOCK_K):
             x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
             down = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
             total = tl.dot(down, x, total, input_precision="ieee")
-        total = add_bias(total, bias_ptr, base, columns, width)
+    columns = first + tl.arange(0, BLOCK_N)
+    total = add_bias(total, bias_ptr, base, columns, width)
+    if UP:
+        total = gated(total, add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     y = tl.trans(total.to(out_ptr.dtype.element_ty))
     tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
