@@ -15,10 +15,18 @@ pytest.importorskip("triton")
 
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all.base import Inbound, Layout
+from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import TritonExperts
+from moeserve.moe.layer import FusedMoELayer, MoELayer
+from moeserve.moe.physical import LogicalToPhysical
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.plan import MoENeeds, plan_moe
+from moeserve.moe.routing import Router
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.quantised import Quantised, Weight, quantisation_of
-from moeserve.ops.rules import SWIGLU, Activation
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
+from moeserve.ops.triton_ops import triton_table
 from moeserve.ops.triton_weights import W8A8, obstacle
 from tests.kernels.device import DEVICE
 from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
@@ -108,6 +116,27 @@ def test_biases_and_activations(kind: str, activation: Activation) -> None:
         both = w13[expert] @ fit(x[row : row + 1])[0] + w.b13_eF[expert]
         expected = w2[expert] @ fit(act_mul_reference(both[None], activation))[0] + w.b2_eD[expert]
         assert (found[row] - expected).norm() <= (5e-3 if packed.kernels is W8A8 else 1e-5) * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "rule", [RouterRule(score="sigmoid", on_input=True), RouterRule(bias=True, fp32=True)], ids=repr
+)
+def test_the_fused_form_has_the_bits_of_the_steps(rule: RouterRule) -> None:
+    """Padding reaches no expert; a layer of one rank."""
+    ops, tokens, top_k = triton_table(DEVICE, torch.float32, exact=True), 5, 1 if rule.on_input else 2
+    kernel, gate = TritonExperts(Activation(limit=1.0)), weight("plain", E, D, seed=4)
+    assert isinstance(gate, Tensor)
+    bias = torch.rand(E, device=DEVICE) if rule.bias else None
+    plan = plan_moe(
+        MoENeeds(hidden_size=D, dtype="float32", device=DEVICE.type, max_tokens=8), [LocalAll2All(E)], [kernel]
+    )
+    router = Router(ops.pack_linear(gate, None), top_k, rule, ops, bias)
+    parts: list[Any] = [kernel.pack(weights("plain", biased=True)), LogicalToPhysical(Placement.initial(1, E, 1), 0)]
+    layers = plan.layer(router, *parts), replace(plan, fused=None).layer(router, *parts)
+    assert [type(layer) for layer in layers] == [FusedMoELayer, MoELayer]
+    x = torch.randn(tokens + 1, D, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    found, expected = (layer(x, tokens, UBatch())[:tokens] for layer in layers)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("kind", "biased"), [*((kind, False) for kind in KINDS), ("plain", True), ("int4", True)])

@@ -136,6 +136,33 @@ def test_router_agrees_with_plain_python(score: Score, renormalize: bool, thread
         assert torch.equal(alone[1][0], weights[row])
 
 
+def test_groups_that_are_out_stay_out() -> None:
+    """However negative the biased scores of the best groups are; and ties go to the first group, then expert."""
+    logits, bias = torch.zeros(2, 6), torch.tensor([-8.0, -9.0, -7.0, -9.5, -8.0, -8.0])
+    for group_score, expected in (("max", [2, 3]), ("top2", [4, 5])):
+        rule = RouterRule(score="sigmoid", groups=3, kept_groups=1, group_score=group_score)  # type: ignore[arg-type]
+        ids, weights = e.route(logits, 2, rule, bias)
+        assert ids.tolist() == [expected] * 2
+        assert weights.tolist() == [[0.5, 0.5]] * 2
+        assert e.route(logits, 2, rule, torch.zeros(6))[0].tolist() == [[0, 1]] * 2
+
+
+def test_sums_and_scales_of_weights() -> None:
+    logits, scale = torch.zeros(1, 4), torch.tensor([1.0, 3.0, 1.0, 1.0])
+    for rule, expected in (
+        (RouterRule(score="sigmoid"), 0.5),
+        (RouterRule(score="sigmoid", scale=2.0), 1.0),
+        (RouterRule(score="sigmoid", renormalize=True), 0.5),
+        (RouterRule(score="sigmoid", renormalize=True, epsilon=1.0), 0.25),
+        (RouterRule(score="sigmoid", renormalize=True, floor=2.0, scale=4.0), 1.0),
+        (RouterRule(score="sparsemixer", jitter=0.01), 0.25),
+    ):
+        ids, weights = e.route(logits, 2, rule, None, scale)
+        assert ids.tolist() == [[0, 1]]
+        second = expected * 4 / 3 if rule.score == "sparsemixer" else expected
+        assert weights[0].tolist() == pytest.approx([expected, 3 * second])
+
+
 @pytest.mark.parametrize("score", SCORES)
 def test_router_survives_infinities_and_nan(score: Score) -> None:
     logits = torch.tensor([[float("nan")] * 5, [float("inf"), 0, 0, 0, 0], [-float("inf")] * 5])

@@ -242,6 +242,30 @@ def test_route_survives_what_is_not_finite(score: Score) -> None:
     assert native_rows.route(all_bits, 9, RouterRule(score="softmax_selected"))[0].tolist() == [list(range(9))]
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RouterRule(score="sigmoid", groups=6, kept_groups=2, renormalize=True, epsilon=1e-20, scale=2.5),
+        RouterRule(groups=3, kept_groups=2, group_score="max", scale=16.0),
+        RouterRule(score="sigmoid", renormalize=True, floor=2.5),
+        RouterRule(score="softmax_selected", groups=2),
+        RouterRule(score="sparsemixer", jitter=0.2, groups=2),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_route_by_every_rule(rule: RouterRule, biased: bool) -> None:
+    """Coarse logits and biases: many ties of experts and of groups."""
+    experts = 60
+    bias, scale = ((random(2, experts, seed=9) * 2).round() / 4).contiguous() if biased else (None, None)
+    for dtype in DTYPES:
+        logits = (random(50, experts, dtype=dtype) * 4).round().to(dtype) / 4
+        ids, weights = native_rows.route(logits, 4, rule, bias, scale)
+        expected_ids, expected_weights = elementwise.route(logits, 4, rule, bias, scale)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=3e-6, atol=1e-12)
+
+
 def test_route_refuses_more_than_there_are() -> None:
     with pytest.raises(ValueError, match="cannot choose 6 of 5 experts"):
         native_rows.route(torch.zeros(1, 5), 6, RENORMALIZED)
