@@ -14,10 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
 from moeserve.kernels.fp8 import BLOCK, E4M3, round_blocks
-from moeserve.kernels.tiles import load_rows, load_weights, rows_of, tile_of, tile_rows, weights_argument
+from moeserve.kernels.tiles import (
+    add_bias,
+    check_bias,
+    load_rows,
+    load_weights,
+    rows_of,
+    tile_of,
+    tile_rows,
+    weights_argument,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +51,19 @@ def _step(total, w, x, w_scale, x_scales):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def fp8_kernel(
-    x_ptr, x_scale_ptr, w, w_scale_ptr, out_ptr, out_scale_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles,
-    x_stride, out_stride, width, inner, top_k,
-    SWIGLU: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr, x_scale_ptr, w, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr,
+    num_tiles, x_stride, out_stride, width, inner, top_k,
+    ACT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`; if SWIGLU a block of e4m3 and its scale."""
+    """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`; if ACT a block of e4m3 and its scale."""
+    UP: tl.constexpr = ACT is not None
     tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
-    groups, fan = tl.cdiv(inner, BLOCK), 2 if SWIGLU else 1
+    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
+    groups, fan = tl.cdiv(inner, BLOCK), 2 if UP else 1
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK)[None, :]
     x_scale_ptrs = x_scale_ptr + sources.to(tl.int64) * groups
     base, first, last = expert * (fan * width), block * BLOCK_N, width - 1
@@ -64,19 +75,21 @@ def fp8_kernel(
         # All scales first: they arrive while the tensor cores work.
         x_scales = tl.load(x_scale_ptrs + group, mask=live, other=0.0)
         scale = tl.load(w_scale_ptr + group)
-        if SWIGLU:
+        if UP:
             up_scale = tl.load(w_scale_ptr + width // BLOCK * groups + group)
         x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK, EVEN))
         tile_w = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
         total = _step(total, tile_w, x, scale, x_scales)
-        if SWIGLU:
+        if UP:
             tile_w = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK, EVEN, TMA)
             total_up = _step(total_up, tile_w, x, up_scale, x_scales)
     columns = first + tl.arange(0, BLOCK_N)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     mask = live[:, None] & (columns < width)[None, :]
-    if SWIGLU:
-        values, scales = round_blocks(total * tl.sigmoid(total) * total_up, 0)
+    total = add_bias(total, bias_ptr, base, columns, width)
+    if UP:
+        total_up = add_bias(total_up, bias_ptr, base + width, columns, width)
+        values, scales = round_blocks(gated(total, total_up, ACT), 0)
         tl.store(out_ptrs, tl.trans(values), mask=mask)
         tl.store(out_scale_ptr + targets.to(tl.int64) * (width // BLOCK) + block, scales, mask=live)
     else:
@@ -101,9 +114,11 @@ def shape_of(num_experts: int, width: int, dim: int) -> str:
 
 
 def _launch(
-    x: Scaled, w: Scaled, out: Tensor, out_scales: Tensor | None, to: Alignment, top_k: int, config: Config
-) -> None:
-    is_up = out_scales is not None
+    x: Scaled, w: Scaled, bias: Tensor | None, out: Tensor, out_scales: Tensor | None, to: Alignment, top_k: int,
+    act: Act | None, config: Config,
+) -> None:  # fmt: skip
+    is_up = act is not None
+    check_bias(bias, w)
     (_, outputs, inner), name = w.values.shape, "up" if is_up else "down"
     width, block_n = outputs // 2 if is_up else outputs, config[f"{name}_block_n"]
     assert x.values.dtype == w.values.dtype == E4M3, (x.values.dtype, w.values.dtype)
@@ -121,14 +136,22 @@ def _launch(
     if not num_tiles:
         return
     fp8_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x.values, x.scales, weights, w.scales, out, out_scales, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles,
-        x.values.stride(0), out.stride(0), width, inner, top_k, SWIGLU=is_up, EVEN=inner % BLOCK == 0, TMA=tma,
+        x.values, x.scales, weights, w.scales, bias, out, out_scales, to.order_N, to.ends_e, to.expert_Z, to.row_Z,
+        num_tiles, x.values.stride(0), out.stride(0), width, inner, top_k, ACT=act, EVEN=inner % BLOCK == 0, TMA=tma,
         GROUP=config["group"], BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK=BLOCK,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip
 
 
-def gate_up_fp8(x: Scaled, w13: Scaled, to: Alignment, config: Config, top_k: int = 1) -> Scaled:
+def gate_up_fp8(
+    x: Scaled,
+    w13: Scaled,
+    to: Alignment,
+    config: Config,
+    top_k: int = 1,
+    act: Act = SWIGLU_ACT,
+    bias_eF: Tensor | None = None,
+) -> Scaled:
     """Does `grouped_gemm.gate_up` with e4m3 in and out: sums of 128 products on tensor cores, scaled and added in fp32
     in order; the results of each row are rounded in blocks of 128 as by `fp8.quantise`. I must be a multiple of 128.
 
@@ -139,14 +162,16 @@ def gate_up_fp8(x: Scaled, w13: Scaled, to: Alignment, config: Config, top_k: in
     rows = len(x.values) if to.order_N is None else len(to.order_N)
     values = x.values.new_empty((rows, width))
     scales = x.scales.new_empty((rows, width // BLOCK))
-    _launch(x, w13, values, scales, to, top_k, config)
+    _launch(x, w13, bias_eF, values, scales, to, top_k, act, config)
     return Scaled(values, scales)
 
 
-def down_fp8(h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor) -> Tensor:
+def down_fp8(
+    h: Scaled, w2: Scaled, to: Alignment, config: Config, out: Tensor, bias_eD: Tensor | None = None
+) -> Tensor:
     """Does `grouped_gemm.down`: writes each sorted row's result to its pair's row of out [N, D], in out's type.
 
     One row, 128 inputs of value 2 with scale 1/2, weights 1 with scale 1/128 -> 128 results of 1
     """
-    _launch(h, w2, out, None, to, 1, config)
+    _launch(h, w2, bias_eD, out, None, to, 1, None, config)
     return out

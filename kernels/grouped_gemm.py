@@ -1,4 +1,4 @@
-"""The experts' two products over rows that are sorted by expert: gate and up with SwiGLU, and down.
+"""The experts' two products over rows that are sorted by expert: gate and up with their activation, and down.
 
 T tokens, K experts per token, N = T * K (token, k) pairs or received rows, e local experts, D model width, I expert
 width, F = 2 I, Z tiles of rows.
@@ -13,27 +13,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
-from moeserve.kernels.tiles import block_k, load_rows, load_weights, rows_of, tile_of, weights_argument
+from moeserve.kernels.tiles import (
+    add_bias,
+    block_k,
+    check_bias,
+    load_rows,
+    load_weights,
+    rows_of,
+    tile_of,
+    weights_argument,
+)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def grouped_kernel(
-    x_ptr, w, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles, x_stride, out_stride, width, inner, top_k,
-    SWIGLU: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr, w, bias_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles, x_stride, out_stride, width,
+    inner, top_k, ACT: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of a tile of rows. With an order, rows come through it if SWIGLU, else go."""
+    """One program: BLOCK_N outputs of a tile of rows. With an order, rows come through it if there is an ACT, else go.
+    ACT: gate and up with this activation; None: down."""
+    UP: tl.constexpr = ACT is not None
     tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
+    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     base, first, last = expert * width, block * BLOCK_N, width - 1
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if SWIGLU:
+    if UP:
         base *= 2
         total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, inner, BLOCK_K):
@@ -42,13 +54,15 @@ def grouped_kernel(
             up = load_weights(w, base + width, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
             total = tl.dot(gate, x, total, input_precision="ieee")
             total_up = tl.dot(up, x, total_up, input_precision="ieee")
-        total = total * tl.sigmoid(total) * total_up
     else:
         for k in range(0, inner, BLOCK_K):
             x = tl.trans(load_rows(x_ptrs, live, k, inner, BLOCK_K, EVEN))
             down = load_weights(w, base, first, last, k, inner, BLOCK_N, BLOCK_K, EVEN, TMA)
             total = tl.dot(down, x, total, input_precision="ieee")
     columns = first + tl.arange(0, BLOCK_N)
+    total = add_bias(total, bias_ptr, base, columns, width)
+    if UP:
+        total = gated(total, add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     y = tl.trans(total.to(out_ptr.dtype.element_ty))
     tl.store(out_ptrs, y, mask=live[:, None] & (columns < width)[None, :])
@@ -76,8 +90,10 @@ def shape_of(num_experts: int, width: int, dim: int, dtype: torch.dtype) -> str:
 
 
 def _launch(
-    x: Tensor, w: Tensor, out: Tensor, to: Alignment, top_k: int, width: int, name: str, config: Config
+    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, to: Alignment, top_k: int, act: Act | None, config: Config
 ) -> None:
+    name, width = ("down", w.shape[1]) if act is None else ("up", w.shape[1] // 2)
+    check_bias(bias, w)
     assert x.dtype == w.dtype == out.dtype, (x.dtype, w.dtype, out.dtype)
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert len(w) == len(to.ends_e), (w.shape, len(to.ends_e))
@@ -88,35 +104,49 @@ def _launch(
     if not num_tiles:
         return
     grouped_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x, weights, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0), out.stride(0), width,
-        w.shape[2], top_k, SWIGLU=name == "up", EVEN=w.shape[2] % depth == 0, TMA=tma, GROUP=config["group"],
+        x, weights, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0), out.stride(0),
+        width, w.shape[2], top_k, ACT=act, EVEN=w.shape[2] % depth == 0, TMA=tma, GROUP=config["group"],
         BLOCK_M=to.block_m, BLOCK_N=block_n, BLOCK_K=depth,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip
 
 
-def gate_up(x: Tensor, w13_eFD: Tensor, to: Alignment, config: Config, top_k: int = 1) -> Tensor:
-    """silu(w1 x) * w3 x for each sorted row with its expert's weights, gate rows first in w13; [N, I], undefined from
-    the last end on. x: the tokens' rows [T, D], of which pair p has row p // top_k; or, without an order, sorted rows.
-    Sums over D in fp32 and in one order for any number of rows; one rounding. config: of `launch_of`.
+def gate_up(
+    x: Tensor,
+    w13_eFD: Tensor,
+    to: Alignment,
+    config: Config,
+    top_k: int = 1,
+    act: Act = SWIGLU_ACT,
+    bias_eF: Tensor | None = None,
+) -> Tensor:
+    """act(w1 x + b1) * (w3 x + b3) for each sorted row with its expert's weights, gate rows first in w13; [N, I],
+    undefined from the last end on. x: the tokens' rows [T, D], of which pair p has row p // top_k; or, without an
+    order, sorted rows. bias_eF: fp32. Sums over D in fp32 and in one order for any number of rows; one rounding.
+    config: of `launch_of`.
 
     x [[1]], w13 [[[2], [3]]] -> [[silu(2) * 3]] = [[5.2848]]
     """
-    width = w13_eFD.shape[1] // 2
     rows = x.shape[0] if to.order_N is None else len(to.order_N)
-    out = x.new_empty((rows, width))
-    _launch(x, w13_eFD, out, to, top_k, width, "up", config)
+    out = x.new_empty((rows, w13_eFD.shape[1] // 2))
+    _launch(x, w13_eFD, bias_eF, out, to, top_k, act, config)
     return out
 
 
-def down(h_NI: Tensor, w2_eDI: Tensor, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
-    """w2 h for each sorted row with its expert's weights, written to its pair's row [N, D], or, without an order, to
-    its own; rows of pairs that went nowhere are not written. Sums and roundings as in `gate_up`.
+def down(
+    h_NI: Tensor,
+    w2_eDI: Tensor,
+    to: Alignment,
+    config: Config,
+    out: Tensor | None = None,
+    bias_eD: Tensor | None = None,
+) -> Tensor:
+    """w2 h + b2 for each sorted row with its expert's weights, written to its pair's row [N, D], or, without an order,
+    to its own; rows of pairs that went nowhere are not written. Sums and roundings as in `gate_up`.
 
     h [[4], [5]] of pairs [1, 0] with expert 0, w2 [[[1], [2]]] -> [[5, 10], [4, 8]]
     """
-    width = w2_eDI.shape[1]
     if out is None:
-        out = h_NI.new_empty((h_NI.shape[0], width))
-    _launch(h_NI, w2_eDI, out, to, 1, width, "down", config)
+        out = h_NI.new_empty((h_NI.shape[0], w2_eDI.shape[1]))
+    _launch(h_NI, w2_eDI, bias_eD, out, to, 1, None, config)
     return out

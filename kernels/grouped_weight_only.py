@@ -15,10 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels.activation import SWIGLU_ACT, Act, gated
 from moeserve.kernels.align import Alignment
 from moeserve.kernels.configs import Config, tuned
 from moeserve.kernels.fp8 import E4M3
-from moeserve.kernels.tiles import STEP_BYTES, load_rows, load_weights, rows_of, tile_of, tile_rows, weights_argument
+from moeserve.kernels.tiles import (
+    STEP_BYTES,
+    add_bias,
+    check_bias,
+    load_rows,
+    load_weights,
+    rows_of,
+    tile_of,
+    tile_rows,
+    weights_argument,
+)
 
 GROUPS = (32, 64, 128)  # of int4 weights
 LEAST = 16  # inputs of one instruction: of weights in 8 bits, inputs and those of a group are multiples
@@ -123,19 +134,20 @@ def _step(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def weight_only_kernel(
-    x_ptr, w, scale_ptr, zero_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles,
+    x_ptr, w, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles,
     x_stride, out_stride, width, inner, top_k,
-    SWIGLU: tl.constexpr, PAIRS: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr,
+    ACT: tl.constexpr, PAIRS: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of weights. PAIRS: two
     weights in a byte."""
+    UP: tl.constexpr = ACT is not None
     tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
     if expert < 0:
         return
-    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, SWIGLU, BLOCK_M)
-    outputs = 2 * width if SWIGLU else width
+    sources, targets, live = rows_of(tile, expert, row_ptr, ends_ptr, order_ptr, top_k, UP, BLOCK_M)
+    outputs = 2 * width if UP else width
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * x_stride + tl.arange(0, HALF)[None, :]
     base, first, last = expert * outputs, block * BLOCK_N, width - 1
     columns = first + tl.arange(0, BLOCK_N)
@@ -151,7 +163,7 @@ def weight_only_kernel(
         # All scales first: they arrive while the tensor cores work.
         places = k // INPUTS * outputs + columns
         scales, zeros, more_scales, more_zeros = _groups(scale_ptr, zero_ptr, places, outputs, mask, SHARED)
-        if SWIGLU:
+        if UP:
             up_scales, up_zeros, up_more_scales, up_more_zeros = _groups(
                 scale_ptr, zero_ptr, places + width, outputs, mask, SHARED
             )
@@ -162,13 +174,14 @@ def weight_only_kernel(
         at, stride = k // EACH, inner // EACH
         values = load_weights(w, base, first, last, at, stride, BLOCK_N, HALF, True, TMA)
         total = _step(total, values, low, high, scales, zeros, more_scales, more_zeros, SHARED, PAIRS)
-        if SWIGLU:
+        if UP:
             values = load_weights(w, base + width, first, last, at, stride, BLOCK_N, HALF, True, TMA)
             total_up = _step(
                 total_up, values, low, high, up_scales, up_zeros, up_more_scales, up_more_zeros, SHARED, PAIRS
             )
-    if SWIGLU:
-        total = total * tl.sigmoid(total) * total_up
+    total = add_bias(total, bias_ptr, base, columns, width)
+    if UP:
+        total = gated(total, add_bias(total_up, bias_ptr, base + width, columns, width), ACT)
     out_ptrs = out_ptr + targets.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out_ptrs, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=live[:, None] & mask[None, :])
 
@@ -194,8 +207,12 @@ def shape_of(num_experts: int, width: int, dim: int, kind: str, group: int, dtyp
     return f"E{num_experts} I{width} D{dim} {kind} G{group} {str(dtype).removeprefix('torch.')}"
 
 
-def _launch(x: Tensor, w: Narrow, out: Tensor, to: Alignment, top_k: int, name: str, config: Config) -> None:
+def _launch(
+    x: Tensor, w: Narrow, bias: Tensor | None, out: Tensor, to: Alignment, top_k: int, act: Act | None, config: Config
+) -> None:
     (experts, outputs, inner), pairs, half = w.shape, w.kind == "int4", w.half
+    name = "down" if act is None else "up"
+    check_bias(bias, w)
     width, block_n = outputs // 2 if name == "up" else outputs, config[f"{name}_block_n"]
     assert x.stride(1) == out.stride(1) == 1, (x.stride(), out.stride())
     assert x.shape[1] == inner, (x.shape, inner)
@@ -209,27 +226,37 @@ def _launch(x: Tensor, w: Narrow, out: Tensor, to: Alignment, top_k: int, name: 
     if not num_tiles:
         return
     weight_only_kernel[(num_tiles * triton.cdiv(width, block_n),)](
-        x, weights, w.scales, w.zeros, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0),
-        out.stride(0), width, inner, top_k, SWIGLU=name == "up", PAIRS=pairs, TMA=tma, GROUP=config["group"],
+        x, weights, w.scales, w.zeros, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0),
+        out.stride(0), width, inner, top_k, ACT=act, PAIRS=pairs, TMA=tma, GROUP=config["group"],
         INPUTS=w.group, HALF=half, BLOCK_M=to.block_m, BLOCK_N=block_n,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip
 
 
-def gate_up_narrow(x: Tensor, w13: Narrow, to: Alignment, config: Config, top_k: int = 1) -> Tensor:
+def gate_up_narrow(
+    x: Tensor,
+    w13: Narrow,
+    to: Alignment,
+    config: Config,
+    top_k: int = 1,
+    act: Act = SWIGLU_ACT,
+    bias_eF: Tensor | None = None,
+) -> Tensor:
     """Does `grouped_gemm.gate_up`. Weights enter the tensor cores without scales; each group's sum is scaled in fp32.
 
     64 inputs of 1, int4 gate and up weights of value 9 with scales 1/64, groups of 32 -> silu(1) * 1 = 0.7311
     """
     rows = x.shape[0] if to.order_N is None else len(to.order_N)
     out = x.new_empty((rows, w13.shape[1] // 2))
-    _launch(x, w13, out, to, top_k, "up", config)
+    _launch(x, w13, bias_eF, out, to, top_k, act, config)
     return out
 
 
-def down_narrow(h_NI: Tensor, w2: Narrow, to: Alignment, config: Config, out: Tensor | None = None) -> Tensor:
+def down_narrow(
+    h_NI: Tensor, w2: Narrow, to: Alignment, config: Config, out: Tensor | None = None, bias_eD: Tensor | None = None
+) -> Tensor:
     """Does `grouped_gemm.down`, in out's type. 64 inputs of 2, int4 weights of value 7 with scales 1/64 -> -2"""
     if out is None:
         out = h_NI.new_empty((h_NI.shape[0], w2.shape[1]))
-    _launch(h_NI, w2, out, to, 1, "down", config)
+    _launch(h_NI, w2, bias_eD, out, to, 1, None, config)
     return out

@@ -5,39 +5,17 @@ T tokens, E experts, K experts per token, G groups of S = E / G experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from moeserve.ops.rules import RouterRule
+
 LOWEST = tl.constexpr(-(1 << 62))  # below the key of any score
-SCORES = ("softmax", "softmax_selected", "sigmoid", "sqrt_softplus")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The rule that turns logits into choices and weights.
-
-    score: `softmax` over all experts; `softmax_selected`, over the chosen logits alone; `sigmoid`; `sqrt_softplus`.
-    groups, keep: experts lie in so many groups of one size, of which only the best `keep` take part; a group is as good
-    as the sum of its best `group_top` (1 or 2) scores. Weights, divided by their sum + epsilon where `renormalize`, are
-    multiplied by `scale`. Sources: Mixtral, Qwen3-MoE (softmax), DeepSeek-V2 (groups), DeepSeek-V3 (sigmoid, bias).
-    """
-
-    score: str
-    renormalize: bool
-    groups: int = 1
-    keep: int = 1
-    group_top: int = 1
-    epsilon: float = 0.0
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        assert self.score in SCORES, self.score
-        assert 1 <= self.keep <= self.groups, (self.keep, self.groups)
-        assert self.group_top in (1, 2), self.group_top
 
 
 @triton.jit
@@ -65,10 +43,6 @@ def _scores(logits, inside, SCORE: tl.constexpr):
         return powers / tl.sum(tl.sum(powers, 1), 0)
     if SCORE == "sigmoid":
         return tl.sigmoid(logits)
-    if SCORE == "sqrt_softplus":
-        small = tl.exp(-tl.abs(logits))
-        series = small * (1.0 - small * (0.5 - small * (1.0 / 3.0 - small * 0.25)))  # log(1 + small) would lose digits
-        return tl.sqrt(tl.maximum(logits, 0.0) + tl.where(small < 0.01, series, tl.log(1.0 + small)))
     return logits
 
 
@@ -89,13 +63,39 @@ def _keep_groups(keys, num_groups, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr, 
     return tl.where(kept[:, None], keys, LOWEST)
 
 
+@triton.jit
+def _weight(score, first, scores, keys, band, SCORE: tl.constexpr):
+    """The weight of the next choice before any sum. first: the best score. sparsemixer: the share of a score in the
+    exponentials of those that are left and not far below it."""
+    weight = score
+    if SCORE == "softmax_selected":
+        weight = tl.exp(score - first)
+    elif SCORE == "sparsemixer":
+        far = (score - scores) / tl.maximum(tl.abs(scores), score, propagate_nan=tl.PropagateNan.ALL) > band
+        powers = tl.where(far | (keys == LOWEST), 0.0, tl.exp(scores - score))
+        weight = tl.div_rn(1.0, tl.sum(tl.sum(powers, 1), 0))
+    return weight
+
+
+@triton.jit
+def _divided(weights_K, total, epsilon, floor, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """The weights over their sum, where the rule says so."""
+    if SCORE == "softmax_selected":
+        weights_K = tl.div_rn(weights_K, total)
+    elif RENORMALIZE:
+        weights_K = tl.div_rn(weights_K, tl.maximum(total + epsilon, floor, propagate_nan=tl.PropagateNan.ALL))
+    return weights_K
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
-    logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, num_tokens, row_stride, num_groups, group_size, epsilon,
-    scale, K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr,
-    GROUP_TOP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
+    logits_ptr, bias_ptr, expert_scale_ptr, live_ptr, ids_ptr, weights_ptr, num_tokens, row_stride, num_groups,
+    group_size, epsilon, floor, scale, band,
+    K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr, GROUP_TOP: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token. GROUPS x SIZE: a tile with room for all experts; CHOICES: for K of them."""
+    """One program: a token. GROUPS x SIZE: a tile with room for all experts; CHOICES: for K of them. KEEP: groups, 0
+    for all of them. band: of sparsemixer."""
     token = tl.program_id(0).to(tl.int64)
     choices = tl.arange(0, CHOICES)
     ids_K = tl.full((CHOICES,), -1, tl.int32)
@@ -112,67 +112,65 @@ def route_kernel(
         if bias_ptr is not None:
             judged += tl.load(bias_ptr + experts, mask=inside, other=0.0)
         keys = tl.where(inside, _keys(judged, experts), LOWEST)
-        if KEEP < GROUPS:
+        if KEEP > 0:
             keys = _keep_groups(keys, num_groups, KEEP, GROUP_TOP, GROUPS)
         first = _score_of(tl.max(tl.max(keys, 1), 0))
         total = 0.0
         for k in range(K):
             best = tl.max(tl.max(keys, 1), 0)
             chosen = keys == best
+            weight = _score_of(best)
             if bias_ptr is not None:
                 weight = tl.sum(tl.sum(tl.where(chosen, scores, 0.0), 1), 0)
-            else:
-                weight = _score_of(best)
-            if SCORE == "softmax_selected":
-                weight = tl.exp(weight - first)
+            weight = _weight(weight, first, scores, keys, band, SCORE)
             total += weight
             ids_K = tl.where(choices == k, _id_of(best), ids_K)
             weights_K = tl.where(choices == k, weight, weights_K)
             keys = tl.where(chosen, LOWEST, keys)
-        if SCORE == "softmax_selected":
-            weights_K = tl.div_rn(weights_K, total)
-        elif RENORMALIZE:
-            weights_K = tl.div_rn(weights_K, total + epsilon)
-        weights_K *= scale
+        weights_K = _divided(weights_K, total, epsilon, floor, SCORE, RENORMALIZE) * scale
+        if expert_scale_ptr is not None:
+            weights_K *= tl.load(expert_scale_ptr + ids_K, mask=choices < K, other=0.0)
     tl.store(ids_ptr + token * K + choices, ids_K, mask=choices < K)
     tl.store(weights_ptr + token * K + choices, weights_K, mask=choices < K)
 
 
 def route(
-    logits_TE: Tensor, top_k: int, score: str, renormalize: bool, num_tokens: int | Tensor | None = None
+    logits_TE: Tensor,
+    top_k: int,
+    rule: RouterRule,
+    bias_E: Tensor | None = None,
+    expert_scale_E: Tensor | None = None,
+    num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]), best first.
 
-    Scores in fp32; equal scores go to the lowest expert id; sums run in the order 0, 1, ... K-1. From row num_tokens
-    on (a number, or int32 [1] on the device, which a graph reads anew) ids are -1, weights 0, and logits are not read.
+    bias_E: fp32, of the choice. expert_scale_E: fp32, of the weights of each expert. Scores in fp32; equal scores go to
+    the lowest expert id; sums run in the order 0, 1, ... K-1. From row num_tokens on (a number, or int32 [1] on the
+    device, which a graph reads anew) ids are -1, weights 0, and logits are not read.
     logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2]
-    """
-    return route_by(Rule(score, renormalize), logits_TE, top_k, None, num_tokens)
-
-
-def route_by(
-    rule: Rule, logits_TE: Tensor, top_k: int, bias_E: Tensor | None = None, num_tokens: int | Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Routes by any rule. bias_E, fp32, is added to scores where experts are chosen, never to weights.
-
-    logits [0, ln 3, 0], top_k 1, sigmoid, bias [0, 0, 1] -> ids [2], weights [0.5]
     """
     (tokens, experts), groups = logits_TE.shape, rule.groups
     size = experts // groups
     assert experts % groups == 0, (experts, groups)
-    assert size >= rule.group_top, (experts, groups, rule.group_top)
-    assert 1 <= top_k <= min(rule.keep * size, 32), (top_k, rule.keep, size)
+    assert rule.kept_groups == groups or size >= rule.num_group_scores, (experts, rule)
+    assert 1 <= top_k <= min(rule.kept_groups * size, 32), (top_k, rule, size)
     assert experts <= 1024, experts
     assert logits_TE.stride(1) == 1, logits_TE.stride()
+    for part in (bias_E, expert_scale_E):
+        assert part is None or (part.dtype, part.shape) == (torch.float32, (experts,)), (part.dtype, part.shape)
     ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=logits_TE.device)
     weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=logits_TE.device)
+    keep = rule.kept_groups if rule.kept_groups < groups else 0
+    if rule.score == "sparsemixer":  # knows neither bias nor groups
+        bias_E, keep = None, 0
     live = num_tokens if isinstance(num_tokens, Tensor) else None
     limit = num_tokens if isinstance(num_tokens, int) else tokens
     if tokens:
         route_kernel[(tokens,)](
-            logits_TE, bias_E, live, ids_TK, weights_TK, limit, logits_TE.stride(0), groups, size, rule.epsilon,
-            rule.scale, K=top_k, SCORE=rule.score, RENORMALIZE=rule.renormalize, KEEP=rule.keep,
-            GROUP_TOP=rule.group_top, GROUPS=triton.next_power_of_2(groups), SIZE=triton.next_power_of_2(size),
+            logits_TE, bias_E, expert_scale_E, live, ids_TK, weights_TK, limit, logits_TE.stride(0), groups, size,
+            rule.epsilon, rule.floor, rule.scale, 2 * rule.jitter, K=top_k, SCORE=rule.score,
+            RENORMALIZE=rule.renormalize, KEEP=keep,
+            GROUP_TOP=rule.num_group_scores, GROUPS=triton.next_power_of_2(groups), SIZE=triton.next_power_of_2(size),
             CHOICES=triton.next_power_of_2(top_k), num_warps=max(1, triton.next_power_of_2(experts) // 256),
         )  # fmt: skip
     return ids_TK, weights_TK

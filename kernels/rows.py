@@ -1,6 +1,6 @@
-"""Kernels of single rows: RMS norms, alone and fused with the addition before them, SwiGLU, and the embedding.
+"""Kernels of single rows: RMS norms, alone and fused with the addition before them, and the embedding.
 
-T tokens, D width, M rows, I inner width, V vocabulary.
+T tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 MAX_WIDTH = 16_384
 ELEMENTS = 2048  # of a program, where rows are shorter than that
 PER_WARP = 512
-SWIGLU_BLOCK = 1024  # outputs of one program
 EMBEDDING_BLOCK = 2048  # elements of one program
 
 
@@ -100,32 +99,6 @@ def _check(x_TD: Tensor, weight_D: Tensor) -> None:
     assert weight_D.shape == (width,), (weight_D.shape, x_TD.shape)
     assert weight_D.dtype is torch.float32, weight_D.dtype
     assert width == 1 or x_TD.stride(1) == weight_D.stride(0) == 1, (x_TD.stride(), weight_D.stride())
-
-
-@triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, BLOCK: tl.constexpr):
-    """One program: BLOCK outputs of one row. fp32 inside, one rounding."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + row * width + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def silu_mul(gate_up_MI: Tensor) -> Tensor:
-    """silu(first half) * second half of the last dimension (SwiGLU, Shazeer 2020); rows may be strided.
-
-    [[1, 2]] -> [[1 / (1 + e^-1) * 2]] = [[1.4621]]
-    """
-    rows, width = gate_up_MI.shape[0], gate_up_MI.shape[1] // 2
-    assert gate_up_MI.stride(1) == 1, gate_up_MI.stride()
-    out = gate_up_MI.new_empty((rows, width))
-    if rows:
-        grid = (rows, triton.cdiv(width, SWIGLU_BLOCK))
-        silu_mul_kernel[grid](gate_up_MI, out, gate_up_MI.stride(0), width, BLOCK=SWIGLU_BLOCK, num_warps=4)
-    return out
 
 
 @triton.jit

@@ -7,6 +7,8 @@ order, and a row's bits do not depend on how many there are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -74,12 +76,27 @@ def load_weights(
     return tile
 
 
+@triton.jit
+def add_bias(total, bias_ptr, base, columns, width):
+    """total [BLOCK_N, rows] + the bias of its outputs, fp32 from base on; no pointer: total."""
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + base + columns, mask=columns < width, other=0.0)[:, None]
+    return total
+
+
 def tile_rows(rows: float) -> dict[str, int]:
     """Launch parameters that depend on the mean number of rows of an expert, at most 64 in a tile of quantised weights.
 
     8 -> block_m 16; 1000 -> block_m 64
     """
     return {"block_m": 16 if rows <= 8 else 32 if rows <= 24 else 64, "tma": 1, "group": 8 if rows > 64 else 1}
+
+
+def check_bias(bias: Tensor | None, w: Any) -> None:
+    """Asserts that a bias is fp32 [e, outputs], for weights [e, outputs, inputs]; or None."""
+    if bias is not None:
+        assert (bias.dtype, bias.shape) == (torch.float32, w.shape[:2]), (bias.dtype, bias.shape, w.shape)
+        assert bias.is_contiguous(), bias.stride()
 
 
 def block_k(inner: int, dtype: torch.dtype) -> int:

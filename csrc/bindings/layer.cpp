@@ -3,7 +3,9 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <initializer_list>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -46,7 +48,7 @@ struct Matrix {
     Address weights, bias;
 
     void times(Type type, Address x, size_t stride, size_t rows, Address y) const {
-        linear(type, packing, weights, bias, x, stride, rows, y);
+        linear(type, packing, weights, bias, x, stride, rows, y, type);
     }
 };
 
@@ -105,47 +107,64 @@ class AttentionBlock {
 };
 
 /// Router, experts and the weighted sum of a layer whose rows stay here. counts: rows of each expert.
+///
+/// type: of rows; logits: the router's own, fp32 if it computes in fp32. on_input: one expert's weight multiplies its rows
+/// before it sees them. bias, expert_scale: as `RouteArgs` has them.
 class ExpertsBlock {
   public:
-    ExpertsBlock(Type type, const Matrix& router, size_t top_k, bool selected, bool renormalize)
-        : type_(type), router_(router), top_k_(top_k), selected_(selected), renormalize_(renormalize) {
-        const size_t experts = router.packing.columns;
-        if (experts > RouteArgs::kMaxExperts || top_k > experts || !top_k) {
-            throw std::invalid_argument("cannot choose " + std::to_string(top_k) + " of " + std::to_string(experts) + " experts");
-        }
+    ExpertsBlock(Type type, const Matrix& router, Type logits, size_t top_k, const RouteRule& rule, bool on_input,
+                 Address bias, Address expert_scale, const Activation& activation)
+        : type_(type), logits_(logits), router_(router), on_input_(on_input), activation_(activation) {
+        check_route(rule, router.packing.columns, top_k);
+        if (on_input && top_k != 1) throw std::invalid_argument("weights multiply the input of one expert per token");
+        route_.type = logits;
+        route_.experts = route_.stride = router.packing.columns;
+        route_.top_k = top_k;
+        route_.rule = rule;
+        route_.bias = at<float>(bias);
+        route_.expert_scale = at<float>(expert_scale);
     }
 
-    void run(const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes, Counts counts, Address x,
-             size_t rows, Address y) const {
-        const size_t num_experts = router_.packing.columns, width = gate_up.depth, pairs = rows * top_k_;
+    void run(const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes, bool biased, Counts counts,
+             Address x, size_t rows, Address y) const {
+        const size_t num_experts = route_.experts, top_k = route_.top_k, width = gate_up.depth, pairs = rows * top_k;
         if (static_cast<size_t>(counts.size()) != num_experts)
             throw std::invalid_argument("one count per expert, please");
         int64_t* counted = counts.mutable_data();
         py::gil_scoped_release unlocked;
         const size_t row_bytes = width * bytes_of(type_);
-        const Arrays arrays({rows * num_experts * bytes_of(type_), pairs * sizeof(int32_t), pairs * sizeof(float),
-                             pairs * sizeof(int64_t), pairs * sizeof(int64_t), pairs * row_bytes, pairs * row_bytes});
-        router_.times(type_, x, width, rows, arrays[0]);
-        const RouteArgs route{type_,        num_experts,           top_k_,   at<void>(arrays[0]), num_experts, selected_,
-                              renormalize_, at<int32_t>(arrays[1]), at<float>(arrays[2])};
-        over_rows(kernels()->route, route, rows, num_experts * (top_k_ / 2 + 4));
+        const Arrays arrays({rows * num_experts * bytes_of(logits_), pairs * sizeof(int32_t), pairs * sizeof(float),
+                             pairs * sizeof(int64_t), pairs * sizeof(int64_t), pairs * row_bytes, pairs * row_bytes,
+                             on_input_ ? rows * row_bytes : 0});
+        linear(type_, router_.packing, router_.weights, router_.bias, x, width, rows, arrays[0], logits_);
+        RouteArgs route = route_;
+        route.logits = at<void>(arrays[0]);
+        route.ids = at<int32_t>(arrays[1]);
+        route.weights = at<float>(arrays[2]);
+        over_rows(kernels()->route, route, rows, num_experts * (top_k / 2 + 4));
+        const Element element = type_ == Type::fp32 ? Element::fp32 : type_ == Type::bf16 ? Element::bf16 : Element::fp16;
         int64_t *order = at<int64_t>(arrays[3]), *place = at<int64_t>(arrays[4]);
+        if (on_input_) {  // a sum of one row each
+            std::iota(place, place + rows, int64_t{0});
+            sum_pairs(element, rows, 1, width, at<void>(x), place, route.weights, at<void>(arrays[7]));
+            std::fill_n(route.weights, rows, 1.0f);
+            x = arrays[7];
+        }
         group_pairs(route.ids, pairs, num_experts, counted, order, place);
         over_rows(pairs, row_bytes, [&](size_t begin, size_t end) {
-            const auto top_k = static_cast<int64_t>(top_k_);
-            copy_rows(at<char>(x), order, top_k, row_bytes, begin, end, at<char>(arrays[5]));
+            copy_rows(at<char>(x), order, static_cast<int64_t>(top_k), row_bytes, begin, end, at<char>(arrays[5]));
         });
-        experts(type_, gate_up, down, weights, expert_bytes, {counted, counted + num_experts}, arrays[5], width, arrays[6],
-                width);
-        const Element element = type_ == Type::fp32 ? Element::fp32 : type_ == Type::bf16 ? Element::bf16 : Element::fp16;
-        sum_pairs(element, rows, top_k_, width, at<void>(arrays[6]), place, route.weights, at<void>(y));
+        experts(type_, gate_up, down, weights, expert_bytes, activation_, biased, {counted, counted + num_experts}, arrays[5],
+                width, arrays[6], width);
+        sum_pairs(element, rows, top_k, width, at<void>(arrays[6]), place, route.weights, at<void>(y));
     }
 
   private:
-    Type type_;
+    Type type_, logits_;
     Matrix router_;
-    size_t top_k_;
-    bool selected_, renormalize_;
+    RouteArgs route_{};  // what is the same in every step
+    bool on_input_;
+    Activation activation_;
 };
 
 }  // namespace
@@ -160,8 +179,9 @@ void bind_layer(py::module_& m) {
              py::arg("norms"), py::arg("eps"), py::arg("clip"), py::arg("scale"))
         .def("run", &AttentionBlock::run, Unlocked());
     py::class_<ExpertsBlock>(m, "ExpertsBlock")
-        .def(py::init<Type, const Matrix&, size_t, bool, bool>(), py::arg("type"), py::arg("router"), py::arg("top_k"),
-             py::arg("selected"), py::arg("renormalize"))
+        .def(py::init<Type, const Matrix&, Type, size_t, const RouteRule&, bool, Address, Address, const Activation&>(),
+             py::arg("type"), py::arg("router"), py::arg("logits"), py::arg("top_k"), py::arg("rule"),
+             py::arg("on_input"), py::arg("bias"), py::arg("expert_scale"), py::arg("activation"))
         .def("run", &ExpertsBlock::run);
 }
 

@@ -61,7 +61,7 @@ void multiply(ProductArgs args, const std::vector<Part>& parts) {
 
 ProductArgs product_args(Type type, const Packing& packing, const uint8_t* weights) {
     ProductArgs args{};
-    args.type = type;
+    args.type = args.y_type = type;
     args.weights = weights;
     args.weight_type = packing.type;
     args.depth = packing.depth;
@@ -77,8 +77,9 @@ ProductArgs product_args(Type type, const Packing& packing, const uint8_t* weigh
 
 /// y [rows, columns] = x [rows, depth] times one packed matrix. bias: fp32, filled up to whole blocks, or null.
 void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
-            Address y) {
+            Address y, Type y_type) {
     ProductArgs args = product_args(type, packing, at<uint8_t>(weights));
+    args.y_type = y_type;
     args.bias = at<float>(bias);
     args.x = at<void>(x);
     args.x_stride = x_stride;
@@ -90,9 +91,10 @@ void linear(Type type, const Packing& packing, Address weights, Address bias, Ad
 }
 
 /// Gated experts over rows in the order of their physical experts. An expert is gate and up in alternating blocks (each
-/// as `gate_up` says), then `down`.
+/// as `gate_up` says), then `down`, then, if biased, the biases of all these blocks.
 void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
-             const std::vector<size_t>& counts, Address x, size_t x_stride, Address y, size_t y_stride) {
+             const Activation& activation, bool biased, const std::vector<size_t>& counts, Address x, size_t x_stride,
+             Address y, size_t y_stride) {
     std::vector<Part> into, back;
     size_t rows = 0;
     for (size_t expert = 0; expert < counts.size(); ++expert) {
@@ -102,11 +104,14 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     }
     const size_t element = type == Type::fp32 ? 4 : 2;
     uint8_t* hidden = scratch(Scratch::hidden, rows * gate_up.columns * element);
+    const float* bias = biased ? at<float>(weights + 2 * gate_up.bytes() + down.bytes()) : nullptr;
 
     ProductArgs first = product_args(type, gate_up, at<uint8_t>(weights));
     first.gated = true;
     first.num_blocks *= 2;
     first.expert_bytes = expert_bytes;
+    first.activation = activation;
+    first.bias = bias;
     first.x = at<void>(x);
     first.x_stride = x_stride;
     first.y = hidden;
@@ -115,6 +120,7 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
 
     ProductArgs second = product_args(type, down, at<uint8_t>(weights) + 2 * gate_up.bytes());
     second.expert_bytes = expert_bytes;
+    if (biased) second.bias = bias + first.num_blocks * Packing::kBlock;
     second.x = hidden;
     second.x_stride = down.depth;
     second.y = at<void>(y);
@@ -194,18 +200,24 @@ void bind_products(py::module_& m) {
         },
         Unlocked(), py::arg("packing"), py::arg("weights"), py::arg("stride"), py::arg("scales"), py::arg("zero_points"),
         py::arg("to"), py::arg("step"), py::arg("all_threads"));
-    m.def("linear", &linear, Unlocked(), py::arg("type"), py::arg("packing"), py::arg("weights"), py::arg("bias"),
-          py::arg("x"), py::arg("x_stride"), py::arg("rows"), py::arg("y"));
+    m.def(
+        "linear",
+        [](Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
+           Address y) { linear(type, packing, weights, bias, x, x_stride, rows, y, type); },
+        Unlocked(), py::arg("type"), py::arg("packing"), py::arg("weights"), py::arg("bias"), py::arg("x"),
+        py::arg("x_stride"), py::arg("rows"), py::arg("y"));
     m.def(
         "experts",
         [](Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
-           const Counts& counts, Address x, size_t x_stride, Address y, size_t y_stride) {
+           const Activation& activation, bool biased, const Counts& counts, Address x, size_t x_stride, Address y,
+           size_t y_stride) {
             const std::vector<size_t> rows(counts.data(), counts.data() + counts.size());
             py::gil_scoped_release unlocked;
-            experts(type, gate_up, down, weights, expert_bytes, rows, x, x_stride, y, y_stride);
+            experts(type, gate_up, down, weights, expert_bytes, activation, biased, rows, x, x_stride, y, y_stride);
         },
         py::arg("type"), py::arg("gate_up"), py::arg("down"), py::arg("weights"), py::arg("expert_bytes"),
-        py::arg("counts"), py::arg("x"), py::arg("x_stride"), py::arg("y"), py::arg("y_stride"));
+        py::arg("activation"), py::arg("biased"), py::arg("counts"), py::arg("x"), py::arg("x_stride"), py::arg("y"),
+        py::arg("y_stride"));
     m.def("advise_huge_pages", &advise_huge_pages, py::arg("address"), py::arg("bytes"));
     m.def("checksum", &checksum_all, Unlocked(), py::arg("address"), py::arg("bytes"));
     m.def(

@@ -10,9 +10,10 @@
 namespace moeserve {
 
 void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
-            Address y);
+            Address y, Type y_type);
 
 void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
-             const std::vector<size_t>& counts, Address x, size_t x_stride, Address y, size_t y_stride);
+             const Activation& activation, bool biased, const std::vector<size_t>& counts, Address x, size_t x_stride,
+             Address y, size_t y_stride);
 
 }  // namespace moeserve

@@ -28,8 +28,19 @@ void bind_dense(py::module_& m) {
                             at<float>(weight), eps, at<void>(out), at<void>(total)};
         over_rows(kernels()->rms_norm, args, rows, width);
     });
-    m.def("silu_mul", [](Type type, size_t rows, size_t width, Address x, size_t stride, Address out) {
-        over_rows(kernels()->silu_mul, SiluArgs{type, width, at<void>(x), stride, at<void>(out)}, rows, width);
+    py::enum_<Activation::Kind>(m, "ActivationKind")
+        .value("swiglu", Activation::Kind::swiglu)
+        .value("silu", Activation::Kind::silu)
+        .value("gelu_tanh", Activation::Kind::gelu_tanh);
+    py::class_<Activation>(m, "Activation")
+        .def(py::init([](Activation::Kind kind, float alpha, float gate_limit, float act_limit, float up_limit,
+                         float up_shift) { return Activation{kind, alpha, gate_limit, act_limit, up_limit, up_shift}; }),
+             py::kw_only(), py::arg("kind"), py::arg("alpha"), py::arg("gate_limit"), py::arg("act_limit"),
+             py::arg("up_limit"), py::arg("up_shift"));
+    m.def("act_mul", [](Type type, size_t rows, size_t width, Address x, size_t stride, const Activation& activation,
+                        Address out) {
+        const ActMulArgs args{type, width, at<void>(x), stride, activation, at<void>(out)};
+        over_rows(kernels()->act_mul, args, rows, width);
     });
     m.def("sigmoid_gate", [](Type type, size_t rows, Address x, size_t stride, Address out) {
         over_rows(kernels()->sigmoid, SigmoidArgs{type, at<void>(x), stride, at<float>(out)}, rows, 16);
@@ -47,13 +58,23 @@ void bind_dense(py::module_& m) {
 }
 
 void bind_routing(py::module_& m) {
-    m.def("route", [](Type type, size_t rows, size_t experts, size_t top_k, Address logits, size_t stride, bool selected,
-                      bool renormalize, Address ids, Address weights) {
-        if (experts > RouteArgs::kMaxExperts || top_k > experts || !top_k) {
-            throw std::invalid_argument("cannot choose " + std::to_string(top_k) + " of " + std::to_string(experts) + " experts");
-        }
-        const RouteArgs args{type,   experts, top_k, at<void>(logits), stride, selected, renormalize,
-                             at<int32_t>(ids), at<float>(weights)};
+    py::enum_<RouteRule::Score>(m, "RouteScore")
+        .value("softmax", RouteRule::Score::softmax)
+        .value("softmax_selected", RouteRule::Score::softmax_selected)
+        .value("sigmoid", RouteRule::Score::sigmoid)
+        .value("sparsemixer", RouteRule::Score::sparsemixer);
+    py::class_<RouteRule>(m, "RouteRule")
+        .def(py::init([](RouteRule::Score score, size_t groups, size_t kept_groups, size_t group_scores,
+                         bool renormalize, float epsilon, float floor, float scale, float jitter) {
+                 return RouteRule{score, groups, kept_groups, group_scores, renormalize, epsilon, floor, scale, jitter};
+             }),
+             py::kw_only(), py::arg("score"), py::arg("groups"), py::arg("kept_groups"), py::arg("group_scores"),
+             py::arg("renormalize"), py::arg("epsilon"), py::arg("floor"), py::arg("scale"), py::arg("jitter"));
+    m.def("route", [](Type type, size_t rows, size_t experts, size_t top_k, Address logits, size_t stride,
+                      const RouteRule& rule, Address bias, Address expert_scale, Address ids, Address weights) {
+        check_route(rule, experts, top_k);
+        const RouteArgs args{type, experts, top_k, at<void>(logits), stride, rule, at<float>(bias),
+                             at<float>(expert_scale), at<int32_t>(ids), at<float>(weights)};
         over_rows(kernels()->route, args, rows, experts * (top_k / 2 + 4));
     });
     m.def("group_pairs", [](Address ids, size_t num_pairs, Counts counts, Address order, Address place) {
@@ -91,6 +112,16 @@ void bind_sampling(py::module_& m) {
 }
 
 }  // namespace
+
+void check_route(const RouteRule& rule, size_t experts, size_t top_k) {
+    const size_t size = rule.groups ? experts / rule.groups : 0;
+    if (experts > RouteArgs::kMaxExperts || !rule.groups || experts % rule.groups || rule.kept_groups > rule.groups ||
+        (rule.kept_groups < rule.groups && size < rule.group_scores) || !top_k || top_k > rule.kept_groups * size) {
+        throw std::invalid_argument("cannot choose " + std::to_string(top_k) + " of " + std::to_string(experts) +
+                                    " experts in " + std::to_string(rule.kept_groups) + " of " +
+                                    std::to_string(rule.groups) + " groups");
+    }
+}
 
 void sum_pairs(Element element, size_t tokens, size_t top_k, size_t dim, const void* y, const int64_t* place,
                const float* weights, void* out) {

@@ -31,6 +31,9 @@ void over_rows(void (*kernel)(const Args&, size_t, size_t), const Args& args, si
     over_rows(count, width, [&](size_t begin, size_t end) { kernel(args, begin, end); });
 }
 
+/// Throws std::invalid_argument where a token cannot choose so many experts by this rule.
+void check_route(const RouteRule& rule, size_t experts, size_t top_k);
+
 /// out[t] = sum over k of weights[t * top_k + k] * y[place[t * top_k + k]], in order; place -1 adds zero.
 void sum_pairs(Element element, size_t tokens, size_t top_k, size_t dim, const void* y, const int64_t* place,
                const float* weights, void* out);

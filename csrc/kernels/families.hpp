@@ -30,7 +30,7 @@ constexpr Kernels table(const char* name) {
     kernels.pairs = kDots;
     kernels.exp = exp_all;
     kernels.rms_norm = rms_norm;
-    kernels.silu_mul = silu_mul;
+    kernels.act_mul = act_mul;
     kernels.sigmoid = sigmoid;
     kernels.qk_norm_rope_cache = qk_norm_rope_cache;
     kernels.route = route;

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include "kernels/activation.hpp"
 #include "kernels/elements.hpp"
 #include "kernels/gemm.hpp"
 #include "kernels/math.hpp"
@@ -208,21 +209,45 @@ void take_rows(const ProductArgs& args, const Part& part, const Workspace& space
     widen_rows<E>(args, part, space);
 }
 
-template <class E>
-void finish(const ProductArgs& args, const Part& part, const Workspace& space, size_t first_block, size_t blocks) {
-    const size_t step = args.gated ? 2 : 1, first = first_block / step * kColumns;
+/// In the place of an activation, where there is none.
+struct Ungated {
+    static constexpr bool kGated = false;
+};
+
+template <class E, bool biased, class Gate>
+void finish_as(const ProductArgs& args, const Part& part, const Workspace& space, size_t first_block, size_t blocks,
+               const Gate& gate) {
+    constexpr size_t step = Gate::kGated ? 2 : 1;
+    const size_t first = first_block / step * kColumns, skipped = part.expert * (args.expert_bytes / sizeof(float));
     for (size_t r = 0; r < part.count; ++r) {
-        const float* c = space.c + r * kSumsStride;
+        const float *c = space.c + r * kSumsStride, *bias = args.bias;
+        if constexpr (biased) bias += skipped + first_block * kColumns;
         char* y = static_cast<char*>(args.y) + (part.first + r) * args.y_stride * E::bytes;
         for (size_t b = 0, column = first; b < blocks; b += step, column += kColumns, c += step * kColumns) {
             for (int v = 0; v < kVectors; ++v) {
                 f32 value = load(c + v * kWidth);
-                if (args.gated) value = mul(silu(value), load(c + kColumns + v * kWidth));
-                if (args.bias) value = add(value, load(args.bias + column + v * kWidth));
+                if constexpr (biased) value = add(value, load(bias + v * kWidth));
+                if constexpr (Gate::kGated) {
+                    f32 up = load(c + kColumns + v * kWidth);
+                    if constexpr (biased) up = add(up, load(bias + kColumns + v * kWidth));
+                    value = gate(value, up);
+                }
                 store_at<E>(y, column + v * kWidth, args.columns, value);
             }
+            if constexpr (biased) bias += step * kColumns;
         }
     }
+}
+
+/// Bias, activation and rounding of a task's sums.
+template <class E>
+void finish(const ProductArgs& args, const Part& part, const Workspace& space, size_t first, size_t blocks) {
+    const auto as = [&](const auto& gate) {
+        if (args.bias) return finish_as<E, true>(args, part, space, first, blocks, gate);
+        finish_as<E, false>(args, part, space, first, blocks, gate);
+    };
+    if (args.gated) return with_activation(args.activation, as);
+    as(Ungated());
 }
 
 template <class E>
@@ -240,7 +265,11 @@ void product_of(const ProductArgs& args, size_t begin, size_t end, int worker) {
         const size_t blocks = left < ProductArgs::kUnit ? left : ProductArgs::kUnit;
         const uint8_t* w = args.weights + part.expert * args.expert_bytes + first * args.block_bytes;
         sums<E>(args, space, part.count, w, blocks);
-        finish<E>(args, part, space, first, blocks);
+        if (args.y_type == args.type) {
+            finish<E>(args, part, space, first, blocks);
+        } else {
+            finish<Float32>(args, part, space, first, blocks);
+        }
     }
 }
 

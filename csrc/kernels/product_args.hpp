@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/activation_args.hpp"
+
 namespace moeserve {
 
 enum class Type : int;
@@ -35,12 +37,13 @@ struct Part {
     size_t expert, first, count;
 };
 
-/// y = x times weights (+ bias): one fp32 chain of fused multiply-adds per output, rounded once to the type.
-/// Gated: blocks come in pairs, gate and up, and y = silu(gate) * up, `columns` wide.
+/// y = x times weights (+ bias): one fp32 chain of fused multiply-adds per output, rounded once to y's type.
+/// Gated: blocks come in pairs, gate and up, and y = act(gate) * up, `columns` wide.
 struct ProductArgs {
     static constexpr size_t kUnit = 4;  // blocks of one task
 
-    Type type;  // of x and y
+    Type type;    // of x
+    Type y_type;  // the same, or fp32
     const void* x;
     size_t x_stride;  // elements
     const uint8_t* weights;
@@ -48,7 +51,8 @@ struct ProductArgs {
     Type weight_type;
     size_t depth, columns, num_blocks, block_bytes, group;
     bool zero_points, gated;
-    const float* bias;  // or null; a multiple of 16
+    Activation activation;  // where gated
+    const float* bias;      // or null; [num_blocks, 16], of expert e `expert_bytes` times e further
     void* y;
     size_t y_stride;
     const Part* parts;  // of at most `most_rows` rows

@@ -1,4 +1,4 @@
-// The router's choice: softmax and the best experts of each token, equal scores to the lowest id.
+// The router's choice: scores and the best experts of each token, equal scores to the lowest id.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -51,27 +51,106 @@ inline size_t take_largest(int32_t* keys, size_t width) {
     return 0;  // never: the largest is there
 }
 
+/// x = 1 / (1 + e^-x), in whole vectors.
+inline void sigmoids(float* x, size_t width) {
+    for (size_t i = 0; i < width; i += kWidth) {
+        store(x + i, div(all(1.0f), add(all(1.0f), exp(sub(zero(), load(x + i))))));
+    }
+}
+
+inline int32_t sort_key(float score) {
+    const int32_t bits = __builtin_bit_cast(int32_t, score + 0.0f), key = bits ^ (bits >> 31 & 0x7fffffff);
+    return key == INT32_MIN ? key + 1 : key;
+}
+inline float score_of(int32_t key) { return __builtin_bit_cast(float, key ^ (key >> 31 & 0x7fffffff)); }
+
+/// Takes out the keys of all but the best groups, of which equally good ones come in order.
+inline void keep_groups(const RouteRule& rule, int32_t* keys, size_t width) {
+    const size_t size = width / rule.groups;
+    alignas(64) int32_t group_keys[RouteArgs::kMaxExperts + 32];
+    for (size_t g = 0; g < rule.groups; ++g) {
+        int32_t best = INT32_MIN, second = INT32_MIN;
+        for (size_t i = g * size; i < (g + 1) * size; ++i) {
+            const int32_t lesser = keys[i] > best ? best : keys[i];
+            second = lesser > second ? lesser : second;
+            best = keys[i] > best ? keys[i] : best;
+        }
+        group_keys[g] = sort_key(rule.group_scores == 2 ? score_of(best) + score_of(second) : score_of(best));
+    }
+    for (size_t i = rule.groups; i % kWidth; ++i) group_keys[i] = INT32_MIN;
+    for (size_t k = 0; k < rule.kept_groups; ++k) take_largest(group_keys, rule.groups);
+    for (size_t g = 0; g < rule.groups; ++g) {
+        if (group_keys[g] == INT32_MIN) continue;
+        for (size_t i = g * size; i < (g + 1) * size; ++i) keys[i] = INT32_MIN;
+    }
+}
+
+/// Takes out the largest key and returns its index; weight: of its logit among those that are left and not far below.
+inline size_t mix(const float* logits, int32_t* keys, size_t width, float band, float* weight) {
+    alignas(64) float near[RouteArgs::kMaxExperts + 32];
+    for (size_t i = 0; i < width; ++i) near[i] = keys[i] == INT32_MIN ? -__builtin_inff() : logits[i];
+    const size_t id = take_largest(keys, width);
+    const float peak = logits[id];
+    for (size_t i = 0; i < width; ++i) {
+        const float size = __builtin_fabsf(logits[i]);
+        if ((peak - logits[i]) / (size < peak ? peak : size) > band) near[i] = -__builtin_inff();
+    }
+    softmax(near, width);
+    *weight = near[id];
+    return id;
+}
+
+/// The choices of one row of scores, [width] floats with room for 32 more, and their weights before any sum or scale.
+inline void choose(const RouteArgs& args, float* scores, int32_t* ids, float* chosen) {
+    using Score = RouteRule::Score;
+    alignas(64) float judged[RouteArgs::kMaxExperts + 32];
+    alignas(64) int32_t keys[RouteArgs::kMaxExperts + 32];
+    const size_t width = args.experts, top_k = args.top_k;
+    const RouteRule& rule = args.rule;
+    if (rule.score == Score::sparsemixer) {
+        sort_keys(scores, width, keys);
+        for (size_t k = 0; k < top_k; ++k) {
+            ids[k] = static_cast<int32_t>(mix(scores, keys, width, 2 * rule.jitter, chosen + k));
+        }
+        return;
+    }
+    if (rule.score == Score::softmax) softmax(scores, width);
+    if (rule.score == Score::sigmoid) sigmoids(scores, width);
+    const float* by = scores;
+    if (args.bias) {
+        by = judged;
+        for (size_t i = 0; i < width; i += kWidth) {
+            store(judged + i, add(load(scores + i), load_at<Float32>(bytes_of(args.bias), i, width)));
+        }
+    }
+    sort_keys(by, width, keys);
+    if (rule.kept_groups < rule.groups) keep_groups(rule, keys, width);
+    for (size_t k = 0; k < top_k; ++k) {
+        const size_t id = take_largest(keys, width);
+        ids[k] = static_cast<int32_t>(id);
+        chosen[k] = scores[id];
+    }
+    if (rule.score == Score::softmax_selected) softmax(chosen, top_k);
+}
+
 template <class E>
 void route_of(const RouteArgs& args, size_t begin, size_t end) {
     alignas(64) float scores[RouteArgs::kMaxExperts + 32], chosen[RouteArgs::kMaxExperts + 32];
-    alignas(64) int32_t keys[RouteArgs::kMaxExperts + 32];
     const size_t width = args.experts, top_k = args.top_k;
     for (size_t r = begin; r < end; ++r) {
         const char* logits = static_cast<const char*>(args.logits) + r * args.stride * E::bytes;
         for (size_t i = 0; i < width; i += kWidth) store(scores + i, load_at<E>(logits, i, width));
-        if (!args.selected) softmax(scores, width);
-        sort_keys(scores, width, keys);
         int32_t* ids = args.ids + r * top_k;
-        for (size_t k = 0; k < top_k; ++k) {
-            const size_t id = take_largest(keys, width);
-            ids[k] = static_cast<int32_t>(id);
-            chosen[k] = scores[id];
-        }
-        if (args.selected) softmax(chosen, top_k);
+        choose(args, scores, ids, chosen);
         float total = chosen[0];
         for (size_t k = 1; k < top_k; ++k) total += chosen[k];
+        total += args.rule.epsilon;
+        if (total < args.rule.floor) total = args.rule.floor;
         float* weights = args.weights + r * top_k;
-        for (size_t k = 0; k < top_k; ++k) weights[k] = args.renormalize ? chosen[k] / total : chosen[k];
+        for (size_t k = 0; k < top_k; ++k) {
+            weights[k] = (args.rule.renormalize ? chosen[k] / total : chosen[k]) * args.rule.scale;
+            if (args.expert_scale) weights[k] *= args.expert_scale[ids[k]];
+        }
     }
 }
 

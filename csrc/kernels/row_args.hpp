@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/activation_args.hpp"
+
 namespace moeserve {
 
 enum class Type : int;
@@ -23,12 +25,13 @@ struct NormArgs {
     void* total;  // where there is a residual
 };
 
-/// out = silu(first half of x) * second half, each half `width` wide.
-struct SiluArgs {
+/// out = act(first half of x) * second half, each half `width` wide.
+struct ActMulArgs {
     Type type;
     size_t width;
     const void* x;
     size_t stride;
+    Activation activation;
     void* out;
 };
 
@@ -63,7 +66,18 @@ struct QkNormRopeCacheArgs {
     void* q;  // [rows, heads, dim]
 };
 
-/// The top_k experts of each row of scores, best first.
+/// `RouterRule` in moeserve/ops/rules.py says what each of these means.
+struct RouteRule {
+    enum class Score : int { softmax, softmax_selected, sigmoid, sparsemixer };
+
+    Score score = Score::softmax;
+    size_t groups = 1, kept_groups = 1;
+    size_t group_scores = 1;  // 1 or 2: scores that make up a group's
+    bool renormalize = false;
+    float epsilon = 0, floor = 0, scale = 1, jitter = 0;
+};
+
+/// The top_k experts of each row of logits, best first.
 struct RouteArgs {
     static constexpr size_t kMaxExperts = 4096;
 
@@ -71,9 +85,10 @@ struct RouteArgs {
     size_t experts, top_k;
     const void* logits;
     size_t stride;
-    bool selected;  // softmax over the chosen ones instead of all
-    bool renormalize;
-    int32_t* ids;    // [rows, top_k], as weights
+    RouteRule rule;
+    const float* bias;          // [experts], of the choice; or null
+    const float* expert_scale;  // [experts], of the weights; or null
+    int32_t* ids;               // [rows, top_k], as weights
     float* weights;
 };
 

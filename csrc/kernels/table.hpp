@@ -21,7 +21,7 @@ struct Kernels {
     bool pairs;  // whether products hold rows of bf16 as pairs, half as large as floats
     void (*exp)(const float* x, float* y, size_t count);  // for tests of math.hpp
     void (*rms_norm)(const NormArgs&, size_t begin, size_t end);
-    void (*silu_mul)(const SiluArgs&, size_t begin, size_t end);
+    void (*act_mul)(const ActMulArgs&, size_t begin, size_t end);
     void (*sigmoid)(const SigmoidArgs&, size_t begin, size_t end);
     void (*qk_norm_rope_cache)(const QkNormRopeCacheArgs&, size_t begin, size_t end);
     void (*route)(const RouteArgs&, size_t begin, size_t end);

@@ -110,6 +110,23 @@ inline float exp_of(float x) {
 }
 inline float silu_of(float x) { return x / (1.0f + exp_of(0.0f - x)); }
 
+/// What `Activation` says.
+inline float gated_of(const Activation& a, float gate, float up) {
+    if (a.kind == Activation::Kind::swiglu) return silu_of(gate) * up;
+    const auto most = [](float x, float limit) { return x > limit ? limit : x; };
+    const float x = most(gate, a.gate_limit);
+    const float factor = a.kind == Activation::Kind::silu ? a.alpha : std::fma(x * x, 0.0713548162726f, 1.5957691216057f);
+    const float y = most(x / (1.0f + exp_of(0.0f - factor * x)), a.act_limit), z = most(up, a.up_limit);
+    return y * ((z < -a.up_limit ? -a.up_limit : z) + a.up_shift);
+}
+
+inline const Activation kActivations[] = {
+    {},
+    {Activation::Kind::silu, 1.702f, 7.0f, Activation::kNone, 7.0f, 1.0f},
+    {Activation::Kind::silu, 1.0f, Activation::kNone, 0.5f, 0.25f, 0.0f},
+    {.kind = Activation::Kind::gelu_tanh},
+};
+
 /// 32 sums side by side, halves onto halves.
 inline float folded(float (&sums)[32]) {
     for (int half = 16; half > 0; half /= 2) {

@@ -115,6 +115,7 @@ ProductArgs arguments(const Packing& packing, size_t num_blocks) {
 /// Runs a product, its tasks shared out as bindings/products.cpp does.
 void run(ProductArgs args, const std::vector<Part>& parts) {
     args.parts = parts.data();
+    args.y_type = args.type;
     for (const Part& part : parts) args.most_rows = std::max(args.most_rows, part.count);
     const std::shared_ptr<Pool> threads = pool();
     std::vector<size_t> held(static_cast<size_t>(threads->size()) * (64 / sizeof(size_t)), ~size_t{0});
@@ -159,38 +160,57 @@ void linear(const Packing& packing, size_t rows, size_t offset) {
 template <class E>
 void gated(const Packing& packing, size_t offset) {
     const size_t experts = 3, depth = packing.depth, columns = packing.columns, block = packing.block_bytes();
+    const size_t num_blocks = 2 * packing.num_blocks(), num_biases = num_blocks * Packing::kBlock;
+    const size_t expert_bytes = 2 * packing.bytes() + num_biases * sizeof(float);
     std::vector<std::unique_ptr<Matrix>> halves;
-    Exact<uint8_t> weights(experts * 2 * packing.bytes());
+    Exact<uint8_t> weights(experts * expert_bytes);
+    std::vector<Exact<float>> biases;
     for (size_t i = 0; i < 2 * experts; ++i) {
         halves.push_back(std::make_unique<Matrix>(packing, offset));
         for (size_t b = 0; b < packing.num_blocks(); ++b) {
-            std::memcpy(weights.data() + i / 2 * 2 * packing.bytes() + (2 * b + i % 2) * block,
-                        halves[i]->packed.data() + b * block, block);
+            std::memcpy(weights.data() + i / 2 * expert_bytes + (2 * b + i % 2) * block, halves[i]->packed.data() + b * block,
+                        block);
         }
+    }
+    for (size_t e = 0; e < experts; ++e) {
+        biases.push_back(random<float>(num_biases));
+        std::memcpy(weights.data() + e * expert_bytes + 2 * packing.bytes(), biases[e].data(), num_biases * sizeof(float));
     }
     const std::vector<Part> parts{{0, 0, 1}, {2, 1, 8}, {2, 9, 2}};
     const size_t rows = 11;
     const auto x = random<E>(rows * depth, offset);
     Exact<E> y(rows * columns, 1 - offset), expected(rows * columns);
-    ProductArgs args = arguments(packing, 2 * packing.num_blocks());
+    ProductArgs args = arguments(packing, num_blocks);
     args.type = kType<E>;
     args.gated = true;
-    args.expert_bytes = 2 * packing.bytes();
+    args.expert_bytes = expert_bytes;
     args.x = x.data(), args.x_stride = depth;
     args.y = y.data(), args.y_stride = columns;
     args.weights = weights.data();
-    run(args, parts);
-    std::vector<float> row(depth);
+    std::vector<float> row(depth), gates(rows * columns), ups(rows * columns);
     for (const Part& part : parts) {
         for (size_t r = part.first; r < part.first + part.count; ++r) {
             for (size_t k = 0; k < depth; ++k) row[k] = static_cast<float>(x[r * depth + k]);
             for (size_t n = 0; n < columns; ++n) {
-                const float gate = halves[2 * part.expert]->sum(row.data(), n), up = halves[2 * part.expert + 1]->sum(row.data(), n);
-                expected[r * columns + n] = E(silu_of(gate) * up);
+                gates[r * columns + n] = halves[2 * part.expert]->sum(row.data(), n);
+                ups[r * columns + n] = halves[2 * part.expert + 1]->sum(row.data(), n);
             }
         }
     }
-    CHECK(same(y, expected));
+    for (int way = 0; way < 8; ++way) {
+        const bool biased = way & 1;
+        args.activation = kActivations[way / 2];
+        args.bias = biased ? reinterpret_cast<const float*>(weights.data() + 2 * packing.bytes()) : nullptr;
+        run(args, parts);
+        for (const Part& part : parts) {
+            for (size_t i = part.first * columns; i < (part.first + part.count) * columns; ++i) {
+                const float* bias = biases[part.expert].data() + i % columns / 16 * 32 + i % columns % 16;
+                const float gate = biased ? gates[i] + bias[0] : gates[i], up = biased ? ups[i] + bias[16] : ups[i];
+                expected[i] = E(gated_of(args.activation, gate, up));
+            }
+        }
+        CHECK(same(y, expected));
+    }
 }
 
 void every_format(size_t offset) {

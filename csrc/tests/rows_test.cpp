@@ -56,14 +56,21 @@ void activations(size_t width, size_t offset) {
     x[0] = T(kInfinity), x[2 * width - 1] = T(-1e30f), x[stride] = T(kNan);
     Exact<T> out(kRows * width, offset), expected(kRows * width);
     Exact<float> gate(kRows, offset), expected_gate(kRows);
-    tested::silu_mul(SiluArgs{kType<T>, width, x.data(), stride, out.data()}, 0, kRows);
+    for (const Activation& activation : kActivations) {
+        tested::act_mul(ActMulArgs{kType<T>, width, x.data(), stride, activation, out.data()}, 0, kRows);
+        for (size_t r = 0; r < kRows; ++r) {
+            const T* row = x.data() + r * stride;
+            for (size_t i = 0; i < width; ++i) {
+                expected[r * width + i] = T(gated_of(activation, float(row[i]), float(row[width + i])));
+            }
+        }
+        CHECK(same(out, expected));
+    }
     tested::sigmoid(SigmoidArgs{kType<T>, x.data(), stride, gate.data()}, 0, kRows);
     for (size_t r = 0; r < kRows; ++r) {
         const T* row = x.data() + r * stride;
-        for (size_t i = 0; i < width; ++i) expected[r * width + i] = T(silu_of(float(row[i])) * float(row[width + i]));
         expected_gate[r] = 1.0f / (1.0f + exp_of(0.0f - float(row[0])));
     }
-    CHECK(same(out, expected));
     CHECK(same(gate, expected_gate));
 }
 
@@ -151,8 +158,11 @@ void routes(size_t experts, size_t top_k, size_t offset) {
     for (int way = 0; way < 4; ++way) {
         Exact<int32_t> ids(kRows * top_k, offset), want_ids(kRows * top_k);
         Exact<float> weights(kRows * top_k, 1 - offset), want(kRows * top_k);
-        tested::route(RouteArgs{kType<T>, experts, top_k, logits.data(), stride, (way & 1) != 0, (way & 2) != 0, ids.data(),
-                                   weights.data()}, 0, kRows);
+        RouteRule rule;
+        rule.score = way & 1 ? RouteRule::Score::softmax_selected : RouteRule::Score::softmax;
+        rule.renormalize = (way & 2) != 0;
+        tested::route(RouteArgs{kType<T>, experts, top_k, logits.data(), stride, rule, nullptr, nullptr, ids.data(),
+                                weights.data()}, 0, kRows);
         for (size_t r = 0; r < kRows; ++r) {
             std::vector<float> scores(logits.data() + r * stride, logits.data() + r * stride + experts), chosen;
             if (!(way & 1)) softmax(scores);
@@ -169,9 +179,58 @@ void routes(size_t experts, size_t top_k, size_t offset) {
     for (size_t i = 0; i < logits.size(); ++i) logits[i] = T(below(2) ? kNan : kInfinity);  // any, but distinct ones
     Exact<int32_t> ids(top_k);
     Exact<float> weights(top_k);
-    tested::route(RouteArgs{kType<T>, experts, top_k, logits.data(), stride, offset == 1, true, ids.data(), weights.data()}, 0, 1);
-    std::sort(ids.data(), ids.data() + top_k);
-    for (size_t k = 0; k < top_k; ++k) CHECK(ids[k] >= 0 && ids[k] < int32_t(experts) && (!k || ids[k] > ids[k - 1]));
+    for (int score = 0; score < 4; ++score) {
+        RouteRule rule;
+        rule.score = static_cast<RouteRule::Score>(score);
+        rule.renormalize = offset == 1;
+        tested::route(RouteArgs{kType<T>, experts, top_k, logits.data(), stride, rule, nullptr, nullptr, ids.data(),
+                                weights.data()}, 0, 1);
+        std::sort(ids.data(), ids.data() + top_k);
+        for (size_t k = 0; k < top_k; ++k) CHECK(ids[k] >= 0 && ids[k] < int32_t(experts) && (!k || ids[k] > ids[k - 1]));
+    }
+}
+
+/// The best groups' best experts by sigmoid and bias; scales, a least sum.
+void grouped_routes(size_t groups, size_t size, size_t group_scores, size_t offset) {
+    const size_t experts = groups * size, kept = groups / 2 + 1, top_k = std::min<size_t>(kept * size, 5);
+    auto logits = random<float>(kRows * experts, offset), bias = random<float>(experts, 1 - offset);
+    const auto scale = random<float>(experts, offset);
+    for (size_t i = 0; i < logits.size(); ++i) logits[i] = std::round(logits[i]);
+    for (size_t i = 0; i < experts; ++i) bias[i] = std::round(bias[i]);
+    const RouteRule rule{RouteRule::Score::sigmoid, groups, kept, group_scores, true, 0.125f, 1.5f, 2.5f, 0.0f};
+    Exact<int32_t> ids(kRows * top_k, offset), want_ids(kRows * top_k);
+    Exact<float> weights(kRows * top_k, 1 - offset), want(kRows * top_k);
+    tested::route(RouteArgs{Type::fp32, experts, top_k, logits.data(), experts, rule, bias.data(), scale.data(),
+                            ids.data(), weights.data()}, 0, kRows);
+    for (size_t r = 0; r < kRows; ++r) {
+        std::vector<float> scores(experts), judged(experts), of_group(groups);
+        for (size_t i = 0; i < experts; ++i) {
+            scores[i] = 1.0f / (1.0f + exp_of(0.0f - logits[r * experts + i]));
+            judged[i] = scores[i] + bias[i];
+        }
+        std::vector<size_t> best(groups), order;
+        std::iota(best.begin(), best.end(), size_t{0});
+        for (size_t g = 0; g < groups; ++g) {
+            std::vector<float> group(judged.begin() + long(g * size), judged.begin() + long((g + 1) * size));
+            std::sort(group.rbegin(), group.rend());
+            of_group[g] = group_scores == 2 ? group[0] + group[1] : group[0];
+        }
+        std::stable_sort(best.begin(), best.end(), [&](size_t a, size_t b) { return of_group[a] > of_group[b]; });
+        best.resize(kept);
+        std::sort(best.begin(), best.end());
+        for (size_t g : best) {
+            for (size_t i = g * size; i < (g + 1) * size; ++i) order.push_back(i);
+        }
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return judged[a] > judged[b]; });
+        float total = 0;
+        for (size_t k = 0; k < top_k; ++k) total += scores[order[k]];
+        total = std::max(total + rule.epsilon, rule.floor);
+        for (size_t k = 0; k < top_k; ++k) {
+            want_ids[r * top_k + k] = static_cast<int32_t>(order[k]);
+            want[r * top_k + k] = scores[order[k]] / total * rule.scale * scale[order[k]];
+        }
+    }
+    CHECK(ids == want_ids && same(weights, want));
 }
 
 void maxima(size_t width, size_t offset) {
@@ -255,6 +314,11 @@ int main() {
         all_of<float>(offset);
         all_of<Bf16>(offset);
         all_of<Fp16>(offset);
+        for (size_t size : {1, 2, 7, 32}) {
+            for (size_t groups : {1, 4, 9}) {
+                for (size_t scores = 1; scores <= std::min<size_t>(size, 2); ++scores) grouped_routes(groups, size, scores, offset);
+            }
+        }
         for (size_t width : {1, 9, 511, 512, 513, 1500}) maxima(width, offset);
         for (size_t width : {1, 63, 64, 65, 700}) races(width, offset, false);
         for (size_t width : {64, 320}) races(width, offset, true);

@@ -13,6 +13,7 @@ from moeserve.blocks.linear import ColumnLinear, GatedMLP, widened
 from moeserve.comm.tensor import TensorParallel
 from moeserve.comm.world import World
 from moeserve.ops.linear import Linear
+from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Builder:
             index = torch.tensor(order)
             self.params[name] = self.params.pop(name)[index]
 
-    def gated(self, name: str, inner_size: int, tp: TensorParallel) -> GatedMLP:
-        """A SwiGLU block of inner width `inner_size`."""
+    def gated(self, name: str, inner_size: int, tp: TensorParallel, activation: Activation = SWIGLU) -> GatedMLP:
+        """A gated MLP of inner width `inner_size`."""
         gate_up = self.part(name + "gate_up", inner_size, tp, parts=2)
-        return GatedMLP(self.ops, gate_up, self.columns(name + "down", self.width, tp), inner_size, tp)
+        return GatedMLP(self.ops, gate_up, self.columns(name + "down", self.width, tp), inner_size, tp, activation)

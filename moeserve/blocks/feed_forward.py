@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from moeserve.blocks.weights import ExpertNames, WeightPlan
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
-from moeserve.ops.rules import RouterRule
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 if TYPE_CHECKING:
     from moeserve.blocks.build import Builder
@@ -41,10 +41,11 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A SwiGLU MLP with inner width `size` that every token passes."""
+    """A gated MLP with inner width `size` that every token passes."""
 
     size: int
     bias: bool = False
+    activation: Activation = SWIGLU
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `FeedForward`."""
@@ -64,7 +65,7 @@ class Dense:
 
     def build(self, build: Builder, name: str) -> FeedForwardLayer:
         """See `FeedForward`."""
-        mlp = build.gated(name, self.size, build.tp)
+        mlp = build.gated(name, self.size, build.tp, self.activation)
         return lambda x_TD, num_tokens, ubatch: mlp(x_TD, ubatch.index)
 
     def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
@@ -81,17 +82,26 @@ class SharedExpert:
     size: int
     gated: bool = False
     name: str = "mlp.shared_expert"  # of the checkpoint's module
+    activation: Activation = SWIGLU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoE:
-    """E experts of inner width `size`, of which a router chooses top_k for each token."""
+    """E experts of inner width `size`, of which a router chooses top_k for each token.
+
+    bias: experts' products have biases; router_bias: the router's product has one (gpt-oss). expert_scale: a factor per
+    expert on its weights (Gemma 4).
+    """
 
     num_experts: int
     top_k: int
     size: int
     router: RouterRule
     shared: SharedExpert | None = None
+    activation: Activation = SWIGLU
+    bias: bool = False
+    router_bias: bool = False
+    expert_scale: bool = False
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `FeedForward`; without the routed experts, whose weights only their tokens read."""
@@ -100,7 +110,14 @@ class MoE:
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds router, w13 and w2 of this rank's experts, and shared_gate_up, shared_down, shared_gate."""
-        plan.add(ours + "router", (self.num_experts, plan.width), plan.spell(theirs, "mlp.gate.weight"))
+        experts = (self.num_experts,)
+        plan.add(ours + "router", (*experts, plan.width), plan.spell(theirs, "mlp.gate.weight"))
+        if self.router_bias:
+            plan.add(ours + "router_bias", experts, plan.spell(theirs, "mlp.gate.bias"))
+        if self.router.bias:
+            plan.add(ours + "router_choice_bias", experts, plan.spell(theirs, "mlp.gate.e_score_correction_bias"))
+        if self.expert_scale:
+            plan.add(ours + "expert_scale", experts, plan.spell(theirs, "router.per_expert_scale"))
         local = plan.placement.local(plan.num_moe, plan.world.expert_rank)
         plan.num_moe += 1
         names = spelling(plan.names.experts, plan.present, theirs)

@@ -22,16 +22,37 @@ FP32, INT64 = 4, 8  # bytes
 def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
     """Returns the MoE block of the layer whose parameters begin with `name`."""
     params, ops, moe = build.params, build.ops, build.shared("MoE plan", build.plan_moe)
-    router = Router(build.linear(name + "router"), spec.top_k, spec.router, ops)
-    packed = moe.experts.pack(ExpertWeights(params.pop(name + "w13"), params.pop(name + "w2")))
+    router = build_router(spec, build, name)
+    moe = moe.with_activation(spec.activation)
+    packed = moe.experts.pack(
+        ExpertWeights(
+            params.pop(name + "w13"),
+            params.pop(name + "w2"),
+            *(params.pop(name + bias).float() if spec.bias else None for bias in ("w13_bias", "w2_bias")),
+        )
+    )
     shared: SharedExpert | None = None
     if spec.shared:
-        mlp = build.gated(name + "shared_", spec.shared.size, ALONE)  # reads this rank's tokens only
+        mlp = build.gated(
+            name + "shared_", spec.shared.size, ALONE, spec.shared.activation
+        )  # reads this rank's tokens only
         shared = SharedMLP(ops, params.pop(name + "shared_gate", None), mlp)
     to_physical = LogicalToPhysical(build.placement, build.num_moe, ops.device, counts_on_device=ops.triton)
     build.num_moe += 1
     layer: MoELayer = moe.layer(router, packed, to_physical, shared, build.tp)
     return layer
+
+
+def build_router(spec: MoE, build: Builder, name: str) -> Router:
+    """Returns the router, in fp32 where its rule says so."""
+    params, rule = build.params, spec.router
+    if rule.fp32:
+        for part in (name + "router", name + "router_bias"):
+            if part in params:
+                params[part] = params.pop(part).float()
+    bias_E = build.norm(name + "router_choice_bias") if rule.bias else None
+    scale_E = build.norm(name + "expert_scale") if spec.expert_scale else None
+    return Router(build.linear(name + "router"), spec.top_k, rule, build.ops, bias_E, scale_E)
 
 
 def dense_workspace(inner: int, width: int, tokens: int, size: int, tp_size: int) -> int:

@@ -16,6 +16,7 @@ from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import LANES
 from moeserve.ops.linear import Linear
 from moeserve.ops.quantised import Quantised
+from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
 W = TypeVar("W", Tensor, Quantised)
@@ -63,13 +64,14 @@ class ColumnLinear:
 
 @dataclass(eq=False, repr=False)
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), with this rank's columns of gate and up as one product D -> 2i, i of I."""
+    """down(act(gate(x)) * up(x)), with this rank's columns of gate and up as one product D -> 2i, i of I."""
 
     ops: Ops
     gate_up: Linear
     down: ColumnLinear
     inner_size: int
     tp: TensorParallel
+    activation: Activation = SWIGLU
 
     def __post_init__(self) -> None:
         self._run = self.ops.trace(self._all)
@@ -80,7 +82,7 @@ class GatedMLP:
         return y_TD
 
     def _all(self, x_TD: Tensor, channel: int) -> Tensor:
-        part_Ti = self.ops.silu_mul(self.gate_up(x_TD))
+        part_Ti = self.ops.act_mul(self.gate_up(x_TD), self.activation)
         return self.down(whole(part_Ti, self.inner_size, self.tp, channel), channel)
 
 

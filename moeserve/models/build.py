@@ -83,6 +83,7 @@ def _plan_moe(
         max_tokens=max_tokens,
         world_size=world.num_expert_ranks,
         tp_size=world.tp_size,
+        biases=spec.moe is not None and spec.moe.bias,
         replicas=placement.experts_per_rank * placement.num_ranks > spec.num_experts,
         ubatches=ubatches,
         exact=ops.exact,

@@ -34,7 +34,8 @@ class MoELayer:
     """One layer's experts behind one all2all backend and one expert kernel.
 
     `all2all`, `packed` (the local experts' weights in the kernel's layout) and `to_physical` are replaced between steps
-    when experts move or the group changes. shared: maps x [T, D] to what is added to every token.
+    when experts move or the group changes. shared: maps x [T, D] to what is added to every token. on_input: the weight
+    of a token's only expert multiplies the row that the expert sees, not the result.
     """
 
     router: Router
@@ -44,6 +45,7 @@ class MoELayer:
     to_physical: LogicalToPhysical
     shared: SharedExpert | None = None
     tp: TensorParallel = ALONE
+    on_input: bool = False
 
     @property
     def recordable(self) -> bool:
@@ -75,14 +77,16 @@ class MoELayer:
     def _compute(self, x_TD: Tensor, routing: Routing, num_tokens: int, ubatch: UBatch) -> Tensor:
         """Returns the sum of the routed and the shared experts. All ranks make as many rounds as the rank with the most
         tokens needs."""
-        out_TD, shared_TD = torch.empty_like(x_TD), list[Tensor]()
+        routed_TD, out_TD, shared_TD = x_TD, torch.empty_like(x_TD), list[Tensor]()
+        if self.on_input:
+            routed_TD, routing = routing.on_input(x_TD)
         run_shared = None
         if (shared := self.shared) is not None and len(x_TD):
             run_shared = lambda: shared_TD.append(shared(x_TD))  # noqa: E731
         limit = self.all2all.caps.max_tokens or sys.maxsize
         for start in range(0, max(1, ubatch.most_tokens, num_tokens), limit):
             rows = slice(start, start + limit)
-            self._round(x_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
+            self._round(routed_TD[rows], routing.rows(rows), out_TD[rows], ubatch, run_shared)
             run_shared = None
         return out_TD + shared_TD[0] if shared_TD else out_TD
 

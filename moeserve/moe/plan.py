@@ -7,7 +7,7 @@ candidate that was not taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moeserve.comm.tensor import ALONE, TensorParallel
@@ -18,6 +18,7 @@ from moeserve.moe.experts.base import Experts, Fusible
 from moeserve.moe.layer import FusedMoELayer, MoELayer, SharedExpert
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
+from moeserve.ops.rules import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class MoENeeds:
     """Requirements of the model and the settings on a backend and a kernel.
 
     max_tokens: rows of one step on one rank. world_size: ranks that the experts are sharded over. replicas: whether
-    some experts are there more than once. exact: whether a request's bits may depend on nothing but the request.
+    some experts are there more than once. biases: whether experts have biases. exact: whether a request's bits may
+    depend on nothing but the request.
     """
 
     hidden_size: int
@@ -36,6 +38,7 @@ class MoENeeds:
     world_size: int = 1
     tp_size: int = 1
     replicas: bool = False
+    biases: bool = False
     ubatches: int = 1
     exact: bool = False
 
@@ -64,7 +67,11 @@ class MoEPlan:
     ) -> MoELayer:
         """Returns a layer that runs as planned. packed: its weights, as `experts.pack` returned them."""
         kind = FusedMoELayer if self.fused else MoELayer
-        return kind(router, self.all2all, self.experts, packed, to_physical, shared, tp)
+        return kind(router, self.all2all, self.experts, packed, to_physical, shared, tp, router.rule.on_input)
+
+    def with_activation(self, activation: Activation) -> MoEPlan:
+        """Returns the plan of layers whose experts have another activation."""
+        return replace(self, experts=self.experts.with_activation(activation))
 
     def table(self) -> str:
         """Returns the needs and the reasons as aligned lines for the log."""
@@ -152,6 +159,7 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
             wire.exact or not needs.exact,
             f"{wire.name} keeps no order of sums: bits may depend on where experts are; use --determinism fast",
         ),
+        (compute.biases or not needs.biases, f"{compute.name} takes no experts with biases"),
         (needs.dtype in compute.dtypes, f"{compute.name} does not compute in {needs.dtype}"),
         (
             needs.device in compute.devices,

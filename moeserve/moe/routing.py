@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moeserve.ops.linear import Linear
@@ -28,23 +29,38 @@ class Routing:
         """Returns the routing of some of the tokens, as views."""
         return Routing(self.ids_TK[rows], self.weights_TK[rows])
 
+    def on_input(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
+        """Returns rows times the weight of their only expert, and the routing whose results count as they are."""
+        assert self.weights_TK.shape[1] == 1, self.weights_TK.shape
+        return (x_TD * self.weights_TK).to(x_TD.dtype), Routing(self.ids_TK, torch.ones_like(self.weights_TK))
+
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Scores all experts by one matrix product, `gate`, and keeps the best `top_k`."""
+    """Scores all experts by one matrix product, `gate`, and keeps the best `top_k`.
+
+    gate: packed from an fp32 weight where the rule says fp32. bias_E, expert_scale_E: fp32, as `route` takes them.
+    """
 
     gate: Linear
     top_k: int
     rule: RouterRule
     ops: Ops
+    bias_E: Tensor | None = None
+    expert_scale_E: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.rule.bias == (self.bias_E is not None), self.rule
+        assert self.top_k == 1 or not self.rule.on_input, self.top_k
 
     def __call__(self, x_TD: Tensor, num_tokens: int | Tensor) -> Routing:
         """Returns the choices of the first `num_tokens` rows; the rest are padding. num_tokens: an int, or with the
         Triton kernels an int32 tensor [1]."""
-        rule = self.rule
+        logits_TE = self.gate(x_TD.float() if self.rule.fp32 else x_TD)
+        arguments = logits_TE, self.top_k, self.rule, self.bias_E, self.expert_scale_E
         if isinstance(num_tokens, Tensor):
-            return Routing(*self.ops.route(self.gate(x_TD), self.top_k, rule.score, rule.renormalize, num_tokens))
-        ids_TK, weights_TK = self.ops.route(self.gate(x_TD), self.top_k, rule.score, rule.renormalize)
+            return Routing(*self.ops.route(*arguments, num_tokens))
+        ids_TK, weights_TK = self.ops.route(*arguments)
         if num_tokens < ids_TK.shape[0]:
             ids_TK[num_tokens:] = -1
         return Routing(ids_TK, weights_TK)

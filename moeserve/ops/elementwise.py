@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.ops.inputs import to_entries
+from moeserve.ops.rules import Activation, RouterRule
 
 TORCH_GRAIN = 32_768  # elements; torch gives a thread no less than this in an elementwise loop
+LOWEST = -(1 << 62)  # below the key of any score
 LANES = 64  # torch's vectorised loops work on this many elements at a time, or on half or a quarter of them
 
 
@@ -85,10 +87,10 @@ def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
     return (x_THd * cos_Td).add_(swapped.mul_(sin_Td))
 
 
-def silu_mul(gate_up_MI: Tensor, threads: int) -> Tensor:
-    """silu(first half) * second half of the last dimension (SwiGLU, Shazeer 2020).
+def act_mul(gate_up_MI: Tensor, activation: Activation, threads: int) -> Tensor:
+    """act(first half) * (second half + up_shift) of the last dimension; see `Activation`.
 
-    [1, 2] -> [1 / (1 + e^-1) * 2] = [1.4621]
+    [1, 2], SwiGLU -> [1 / (1 + e^-1) * 2] = [1.4621]
     """
     gate, up = gate_up_MI.chunk(2, dim=-1)
     width = gate.shape[1]
@@ -96,23 +98,40 @@ def silu_mul(gate_up_MI: Tensor, threads: int) -> Tensor:
         # No column may meet the scalar tail, which another division of the columns would put elsewhere.
         gate = F.pad(gate, (0, extra))
     if threads == 1 or gate.numel() <= TORCH_GRAIN:
-        return F.silu(gate)[:, :width].mul_(up).contiguous()
+        return _gated(gate, up, activation).contiguous()
     out = torch.empty_like(up)
     for rows in row_pieces(gate.shape[0], gate.shape[1], threads):
         for start in range(0, width, TORCH_GRAIN):
             columns = slice(start, start + TORCH_GRAIN)
-            up_part = up[rows, columns]
-            torch.mul(F.silu(gate[rows, columns])[:, : up_part.shape[1]], up_part, out=out[rows, columns])
+            out[rows, columns] = _gated(gate[rows, columns], up[rows, columns], activation)
     return out
+
+
+def _gated(gate: Tensor, up: Tensor, rule: Activation) -> Tensor:
+    """act(gate) * up; columns of gate beyond those of up are padding. SwiGLU rounds twice, the others once.
+
+    GELU's 0.5 (1 + tanh(u)) is sigmoid(2u), for u = sqrt(2 / pi) (x + 0.044715 x^3).
+    """
+    width = up.shape[1]
+    if rule.plain:
+        return F.silu(gate)[:, :width].mul_(up)
+    x, y = gate.float().clamp(max=rule.gate_limit), up.float().clamp(-rule.limit, rule.limit)
+    factor = rule.alpha if rule.kind == "silu" else 0.0713548162726 * x * x + 1.5957691216057
+    x = (x * torch.sigmoid(factor * x))[:, :width].clamp(max=rule.act_limit)
+    return (x * (y + rule.up_shift)).to(up.dtype)
 
 
 def sigmoid_gate(logits_TL: Tensor, threads: int) -> Tensor:
     """sigmoid of the first of LANES columns, fp32 [T, 1]; a single column would run in torch's scalar code."""
-    wide = logits_TL.float()
-    out = torch.empty_like(wide)
-    for rows in row_pieces(wide.shape[0], wide.shape[1], threads):
-        torch.sigmoid(wide[rows], out=out[rows])
-    return out[:, :1]
+    return _sigmoid(logits_TL.float(), threads)[:, :1]
+
+
+def _sigmoid(x_TL: Tensor, threads: int) -> Tensor:
+    """sigmoid of rows of whole LANES."""
+    out = torch.empty_like(x_TL)
+    for rows in row_pieces(x_TL.shape[0], x_TL.shape[1], threads):
+        torch.sigmoid(x_TL[rows], out=out[rows])
+    return out
 
 
 def sigmoid_mul(x_TN: Tensor, gates_TM: Tensor, threads: int) -> Tensor:
@@ -178,27 +197,78 @@ def qk_norm_rope_cache(
     return rotated_THd[:, :heads].to(qkv_TN.dtype)
 
 
-def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    rule: RouterRule,
+    bias_E: Tensor | None = None,
+    expert_scale_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The top_k experts of each token and their weights: (ids int32 [T, K], weights fp32 [T, K]), best first.
 
-    Scores in fp32; equal scores go to the lowest expert id. score `softmax`: over all experts, then top-k;
-    `softmax_selected`: top-k of the logits, then softmax over those.
+    bias_E: fp32, of the choice. expert_scale_E: fp32, of the weights of each expert. Scores, groups and sums in fp32;
+    equal scores go to the lowest id.
     logits [0, ln 3, 0], top_k 2, softmax -> ids [1, 0], weights [0.6, 0.2]
     """
-    scores = logits_TE.float()
-    if score == "softmax":
-        scores = scores.softmax(-1)
-    # Unique integer keys in the order of (score, -id): a float's bits order as an integer, once negative ones flip.
-    bits = (scores + 0.0).view(torch.int32).long()
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
-    keys -= torch.arange(scores.shape[-1], device=scores.device)
-    ids_TK = keys.topk(top_k, dim=-1).indices
-    weights_TK = scores.gather(-1, ids_TK)
-    if score == "softmax_selected":
-        weights_TK = weights_TK.softmax(-1)
-    if renormalize:
+    logits_TE = logits_TE.float()
+    if rule.score == "sparsemixer":
+        ids_TK, weights_TK = _sparsemixer(logits_TE, top_k, rule.jitter)
+    else:
+        scores_TE = _scores(logits_TE, rule.score)
+        keys_TE = _keys(scores_TE if bias_E is None else scores_TE + bias_E)
+        if rule.kept_groups < rule.groups:
+            keys_TE = _keep_groups(keys_TE, rule)
+        ids_TK = keys_TE.topk(top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(-1, ids_TK)
+        if rule.score == "softmax_selected":
+            weights_TK = weights_TK.softmax(-1)
+    if rule.renormalize:
         total_T1 = weights_TK[:, :1].clone()
         for k in range(1, top_k):  # in this order, whatever torch's sums do
             total_T1 += weights_TK[:, k : k + 1]
-        weights_TK = weights_TK / total_T1
+        weights_TK = weights_TK / (total_T1 + rule.epsilon).clamp(min=rule.floor)
+    if rule.scale != 1:
+        weights_TK = weights_TK * rule.scale
+    if expert_scale_E is not None:
+        weights_TK = weights_TK * expert_scale_E[ids_TK]
     return ids_TK.int(), weights_TK
+
+
+def _scores(logits_TE: Tensor, score: str) -> Tensor:
+    if score == "softmax":
+        return logits_TE.softmax(-1)
+    if score == "sigmoid":
+        experts = logits_TE.shape[1]
+        return _sigmoid(F.pad(logits_TE, (0, -experts % LANES)), torch.get_num_threads())[:, :experts]
+    return logits_TE
+
+
+def _keys(scores_TE: Tensor) -> Tensor:
+    """Unique integers in the order of (score, -id): a float's bits order as an integer, once negative ones flip."""
+    bits = (scores_TE + 0.0).view(torch.int32).long()
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
+    return keys - torch.arange(scores_TE.shape[-1], device=scores_TE.device)
+
+
+def _keep_groups(keys_TE: Tensor, rule: RouterRule) -> Tensor:
+    """The keys of the best groups' experts; below any score's elsewhere."""
+    keys_TGS = keys_TE.view(len(keys_TE), rule.groups, keys_TE.shape[1] // rule.groups)
+    bits = ((keys_TGS.topk(rule.num_group_scores, dim=-1).values + 0xFFFF) >> 16).int()
+    scores_TGn = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    kept = _keys(scores_TGn.sum(-1)).topk(rule.kept_groups, dim=-1).indices
+    is_out = torch.ones_like(keys_TGS[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
+    return keys_TGS.masked_fill(is_out[..., None], LOWEST).flatten(1)
+
+
+def _sparsemixer(logits_TE: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """(ids, weights) of one choice after the other, by a softmax over what is left and not far below the largest."""
+    left_TE, keys_TE, ids, weights = logits_TE.clone(), _keys(logits_TE), [], []
+    for _ in range(top_k):
+        id_T1 = keys_TE.argmax(-1, keepdim=True)
+        peak_T1 = logits_TE.gather(-1, id_T1)
+        far_TE = (peak_T1 - logits_TE) / torch.maximum(logits_TE.abs(), peak_T1) > 2 * jitter
+        weights.append(left_TE.masked_fill(far_TE, -math.inf).softmax(-1).gather(-1, id_T1))
+        ids.append(id_T1)
+        left_TE.scatter_(-1, id_T1, -math.inf)
+        keys_TE.scatter_(-1, id_T1, LOWEST)
+    return torch.cat(ids, -1), torch.cat(weights, -1)

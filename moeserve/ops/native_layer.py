@@ -23,8 +23,9 @@ from torch import Tensor
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs, entry_width
 from moeserve.ops.native import native
-from moeserve.ops.native_rows import KV_TYPES, TYPES, address
+from moeserve.ops.native_rows import KV_TYPES, TYPES, address, check_per_expert, native_activation, native_rule
 from moeserve.ops.quantised import Quantised, Weight
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20
@@ -204,10 +205,24 @@ class ExpertsBlock:
 
     __slots__ = ("_block", "_keep", "_num_experts")
 
-    def __init__(self, router: NativeLinear, top_k: int, score: str, renormalize: bool, dtype: torch.dtype) -> None:
-        self._keep = router
+    def __init__(
+        self,
+        router: NativeLinear,
+        top_k: int,
+        rule: RouterRule,
+        dtype: torch.dtype,
+        activation: Activation = SWIGLU,
+        bias_E: Tensor | None = None,
+        expert_scale_E: Tensor | None = None,
+    ) -> None:
+        self._keep = router, bias_E, expert_scale_E  # whose memory the block reads
         self._num_experts = router.matrix.columns
-        self._block = _native.ExpertsBlock(TYPES[dtype], router.matrix, top_k, score == "softmax_selected", renormalize)
+        check_per_expert(bias_E, self._num_experts)
+        check_per_expert(expert_scale_E, self._num_experts)
+        self._block = _native.ExpertsBlock(
+            TYPES[dtype], router.matrix, TYPES[torch.float32 if rule.fp32 else dtype], top_k, native_rule(rule),
+            rule.on_input, address(bias_E), address(expert_scale_E), native_activation(activation),
+        )  # fmt: skip
 
     def __call__(self, x_TD: Tensor, packed: Any, num_tokens: int | Tensor) -> tuple[Tensor, NDArray[np.int64]]:
         """Returns the sums [T, D] and the rows of each expert. Rows from num_tokens on are padding and become zero.
@@ -221,8 +236,8 @@ class ExpertsBlock:
         out_TD = _empty(x_TD.shape, dtype=x_TD.dtype)
         counts_E = np.empty(self._num_experts, np.int64)
         self._block.run(
-            packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], counts_E, x_TD.data_ptr(), num_tokens,
-            out_TD.data_ptr(),
+            packed.gate_up, packed.down, experts.data_ptr(), experts.shape[1], packed.biased, counts_E, x_TD.data_ptr(),
+            num_tokens, out_TD.data_ptr(),
         )  # fmt: skip
         if num_tokens < len(out_TD):
             out_TD[num_tokens:] = 0

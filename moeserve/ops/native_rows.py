@@ -1,12 +1,13 @@
 """The functions of ops/elementwise.py in native code, with the same signatures and meanings; CPU tensors only.
 
-They differ from the reference where it rounds more often (silu_mul) or adds in another order (sums of squares, of
+They differ from the reference where it rounds more often (SwiGLU) or adds in another order (sums of squares, of
 exponentials). The elements of a row must lie side by side. A small call costs two microseconds, most of them for its
 tensors.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import entry_width
 from moeserve.ops.native import native
+from moeserve.ops.rules import Activation, RouterRule
 
 _native: Any = native()
 AVAILABLE = _native is not None and bool(_native.supported_isas())
@@ -92,13 +94,24 @@ def qk_norm_rope_cache(
     return q_THd
 
 
-def silu_mul(gate_up_MI: Tensor) -> Tensor:
-    """Returns SwiGLU of [M, 2I], [M, I]; see ops/elementwise.py."""
+@lru_cache
+def native_activation(rule: Activation) -> Any:
+    """Returns the activation as native kernels take it."""
+    kinds = _native.ActivationKind
+    return _native.Activation(
+        kind=kinds.swiglu if rule.plain else getattr(kinds, rule.kind), alpha=rule.alpha, gate_limit=rule.gate_limit,
+        act_limit=rule.act_limit, up_limit=rule.limit, up_shift=rule.up_shift,
+    )  # fmt: skip
+
+
+def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
+    """Returns act(gate) * up of [M, 2I], [M, I]; see ops/elementwise.py."""
     rows, both = gate_up_MI.shape
     out_MI = _empty((rows, both // 2), dtype=gate_up_MI.dtype)
-    _native.silu_mul(
-        TYPES[gate_up_MI.dtype], rows, both // 2, gate_up_MI.data_ptr(), _stride(gate_up_MI), out_MI.data_ptr()
-    )
+    _native.act_mul(
+        TYPES[gate_up_MI.dtype], rows, both // 2, gate_up_MI.data_ptr(), _stride(gate_up_MI),
+        native_activation(activation), out_MI.data_ptr(),
+    )  # fmt: skip
     return out_MI
 
 
@@ -117,14 +130,37 @@ def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     return _rows(weight_VD, ids_T, 1)
 
 
-def route(logits_TE: Tensor, top_k: int, score: str, renormalize: bool) -> tuple[Tensor, Tensor]:
+@lru_cache
+def native_rule(rule: RouterRule) -> Any:
+    """Returns the rule as native kernels take it."""
+    return _native.RouteRule(
+        score=getattr(_native.RouteScore, rule.score), groups=rule.groups, kept_groups=rule.kept_groups,
+        group_scores=rule.num_group_scores, renormalize=rule.renormalize, epsilon=rule.epsilon, floor=rule.floor,
+        scale=rule.scale, jitter=rule.jitter,
+    )  # fmt: skip
+
+
+def check_per_expert(per_E: Tensor | None, num_experts: int) -> None:
+    """Asserts that a tensor is fp32 [E], or None."""
+    assert per_E is None or (per_E.dtype, per_E.shape, per_E.is_contiguous()) == (torch.float32, (num_experts,), True)
+
+
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    rule: RouterRule,
+    bias_E: Tensor | None = None,
+    expert_scale_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Returns the top_k experts of each token and their weights; see ops/elementwise.py."""
     rows, experts = logits_TE.shape
+    check_per_expert(bias_E, experts)
+    check_per_expert(expert_scale_E, experts)
     ids_TK = _empty((rows, top_k), dtype=torch.int32)
     weights_TK = _empty((rows, top_k))
     _native.route(
         TYPES[logits_TE.dtype], rows, experts, top_k, logits_TE.data_ptr(), _stride(logits_TE),
-        score == "softmax_selected", renormalize, ids_TK.data_ptr(), weights_TK.data_ptr(),
+        native_rule(rule), address(bias_E), address(expert_scale_E), ids_TK.data_ptr(), weights_TK.data_ptr(),
     )  # fmt: skip
     return ids_TK, weights_TK
 

@@ -21,6 +21,7 @@ from moeserve.ops.inputs import PlanAttention
 from moeserve.ops.linear import PackLinear, PlainLinear, padded_rows
 from moeserve.ops.native import native
 from moeserve.ops.probe import probe_attention, probe_linear, probe_native
+from moeserve.ops.rules import Activation
 
 log = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -49,7 +50,7 @@ class Ops:
     pad_rows: Callable[[int], int]
     pack_linear: PackLinear
     pack_heads: latent.PackHeads
-    silu_mul: Callable[[Tensor], Tensor]
+    act_mul: Callable[[Tensor, Activation], Tensor]
     sigmoid_gate: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
     native: bool = False
@@ -181,7 +182,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         pad_rows=partial(max, 1),
         pack_linear=native_layer.NativeLinear,
         pack_heads=partial(latent.PlainHeads, pack_linear=native_layer.NativeLinear),
-        silu_mul=native_rows.silu_mul,
+        act_mul=native_rows.act_mul,
         sigmoid_gate=native_rows.sigmoid_gate,
         sigmoid_mul=partial(elementwise.sigmoid_mul, threads=1),
         rms_norm=native_rows.rms_norm,
@@ -219,7 +220,7 @@ def _table(device: torch.device, dtype: torch.dtype, pad: int, how: str, threads
         pad_rows=lambda rows: padded_rows(rows, pad),
         pack_linear=pack_linear,
         pack_heads=partial(latent.PlainHeads, pack_linear=pack_linear),
-        silu_mul=lambda x: elementwise.silu_mul(x, threads),
+        act_mul=partial(elementwise.act_mul, threads=threads),
         sigmoid_gate=lambda x: elementwise.sigmoid_gate(x, threads),
         sigmoid_mul=partial(elementwise.sigmoid_mul, threads=threads),
     )

@@ -42,7 +42,7 @@ def traced(ops: Ops) -> Ops:
         pack_heads=lambda weight: _plain_or_opaque(ops.pack_heads(weight)),
         rms_norm=elementwise.rms_norm,
         add_rms_norm=elementwise.add_rms_norm,
-        silu_mul=partial(elementwise.silu_mul, threads=1),  # generated code treats all columns alike
+        act_mul=partial(elementwise.act_mul, threads=1),  # generated code treats all columns alike
         sigmoid_gate=elementwise.plain_sigmoid_gate,
         qk_norm_rope_cache=opaque(ops.qk_norm_rope_cache),
         latent_rope_cache=opaque(ops.latent_rope_cache),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moeserve.kernels import paged_attention
+from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.latent import latent_rope_cache as latent_rope_cache_kernel
@@ -19,7 +20,7 @@ from moeserve.kernels.linear import heads_linear, linear
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
 from moeserve.kernels.route import route
-from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
+from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
 from moeserve.ops.latent import HeadsLinear, LatentRule, PlainHeads
@@ -147,7 +148,7 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         pack_linear=pack_exact if exact else pack_fast,
         pack_heads=pack_heads,
         weight_obstacle=partial(obstacle, device),
-        silu_mul=silu_mul,
+        act_mul=act_mul,
         sigmoid_gate=plain_sigmoid_gate,
         sigmoid_mul=partial(sigmoid_mul, threads=1),
         rms_norm=rms_norm,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Case:
     """One way to compile a kernel.
 
-    kernel: "rows:silu_mul_kernel", in moeserve.kernels. signature: the type of each argument that is not a
+    kernel: "activation:act_mul_kernel", in moeserve.kernels. signature: the type of each argument that is not a
     constant: "*bf16" for a pointer, "i32", "fp32", ... constants: the others. aligned: integers that are multiples of
     16; pointers always are.
     """
@@ -77,7 +77,9 @@ def _compile(case: Case) -> Report:
         for i, arg in enumerate(kernel.arg_names)
         if types[arg].startswith("*") or arg in case.aligned
     }
-    source = ASTSource(fn=kernel, signature=types, constexprs=dict(case.constants), attrs=hints)
+    # JSON has no tuples.
+    constants = {name: tuple(value) if isinstance(value, list) else value for name, value in case.constants.items()}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=hints)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.kernels.activation import SWIGLU_ACT
 from moeserve.kernels.align import align, align_groups
 from moeserve.kernels.configs import Config
 from moeserve.kernels.fp8 import BLOCK, quantise
@@ -131,7 +132,8 @@ def compiled(config: Config, product: str, tma: int) -> Case:
         "expert_ptr": "*i32", "row_ptr": "*i32", "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
     }  # fmt: skip
     constants = {
-        "SWIGLU": is_up, "EVEN": True, "TMA": bool(tma), "GROUP": config["group"], "BLOCK_M": config["block_m"],
+        "ACT": SWIGLU_ACT if is_up else None, "bias_ptr": None,
+        "EVEN": True, "TMA": bool(tma), "GROUP": config["group"], "BLOCK_M": config["block_m"],
         "BLOCK_N": block_n, "BLOCK": 128,
     }  # fmt: skip
     if is_up:

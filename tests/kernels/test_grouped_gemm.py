@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeserve.kernels.activation import SWIGLU_ACT
 from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.configs import Config
 from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
@@ -162,7 +165,7 @@ def test_launches_fit_the_number_of_rows() -> None:
     assert block_k(2048, torch.float32) == 32
 
 
-def compiled(dtype: str, product: str, config: Config, tma: int) -> Case:
+def compiled(dtype: str, product: str, config: Config, tma: int, biased: bool = False) -> Case:
     """At the widths of Qwen3-30B-A3B."""
     numbers = ("x_stride", "out_stride", "width", "inner")
     block_n, tile = config[f"{product}_block_n"], {"BLOCK_M": config["block_m"], "BLOCK_K": 64}
@@ -171,16 +174,31 @@ def compiled(dtype: str, product: str, config: Config, tma: int) -> Case:
         "out_ptr": f"*{dtype}", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32", "row_ptr": "*i32",
         "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
     }  # fmt: skip
-    flags = {"SWIGLU": product == "up", "EVEN": True, "TMA": bool(tma), "GROUP": config["group"]}
+    flags = {
+        "ACT": SWIGLU_ACT if product == "up" else None,
+        "bias_ptr": None,
+        "EVEN": True,
+        "TMA": bool(tma),
+        "GROUP": config["group"],
+    }
     warps, stages = config[f"{product}_warps"], config[f"{product}_stages"]
     constants = {**tile, **flags, "BLOCK_N": block_n}
-    return Case("grouped_gemm:grouped_kernel", signature, constants, numbers, warps, stages)
+    case = Case("grouped_gemm:grouped_kernel", signature, constants, numbers, warps, stages)
+    if not biased:
+        return case
+    gpt_oss = {**constants, "ACT": ("silu", 1.702, 7.0, math.inf, 7.0, 1.0) if product == "up" else None}
+    return replace(case, signature={**signature, "bias_ptr": "*fp32"}, constants=without(gpt_oss, "bias_ptr"))
+
+
+def without(constants: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in constants.items() if key != name}
 
 
 @pytest.mark.full("aot")
 def test_grouped_gemm_compiles_for_hopper() -> None:
     launches = [launch_of(rows, 128, 768, 2048, torch.bfloat16, "untuned") for rows in (8, 8192, 131072)]
     cases = [compiled("bf16", p, launch, tma) for p in ("up", "down") for launch in launches for tma in (0, 1)]
+    cases += [compiled("bf16", product, launches[1], 1, biased=True) for product in ("up", "down")]
     reports: list[Report] = compile_all(cases)
     for case, report in zip(cases, reports, strict=True):
         assert report.stack_bytes == 0, case

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.route import Rule, route, route_by
+from moeserve.kernels.route import route
 from moeserve.ops import elementwise
+from moeserve.ops.rules import RouterRule
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
-from tools.gpu.references import route_reference
 
-V3 = Rule("sigmoid", renormalize=True, groups=8, keep=4, group_top=2, epsilon=1e-20, scale=2.5)
+V3 = RouterRule(score="sigmoid", renormalize=True, groups=8, kept_groups=4, epsilon=1e-20, scale=2.5)
+RENORMALIZED = RouterRule(renormalize=True)
 SHAPES = [(0, 4, 2), (1, 1, 1), (3, 5, 5), (4, 60, 4), (2, 128, 8), (1, 1024, 32)]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*invalid value:RuntimeWarning")  # NumPy, which interprets
 
 
 def logits_of(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -31,21 +36,21 @@ def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None
 
 
 def test_route_example() -> None:
-    ids, weights = route(torch.tensor([[0.0, math.log(3), 0.0]], device=DEVICE), 2, "softmax", False)
+    ids, weights = route(torch.tensor([[0.0, math.log(3), 0.0]], device=DEVICE), 2, RouterRule())
     assert ids.tolist() == [[1, 0]]
     torch.testing.assert_close(weights.cpu(), torch.tensor([[0.6, 0.2]]))
     bias = torch.tensor([0.0, 0.0, 1.0], device=DEVICE)
-    ids, weights = route_by(Rule("sigmoid", False), torch.zeros(1, 3, device=DEVICE), 1, bias)
+    ids, weights = route(torch.zeros(1, 3, device=DEVICE), 1, RouterRule(score="sigmoid", bias=True), bias)
     assert (ids.tolist(), weights.tolist()) == ([[2]], [[0.5]])
 
 
 @pytest.mark.full("kernels", keep="each")
-@pytest.mark.parametrize(("score", "renormalize"), [("softmax", True), ("softmax", False), ("softmax_selected", True)])
+@pytest.mark.parametrize("rule", [RENORMALIZED, RouterRule(), RouterRule(score="softmax_selected")], ids=repr)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SHAPES)
-def test_route(tokens: int, experts: int, top_k: int, score: str, renormalize: bool) -> None:
+def test_route(tokens: int, experts: int, top_k: int, rule: RouterRule) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = logits_of(tokens, experts, dtype)
-        check(route(logits, top_k, score, renormalize), elementwise.route(logits, top_k, score, renormalize))
+        check(route(logits, top_k, rule), elementwise.route(logits, top_k, rule))
 
 
 @pytest.mark.full("kernels", keep="each")
@@ -54,55 +59,52 @@ def test_route(tokens: int, experts: int, top_k: int, score: str, renormalize: b
     [
         (V3, 256, 8),
         (V3, 40, 20),
-        (Rule("sigmoid", True, scale=2.0), 6, 3),
-        (Rule("sqrt_softplus", True), 7, 3),
-        (Rule("softmax", False, groups=3, keep=1, group_top=1), 15, 5),
-        (Rule("softmax_selected", False, groups=4, keep=3, group_top=1), 12, 4),
+        (RouterRule(score="sigmoid", renormalize=True, floor=2.5, scale=2.0), 6, 3),
+        (RouterRule(groups=3, kept_groups=1, group_score="max"), 15, 5),
+        (RouterRule(score="softmax_selected", groups=4, kept_groups=3, group_score="max"), 12, 4),
+        (RouterRule(groups=4, kept_groups=2, group_score="max", scale=16.0), 4, 2),
+        (RouterRule(score="sparsemixer", jitter=0.01), 16, 2),
+        (RouterRule(score="sparsemixer", jitter=0.3), 7, 3),
     ],
+    ids=repr,
 )
 @pytest.mark.parametrize("biased", [False, True])
-def test_route_by(rule: Rule, experts: int, top_k: int, biased: bool) -> None:
+def test_route_by_every_rule(rule: RouterRule, experts: int, top_k: int, biased: bool) -> None:
     logits = logits_of(4, experts)
     bias = logits_of(1, experts)[0] / 8 if biased else None
-    check(route_by(rule, logits, top_k, bias), route_reference(logits, top_k, rule, bias))
+    scale = logits_of(1, experts)[0] + 10 if biased else None
+    check(route(logits, top_k, rule, bias, scale), elementwise.route(logits, top_k, rule, bias, scale))
 
 
 def test_the_bias_moves_choices_and_not_weights() -> None:
     """Group 1 wins by its best two together, though group 0 has the best expert; the bias then lifts group 0."""
     logits = torch.tensor([[4.0, -9.0, 2.0, 2.0]], device=DEVICE)
-    rule = Rule("sigmoid", False, groups=2, keep=1, group_top=2)
-    assert route_by(rule, logits, 2)[0].tolist() == [[2, 3]]
-    ids, weights = route_by(rule, logits, 2, torch.tensor([0.0, 3.0, 0.0, 0.0], device=DEVICE))
+    rule = RouterRule(score="sigmoid", groups=2)
+    assert route(logits, 2, rule)[0].tolist() == [[2, 3]]
+    ids, weights = route(logits, 2, rule, torch.tensor([0.0, 3.0, 0.0, 0.0], device=DEVICE))
     assert ids.tolist() == [[1, 0]]
     torch.testing.assert_close(weights, logits.sigmoid()[:, [1, 0]])
 
 
-def test_small_softplus_keeps_its_digits() -> None:
-    logits = torch.tensor([[-30.0, -4.5, -4.7, 0.0, 30.0]], device=DEVICE)
-    rule = Rule("sqrt_softplus", False)
-    check(route_by(rule, logits, 5), route_reference(logits, 5, rule))
-
-
-@pytest.mark.filterwarnings("ignore:.*invalid value:RuntimeWarning")  # NumPy, which interprets
-@pytest.mark.parametrize("score", ["softmax", "softmax_selected", "sigmoid"])
-def test_no_number_is_no_harm(score: str) -> None:
+@pytest.mark.parametrize("score", ["softmax", "softmax_selected", "sigmoid", "sparsemixer"])
+def test_no_number_is_no_harm(score: Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"]) -> None:
     """Ids are valid and differ, and other rows are what they are alone."""
     logits = torch.zeros(4, 10, device=DEVICE)
     logits[0, 3] = logits[1] = math.nan
     logits[2] = -math.inf
-    rule = Rule(score, True, groups=2, keep=1, group_top=2)
-    for ids, weights in (route_by(rule, logits, 4), route_by(Rule(score, True), logits, 4)):
+    rule = RouterRule(score=score, renormalize=True, groups=2)
+    for ids, weights in (route(logits, 4, rule), route(logits, 4, replace(rule, groups=1))):
         assert all(len({*row}) == 4 and min(row) >= 0 and max(row) < 10 for row in ids.tolist())
-        assert weights[3].tolist() == [0.25] * 4
+        assert score == "sparsemixer" or weights[3].tolist() == [0.25] * 4
         assert ids[3].tolist() == [0, 1, 2, 3]
 
 
 def test_padding_is_not_read() -> None:
     logits = logits_of(5, 20)
-    ids, weights = route(logits[:2], 3, "softmax", True)
+    ids, weights = route(logits[:2], 3, RENORMALIZED)
     logits[2:] = math.nan
     for num_tokens in (2, torch.tensor([2], dtype=torch.int32, device=DEVICE)):
-        some_ids, some_weights = route(logits, 3, "softmax", True, num_tokens)
+        some_ids, some_weights = route(logits, 3, RENORMALIZED, None, None, num_tokens)
         assert torch.equal(some_ids[:2], ids)
         assert torch.equal(some_weights[:2], weights)
         assert (some_ids[2:] == -1).all()
@@ -114,12 +116,21 @@ def test_route_compiles_for_hopper() -> None:
     signature = {
         "logits_ptr": "*bf16", "live_ptr": "*i32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "num_tokens": "i32",
         "row_stride": "i32", "num_groups": "i32", "group_size": "i32", "epsilon": "fp32", "scale": "fp32",
+        "floor": "fp32", "band": "fp32",
     }  # fmt: skip
-    qwen = {"K": 8, "SCORE": "softmax", "RENORMALIZE": True, "KEEP": 1, "GROUP_TOP": 1, "GROUPS": 1, "SIZE": 128}
+    qwen = {"K": 8, "SCORE": "softmax", "RENORMALIZE": True, "KEEP": 0, "GROUP_TOP": 2, "GROUPS": 1, "SIZE": 128}
     deepseek = {"K": 8, "SCORE": "sigmoid", "RENORMALIZE": True, "KEEP": 4, "GROUP_TOP": 2, "GROUPS": 8, "SIZE": 32}
+    plain = {"CHOICES": 8, "expert_scale_ptr": None}
+    phi = {**qwen, "K": 2, "SCORE": "sparsemixer", "RENORMALIZE": False, "SIZE": 16}
     cases = [
-        Case("route:route_kernel", signature, {"bias_ptr": None, "CHOICES": 8, **qwen}, num_warps=1),
-        Case("route:route_kernel", {"bias_ptr": "*fp32", **signature}, {"CHOICES": 8, **deepseek}, num_warps=1),
+        Case("route:route_kernel", signature, {"bias_ptr": None, **plain, **qwen}, num_warps=1),
+        Case("route:route_kernel", {"bias_ptr": "*fp32", **signature}, {**plain, **deepseek}, num_warps=1),
+        Case(
+            "route:route_kernel",
+            {"expert_scale_ptr": "*fp32", **signature},
+            {"bias_ptr": None, "CHOICES": 2, **phi},
+            num_warps=1,
+        ),
     ]
     for report in compile_all(cases):
         assert report.stack_bytes == 0

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
+from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
-from tools.gpu.references import embedding_reference, rms_norm_reference, silu_mul_reference
+from tools.gpu.references import embedding_reference, rms_norm_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(0, 8), (1, 1), (3, 5), (17, 128), (2, 2048), (5, 2500), (1, 16384)]
@@ -112,27 +112,3 @@ def test_compiles_for_hopper() -> None:
     reports = compile_all(cases)
     assert [report.stack_bytes for report in reports] == [0] * len(cases)
     assert max(report.registers for report in reports) <= 128
-
-
-def test_silu_mul_example() -> None:
-    torch.testing.assert_close(
-        silu_mul(torch.tensor([[1.0, 2.0]], device=DEVICE)).cpu(), torch.tensor([[1.4621]]), atol=1e-4, rtol=0
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 5), (2, 1024), (2, 1025), (5, 2500)])
-def test_silu_mul(rows: int, width: int, dtype: torch.dtype) -> None:
-    wide = torch.randn(rows, 2 * width + 3, generator=torch.Generator().manual_seed(width)).to(DEVICE, dtype) * 8
-    x = wide[:, : 2 * width]  # strided rows
-    torch.testing.assert_close(
-        silu_mul(x), silu_mul_reference(x), rtol=1e-2 if dtype != torch.float32 else 2e-6, atol=1e-5
-    )
-
-
-@pytest.mark.full("aot")
-def test_silu_mul_compiles_for_hopper() -> None:
-    signature = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "row_stride": "i32", "width": "i32"}
-    (report,) = compile_all([Case("rows:silu_mul_kernel", signature, {"BLOCK": 1024}, ("row_stride", "width"))])
-    assert report.stack_bytes == 0
-    assert report.registers <= 64

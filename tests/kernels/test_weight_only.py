@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.kernels.activation import SWIGLU_ACT
 from moeserve.kernels.align import align, align_groups, align_rows
 from moeserve.kernels.configs import Config
 from moeserve.kernels.fp8 import E4M3
@@ -140,7 +141,8 @@ def compiled(kind: str, group: int, product: str, rows: int, tma: int) -> Case:
         "row_ptr": "*i32", "num_tiles": "i32", "top_k": "i32", **dict.fromkeys(numbers, "i32"),
     }  # fmt: skip
     constants = {
-        "SWIGLU": product == "up", "PAIRS": word == "int4", "TMA": bool(tma), "GROUP": config["group"],
+        "ACT": SWIGLU_ACT if product == "up" else None, "bias_ptr": None,
+        "PAIRS": word == "int4", "TMA": bool(tma), "GROUP": config["group"],
         "INPUTS": group, "HALF": half, "BLOCK_M": config["block_m"], "BLOCK_N": block_n,
     }  # fmt: skip
     if "zeros" in kind:

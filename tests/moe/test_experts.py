@@ -1,4 +1,4 @@
-"""Expert kernels against SwiGLU written out row by row, and the bits of a row in any company."""
+"""Expert kernels against gated MLPs written out row by row, and the bits of a row in any company."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Choice
 from tests.ops.choices import CHOICES, ops_of
 
@@ -21,26 +22,47 @@ def inbound_of(x_PD: Tensor, counts: list[int]) -> Inbound:
     return Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum())
 
 
-def weights(dtype: torch.dtype) -> ExpertWeights:
+def weights(dtype: torch.dtype, biased: bool = False) -> ExpertWeights:
     generator = torch.Generator().manual_seed(0)
-    return ExpertWeights(
+    products = (
         (torch.randn(E, 2 * I, D, generator=generator) * D**-0.5).to(dtype),
         (torch.randn(E, D, I, generator=generator) * I**-0.5).to(dtype),
     )
+    if not biased:
+        return ExpertWeights(*products)
+    biases = (torch.randn(E, width, generator=generator).to(dtype).float() for width in (2 * I, D))
+    return ExpertWeights(*products, *biases)
 
 
-def slow(x_D: Tensor, w: ExpertWeights, expert: int) -> Tensor:
-    x = x_D.double()
-    gate, up = (w.w13_eFD[expert].double() @ x).chunk(2)
-    return w.w2_eDI[expert].double() @ (gate * torch.sigmoid(gate) * up)
+def slow(x_D: Tensor, w: ExpertWeights, expert: int, activation: Activation) -> Tensor:
+    none = torch.zeros(())
+    b13, b2 = (none if bias is None else bias[expert].double() for bias in (w.b13_eF, w.b2_eD))
+    gate, up = (w.w13_eFD[expert].double() @ x_D.double() + b13).chunk(2)
+    gate, up = gate.clamp(max=activation.gate_limit), up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "gelu_tanh":
+        gate = torch.nn.functional.gelu(gate, approximate="tanh")
+    else:
+        gate = gate * torch.sigmoid(activation.alpha * gate)
+    return w.w2_eDI[expert].double() @ (gate.clamp(max=activation.act_limit) * (up + activation.up_shift)) + b2
+
+
+ACTIVATIONS = [
+    SWIGLU,
+    Activation(alpha=1.702, limit=1.0, up_shift=1.0),
+    Activation(limit=0.5, limit_after=True),
+    Activation(kind="gelu_tanh"),
+]
 
 
 @pytest.mark.parametrize("kernels", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("counts", [[3, 0, 1, 17, 2], [0, 0, 40, 0, 0], [0, 0, 0, 0, 1], [0] * 5])
-def test_agrees_with_swiglu(counts: list[int], dtype: torch.dtype, kernels: Choice) -> None:
-    experts = ReferenceExperts(ops_of(dtype, kernels))
-    w = weights(dtype)
+@pytest.mark.parametrize(("activation", "biased"), [(SWIGLU, False), *((a, True) for a in ACTIVATIONS)], ids=repr)
+def test_agrees_with_a_gated_mlp(
+    counts: list[int], dtype: torch.dtype, kernels: Choice, activation: Activation, biased: bool
+) -> None:
+    experts = ReferenceExperts(ops_of(dtype, kernels)).with_activation(activation)
+    w = weights(dtype, biased)
     packed = experts.pack(w)
     x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(1)).to(dtype)
     out = torch.full_like(x, torch.nan)
@@ -48,7 +70,7 @@ def test_agrees_with_swiglu(counts: list[int], dtype: torch.dtype, kernels: Choi
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
     for row, expert in enumerate(owners):
-        expected = slow(x[row], w, expert)
+        expected = slow(x[row], w, expert, activation)
         assert (out[row].double() - expected).norm() <= tolerance * expected.norm()
 
 

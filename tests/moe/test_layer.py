@@ -23,7 +23,7 @@ from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
-from moeserve.ops.rules import RouterRule
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 from moeserve.ops.table import pick_ops
 
 E, D, I, K = 7, 32, 40, 3  # noqa: E741
@@ -31,19 +31,23 @@ NEEDS = MoENeeds(hidden_size=D, dtype="float32", device="cpu", max_tokens=64)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("rule", [RouterRule(), RouterRule(renormalize=True), RouterRule(score="softmax_selected")])
+@pytest.mark.parametrize(
+    "rule",
+    [RouterRule(), RouterRule(renormalize=True), RouterRule(score="softmax_selected"), RouterRule(on_input=True)],
+)
 def test_layer_is_the_sum_over_chosen_experts(rule: RouterRule, shared: bool) -> None:
     torch.manual_seed(0)
-    ops = pick_ops("cpu", torch.float32)
+    ops, top_k = pick_ops("cpu", torch.float32), 1 if rule.on_input else K
     gate, w13, w2 = torch.randn(E, D), torch.randn(E, 2 * I, D) * 0.2, torch.randn(E, D, I) * 0.2
     experts = ReferenceExperts(ops)
     layer = MoELayer(
-        Router(ops.pack_linear(gate, None), K, rule, ops),
+        Router(ops.pack_linear(gate, None), top_k, rule, ops),
         LocalAll2All(E),
         experts,
         experts.pack(ExpertWeights(w13, w2)),
         LogicalToPhysical(Placement.initial(1, E, 1), 0),
         (lambda x: 3 * x) if shared else None,
+        on_input=rule.on_input,
     )
     x = torch.randn(11, D)
     ubatch = UBatch()
@@ -52,18 +56,32 @@ def test_layer_is_the_sum_over_chosen_experts(rule: RouterRule, shared: bool) ->
         scores = gate @ x[t]
         if rule.score == "softmax":
             scores = scores.softmax(0)
-        ids = scores.topk(K).indices
+        ids = scores.topk(top_k).indices
         weights = scores[ids].softmax(0) if rule.score == "softmax_selected" else scores[ids]
         if rule.renormalize:
             weights = weights / weights.sum()
         expected = 3 * x[t] if shared else torch.zeros(D)
         for weight, e in zip(weights, ids.tolist(), strict=True):
-            g, u = (w13[e] @ x[t]).chunk(2)
-            expected = expected + weight * (w2[e] @ (torch.nn.functional.silu(g) * u))
+            g, u = (w13[e] @ (weight * x[t] if rule.on_input else x[t])).chunk(2)
+            y = w2[e] @ (torch.nn.functional.silu(g) * u)
+            expected = expected + (y if rule.on_input else weight * y)
         assert torch.allclose(out[t], expected, atol=1e-5)
     assert torch.equal(out[9:], 3 * x[9:] if shared else torch.zeros(2, D))
     load = ubatch.take_load()
-    assert load.sum() == 9 * K
+    assert load.sum() == 9 * top_k
+
+
+def test_a_plan_for_every_activation() -> None:
+    gelu = Activation(kind="gelu_tanh")
+    ops, torch_ops = pick_ops("cpu", torch.float32), pick_ops("cpu", torch.float32, "torch")
+    plan = plan_moe(NEEDS, [LocalAll2All(E)], [ReferenceExperts(torch_ops)])
+    other, x = plan.with_activation(gelu), torch.randn(3, D)
+    packed = plan.experts.pack(ExpertWeights(torch.randn(E, 2 * I, D), torch.randn(E, D, I)))
+    router = Router(ops.pack_linear(torch.randn(E, D), None), 1, RouterRule(), ops)
+    parts: list[Any] = [packed, LogicalToPhysical(Placement.initial(1, E, 1), 0)]
+    found = [one.layer(router, *parts)(x, 3, UBatch()) for one in (plan, other, plan.with_activation(SWIGLU))]
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
 
 
 def test_a_ubatch_works_while_it_waits() -> None:
@@ -129,6 +147,7 @@ def test_plan_picks_the_first_pair_that_can() -> None:
         ({"max_in_flight": 1}, {}, {"ubatches": 2}, "1 dispatches in flight, 2 micro-batches"),
         ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
         ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
+        ({}, {"biases": False}, {"biases": True}, "quick takes no experts with biases"),
     ],
 )
 def test_plan_says_what_is_in_the_way(

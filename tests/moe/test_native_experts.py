@@ -14,8 +14,10 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.experts.reference import ReferenceExperts
+from moeserve.ops import native_rows
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
+from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import pick_ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,22 +33,26 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     module.set_threads([-1])
 
 
-def make(dtype: torch.dtype, width: int = 64, hidden: int = 48, num_experts: int = E, seed: int = 0) -> ExpertWeights:
+def make(
+    dtype: torch.dtype, width: int = 64, hidden: int = 48, num_experts: int = E, seed: int = 0, biased: bool = False
+) -> ExpertWeights:
     generator = torch.Generator().manual_seed(seed)
-    return ExpertWeights(
+    products = (
         (torch.randn(num_experts, 2 * hidden, width, generator=generator) * width**-0.5).to(dtype),
         (torch.randn(num_experts, width, hidden, generator=generator) * hidden**-0.5).to(dtype),
     )
+    biases = [torch.randn(num_experts, size, generator=generator) for size in (2 * hidden, width)]
+    return ExpertWeights(*products, *(biases if biased else ()))
 
 
 def rows(count: int, width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def run(packed: PackedNative, x_PD: Tensor, counts: list[int]) -> Tensor:
+def run(packed: PackedNative, x_PD: Tensor, counts: list[int], activation: Activation = SWIGLU) -> Tensor:
     counts_e = np.array(counts, np.int64)
     out = torch.full_like(x_PD, torch.nan)
-    NativeExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out)
+    NativeExperts(activation=activation).run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out)
     return out
 
 
@@ -75,6 +81,27 @@ def test_has_the_bits_of_products_written_out(
     out = run(NativeExperts().pack(weights), x, counts)
     assert torch.equal(out[: sum(counts)], written_out(x, weights, counts))
     assert out[sum(counts) :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "hidden"), [(64, 48), (37, 21)])
+@pytest.mark.parametrize(
+    "activation",
+    [SWIGLU, Activation(alpha=1.702, limit=1.0, up_shift=1.0), Activation(kind="gelu_tanh"), Activation(limit=0.5)],
+    ids=repr,
+)
+def test_biases_and_activations(activation: Activation, width: int, hidden: int, dtype: torch.dtype) -> None:
+    """The bits of products with biases and of the activation's own kernel, in fp32 between them."""
+    weights, counts = make(dtype, width, hidden, biased=True), [3, 0, 140, 1, 2]
+    assert weights.b13_eF is not None
+    assert weights.b2_eD is not None
+    x = rows(sum(counts), width, dtype)
+    parts = []
+    for expert, part in enumerate(torch.split(x, counts)):
+        both = NativeLinear(weights.w13_eFD[expert].float(), weights.b13_eF[expert])(part.float())
+        hidden_MI = native_rows.act_mul(both, activation).to(dtype)
+        parts.append(NativeLinear(weights.w2_eDI[expert], weights.b2_eD[expert])(hidden_MI))
+    assert torch.equal(run(NativeExperts().pack(weights), x, counts, activation), torch.cat(parts))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,12 +145,15 @@ def test_a_row_keeps_its_bits_in_any_company(dtype: torch.dtype, threads: int) -
         assert torch.equal(run(packed, x, counts.tolist())[place], alone[0])
 
 
-def test_moving_experts() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_moving_experts(biased: bool) -> None:
     """pack_expert, put, take and stack all give what packing the weights in their new places gives."""
-    experts, weights, other = NativeExperts(), make(torch.bfloat16), make(torch.bfloat16, seed=9)
+    weights, other = (make(torch.bfloat16, seed=seed, biased=biased) for seed in (0, 9))
+    experts = NativeExperts()
+    biases = (None if bias is None else bias[1] for bias in (other.b13_eF, other.b2_eD))
     packed, whole = experts.pack(weights), experts.pack(other)
     taken = experts.take(packed, 1)
-    experts.put(packed, 1, experts.pack_expert(other.w13_eFD[1], other.w2_eDI[1]))
+    experts.put(packed, 1, experts.pack_expert(other.w13_eFD[1], other.w2_eDI[1], *biases))
     assert torch.equal(packed.bytes_eB[1], whole.bytes_eB[1])
     assert torch.equal(taken.bytes_eB[0], experts.pack(weights).bytes_eB[1])
     again = experts.stack([experts.take(packed, expert) for expert in (4, 1)])

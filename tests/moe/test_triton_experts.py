@@ -15,14 +15,23 @@ pytest.importorskip("triton")
 
 from moeserve.errors import ConfigError
 from moeserve.moe.all2all.base import Inbound, Layout
+from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import TritonExperts
+from moeserve.moe.layer import FusedMoELayer, MoELayer
+from moeserve.moe.physical import LogicalToPhysical
+from moeserve.moe.placement.placement import Placement
+from moeserve.moe.plan import MoENeeds, plan_moe
+from moeserve.moe.routing import Router
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.quantised import Quantised, Weight, quantisation_of
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
+from moeserve.ops.triton_ops import triton_table
 from moeserve.ops.triton_weights import W8A8, obstacle
 from tests.kernels.device import DEVICE
 from tests.kernels.interpreted import ordered_dots, rounding_to_nearest
 from tests.quantised_checkpoints import dequantised
-from tools.gpu.references import quantise_reference, widen
+from tools.gpu.references import act_mul_reference, quantise_reference, widen
 
 E, D, I = 4, 128, 256  # noqa: E741
 KINDS = ("plain", "int4", "int4 with zeros", "int4 per channel", "int8", "fp8 per channel", "fp8 in blocks")
@@ -55,14 +64,16 @@ def weight(kind: str, *shape: int, seed: int = 0) -> Weight:
     return into
 
 
-def weights(kind: str, seed: int = 0) -> ExpertWeights:
-    return ExpertWeights(weight(kind, E, 2 * I, D, seed=seed), weight(kind, E, D, I, seed=seed + 1))
+def weights(kind: str, seed: int = 0, biased: bool = False) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(seed + 2)
+    biases = [torch.randn(E, width, generator=generator).to(DEVICE) for width in (2 * I, D)] if biased else []
+    return ExpertWeights(weight(kind, E, 2 * I, D, seed=seed), weight(kind, E, D, I, seed=seed + 1), *biases)
 
 
-def run(packed: Any, x_PD: Tensor, counts: list[int]) -> Tensor:
+def run(packed: Any, x_PD: Tensor, counts: list[int], activation: Activation = SWIGLU) -> Tensor:
     counts_e = np.array(counts)
     out = torch.full_like(x_PD, torch.nan)
-    TritonExperts().run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out)
+    TritonExperts(activation).run(Inbound(Layout.GROUPED, x_PD, counts_e, counts_e.cumsum()), packed, out)
     return out
 
 
@@ -89,17 +100,57 @@ def test_agrees_with_swiglu_in_any_company(kind: str) -> None:
             assert torch.equal(run(packed, x[row : row + 1], [int(e == expert) for e in range(E)])[0], found[row])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_expert_moves_in_one_piece(kind: str) -> None:
-    """Scales, zero points and all: put, taken and stacked experts are those that were packed together."""
-    experts, a, b = TritonExperts(), weights(kind), weights(kind, seed=7)
+@pytest.mark.full("kernels", keep=2)
+@pytest.mark.parametrize("activation", [Activation(alpha=1.702, limit=1.0, up_shift=1.0), SWIGLU], ids=repr)
+@pytest.mark.parametrize("kind", ["plain", "int4", "fp8 in blocks"])
+def test_biases_and_activations(kind: str, activation: Activation) -> None:
+    w, counts = weights(kind, biased=True), [2, 0, 1, 1]
+    assert w.b13_eF is not None
+    assert w.b2_eD is not None
+    packed = TritonExperts().pack(w)
+    fit = rounded if packed.kernels is W8A8 else lambda x: x
+    w13, w2 = (part if isinstance(part, Tensor) else dequantised(part) for part in (w.w13_eFD, w.w2_eDI))
+    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    found = run(packed, x, counts, activation)
+    for row, expert in enumerate(np.repeat(np.arange(E), counts).tolist()):
+        both = w13[expert] @ fit(x[row : row + 1])[0] + w.b13_eF[expert]
+        expected = w2[expert] @ fit(act_mul_reference(both[None], activation))[0] + w.b2_eD[expert]
+        assert (found[row] - expected).norm() <= (5e-3 if packed.kernels is W8A8 else 1e-5) * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "rule", [RouterRule(score="sigmoid", on_input=True), RouterRule(bias=True, fp32=True)], ids=repr
+)
+def test_the_fused_form_has_the_bits_of_the_steps(rule: RouterRule) -> None:
+    """Padding reaches no expert; a layer of one rank."""
+    ops, tokens, top_k = triton_table(DEVICE, torch.float32, exact=True), 5, 1 if rule.on_input else 2
+    kernel, gate = TritonExperts(Activation(limit=1.0)), weight("plain", E, D, seed=4)
+    assert isinstance(gate, Tensor)
+    bias = torch.rand(E, device=DEVICE) if rule.bias else None
+    plan = plan_moe(
+        MoENeeds(hidden_size=D, dtype="float32", device=DEVICE.type, max_tokens=8), [LocalAll2All(E)], [kernel]
+    )
+    router = Router(ops.pack_linear(gate, None), top_k, rule, ops, bias)
+    parts: list[Any] = [kernel.pack(weights("plain", biased=True)), LogicalToPhysical(Placement.initial(1, E, 1), 0)]
+    layers = plan.layer(router, *parts), replace(plan, fused=None).layer(router, *parts)
+    assert [type(layer) for layer in layers] == [FusedMoELayer, MoELayer]
+    x = torch.randn(tokens + 1, D, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    found, expected = (layer(x, tokens, UBatch())[:tokens] for layer in layers)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "biased"), [*((kind, False) for kind in KINDS), ("plain", True), ("int4", True)])
+def test_an_expert_moves_in_one_piece(kind: str, biased: bool) -> None:
+    """Scales, zero points, biases and all: put, taken and stacked experts are those that were packed together."""
+    experts, a, b = TritonExperts(), weights(kind, biased=biased), weights(kind, 7, biased)
+    biases = (None if bias is None else bias[2] for bias in (b.b13_eF, b.b2_eD))
     whole, other = experts.pack(a), experts.pack(b)
     assert all(len(part) == E and part.is_contiguous() for part in whole.parts)
-    one = experts.pack_expert(b.w13_eFD[2], b.w2_eDI[2])
+    one = experts.pack_expert(b.w13_eFD[2], b.w2_eDI[2], *biases)
     first = experts.take(whole, 1)
     experts.put(whole, 1, one)
     stacked = experts.stack([one, first, experts.take(other, 0)])
-    again = experts.pack(weights(kind))
+    again = experts.pack(weights(kind, biased=biased))
     for part, before, theirs, new in zip(whole.parts, again.parts, other.parts, stacked.parts, strict=True):
         kept = [0, 2, 3]
         assert torch.equal(part[kept].view(torch.uint8), before[kept].view(torch.uint8))

@@ -16,6 +16,7 @@ from moeserve.ops.inputs import HeadShape
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.probe import host_step
+from moeserve.ops.rules import SWIGLU, RouterRule
 
 module: Any = native()
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="no native kernels for this machine")
@@ -55,11 +56,11 @@ class Layer:
         assert torch.equal(alone[0], attended[-1])
         added, total = native_rows.add_rms_norm(attended, x, self.norm, 1e-6)
         logits = self.router(added)
-        ids, weights = native_rows.route(logits, 6, "softmax", True)
+        ids, weights = native_rows.route(logits, 6, RouterRule(renormalize=True))
         order, place, _ = native_rows.group_pairs(ids, 60)
         rows = native_rows.rows_of_pairs(added, order, 6)
         out = native_rows.sum_pairs(rows, place, weights, torch.empty_like(added))
-        return [total, added, ids, weights, out, native_rows.silu_mul(out), *native_rows.argmax(logits.float())]
+        return [total, added, ids, weights, out, native_rows.act_mul(out, SWIGLU), *native_rows.argmax(logits.float())]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 import pytest
 import torch
 
 from moeserve.ops import elementwise as e
 from moeserve.ops.inputs import entry_width, from_entries, to_entries
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
+
+Score = Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"]
+SCORES = get_args(Score)
+ACTIVATIONS = [SWIGLU, Activation(kind="gelu_tanh"), Activation(alpha=1.702, limit=7.0, up_shift=1.0)]
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -29,36 +35,42 @@ def test_examples() -> None:
     quarter = torch.tensor([0.0]), torch.tensor([1.0])
     cos, sin = torch.cat((quarter[0], quarter[0]))[None, None], torch.cat((-quarter[1], quarter[1]))[None, None]
     assert e.rotary(torch.tensor([[[1.0, 0.0]]]), cos, sin)[0, 0].tolist() == [0.0, 1.0]
-    assert e.silu_mul(torch.tensor([[1.0, 2.0]]), 1).item() == pytest.approx(1.4621, abs=1e-4)
+    assert e.act_mul(torch.tensor([[1.0, 2.0]]), SWIGLU, 1).item() == pytest.approx(1.4621, abs=1e-4)
     assert list(e.row_pieces(5, 32_768, 2)) == [slice(0, 4), slice(4, 5)]
-    ids, weights = e.route(torch.tensor([[0.0, math.log(3), 0.0]]), 2, "softmax", False)
+    ids, weights = e.route(torch.tensor([[0.0, math.log(3), 0.0]]), 2, RouterRule())
     assert ids.tolist() == [[1, 0]]
     assert weights[0].tolist() == pytest.approx([0.6, 0.2])
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 @pytest.mark.parametrize("width", [64, 72, 320])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_activations_and_norms_keep_their_bits(width: int, dtype: torch.dtype, threads: int) -> None:
+def test_rows_of_activations_and_norms_keep_their_bits(
+    width: int, dtype: torch.dtype, activation: Activation, threads: int
+) -> None:
     x = torch.randn(1500, 2 * width, generator=torch.Generator().manual_seed(2)).to(dtype)
     weight = torch.rand(2 * width) + 0.5
-    whole, normed = e.silu_mul(x, threads), e.rms_norm(x, weight, 1e-6)
+    whole, normed = e.act_mul(x, activation, threads), e.rms_norm(x, weight, 1e-6)
     for first, rows in ((0, 1), (7, 2), (100, 33), (499, 999), (1, 1499)):
         part = slice(first, first + rows)
-        assert torch.equal(e.silu_mul(x[part], threads), whole[part]), rows
+        assert torch.equal(e.act_mul(x[part], activation, threads), whole[part]), rows
         assert torch.equal(e.rms_norm(x[part], weight, 1e-6), normed[part]), rows
     gates = torch.randn(1500, e.LANES)
     assert torch.equal(e.sigmoid_gate(gates, threads)[40:41], e.sigmoid_gate(gates[40:41], threads))
     assert e.sigmoid_gate(gates, threads)[3].item() == pytest.approx(gates[3, 0].sigmoid().item())
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 @pytest.mark.parametrize("width", [90, 192, 1000, 66_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_columns_of_activations_keep_their_bits(width: int, dtype: torch.dtype, threads: int) -> None:
+def test_columns_of_activations_keep_their_bits(
+    width: int, dtype: torch.dtype, activation: Activation, threads: int
+) -> None:
     """However the columns are divided among ranks, none meets torch's scalar code where another division does not."""
     gate, up = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(4)).to(dtype)
-    whole = e.silu_mul(torch.cat((gate, up), 1), threads)
+    whole = e.act_mul(torch.cat((gate, up), 1), activation, threads)
     for size in (2, 3, 8):
-        parts = [e.silu_mul(torch.cat(pair, 1), threads) for pair in
+        parts = [e.act_mul(torch.cat(pair, 1), activation, threads) for pair in
                  zip(gate.tensor_split(size, 1), up.tensor_split(size, 1), strict=True)]  # fmt: skip
         assert torch.equal(torch.cat(parts, 1), whole)
 
@@ -81,7 +93,11 @@ def slow_route(logits: list[float], k: int, score: str, renormalize: bool) -> tu
         terms = [math.exp(v - max(values)) for v in values]
         return [t / sum(terms) for t in terms]
 
+    if score == "sparsemixer":
+        return slow_sparsemixer(logits, k, renormalize)
     scores = softmax(logits) if score == "softmax" else logits
+    if score == "sigmoid":
+        scores = [1 / (1 + math.exp(-value)) for value in logits]
     ids = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
     weights = [scores[i] for i in ids]
     if score == "softmax_selected":
@@ -89,26 +105,68 @@ def slow_route(logits: list[float], k: int, score: str, renormalize: bool) -> tu
     return ids, [w / sum(weights) for w in weights] if renormalize else weights
 
 
+def slow_sparsemixer(logits: list[float], k: int, renormalize: bool) -> tuple[list[int], list[float]]:
+    ids: list[int] = []
+    weights: list[float] = []
+    for _ in range(k):
+        left = [i for i in range(len(logits)) if i not in ids]
+        best = min(left, key=lambda i: (-logits[i], i))
+        peak = logits[best]
+        near = [i for i in left if logits[i] == peak or (peak - logits[i]) / max(abs(logits[i]), peak) <= 0]
+        weights.append(1 / sum(math.exp(logits[i] - peak) for i in near))
+        ids.append(best)
+    return ids, [w / sum(weights) for w in weights] if renormalize else weights
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("score", ["softmax", "softmax_selected"])
-def test_router_agrees_with_plain_python(score: str, renormalize: bool) -> None:
+@pytest.mark.parametrize("score", SCORES)
+def test_router_agrees_with_plain_python(score: Score, renormalize: bool, threads: int) -> None:
     """Small integers as logits: many ties, also between 0 and -0."""
     logits = torch.randint(-2, 3, (60, 11), generator=torch.Generator().manual_seed(3)).float()
     logits[::2] *= -1.0
-    ids, weights = e.route(logits, 4, score, renormalize)
+    rule = RouterRule(score=score, renormalize=renormalize)
+    ids, weights = e.route(logits, 4, rule)
     for row in range(60):
         expected_ids, expected_weights = slow_route(logits[row].tolist(), 4, score, renormalize)
         assert ids[row].tolist() == expected_ids
         assert weights[row].tolist() == pytest.approx(expected_weights)
     for row in range(60):
-        alone = e.route(logits[row : row + 1], 4, score, renormalize)
+        alone = e.route(logits[row : row + 1], 4, rule)
         assert torch.equal(alone[0][0], ids[row])
         assert torch.equal(alone[1][0], weights[row])
 
 
-def test_router_survives_infinities_and_nan() -> None:
+def test_groups_that_are_out_stay_out() -> None:
+    """However negative the biased scores of the best groups are; and ties go to the first group, then expert."""
+    logits, bias = torch.zeros(2, 6), torch.tensor([-8.0, -9.0, -7.0, -9.5, -8.0, -8.0])
+    for group_score, expected in (("max", [2, 3]), ("top2", [4, 5])):
+        rule = RouterRule(score="sigmoid", groups=3, kept_groups=1, group_score=group_score)  # type: ignore[arg-type]
+        ids, weights = e.route(logits, 2, rule, bias)
+        assert ids.tolist() == [expected] * 2
+        assert weights.tolist() == [[0.5, 0.5]] * 2
+        assert e.route(logits, 2, rule, torch.zeros(6))[0].tolist() == [[0, 1]] * 2
+
+
+def test_sums_and_scales_of_weights() -> None:
+    logits, scale = torch.zeros(1, 4), torch.tensor([1.0, 3.0, 1.0, 1.0])
+    for rule, expected in (
+        (RouterRule(score="sigmoid"), 0.5),
+        (RouterRule(score="sigmoid", scale=2.0), 1.0),
+        (RouterRule(score="sigmoid", renormalize=True), 0.5),
+        (RouterRule(score="sigmoid", renormalize=True, epsilon=1.0), 0.25),
+        (RouterRule(score="sigmoid", renormalize=True, floor=2.0, scale=4.0), 1.0),
+        (RouterRule(score="sparsemixer", jitter=0.01), 0.25),
+    ):
+        ids, weights = e.route(logits, 2, rule, None, scale)
+        assert ids.tolist() == [[0, 1]]
+        second = expected * 4 / 3 if rule.score == "sparsemixer" else expected
+        assert weights[0].tolist() == pytest.approx([expected, 3 * second])
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_router_survives_infinities_and_nan(score: Score) -> None:
     logits = torch.tensor([[float("nan")] * 5, [float("inf"), 0, 0, 0, 0], [-float("inf")] * 5])
-    ids, _ = e.route(logits, 3, "softmax", True)
+    ids, _ = e.route(logits, 3, RouterRule(score=score, renormalize=True))
     assert ((ids >= 0) & (ids < 5)).all()
     assert all(len(set(row)) == 3 for row in ids.tolist())
 

@@ -16,13 +16,15 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, PackedNative
-from moeserve.moe.routing import Routing
+from moeserve.moe.routing import Router
 from moeserve.ops import native_layer, native_rows
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import HeadShape, to_entries
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.probe import host_step
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
+from moeserve.ops.table import pick_ops
 
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -76,20 +78,34 @@ def test_attention(
         assert torch.equal(block_v, v)
 
 
+RULES = [
+    RouterRule(renormalize=True),
+    RouterRule(),
+    RouterRule(score="softmax_selected"),
+    RouterRule(score="sigmoid", bias=True, groups=3, kept_groups=2, renormalize=True, scale=2.5, fp32=True),
+    RouterRule(score="sparsemixer", jitter=0.01),
+    RouterRule(score="sigmoid", on_input=True),
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 130])
-@pytest.mark.parametrize(("score", "renormalize"), [("softmax", True), ("softmax", False), ("softmax_selected", False)])
-def test_experts(tokens: int, score: str, renormalize: bool, dtype: torch.dtype) -> None:
-    experts, hidden, top_k = 11, 40, 3
-    router = NativeLinear(random(experts, WIDTH, dtype=dtype))
-    kernel = NativeExperts()
-    weights = ExpertWeights(
-        random(experts, 2 * hidden, WIDTH, dtype=dtype, seed=1), random(experts, WIDTH, hidden, dtype=dtype, seed=2)
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_experts(tokens: int, rule: RouterRule, dtype: torch.dtype) -> None:
+    experts, hidden, top_k = 12, 40, 1 if rule.on_input else 3
+    gate = NativeLinear(random(experts, WIDTH, dtype=torch.float32 if rule.fp32 else dtype))
+    bias, scale = (random(experts, seed=4).abs(), random(experts, seed=5)) if rule.bias else (None, None)
+    router = Router(gate, top_k, rule, pick_ops("cpu", dtype, "native"), bias, scale)
+    kernel = NativeExperts(activation=Activation(alpha=1.7, limit=1.0, up_shift=1.0) if rule.bias else SWIGLU)
+    w13, w2 = (
+        random(experts, 2 * hidden, WIDTH, dtype=dtype, seed=1),
+        random(experts, WIDTH, hidden, dtype=dtype, seed=2),
     )
-    packed = kernel.pack(weights)
+    biases = (random(experts, 2 * hidden, seed=6), random(experts, WIDTH, seed=7)) if rule.bias else (None, None)
+    packed = kernel.pack(ExpertWeights(w13, w2, *biases))
     x = random(tokens, WIDTH, dtype=dtype, seed=3)
-    expected, counts = separately(x, router, kernel, packed, top_k, score, renormalize)
-    block = native_layer.ExpertsBlock(router, top_k, score, renormalize, dtype)
+    expected, counts = separately(x, router, kernel, packed)
+    block = kernel.fuse(router)
     padded = torch.cat((x, torch.full_like(x[:2], math.nan)))
     for num_tokens in (0, tokens):
         with_padding, _ = block(padded, packed, num_tokens)
@@ -101,18 +117,12 @@ def test_experts(tokens: int, score: str, renormalize: bool, dtype: torch.dtype)
     assert found_counts.sum() == tokens * top_k
 
 
-def separately(
-    x: Tensor,
-    router: NativeLinear,
-    kernel: NativeExperts,
-    packed: PackedNative,
-    top_k: int,
-    score: str,
-    renormalize: bool,
-) -> tuple[Tensor, Any]:
-    routing = Routing(*native_rows.route(router(x), top_k, score, renormalize))
+def separately(x: Tensor, router: Router, kernel: NativeExperts, packed: PackedNative) -> tuple[Tensor, Any]:
+    routing = router(x, len(x))
+    if router.rule.on_input:
+        x, routing = routing.on_input(x)
     rows = group_rows(routing.ids_TK, len(packed.bytes_eB))
-    inbound = Inbound(Layout.GROUPED, grouped_rows(x, rows, top_k), rows.counts_e, rows.counts_e.cumsum())
+    inbound = Inbound(Layout.GROUPED, grouped_rows(x, rows, router.top_k), rows.counts_e, rows.counts_e.cumsum())
     y = torch.empty_like(inbound.x)
     kernel.run(inbound, packed, y)
     return weighted_sum(y, rows, routing, torch.empty_like(x)), rows.counts_e
@@ -121,4 +131,4 @@ def separately(
 def test_wrong_sizes_are_refused() -> None:
     router = NativeLinear(random(4, WIDTH))
     with pytest.raises(ValueError, match="cannot choose 5 of 4 experts"):
-        native_layer.ExpertsBlock(router, 5, "softmax", True, torch.float32)
+        native_layer.ExpertsBlock(router, 5, RouterRule(), torch.float32)

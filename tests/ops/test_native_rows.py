@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from moeserve.ops import elementwise, native_rows
 from moeserve.ops.elementwise import HeadRule, qk_norm_rope_cache
 from moeserve.ops.inputs import from_entries, to_entries
 from moeserve.ops.native import native
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.sampler import row_keys
 
@@ -29,6 +30,9 @@ _isas = [] if _module is None else _module.supported_isas()
 pytestmark = pytest.mark.skipif(not _isas, reason="no native kernels for this machine")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+Score = Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"]
+RENORMALIZED = RouterRule(renormalize=True)
+GELU = Activation(kind="gelu_tanh")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # one step of the dtype
 
 
@@ -86,26 +90,35 @@ def test_activations(width: int, dtype: torch.dtype) -> None:
     x = random(4, 2 * width, dtype=dtype)
     x[0, 0], x[1, width - 1], x[2, 0] = 1e4, -1e4, math.inf
     exact = torch.nn.functional.silu(x[:, :width].double()) * x[:, width:].double()
-    torch.testing.assert_close(native_rows.silu_mul(x), exact.to(dtype), rtol=TOLERANCE[dtype], atol=1e-30)
+    torch.testing.assert_close(native_rows.act_mul(x, SWIGLU), exact.to(dtype), rtol=TOLERANCE[dtype], atol=1e-30)
     gates = native_rows.sigmoid_gate(x)
     torch.testing.assert_close(gates, elementwise.sigmoid_gate(x, 1), rtol=1e-6, atol=1e-30)
     parts = [
-        native_rows.silu_mul(torch.cat((x[:, i : i + 1], x[:, width + i : width + i + 1]), 1)) for i in range(width)
+        native_rows.act_mul(torch.cat((x[:, i : i + 1], x[:, width + i : width + i + 1]), 1), SWIGLU)
+        for i in range(width)
     ]
-    assert torch.equal(torch.cat(parts, 1), native_rows.silu_mul(x)), "a column depends on its place"
+    assert torch.equal(torch.cat(parts, 1), native_rows.act_mul(x, SWIGLU)), "a column depends on its place"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_with_nan_and_infinity_stay_alone(dtype: torch.dtype) -> None:
     x, weight = random(6, 64, dtype=dtype), torch.ones(64)
-    clean = native_rows.rms_norm(x, weight, 1e-6), native_rows.silu_mul(x), *native_rows.route(x, 4, "softmax", True)
+    clean = (
+        native_rows.rms_norm(x, weight, 1e-6),
+        native_rows.act_mul(x, SWIGLU),
+        *native_rows.route(x, 4, RENORMALIZED),
+    )
     x[1, 3], x[3, 40], x[4, 63] = math.nan, math.inf, -math.inf
-    found = native_rows.rms_norm(x, weight, 1e-6), native_rows.silu_mul(x), *native_rows.route(x, 4, "softmax", True)
+    found = (
+        native_rows.rms_norm(x, weight, 1e-6),
+        native_rows.act_mul(x, SWIGLU),
+        *native_rows.route(x, 4, RENORMALIZED),
+    )
     for before, after in zip(clean, found, strict=True):
         assert torch.equal(before[[0, 2, 5]], after[[0, 2, 5]])
     assert found[0][1].isnan().all()
     assert torch.equal(found[0].isnan(), elementwise.rms_norm(x, weight, 1e-6).isnan())
-    assert torch.equal(found[1].isnan(), elementwise.silu_mul(x, 1).isnan())
+    assert torch.equal(found[1].isnan(), elementwise.act_mul(x, SWIGLU, 1).isnan())
 
 
 def test_threads_and_batch_change_no_bit(threads: None) -> None:
@@ -113,8 +126,9 @@ def test_threads_and_batch_change_no_bit(threads: None) -> None:
     kernels = (
         lambda rows: native_rows.rms_norm(rows, weight, 1e-6),
         lambda rows: native_rows.add_rms_norm(rows.clone(), rows.clone(), weight, 1e-6)[0],
-        native_rows.silu_mul,
-        lambda rows: native_rows.route(rows, 8, "softmax", True)[1],
+        lambda rows: native_rows.act_mul(rows, SWIGLU),
+        lambda rows: native_rows.act_mul(rows, GELU),
+        lambda rows: native_rows.route(rows, 8, RENORMALIZED)[1],
         lambda rows: native_rows.argmax(rows.float())[1],
     )
     for kernel in kernels:
@@ -194,8 +208,8 @@ def test_int8_cells_are_the_references(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("experts", [5, 8, 60, 64, 128, 300, 512])
-@pytest.mark.parametrize("score", ["softmax", "softmax_selected"])
-def test_route_chooses_as_the_reference(experts: int, score: str) -> None:
+@pytest.mark.parametrize("score", ["softmax", "softmax_selected", "sigmoid", "sparsemixer"])
+def test_route_chooses_as_the_reference(experts: int, score: Score) -> None:
     """Coarse logits: many ties, also of 0 and -0. Ids must agree exactly, weights up to the order of sums."""
     top_k = min(32, experts)
     for dtype in DTYPES:
@@ -203,30 +217,58 @@ def test_route_chooses_as_the_reference(experts: int, score: str) -> None:
         logits[3] = 0.0
         logits[3, ::2] = -0.0
         for renormalize in (True, False):
-            ids, weights = native_rows.route(logits, top_k, score, renormalize)
-            expected_ids, expected_weights = elementwise.route(logits, top_k, score, renormalize)
+            rule = RouterRule(score=score, renormalize=renormalize)
+            ids, weights = native_rows.route(logits, top_k, rule)
+            expected_ids, expected_weights = elementwise.route(logits, top_k, rule)
             assert torch.equal(ids, expected_ids)
             torch.testing.assert_close(weights, expected_weights, rtol=3e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("score", ["softmax", "softmax_selected"])
-def test_route_survives_what_is_not_finite(score: str) -> None:
-    """Rows that softmax makes NaN throughout may choose anyone, but distinct ones that exist."""
-    values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0])
-    logits = values[torch.randint(0, 5, (200, 11), generator=torch.Generator().manual_seed(1))]
-    ids, weights = native_rows.route(logits, 5, score, True)
-    expected_ids, expected_weights = elementwise.route(logits, 5, score, True)
+@pytest.mark.parametrize("score", ["softmax", "softmax_selected", "sigmoid", "sparsemixer"])
+def test_route_survives_what_is_not_finite(score: Score) -> None:
+    """Rows that softmax makes NaN throughout may choose anyone, but distinct ones that exist; a sigmoid may flip a
+    NaN's sign, which its place depends on."""
+    values = torch.tensor([math.inf, -math.inf, 0.0, 1.0, math.nan])
+    logits = values[
+        torch.randint(0, 4 if score == "sigmoid" else 5, (200, 11), generator=torch.Generator().manual_seed(1))
+    ]
+    ids, weights = native_rows.route(logits, 5, RouterRule(score=score, renormalize=True))
+    expected_ids, expected_weights = elementwise.route(logits, 5, RouterRule(score=score, renormalize=True))
     assert all(len(set(row)) == 5 and set(row) <= set(range(11)) for row in ids.tolist())
     assert torch.equal(weights.isnan(), expected_weights.isnan())
-    same = slice(None) if score == "softmax_selected" else ~weights[:, 0].isnan()
+    same = ~weights[:, 0].isnan() if score == "softmax" else slice(None)
     assert torch.equal(ids[same], expected_ids[same])
     all_bits = torch.full((1, 9), -1, dtype=torch.int32).view(torch.float32)  # the NaN with every bit set
-    assert native_rows.route(all_bits, 9, "softmax_selected", False)[0].tolist() == [list(range(9))]
+    assert native_rows.route(all_bits, 9, RouterRule(score="softmax_selected"))[0].tolist() == [list(range(9))]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RouterRule(score="sigmoid", groups=6, kept_groups=2, renormalize=True, epsilon=1e-20, scale=2.5),
+        RouterRule(groups=3, kept_groups=2, group_score="max", scale=16.0),
+        RouterRule(score="sigmoid", renormalize=True, floor=2.5),
+        RouterRule(score="softmax_selected", groups=2),
+        RouterRule(score="sparsemixer", jitter=0.2, groups=2),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_route_by_every_rule(rule: RouterRule, biased: bool) -> None:
+    """Coarse logits and biases: many ties of experts and of groups."""
+    experts = 60
+    bias, scale = ((random(2, experts, seed=9) * 2).round() / 4).contiguous() if biased else (None, None)
+    for dtype in DTYPES:
+        logits = (random(50, experts, dtype=dtype) * 4).round().to(dtype) / 4
+        ids, weights = native_rows.route(logits, 4, rule, bias, scale)
+        expected_ids, expected_weights = elementwise.route(logits, 4, rule, bias, scale)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=3e-6, atol=1e-12)
 
 
 def test_route_refuses_more_than_there_are() -> None:
     with pytest.raises(ValueError, match="cannot choose 6 of 5 experts"):
-        native_rows.route(torch.zeros(1, 5), 6, "softmax", True)
+        native_rows.route(torch.zeros(1, 5), 6, RENORMALIZED)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
@@ -358,5 +400,5 @@ def test_silu_over_a_dense_sweep() -> None:
     x = torch.linspace(-80, 80, 1_000_001)
     pairs = torch.stack((x, torch.ones_like(x)), 1)
     exact = x.double() / (1 + (-x.double()).exp())
-    found = native_rows.silu_mul(pairs)[:, 0].double()
+    found = native_rows.act_mul(pairs, SWIGLU)[:, 0].double()
     assert ((found - exact).abs() <= 4 * 2.0**-24 * exact.abs()).all()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align
 from moeserve.kernels.attention_plan import Bounds
 from moeserve.kernels.combine import combine
@@ -28,14 +29,17 @@ from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.paged_attention import AttentionShape, attention, plan_attention
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
-from moeserve.kernels.route import Rule, route_by
-from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
+from moeserve.kernels.route import route
+from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.kernels.sampling import SamplingTensors, sample
+from moeserve.ops import elementwise
+from moeserve.ops.rules import SWIGLU, RouterRule
 from tools.gpu import moe
 from tools.gpu import quantised as narrow
 from tools.gpu.attention import KV_HEADS, step_of
 from tools.gpu.bench import Bench, error_of
 from tools.gpu.references import (
+    act_mul_reference,
     align_reference,
     attention_reference,
     combine_reference,
@@ -45,8 +49,6 @@ from tools.gpu.references import (
     logprobs_reference,
     quantise_reference,
     rms_norm_reference,
-    route_reference,
-    silu_mul_reference,
     step_reference,
     widen,
     widen_narrow,
@@ -78,7 +80,7 @@ def added_norms(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 def activation(bench: Bench) -> tuple[Tensor, Tensor, float]:
     x = bench.random(size(bench, 300, 3), size(bench, 1536, 70))
-    return silu_mul(x), silu_mul_reference(x.float()), ROUNDED
+    return act_mul(x, SWIGLU), act_mul_reference(x.float()), ROUNDED
 
 
 def embedded(bench: Bench) -> tuple[Tensor, Tensor, float]:
@@ -96,9 +98,9 @@ def dense(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 def routed(bench: Bench) -> tuple[Tensor, Tensor, float]:
     logits = bench.random(size(bench, 300, 3), size(bench, 128, 16), dtype=torch.float32)
-    rule = Rule("softmax", True)
-    ids, shares = route_by(rule, logits, 2)
-    wanted_ids, wanted = route_reference(logits, 2, rule)
+    rule = RouterRule(renormalize=True)
+    ids, shares = route(logits, 2, rule)
+    wanted_ids, wanted = elementwise.route(logits, 2, rule)
     return torch.cat((ids.float(), shares)), torch.cat((wanted_ids.float(), wanted)), 1e-6
 
 
@@ -283,7 +285,7 @@ def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
 
 
 CHECKS: Mapping[str, Check] = {
-    "rms_norm": norms, "add_rms_norm": added_norms, "silu_mul": activation, "embedding": embedded,
+    "rms_norm": norms, "add_rms_norm": added_norms, "act_mul": activation, "embedding": embedded,
     "linear": dense, "route": routed, "align": aligned, "combine": combined, "moe 1": partial(experts, tokens=1),
     "moe 100": partial(experts, tokens=100), "moe 4096": partial(experts, tokens=4096), "moe w8a8": experts_fp8,
     "moe int4": experts_int4, "quantise": quantised, "decode": partial(decoded, invariant=True),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import Alignment, align
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config, facts_of
@@ -22,7 +23,7 @@ from moeserve.kernels.fp8 import E4M3, quantise
 from moeserve.kernels.grouped_fp8 import Scaled, down_fp8, gate_up_fp8, launch_fp8_of
 from moeserve.kernels.grouped_gemm import down, gate_up, launch_of
 from moeserve.kernels.grouped_weight_only import Narrow, down_narrow, gate_up_narrow, launch_narrow_of
-from moeserve.kernels.rows import silu_mul
+from moeserve.ops.rules import SWIGLU
 from tools.gpu.bench import Bench, Run, error_of, figures
 from tools.gpu.peers import PeerMoe, load_peers
 
@@ -118,7 +119,7 @@ def torch_grouped(batch: Batch, w: Weights, shape: Shape) -> Run | None:
     rows = batch.x[flat.argsort(stable=True) // shape.top_k]
     ends = flat.bincount(minlength=shape.experts).cumsum(0).int()
     w13, w2 = w.w13.transpose(-1, -2), w.w2.transpose(-1, -2)
-    return lambda: torch._grouped_mm(silu_mul(torch._grouped_mm(rows, w13, offs=ends)), w2, offs=ends)
+    return lambda: torch._grouped_mm(act_mul(torch._grouped_mm(rows, w13, offs=ends), SWIGLU), w2, offs=ends)
 
 
 def compared(bench: Bench, shape: Shape, w: Weights, tokens: int, skew: float, peers: Mapping[str, PeerMoe]) -> Any:

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.kernels.rows import silu_mul
+from moeserve.kernels.activation import act_mul
+from moeserve.ops.rules import SWIGLU
 from tools.gpu.bench import Run
 from tools.gpu.references import align_reference
 
@@ -120,7 +121,7 @@ class PeerMoe:
         def run() -> Tensor:
             gate_up, y = x.new_empty(tokens * top_k, w13.shape[1]), x.new_empty(tokens, top_k, self.dim)
             product(x, w13, gate_up, top_k, False)
-            product(silu_mul(gate_up), w2, y.view(-1, self.dim), 1, True)
+            product(act_mul(gate_up, SWIGLU), w2, y.view(-1, self.dim), 1, True)
             return y
 
         return run

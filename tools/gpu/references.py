@@ -15,7 +15,8 @@ from moeserve.kernels.fp8 import BLOCK, E4M3, E4M3_MAX, LEAST_AMAX
 from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.kernels.grouped_weight_only import Narrow
 from moeserve.kernels.inputs import StepArrays, StepWords
-from moeserve.kernels.route import LOWEST, Rule
+from moeserve.ops import elementwise
+from moeserve.ops.rules import SWIGLU, Activation
 
 
 def align_reference(ids_TK: Tensor, num_experts: int, block_m: int) -> Alignment:
@@ -73,38 +74,6 @@ def widen_narrow(w: Narrow) -> Tensor:
     parts = (w.scales, torch.zeros_like(w.scales) if zeros is None else zeros)
     scales, zeros = (part.double().transpose(-1, -2).repeat_interleave(w.group, -1)[..., :inputs] for part in parts)
     return (values - zeros) * scales
-
-
-def _keys_reference(scores: Tensor) -> Tensor:
-    bits = (scores + 0.0).view(torch.int32).long()
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 16
-    return keys - torch.arange(scores.shape[-1], device=scores.device)
-
-
-def route_reference(logits_TE: Tensor, top_k: int, rule: Rule, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The definition, for logits that are numbers."""
-    z = logits_TE.float()
-    if rule.score == "softmax":
-        scores = z.softmax(-1)
-    elif rule.score == "softmax_selected":
-        scores = z
-    else:
-        scores = z.sigmoid() if rule.score == "sigmoid" else torch.nn.functional.softplus(z).sqrt()
-    judged = scores if bias_E is None else scores + bias_E
-    keys = _keys_reference(judged)
-    if rule.keep < rule.groups:
-        grouped = torch.unflatten(judged, -1, (rule.groups, -1))
-        best_TG = grouped.topk(rule.group_top, dim=-1).values.sum(-1)
-        kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
-        kept_TG.scatter_(-1, _keys_reference(best_TG).topk(rule.keep, dim=-1).indices, True)
-        keys = keys.masked_fill(~kept_TG.repeat_interleave(grouped.shape[-1], -1), LOWEST.value)
-    ids_TK = keys.topk(top_k, dim=-1).indices
-    weights_TK = scores.gather(-1, ids_TK)
-    if rule.score == "softmax_selected":
-        weights_TK = weights_TK.softmax(-1)
-    if rule.renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + rule.epsilon)
-    return ids_TK.int(), weights_TK * rule.scale
 
 
 def combine_reference(y_TKD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -182,10 +151,9 @@ def embedding_reference(ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> 
     return (table_VD.index_select(0, ids_T).float() * scale).to(table_VD.dtype)
 
 
-def silu_mul_reference(gate_up_MI: Tensor) -> Tensor:
+def act_mul_reference(gate_up_MI: Tensor, activation: Activation = SWIGLU) -> Tensor:
     """The definition, rounded once."""
-    gate, up = gate_up_MI.float().chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up_MI.dtype)
+    return elementwise.act_mul(gate_up_MI.float(), activation, 1).to(gate_up_MI.dtype)
 
 
 def linear_reference(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 
+from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align
 from moeserve.kernels.combine import combine
 from moeserve.kernels.linear import linear
 from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.route import route
-from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm, silu_mul
+from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.kernels.sampling import SamplingTensors, sample
+from moeserve.ops.rules import SWIGLU, RouterRule
 from tools.gpu.bench import Bench, Run, figures
+
+RENORMALIZED = RouterRule(renormalize=True)
 
 DIM, EXPERTS, TOP_K, WIDTH, VOCAB = 2048, 128, 8, 768, 151_936
 TOKENS = (1, 64, 256, 2048, 16_384)
@@ -46,7 +50,7 @@ def per_token(bench: Bench, tokens: int) -> dict[str, Maker]:
         return partial(combine, y, shares, chosen), (top_k + 1) * tokens * dim * size
 
     def routing() -> tuple[Run, int]:
-        return partial(route, bench.random(tokens, experts), top_k, "softmax", True), tokens * experts * size
+        return partial(route, bench.random(tokens, experts), top_k, RENORMALIZED), tokens * experts * size
 
     def adding() -> tuple[Run, int]:
         x, residual = bench.random(tokens, dim), bench.random(tokens, dim)
@@ -59,7 +63,7 @@ def per_token(bench: Bench, tokens: int) -> dict[str, Maker]:
     return {
         "rms_norm": lambda: (partial(rms_norm, bench.random(tokens, dim), weight, 1e-6), 2 * tokens * dim * size),
         "add_rms_norm": adding,
-        "silu_mul": lambda: (partial(silu_mul, bench.random(pairs, 2 * width)), 3 * pairs * width * size),
+        "act_mul": lambda: (partial(act_mul, bench.random(pairs, 2 * width), SWIGLU), 3 * pairs * width * size),
         "embedding": embedded,
         "route": routing,
         "align": lambda: (partial(align, ids(), experts, 64), 8 * tokens * top_k),

@@ -6,8 +6,9 @@ e local experts, P received rows, D model width, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import Load
+from moeserve.ops.rules import SWIGLU, Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +24,27 @@ class ExpertWeights:
     """The weights of one layer's local experts; the first dimension of every tensor is the local expert.
 
     w13_eFD: gate rows, then up rows, [e, 2I, D]. w2_eDI: [e, D, I]. Tensors, or Quantised where the kernel takes it.
+    b13_eF, b2_eD: biases of their outputs, fp32; both or neither.
     """
 
     w13_eFD: Any
     w2_eDI: Any
+    b13_eF: Tensor | None = None
+    b2_eD: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.b13_eF is None) == (self.b2_eD is None), "biases of one product alone"
 
     @property
     def num_experts(self) -> int:
         """The number of local experts, e."""
         return int(self.w13_eFD.shape[0])
+
+    @staticmethod
+    def of_one(w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> ExpertWeights:
+        """Returns the weights of a single expert, as the only local one."""
+        parts = (w13_FD, w2_DI, b13_F, b2_D)
+        return ExpertWeights(*(None if part is None else part[None] for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +53,7 @@ class ExpertsCaps:
 
     not_on: why the kernel does not run on a device, where that needs a reason. width_step: elements that the model's
     width and an expert's must be multiples of. device_counts: whether the kernel takes row counts that only the device
-    knows, see `Inbound`.
+    knows, see `Inbound`. biases: whether it takes experts with biases.
     """
 
     name: str
@@ -49,18 +63,23 @@ class ExpertsCaps:
     not_on: Mapping[str, str] = field(default_factory=dict)
     width_step: int = 1
     device_counts: bool = False
+    biases: bool = True
 
 
 class Experts(Protocol):
-    """One kernel family: SwiGLU experts over the rows that a dispatch brought."""
+    """One kernel family for experts with one activation, over the rows that a dispatch brought."""
 
     caps: ExpertsCaps
+
+    def with_activation(self, activation: Activation) -> Self:
+        """Returns the same kernel for experts with another activation; what either packs serves both."""
+        ...
 
     def pack(self, weights: ExpertWeights) -> Any:
         """Returns the weights in this kernel's own layout, expert by expert; keeps none of the tensors it replaces."""
         ...
 
-    def pack_expert(self, w13_FD: Any, w2_DI: Any) -> Any:
+    def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Any:
         """Returns one expert's weights in this kernel's layout, for `put`. For any thread, while others compute."""
         ...
 
@@ -77,7 +96,8 @@ class Experts(Protocol):
         ...
 
     def run(self, inbound: Inbound, weights: Any, out: Tensor) -> None:
-        """Computes out = w2 (silu(w1 x) * w3 x) for each row by its expert's weights; out is laid out as inbound.x."""
+        """Computes out = w2 (act(w1 x) * w3 x) for each row by its expert's weights, or with biases out =
+        w2 (act(w1 x + b1) * (w3 x + b3)) + b2; out is laid out as inbound.x."""
         ...
 
 
@@ -85,9 +105,17 @@ class StackedExperts(Experts):
     """A base of kernels whose packed weights are tensors with the local expert as their first dimension: `parts` has
     all of them, and `of_parts` returns the same weights with other tensors."""
 
-    def pack_expert(self, w13_FD: Any, w2_DI: Any) -> Any:
+    _activation: Activation = SWIGLU
+
+    def with_activation(self, activation: Activation) -> Self:
         """See `Experts`."""
-        return self.pack(ExpertWeights(w13_FD[None], w2_DI[None]))
+        kernel = copy(self)
+        kernel._activation = activation
+        return kernel
+
+    def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Any:
+        """See `Experts`."""
+        return self.pack(ExpertWeights.of_one(w13_FD, w2_DI, b13_F, b2_D))
 
     def put(self, packed: Any, index: int, expert: Any) -> None:
         """See `Experts`."""

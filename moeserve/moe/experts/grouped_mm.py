@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
+from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
 
@@ -29,7 +30,7 @@ class PackedGroupedMM:
 
 
 class GroupedMM(StackedExperts):
-    """SwiGLU experts over grouped rows."""
+    """Experts without biases over grouped rows."""
 
     caps = ExpertsCaps(
         name="grouped_mm",
@@ -37,14 +38,16 @@ class GroupedMM(StackedExperts):
         dtypes=frozenset({"bfloat16"}),
         devices=frozenset({"cuda"}),
         not_on={"cpu": "grouped_mm's bits depend on the number of rows on CPUs"},
+        biases=False,
         width_step=8,  # bfloat16: every row of an operand must fill whole 16 bytes
     )
 
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(self, ops: Ops, activation: Activation = SWIGLU) -> None:
+        self._ops, self._activation = ops, activation
 
     def pack(self, weights: ExpertWeights) -> PackedGroupedMM:
         """See `Experts`."""
+        assert weights.b13_eF is None, "plan_moe does not give biases to a kernel without them"
         return PackedGroupedMM((weights.w13_eFD, weights.w2_eDI))
 
     def run(self, inbound: Inbound, weights: PackedGroupedMM, out: Tensor) -> None:
@@ -56,4 +59,4 @@ class GroupedMM(StackedExperts):
         w13_eDF, w2_eID = (part.transpose(1, 2) for part in weights.parts)
         ends_e = torch.from_numpy(ends).to(inbound.x.device, torch.int32)
         hidden_PF = torch._grouped_mm(inbound.x[:rows], w13_eDF, offs=ends_e)
-        out[:rows] = torch._grouped_mm(self._ops.silu_mul(hidden_PF), w2_eID, offs=ends_e)
+        out[:rows] = torch._grouped_mm(self._ops.act_mul(hidden_PF, self._activation), w2_eID, offs=ends_e)

@@ -1,8 +1,9 @@
-"""Experts in C++: all local experts with rows in one call, gate and up read as pairs of blocks with SwiGLU on the fp32
-sums.
+"""Experts in C++: all local experts with rows in one call, gate and up read as pairs of blocks with the activation on
+the fp32 sums.
 
-An expert is one piece of memory, gate and up in alternating blocks and then down, so moving an expert copies a row of
-bytes. A row costs what its expert's weights and its own products cost, whatever the number of rows.
+An expert is one piece of memory, gate and up in alternating blocks, then down, then the biases of all these blocks, if
+there are any. So moving an expert copies a row of bytes. A row costs what its expert's weights and its own products
+cost, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
 from moeserve.ops.native import native
-from moeserve.ops.native_layer import ExpertsBlock, NativeLinear, Room, new_room, pack, packing_of
-from moeserve.ops.native_rows import TYPES
+from moeserve.ops.native_layer import BLOCK, ExpertsBlock, NativeLinear, Room, new_room, pack, packing_of
+from moeserve.ops.native_rows import TYPES, native_activation
 from moeserve.ops.quantised import Weight
+from moeserve.ops.rules import SWIGLU, Activation
 
 
 @dataclass(frozen=True, slots=True)
 class PackedNative:
-    """bytes_eB: [e, bytes of an expert]. width: D. gate_up: how each of the two is packed."""
+    """bytes_eB: [e, bytes of an expert]. width: D. gate_up: how each of the two is packed. biased: with biases."""
 
     bytes_eB: Tensor
     width: int
@@ -33,16 +35,21 @@ class PackedNative:
     type: Any
     gate_up: Any
     down: Any
+    biased: bool
 
     @staticmethod
-    def empty(num_experts: int, w13: Weight, w2: Weight, room: Room = new_room) -> tuple[PackedNative, bool]:
+    def empty(
+        num_experts: int, w13: Weight, w2: Weight, biased: bool, room: Room = new_room
+    ) -> tuple[PackedNative, bool]:
         """Returns memory for weights such as these, [..., 2I, D] and [..., D, I], and whether it holds them already."""
         width, hidden = w2.shape[-2:]
         gate_up, down = packing_of(w13, hidden), packing_of(w2)
         num_bytes = 2 * gate_up.bytes + down.bytes
+        if biased:
+            num_bytes += 4 * (2 * padded(hidden) + padded(width))
         memory, is_there = room(num_experts * num_bytes)
         bytes_eB = memory.view(num_experts, num_bytes)
-        return PackedNative(bytes_eB, width, w2.dtype, TYPES[w2.dtype], gate_up, down), is_there
+        return PackedNative(bytes_eB, width, w2.dtype, TYPES[w2.dtype], gate_up, down, biased), is_there
 
     @property
     def parts(self) -> tuple[Tensor]:
@@ -53,17 +60,34 @@ class PackedNative:
         """See `StackedExperts`."""
         return replace(self, bytes_eB=parts[0])
 
-    def fill(self, index: int, w13_FD: Weight, w2_DI: Weight, all_threads: bool) -> None:
+    def fill(
+        self, index: int, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None, b2_D: Tensor | None, all_threads: bool
+    ) -> None:
         """Packs one expert's weights into its place."""
         to, block = self.bytes_eB[index].data_ptr(), self.gate_up.block_bytes
         halves: Sequence[Weight] = w13_FD.chunk(2)
         for i, half in enumerate(halves):
             pack(self.gate_up, half, to + i * block, 2 * block, all_threads)
         pack(self.down, w2_DI, to + 2 * self.gate_up.bytes, self.down.block_bytes, all_threads)
+        if b13_F is None or b2_D is None:
+            return
+        gate, up = (filled_up(half).view(-1, BLOCK) for half in b13_F.chunk(2))
+        biases = torch.cat((torch.stack((gate, up), 1).flatten(), filled_up(b2_D)))
+        self.bytes_eB[index, -biases.nbytes :] = biases.view(torch.uint8)
+
+
+def padded(columns: int) -> int:
+    """Returns the columns of whole blocks."""
+    return columns + -columns % BLOCK
+
+
+def filled_up(bias_N: Tensor) -> Tensor:
+    """Returns a bias in fp32, with zeros for the columns that fill up the last block."""
+    return torch.nn.functional.pad(bias_N.float(), (0, -len(bias_N) % BLOCK))
 
 
 class NativeExperts(StackedExperts):
-    """SwiGLU experts over grouped rows."""
+    """Experts over grouped rows."""
 
     caps = ExpertsCaps(
         name="native",
@@ -72,20 +96,24 @@ class NativeExperts(StackedExperts):
         devices=frozenset({"cpu"}),
     )
 
-    def __init__(self, room: Room = new_room) -> None:
-        self._room = room
+    def __init__(self, room: Room = new_room, activation: Activation = SWIGLU) -> None:
+        self._room, self._activation = room, activation
 
     def pack(self, weights: ExpertWeights) -> PackedNative:
         """See `Experts`."""
-        packed, is_there = PackedNative.empty(weights.num_experts, weights.w13_eFD, weights.w2_eDI, self._room)
-        for index in range(0 if is_there else weights.num_experts):
-            packed.fill(index, weights.w13_eFD[index], weights.w2_eDI[index], all_threads=True)
+        w = weights
+        packed, is_there = PackedNative.empty(w.num_experts, w.w13_eFD, w.w2_eDI, w.b13_eF is not None, self._room)
+        for index in range(0 if is_there else w.num_experts):
+            b13_F, b2_D = (None if bias is None else bias[index] for bias in (w.b13_eF, w.b2_eD))
+            packed.fill(index, w.w13_eFD[index], w.w2_eDI[index], b13_F, b2_D, all_threads=True)
         return packed
 
-    def pack_expert(self, w13_FD: Weight, w2_DI: Weight) -> PackedNative:
+    def pack_expert(
+        self, w13_FD: Weight, w2_DI: Weight, b13_F: Tensor | None = None, b2_D: Tensor | None = None
+    ) -> PackedNative:
         """See `Experts`."""
-        expert, _ = PackedNative.empty(1, w13_FD, w2_DI)
-        expert.fill(0, w13_FD, w2_DI, all_threads=False)  # the pool is for the threads that compute
+        expert, _ = PackedNative.empty(1, w13_FD, w2_DI, b13_F is not None)
+        expert.fill(0, w13_FD, w2_DI, b13_F, b2_D, all_threads=False)  # the pool is for the threads that compute
         return expert
 
     def stack(self, experts: Sequence[PackedNative]) -> PackedNative:
@@ -103,11 +131,14 @@ class NativeExperts(StackedExperts):
         module: Any = native()
         module.experts(
             weights.type, weights.gate_up, weights.down, weights.bytes_eB.data_ptr(), weights.bytes_eB.shape[1],
-            inbound.host_counts_e, x_PD.data_ptr(), x_PD.stride(0), out.data_ptr(), out.stride(0),
+            native_activation(self._activation), weights.biased, inbound.host_counts_e, x_PD.data_ptr(),
+            x_PD.stride(0), out.data_ptr(), out.stride(0),
         )  # fmt: skip
 
     def fuse(self, router: Router) -> ExpertsBlock:
         """See `Fusible`."""
         assert isinstance(router.gate, NativeLinear)
-        rule = router.rule
-        return ExpertsBlock(router.gate, router.top_k, rule.score, rule.renormalize, router.ops.dtype)
+        return ExpertsBlock(
+            router.gate, router.top_k, router.rule, router.ops.dtype, self._activation, router.bias_E,
+            router.expert_scale_E,
+        )  # fmt: skip

@@ -7,7 +7,9 @@ following rows instead of being copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from copy import copy
+from itertools import starmap
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,13 +17,14 @@ from torch import Tensor
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights
 from moeserve.ops.linear import Linear
+from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.table import Ops
 
 Products = tuple[Linear, Linear]  # w13 and w2 of one expert
 
 
 class ReferenceExperts:
-    """SwiGLU experts as two products and an activation for each expert that has rows."""
+    """Experts as two products and an activation for each expert that has rows."""
 
     caps = ExpertsCaps(
         name="reference",
@@ -30,16 +33,28 @@ class ReferenceExperts:
         devices=frozenset({"cpu", "cuda"}),
     )
 
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(self, ops: Ops, activation: Activation = SWIGLU) -> None:
+        self._ops, self._activation = ops, activation
+
+    def with_activation(self, activation: Activation) -> Self:
+        """See `Experts`."""
+        kernel = copy(self)
+        kernel._activation = activation
+        return kernel
 
     def pack(self, weights: ExpertWeights) -> list[Products]:
         """See `Experts`."""
-        return [self.pack_expert(w13, w2) for w13, w2 in zip(weights.w13_eFD, weights.w2_eDI, strict=True)]
+        none = [None] * weights.num_experts
+        biases = (none if part is None else part for part in (weights.b13_eF, weights.b2_eD))
+        return list(starmap(self.pack_expert, zip(weights.w13_eFD, weights.w2_eDI, *biases, strict=True)))
 
-    def pack_expert(self, w13_FD: Any, w2_DI: Any) -> Products:
+    def pack_expert(self, w13_FD: Any, w2_DI: Any, b13_F: Tensor | None = None, b2_D: Tensor | None = None) -> Products:
         """See `Experts`."""
-        return self._ops.pack_linear(w13_FD, None), self._ops.pack_linear(w2_DI, None)
+        w13, w2 = (
+            self._ops.pack_linear(weight, None if bias is None else bias.to(weight.dtype))
+            for weight, bias in ((w13_FD, b13_F), (w2_DI, b2_D))
+        )
+        return w13, w2
 
     def put(self, packed: list[Products], index: int, expert: Products) -> None:
         """See `Experts`."""
@@ -67,5 +82,5 @@ class ReferenceExperts:
                 x_MD = x_PD[start:padded]  # the next experts' rows fill up the shape; their results are dropped
             else:
                 x_MD = torch.nn.functional.pad(x_PD[start:end], (0, 0, 0, padded - end))
-            out[start:end] = w2(ops.silu_mul(w13(x_MD)))[: end - start]
+            out[start:end] = w2(ops.act_mul(w13(x_MD), self._activation))[: end - start]
             start = end

@@ -1,4 +1,4 @@
-"""Experts by the Triton kernels: grouped products over rows sorted by expert, gate and up with SwiGLU in one of them.
+"""Experts by the Triton kernels: grouped products over rows sorted by expert, gate and up with their activation in one.
 
 Weights of 16 or 32 bits stay as checkpoints have them; those of 4 or 8 are laid out for their kernels.
 
@@ -15,46 +15,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.kernels.activation import SWIGLU_ACT, Act, act_of
 from moeserve.kernels.align import Alignment, align, align_groups
 from moeserve.kernels.combine import combine
 from moeserve.kernels.configs import Config
 from moeserve.moe.all2all.base import Inbound, Layout
 from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, FusedExperts, StackedExperts
 from moeserve.moe.routing import Router
+from moeserve.ops.rules import SWIGLU, Activation
 from moeserve.ops.triton_weights import Kernels, kernels_for, parts_of, with_parts
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTriton:
-    """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows, then up rows."""
+    """Both weights [e, ...] in the layout of the kernels that serve their format; in w13 gate rows, then up rows.
+    biases: fp32 [e, 2I] and [e, D], or empty."""
 
     kernels: Kernels
     w13: Any
     w2: Any
+    biases: tuple[Tensor, ...]
 
     @property
     def parts(self) -> list[Tensor]:
         """See `StackedExperts`."""
-        return [*parts_of(self.w13), *parts_of(self.w2)]
+        return [*parts_of(self.w13), *parts_of(self.w2), *self.biases]
 
     def of_parts(self, parts: Sequence[Tensor]) -> PackedTriton:
         """See `StackedExperts`."""
         split = len(parts_of(self.w13))
-        return PackedTriton(self.kernels, with_parts(self.w13, parts[:split]), with_parts(self.w2, parts[split:]))
+        end = split + len(parts_of(self.w2))
+        w13, w2 = with_parts(self.w13, parts[:split]), with_parts(self.w2, parts[split:end])
+        return PackedTriton(self.kernels, w13, w2, tuple(parts[end:]))
 
     def launch(self, num_rows: int, x: Tensor) -> Config:
         """Returns how products of so many rows like x with these weights run."""
         return self.kernels.launch(num_rows, self.w2, x)
 
-    def run(self, x: Tensor, to: Alignment, config: Config, out: Tensor, top_k: int = 1) -> None:
+    def run(self, x: Tensor, to: Alignment, config: Config, out: Tensor, top_k: int = 1, act: Act = SWIGLU_ACT) -> None:
         """Runs both products, from rows x to rows of out."""
-        kernels = self.kernels
-        hidden = kernels.gate_up(kernels.rows(x), self.w13, to, config, top_k)
-        kernels.down(hidden, self.w2, to, config, out)
+        kernels, (b13, b2) = self.kernels, self.biases or (None, None)
+        hidden = kernels.gate_up(kernels.rows(x), self.w13, to, config, top_k, act, b13)
+        kernels.down(hidden, self.w2, to, config, out, b2)
 
 
 class TritonExperts(StackedExperts):
-    """SwiGLU experts over grouped rows."""
+    """Experts over grouped rows."""
 
     caps = ExpertsCaps(
         name="triton",
@@ -64,10 +70,14 @@ class TritonExperts(StackedExperts):
         device_counts=True,
     )
 
+    def __init__(self, activation: Activation = SWIGLU) -> None:
+        self._activation = activation
+
     def pack(self, weights: ExpertWeights) -> PackedTriton:
         """See `Experts`."""
         kernels = kernels_for(weights.w13_eFD, weights.w2_eDI)
-        return PackedTriton(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI))
+        biases = tuple(b.float().contiguous() for b in (weights.b13_eF, weights.b2_eD) if b is not None)
+        return PackedTriton(kernels, kernels.lay(weights.w13_eFD), kernels.lay(weights.w2_eDI), biases)
 
     def run(self, inbound: Inbound, weights: PackedTriton, out: Tensor) -> None:
         """See `Experts`."""
@@ -81,21 +91,26 @@ class TritonExperts(StackedExperts):
             return
         x_PD = inbound.x[:rows]
         config = weights.launch(expected, x_PD)
-        weights.run(x_PD, align_groups(ends_e, rows, config["block_m"]), config, out[:rows])
+        to = align_groups(ends_e, rows, config["block_m"])
+        weights.run(x_PD, to, config, out[:rows], act=act_of(self._activation))
 
     def fuse(self, router: Router) -> FusedExperts:
         """See `Fusible`."""
-        return partial(_run_fused, router)
+        return partial(_run_fused, router, act_of(self._activation))
 
 
-def _run_fused(router: Router, x_TD: Tensor, packed: PackedTriton, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+def _run_fused(
+    router: Router, act: Act, x_TD: Tensor, packed: PackedTriton, num_tokens: int | Tensor
+) -> tuple[Tensor, Tensor]:
     """See `FusedExperts`; the host never waits for the device."""
     tokens, width = x_TD.shape
     routing = router(x_TD, num_tokens)
+    if router.rule.on_input:
+        x_TD, routing = routing.on_input(x_TD)
     top_k = routing.ids_TK.shape[1]
     config = packed.launch(tokens * top_k, x_TD)
     to = align(routing.ids_TK, packed.w2.shape[0], config["block_m"])
     y_ND = x_TD.new_empty((tokens * top_k, width))
-    packed.run(x_TD, to, config, y_ND, top_k)
+    packed.run(x_TD, to, config, y_ND, top_k, act)
     out_TD = combine(y_ND.view(tokens, top_k, width), routing.weights_TK, routing.ids_TK)
     return out_TD, to.counts_e
