@@ -111,13 +111,15 @@ class MoE:
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds router, w13 and w2 of this rank's experts, and shared_gate_up, shared_down, shared_gate."""
         experts = (self.num_experts,)
-        plan.add(ours + "router", (*experts, plan.width), plan.spell(theirs, "mlp.gate.weight"))
+        fp32 = self.router.fp32
+        plan.add(ours + "router", (*experts, plan.width), plan.spell(theirs, "mlp.gate.weight"), fp32=fp32)
         if self.router_bias:
-            plan.add(ours + "router_bias", experts, plan.spell(theirs, "mlp.gate.bias"))
+            plan.add(ours + "router_bias", experts, plan.spell(theirs, "mlp.gate.bias"), fp32=fp32)
         if self.router.bias:
-            plan.add(ours + "router_choice_bias", experts, plan.spell(theirs, "mlp.gate.e_score_correction_bias"))
+            name = plan.spell(theirs, "mlp.gate.e_score_correction_bias")
+            plan.add(ours + "router_choice_bias", experts, name, fp32=True)
         if self.expert_scale:
-            plan.add(ours + "expert_scale", experts, plan.spell(theirs, "router.per_expert_scale"))
+            plan.add(ours + "expert_scale", experts, plan.spell(theirs, "router.per_expert_scale"), fp32=True)
         local = plan.placement.local(plan.num_moe, plan.world.expert_rank)
         plan.num_moe += 1
         names = spelling(plan.names.experts, plan.present, theirs)

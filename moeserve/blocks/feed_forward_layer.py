@@ -28,7 +28,7 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
         ExpertWeights(
             params.pop(name + "w13"),
             params.pop(name + "w2"),
-            *(params.pop(name + bias).float() if spec.bias else None for bias in ("w13_bias", "w2_bias")),
+            *(params.pop(name + bias) if spec.bias else None for bias in ("w13_bias", "w2_bias")),
         )
     )
     shared: SharedExpert | None = None
@@ -44,12 +44,8 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
 
 
 def build_router(spec: MoE, build: Builder, name: str) -> Router:
-    """Returns the router, in fp32 where its rule says so."""
-    params, rule = build.params, spec.router
-    if rule.fp32:
-        for part in (name + "router", name + "router_bias"):
-            if part in params:
-                params[part] = params.pop(part).float()
+    """Returns the router."""
+    rule = spec.router
     bias_E = build.norm(name + "router_choice_bias") if rule.bias else None
     scale_E = build.norm(name + "expert_scale") if spec.expert_scale else None
     return Router(build.linear(name + "router"), spec.top_k, rule, build.ops, bias_E, scale_E)

@@ -67,25 +67,34 @@ class WeightPlan:
         spellings = [theirs + spelling for spelling in self.names.spelled.get(name, (name,))]
         return next((found for found in spellings if found in self.present), spellings[0])
 
-    def add(self, param: str, shape: tuple[int, ...], source: str, *, sharded: bool = False) -> None:
+    def add(
+        self, param: str, shape: tuple[int, ...], source: str, *, sharded: bool = False, fp32: bool = False
+    ) -> None:
         """Adds a parameter that is one tensor of the checkpoint. sharded: this rank takes its share of the rows."""
-        self.stack(param, [(source, shape[0], self.rows(shape[0], sharded))], *shape[1:])
+        self.stack(param, [(source, shape[0], self.rows(shape[0], sharded))], *shape[1:], fp32=fp32)
 
     def rows(self, total: int, sharded: bool = True) -> slice:
         """Returns the rows of a tensor that this rank takes: its share of them, or all."""
         return share(total, self.world.tp_size, self.world.tp_rank) if sharded else slice(0, total)
 
-    def stack(self, param: str, sources: Sequence[tuple[str, int, slice]], *tail: int, widened: bool = False) -> None:
+    def stack(
+        self,
+        param: str,
+        sources: Sequence[tuple[str, int, slice]],
+        *tail: int,
+        widened: bool = False,
+        fp32: bool = False,
+    ) -> None:
         """Adds a parameter made of several tensors along the first dimension.
 
-        sources: (name, rows, the rows to take) of each tensor. tail: the other sizes. widened: see `Param`.
+        sources: (name, rows, the rows to take) of each tensor. tail: the other sizes. widened, fp32: see `Param`.
         """
         start = 0
         for source, total, rows in sources:
             end = start + rows.stop - rows.start
             self.pieces.append(Piece(source, (total, *tail), param, at=(slice(start, end),), take=(rows,)))
             start = end
-        self.params.append(Param(param, (start, *tail), widened))
+        self.params.append(Param(param, (start, *tail), widened, fp32))
 
     def extend(self, plan: LoadPlan) -> None:
         """Adds the parameters and pieces of a plan."""

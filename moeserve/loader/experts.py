@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import Checkpoint, fingerprint
-from moeserve.loader.load_plan import LoadPlan
+from moeserve.loader.load_plan import LoadPlan, Param
 from moeserve.loader.weights import Reader, empty_weight
 from moeserve.ops.quantised import Asked, Quantised, Weight, quantisation_of
 
@@ -65,8 +65,8 @@ class ExpertFiles:
                 raise CheckpointError(f"{path} was replaced while the model was loaded: start again")
 
     @torch.inference_mode()
-    def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Weight, Weight]:
-        """Returns an expert's (w13 [2I, D], w2 [D, I]) as the model has them, on its device, in memory of their own.
+    def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Weight, ...]:
+        """Returns an expert's w13 [2I, D] and w2 [D, I], and its biases if it has any, as the model has them.
 
         Raises CheckpointError when a file cannot be read or is not what it was. One thread at a time.
         """
@@ -85,8 +85,8 @@ class ExpertFiles:
         if self._crcs.setdefault((layer, expert), crc) != crc:
             known = self._crcs[layer, expert]
             raise CheckpointError(f"{name} has CRC-32 {crc:08x}, earlier {known:08x}; {_CHANGED}")
-        w13_1FD, w2_1DI = (self._quantised(weight, name, work) for weight in once)
-        return w13_1FD[0], w2_1DI[0]
+        params = zip(plan.params, once, strict=True)
+        return tuple(self._quantised(param, weight, name, work)[0] for param, weight in params)
 
     def fingerprint(self) -> str:
         """Returns the checkpoint's fingerprint; call `check` before. Raises CheckpointError."""
@@ -110,8 +110,8 @@ class ExpertFiles:
                     work(job())
         return weights
 
-    def _quantised(self, weight: Weight, name: str, work: Work) -> Weight:
-        if self.asked is None or isinstance(weight, Quantised):
+    def _quantised(self, param: Param, weight: Weight, name: str, work: Work) -> Weight:
+        if self.asked is None or isinstance(weight, Quantised) or not param.quantised_on_load:
             return weight
         quantised, jobs = quantisation_of(weight, self.asked, name)
         for job in jobs:

@@ -35,12 +35,13 @@ class Param:
     """One parameter of the model in the layout of its kernels. Expert parameters have the local expert first.
 
     widened: it is a tensor of the model's dtype also where the files have it quantised, since nothing multiplies with
-    it as it is there.
+    it as it is there. fp32: it is, whatever the model's dtype.
     """
 
     name: str
     shape: tuple[int, ...]
     widened: bool = False
+    fp32: bool = False
 
     @property
     def quantised_on_load(self) -> bool:

@@ -43,7 +43,7 @@ def empty_weight(
     """Returns uninitialised memory for a parameter in the format of the files."""
     stored = checkpoint.stored.get(pieces[0].source) if pieces else None
     if stored is None or param.widened:
-        return torch.empty(param.shape, dtype=dtype, device=device)
+        return torch.empty(param.shape, dtype=torch.float32 if param.fp32 else dtype, device=device)
     return _empty_stored(stored, param.shape, dtype, device)
 
 

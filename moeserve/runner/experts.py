@@ -37,7 +37,7 @@ SHARE = 0.1  # of one core's time, for background work
 BYTES_PER_S = 256e6  # memory traffic that a step does not notice
 
 # (layer, expert, work) -> w13 [2I, D], w2 [D, I]: ExpertFiles.read
-Read = Callable[[int, int, Work], tuple[Weight, Weight]]
+Read = Callable[[int, int, Work], tuple[Weight, ...]]
 
 
 class Cancelled(Exception):
@@ -299,9 +299,9 @@ class ExpertStore:
             if expert in here:
                 packed[expert] = layer.experts.take(layer.packed, here.index(expert))
             else:
-                w13_FD, w2_DI = self._read(index, expert, work)
-                num_bytes += w13_FD.nbytes + w2_DI.nbytes
-                packed[expert] = layer.experts.pack_expert(w13_FD, w2_DI)
+                weights = self._read(index, expert, work)
+                num_bytes += sum(weight.nbytes for weight in weights)
+                packed[expert] = layer.experts.pack_expert(*weights)
             work(0)
         return [(i, packed[expert]) for i, expert in changed], num_bytes
 

@@ -44,11 +44,14 @@ def carry_out(
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
     plan = load_plan(spec, tensors.keys(), world, placement)
-    params = {param.name: torch.full(param.shape, torch.nan, dtype=dtype) for param in plan.params}
+    params = {
+        param.name: torch.full(param.shape, torch.nan, dtype=torch.float32 if param.fp32 else dtype)
+        for param in plan.params
+    }
     for piece in plan.pieces:
         assert tensors[piece.source].shape == piece.shape
         part = tensors[piece.source][piece.take]
-        params[piece.param][piece.at] = part.to(dtype)
+        params[piece.param][piece.at] = part.to(params[piece.param].dtype)
     surplus = tensors.keys() - {piece.source for piece in plan.pieces} - plan.ignore
     assert not surplus, surplus
     assert not any(param.isnan().any() for param in params.values())
