@@ -65,7 +65,7 @@ class ExpertFiles:
                 raise CheckpointError(f"{path} was replaced while the model was loaded: start again")
 
     @torch.inference_mode()
-    def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Weight, ...]:
+    def read(self, layer: int, expert: int, work: Work = lambda num_bytes: None) -> tuple[Any, ...]:
         """Returns an expert's w13 [2I, D] and w2 [D, I], and its biases if it has any, as the model has them.
 
         Raises CheckpointError when a file cannot be read or is not what it was. One thread at a time.
