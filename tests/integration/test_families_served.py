@@ -1,0 +1,63 @@
+"""Families and formats as they are served: over HTTP, by two engines that share the experts, one of which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from moeserve import LLM, SamplingParams
+from tests.quantised_checkpoints import FORMS, write_quantised
+
+from .conftest import running_server
+from .test_expert_parallel import BOOT_S, engines, tokens
+from .test_faults import until
+
+PROMPTS = [[3 + (7 * i + j) % 250 for j in range(40 + 9 * i)] for i in range(4)]
+NUM_TOKENS = 60
+FORMATS = [name for name in FORMS if name.startswith(("fp4", "int4, ", "int8, ", "fp8"))]
+CASES = [("deepseek_v3", ""), ("gpt_oss", ""), *(("qwen3_moe", form) for form in FORMATS)]
+
+
+def body(index: int) -> dict[str, Any]:
+    sampling = {"temperature": 0.8, "seed": index, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return {"prompt": PROMPTS[index], **sampling}
+
+
+def alone(path: Path) -> list[list[int]]:
+    """What one engine says to each prompt, one after the other."""
+    with LLM(str(path), skip_tokenizer_init=True, max_model_len=256) as llm:
+        answers = []
+        for i, prompt in enumerate(PROMPTS):
+            params = SamplingParams(temperature=0.8, seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
+            answers.append(llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0].token_ids)
+        return answers
+
+
+@pytest.mark.full("models", keep=2)
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("family", "form"), CASES)
+async def test_two_engines_say_what_one_says_though_one_dies(
+    family: str, form: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = make_checkpoint(family).path
+    if form:
+        (tmp_path / "model").mkdir()
+        path, _ = write_quantised(path, tmp_path / "model", FORMS[form])
+    expected = await asyncio.to_thread(alone, path)
+    (tmp_path / "config.yaml").write_text("model: {skip_tokenizer_init: true}\n")
+    flags = ("--config", str(tmp_path / "config.yaml"), "--dp", "2", "--max-model-len", "256")
+    with running_server(tmp_path / "log", str(path), *flags, "--kv-cache-bytes", "16MiB") as server:
+        async with aiohttp.ClientSession() as session:
+            name = {"model": path.name}
+            seen: list[list[int]] = [[] for _ in PROMPTS]
+            streams = [
+                asyncio.create_task(tokens(session, server.url, body(i) | name, mine)) for i, mine in enumerate(seen)
+            ]
+            await until(lambda: all(len(mine) >= 5 for mine in seen), 30)
+            engines(server)[0].kill()
+            assert await asyncio.gather(*streams) == expected
+        await until(lambda: server.get("/readyz")[0] == 200, BOOT_S)

@@ -1,0 +1,115 @@
+"""Writes docs/models.md: every family of the registry, what it is made of, and what works with it.
+
+    python tools/models_table.py          # writes the file
+    python tools/models_table.py --check  # fails if it is not what would be written
+
+Each row is read from the family's own default configuration: what a config.json without any key but the architecture
+means.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.feed_forward import MoE
+from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.blocks.mixer import Mixer
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.registry import FAMILIES
+from moeserve.models.spec import ModelSpec
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+HEAD = """# Models
+
+Written by `tools/models_table.py` from the registry (`moeserve/models/registry.py`); a test compares the two.
+
+A checkpoint is served if its `config.json` names one of these architectures and has no key that changes the numbers in
+a way that is not computed; such a key is refused by name. Every family is compared with transformers' own
+implementation, tokens and logits, in `tests/models`, and its bits alone with its bits in company. Expert parallelism
+(`--dp`, `--ep`), tensor parallelism (`--tp`), prefix caching, preemption, replay and dual-batch overlap work with every
+family. Weights may be quantised in every format of docs/quantisation.md.
+
+Sizes are those of the default configuration. **KV**: elements that one token leaves behind in one layer.
+**int8 KV**: whether `kv_cache_dtype: int8` is possible.
+
+| architecture | attention | KV | layers see | experts | router | int8 KV |
+|---|---|---|---|---|---|---|
+"""
+
+
+def default_spec(architecture: str) -> ModelSpec:
+    """Returns the spec of an empty configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({"architectures": [architecture], "dtype": "bfloat16"}))
+        return read_model_spec(Path(folder))
+
+
+def _kind(mixer: Mixer) -> str:
+    if isinstance(mixer, LatentAttention):
+        return f"latent, {mixer.num_heads} heads, rank {mixer.rank} + {mixer.rope_dim}"
+    assert isinstance(mixer, Attention)
+    options = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads of {mixer.head_dim}"]
+    if mixer.value_dim != mixer.head_dim:
+        options[0] += f", values of {mixer.value_dim}"
+    options += ["no rotation"] if mixer.rope is None else []
+    options += [f"{mixer.qk_norm} norms"] if mixer.qk_norm != "none" else []
+    options += [name.replace("_", " ") for name in ("sinks", "shared_kv", "value_norm") if getattr(mixer, name)]
+    options += [f"gate per {mixer.gate}"] if mixer.gate != "none" else []
+    return ", ".join(options)
+
+
+def _sees(mixer: Mixer) -> str:
+    rule = mixer.rule
+    return f"window {rule.window}" if rule.window else f"chunk {rule.chunk}" if rule.chunk else "all"
+
+
+def _distinct(words: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(words))
+
+
+def _router(moe: MoE) -> str:
+    rule = moe.router
+    words = [rule.score.replace("_", " ")]
+    words += ["+ bias"] * rule.bias + [f"{rule.kept_groups} of {rule.groups} groups"] * (rule.groups > 1)
+    words += ["renormalised"] * rule.renormalize + [f"x {rule.scale:g}"] * (rule.scale != 1)
+    return ", ".join(words)
+
+
+def row(architecture: str) -> str:
+    """Returns a family's line of the table."""
+    spec = default_spec(architecture)
+    mixers = [layer.mixer for layer in spec.layers]
+    kv = _distinct([str(sum(t.heads * t.width for t in mixer.cache(1))) for mixer in mixers])
+    experts, router = "-", "-"
+    if spec.moe:
+        experts = f"{spec.moe.top_k} of {spec.moe.num_experts}"
+        experts += f" + shared {spec.moe.shared.size}" if spec.moe.shared else ""
+        router = _router(spec.moe)
+    int8 = "no" if any(mixer.cache_obstacle("int8") for mixer in mixers) else "yes"
+    cells = architecture, _distinct([_kind(m) for m in mixers]), kv, _distinct([_sees(m) for m in mixers])
+    return "| " + " | ".join((*cells, experts, router, int8)) + " |"
+
+
+def text() -> str:
+    """Returns the whole file."""
+    return HEAD + "\n".join(row(architecture) for architecture in sorted(FAMILIES)) + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the file, or with --check compares it."""
+    if "--check" in argv:
+        if PATH.read_text() != text():
+            print(f"{PATH} is not what the registry says: run python tools/models_table.py")
+            return 1
+        return 0
+    PATH.write_text(text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
