@@ -1,6 +1,6 @@
 """The tokenizer: text to ids and back, and the special tokens of its model directory.
 
-A thin layer over Hugging Face `tokenizers` (tokenizer.json). Thread-safe; for long texts, encode and decode release
+A thin layer over Hugging Face `tokenizers` (tokenizer.json; others through `text.byte_bpe`). Thread-safe; for long texts, encode and decode release
 the GIL. `ControlTokens` keeps control tokens that a user typed plain text; `Pieces` is the text of each id.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,9 +20,13 @@ from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError, InvalidRequest
 from moeserve.loader.files import read_json
+from moeserve.text.byte_bpe import BYTE_ALPHABET, read_byte_bpe
 
 MAX_TOKENIZER_BYTES = 200 * 2**20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+log = logging.getLogger(__name__)
+
+_OTHER_VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "vocab.txt", "vocab.json")
 MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
 SHORT = 1000  # characters or tokens
 _TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at least one
@@ -44,20 +49,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
-        """Reads a model directory. Raises CheckpointError for a missing, huge or damaged file."""
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path}: no such file. moeserve needs the fast tokenizer; save one with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...), or serve token ids only"
-            )
-        if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{path}: {size:,} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES:,}")
-        try:
-            backend = Backend.from_buffer(path.read_bytes())
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a tokenizer: {str(error)[:200]}. Download it again") from error
+        """Reads a model directory: tokenizer.json if there is one, else tekken.json or a known tiktoken file.
+
+        Raises CheckpointError for a missing, huge or damaged file. Python code in the directory is never run.
+        """
         config = read_config(model_dir, "special_tokens_map.json") | read_config(model_dir, "tokenizer_config.json")
+        path = model_dir / "tokenizer.json"
+        if isinstance(config.get("auto_map"), dict):
+            log.info("%s: auto_map is ignored; Python code of a checkpoint is never run", model_dir)
+        backend = _read_backend(path) if path.is_file() else read_byte_bpe(model_dir, config)
+        if backend is None:
+            raise CheckpointError(f"{path}: no such file. {_remedy(model_dir, config)}")
         found = {name: config.get(name) for name in _NAMED}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
         return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
@@ -110,6 +112,29 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Length of the longest token: a text of N characters has at least N / longest_token tokens."""
         return max(len(token) for token in self.backend.get_vocab())
+
+
+def _read_backend(path: Path) -> Backend:
+    if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise CheckpointError(f"{path}: {size:,} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES:,}")
+    try:
+        return Backend.from_buffer(path.read_bytes())
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path}: not a tokenizer: {str(error)[:200]}. Download it again") from error
+
+
+def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
+    """Returns what to do about a directory without a tokenizer that moeserve reads."""
+    found = [name for name in _OTHER_VOCABULARIES if (model_dir / name).is_file()]
+    files = f" ({', '.join(found)} cannot be read)" if found else ""
+    known = config.get("tokenizer_class")
+    code = isinstance(config.get("auto_map"), dict)
+    own = f" of {str(known)[:64]}, whose Python code is in the checkpoint and is never run" if known and code else ""
+    return (
+        f"moeserve needs the fast tokenizer{own}{files}; save one with "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) elsewhere, or serve token ids only, "
+        "with `model: {skip_tokenizer_init: true}` in --config"
+    )
 
 
 def read_config(model_dir: Path, name: str) -> dict[str, Any]:
@@ -190,16 +215,6 @@ def _alternatives(tokens: list[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's character of each byte: printable Latin-1 as it is, the rest from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-
-
 class Pieces(dict[int, "str | bytes"]):
     """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token and for `hidden` ones.
 
@@ -250,7 +265,7 @@ class Pieces(dict[int, "str | bytes"]):
             return b""
         if self._byte_level:
             try:
-                return bytes([_ALPHABET[char] for char in token])
+                return bytes([BYTE_ALPHABET[char] for char in token])
             except KeyError:
                 return token.encode()
         if _BYTE_TOKEN.fullmatch(token):
