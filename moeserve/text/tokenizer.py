@@ -1,7 +1,8 @@
 """The tokenizer: text to ids and back, and the special tokens of its model directory.
 
-A thin layer over Hugging Face `tokenizers` (tokenizer.json; others through `text.byte_bpe`). Thread-safe; for long texts, encode and decode release
-the GIL. `ControlTokens` keeps control tokens that a user typed plain text; `Pieces` is the text of each id.
+A thin layer over Hugging Face `tokenizers` (tokenizer.json; `byte_bpe` reads others). Thread-safe; for long texts,
+encode and decode release the GIL. `ControlTokens` keeps control tokens that a user typed plain text; `Pieces` is the
+text of each id.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from moeserve.errors import CheckpointError, InvalidRequest
 from moeserve.loader.files import read_json
 from moeserve.text.byte_bpe import BYTE_ALPHABET, read_byte_bpe
 
-MAX_TOKENIZER_BYTES = 200 * 2**20
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 log = logging.getLogger(__name__)
 
+MAX_TOKENIZER_BYTES = 200 * 2**20
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OF_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _OTHER_VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "vocab.txt", "vocab.json")
 MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
 SHORT = 1000  # characters or tokens
@@ -60,6 +62,8 @@ class Tokenizer:
         backend = _read_backend(path) if path.is_file() else read_byte_bpe(model_dir, config)
         if backend is None:
             raise CheckpointError(f"{path}: no such file. {_remedy(model_dir, config)}")
+        if (model_dir / "tekken.json").is_file():
+            config = _OF_TEKKEN | config
         found = {name: config.get(name) for name in _NAMED}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
         return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})

@@ -111,7 +111,7 @@ def test_ids_and_text_are_those_of_tiktoken(tmp_path):
 def test_kimis_special_tokens(tmp_path):
     tokenizer = Tokenizer.load(kimi(tmp_path / "kimi"))
     first = len(ranks(WORDS))
-    assert tokenizer.encode("[BOS]the<think><|reserved_token_%d|>" % (first + 1)) == [
+    assert tokenizer.encode(f"[BOS]the<think><|reserved_token_{first + 1}|>") == [
         first,
         ranks(WORDS)[b"the"],
         first + 6,
@@ -139,6 +139,7 @@ def test_tekken(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("the") == [1, 8 + ranks(WORDS)[b"the"]]
     assert tokenizer.token_text(7) == "<SPECIAL_7>"
+    assert tokenizer.special_tokens["bos_token"] == "<s>"
 
 
 def test_typed_control_tokens_are_plain_text(tmp_path):
