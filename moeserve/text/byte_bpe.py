@@ -1,4 +1,4 @@
-"""Reads byte-level BPE vocabularies that are no tokenizer.json: tiktoken files (Kimi, Hunyuan) and Mistral's tekken.json.
+"""Reads byte-level BPE vocabularies that are no tokenizer.json: tiktoken files (Kimi, Hunyuan), Mistral's tekken.json.
 
 Each becomes a Hugging Face `tokenizers` backend with the ids of tiktoken. tiktoken joins the neighbours whose union has
 the lowest rank. While a token's neighbours have not joined it, what happens inside is what happens to it alone, so at

@@ -138,8 +138,9 @@ class ChatTemplate:
 
     def _probe(self) -> None:
         """Renders the simplest conversation. Raises SecurityError or OverflowError if that leaves the sandbox."""
-        for tools in (None,) if self._for_tools is self._template else (None, []):
-            messages = [{"role": "user", "content": "hi"}]
+        messages = [{"role": "user", "content": "hi"}]
+        cases: list[list[str] | None] = [None] if self._for_tools is self._template else [None, []]
+        for tools in cases:
             try:
                 self._run({"messages": messages, "add_generation_prompt": True, "tools": tools})
             except (SecurityError, OverflowError):

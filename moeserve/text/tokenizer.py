@@ -30,9 +30,10 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _OF_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _OTHER_VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "vocab.txt", "vocab.json")
 MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
+CONTROL_BEGIN, CONTROL_END = "\ufdd1", "\ufdd2"  # noncharacters around control tokens' names
 SHORT = 1000  # characters or tokens
 _TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at least one
-_TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
+_TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]|｜\w+｜")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -45,9 +46,10 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = special_tokens
         self.control = ControlTokens(backend)
-        hidden = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._visible = Pieces(backend, frozenset())
-        self._skipping = Pieces(backend, hidden)
+        special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._visible = Pieces(backend)
+        self._skipping = Pieces(backend, hidden=special)
+        self.marked_pieces = Pieces(backend, marked=special)
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -147,7 +149,7 @@ def read_config(model_dir: Path, name: str) -> dict[str, Any]:
 
 
 class ControlTokens:
-    """One tokenizer's control tokens: special ones, and added ones that look like a tag (`<think>`, `[INST]`).
+    """One tokenizer's control tokens: special ones, and added ones that look like tags (`<think>`, `[INST]`).
 
     Keeps those that a user typed (`<|im_end|>`) apart from those that the chat template writes. `shield` puts an
     invisible mark inside each control token in user text, so that the token no longer matches. After rendering,
@@ -159,7 +161,7 @@ class ControlTokens:
         added = backend.get_added_tokens_decoder()
         self._backend = backend
         self._names = {
-            token.content: f"\ufdd1{token_id}\ufdd2"
+            token.content: f"{CONTROL_BEGIN}{token_id}{CONTROL_END}"
             for token_id, token in added.items()
             if token.special or _TAG.fullmatch(token.content)
         }
@@ -222,14 +224,19 @@ def _alternatives(tokens: list[str]) -> re.Pattern[str]:
 class Pieces(dict[int, "str | bytes"]):
     """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token and for `hidden` ones.
 
+    The text of `marked` ids is between CONTROL_BEGIN and CONTROL_END, for parsers of answers.
+
     Computed on first use, so that streams need no decoder call per token. strips_start: the decoder drops one space
     before the very first word of a text. Knows the decoders of byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and of
     SentencePiece with byte fallback (Llama 2, Mixtral); the constructor raises CheckpointError for others, whose text
     of a token depends on its neighbours.
     """
 
-    def __init__(self, backend: Backend, hidden: frozenset[int]) -> None:
+    def __init__(
+        self, backend: Backend, *, hidden: frozenset[int] = frozenset(), marked: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__()
+        self._marked = marked
         self._backend = backend
         self._hidden = hidden
         self._replacements: dict[str, str] = {}
@@ -256,6 +263,8 @@ class Pieces(dict[int, "str | bytes"]):
 
     def __missing__(self, token_id: int) -> str | bytes:
         raw = b"" if token_id in self._hidden else self._bytes(token_id)
+        if token_id in self._marked:
+            raw = CONTROL_BEGIN.encode() + raw + CONTROL_END.encode()
         try:
             piece: str | bytes = raw.decode()
         except UnicodeDecodeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,7 @@ def tiktoken_ids(text: str, vocab: dict[bytes, int], pattern: str) -> list[int]:
     for word in regex.findall(pattern, text, regex.V1):
         parts = [word.encode()] if word.encode() in vocab else [bytes([b]) for b in word.encode()]
         while True:
-            pairs = [
-                (vocab[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in vocab
-            ]
+            pairs = [(vocab[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab]
             if not pairs:
                 break
             _, i = min(pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -40,51 +41,9 @@ CHAT = [
     {"role": "assistant", "content": "<think>\nok\n</think>\n\n21 degrees."},
     {"role": "user", "content": "Thanks <|im_end|>"},
 ]
-EACH = "{%- for m in messages -%}"
-# fmt: off
-CONSTRUCTS = {
-    "tojson": "{{ tools|tojson }}{{ messages[1]|tojson }}",
-    "tojson options": "{{ tools|tojson(indent=2) }}{{ tools|tojson(4, ) if false }}{{ tools|tojson(separators=(',', ':')) }}"
-                      "{{ messages|tojson(ensure_ascii=True, sort_keys=true) }}{{ '\u00e9'|tojson(true, 2) }}",
-    "strftime": "{{ strftime_now('%Y-%m-%d') }}{% if strftime_now is defined %}{% set d = strftime_now('%d %b') %}{{ d }}{% endif %}",
-    "raise": "{% if messages|length > 3 %}{{ raise_exception('too many: ' ~ messages|length) }}{% endif %}",
-    "loop controls": EACH + "{% if m.role == 'tool' %}{% break %}{% elif loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
-    "loop fields": EACH + "{{ loop.index }}{{ loop.index0 }}{{ loop.revindex }}{{ loop.length }}{{ loop.first }}{{ loop.last }}"
-                   "{{ loop.previtem.role if loop.previtem is defined }}{{ loop.nextitem.role if not loop.last }}"
-                   "{{ loop.cycle('a', 'b') }}{{ loop.changed(m.role) }}{% else %}none{% endfor %}",
-    "loop filter": "{% for m in messages if m['role'] != 'tool' %}{{ loop.index }}{{ m.role }}{% endfor %}"
-                   "{% for a, b in [(1, 2), (3, 4)] recursive %}{{ a }}{{ b }}{{ loop.depth }}{% endfor %}",
-    "generation": EACH + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}",
-    "namespace": "{% set ns = namespace(last=0, calls=[]) %}" + EACH + "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-                 "{% set ns.calls = ns.calls + m.get('tool_calls', []) %}{% endfor %}{{ ns.last }}{{ ns.calls|length }}",
-    "macros": "{% macro show(text, wrap='<') -%}{{ wrap }}{{ text|trim }}{{ varargs }}{{ caller() if caller }}{%- endmacro %}"
-              "{{ show(messages[0].content) }}{{ show('a', '[', 1, 2) }}{% call show('b') %}inner{% endcall %}",
-    "sets": "{% set a, b = 1, 2 %}{% set text %}x{{ a }}\n  y{% endset %}{{ text|length }}{{ b }}{% with c = 3 %}{{ c }}{% endwith %}"
-            "{% filter upper %}abc{{ a }}{% endfilter %}{% raw %}{{ no }}{% endraw %}{# comment #}",
-    "tools": "{% if tools %}{% for t in tools %}{% set f = t.function if t.function is defined else t %}{{ f.name }}({% for n, p in "
-             "f.parameters.get('properties', {}).items() %}{{ n }}{{ '' if n in f.parameters.required else '?' }}: {{ p.type if p.type is string "
-             "else p.type|join(' | ') }}{{ ' ' ~ p.enum if p.enum is defined }}{{ ', ' if not loop.last }}{% endfor %}){% endfor %}{% endif %}",
-    "tool calls": EACH + "{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments|tojson }}"
-                  "{% for k, v in c.function.arguments|items %}<{{ k }}>{{ v if v is string else v|tojson }}{% endfor %}{% endfor %}{% endfor %}",
-    "reasoning": EACH + "{{ m.reasoning_content if m.reasoning_content is defined }}{{ m.thinking }}{{ m.reasoning }}{% endfor %}",
-    "no none": EACH + "{{ 'name' in m }}{{ m.tool_call_id }}{{ m.content is none }}{% endfor %}",
-    "tests": "{{ [messages is sequence, messages[0] is mapping, messages is iterable, 1 is number, true is boolean, none is none, 'a' is string, "
-             "x is undefined, 4 is divisibleby 2, 'A' is upper, 1 is sameas 1, 1 is true, 3 in [1, 3], 'b' not in 'abc', 2 is odd, 1 == 1.0] }}",
-    "text": "{% set c = '<think>\nok\n</think>\n\n21 degrees.' %}{{ c.split('</think>')[-1].lstrip('\n') }}|{{ c.split('<think>', 1)[1].rstrip() }}|"
-            "{{ c.startswith('<think>') and not c.endswith('x') }}{{ c.replace('\n', '\\n') }}{{ c|replace('ok', 'OK', 1) }}{{ c[2:-3] }}{{ c[::-1] }}"
-            "{{ c.strip().upper().find('OK') }}{{ c.count('\n') }}{{ ' '.join(['a', 'b']) }}{{ c.partition('ok')[2] }}{{ c.splitlines() }}",
-    "filters": "{{ messages|map(attribute='role')|unique|join(',') }}{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
-               "{{ messages|rejectattr('tool_calls', 'defined')|map(attribute='content')|first }}{{ {'b': 1, 'a': 2}|dictsort }}{{ [3, 1]|sort|last }}"
-               "{{ 'a\nb'|indent(2, true) }}{{ x|default('d') }}{{ '7'|int + 1 }}{{ 1.26|round(1) }}{{ ['a', '']|select|list }}{{ messages|count }}"
-               "{{ 'é'|escape|upper }}{{ [1, 2]|sum }}{{ -3|abs }}{{ 'aB'|capitalize ~ 'a b'|title ~ 'X'|lower }}{{ [1, 2]|reverse|list }}{{ 5|string|float }}",
-    "arithmetic": "{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 * 'ab' }}{{ 1 + 2.5 }}{{ 7 / 2 }}{{ -1 }}{{ 'a' 'b' ~ 1 ~ none }}{{ range(2, 9, 3)|list }}{{ 1 if 2 > 1 else 0 }}",
-    "dictionaries": "{% set d = dict(a=1, b=[2]) %}{{ d.keys()|list }}{{ d.values()|list }}{{ d.get('z', 5) }}{{ d['b'][0] }}{{ d.items()|list }}{{ messages[-1]['role'] }}",
-    "joiners": "{% set comma = joiner(', ') %}{% for i in range(3) %}{{ comma() }}{{ i }}{% endfor %}{% set c = cycler(1, 2) %}{{ c.next() }}{{ c.next() }}",
-    "white space": "  {% if true %}\n    a {{- ' b ' -}} c\n  {%- endif %}\n\n  {% if false %}\n x\n {% endif %}\n d\n",
-    "variables": "{{ bos_token is defined }}{{ eos_token }}{{ add_generation_prompt }}{{ enable_thinking is defined and enable_thinking is false }}"
-                 "{{ reasoning_effort|default('medium') }}{{ documents is none }}{{ builtin_tools is defined }}",
-}
-# fmt: on
+CONSTRUCTS = dict(
+    section.split("\n", 1) for section in Path(__file__).with_name("constructs.jinja").read_text().split("### ")[1:]
+)
 
 
 @pytest.fixture(scope="session")
