@@ -32,7 +32,7 @@ HINTS = {
     "--scheduling-policy": "requests are always ordered by priority, then by arrival",
     "--enable-auto-tool-choice": "tool calling is not supported",
     "--tool-call-parser": "tool calling is not supported",
-    "--reasoning-parser": "reasoning is not parsed out of answers",
+    "--reasoning-parser": "reasoning is parsed out of gpt-oss's answers without a flag, and not out of others'",
     "--trust-remote-code": "code in a checkpoint is never executed",
     "--pipeline-parallel-size": "pipeline parallelism is not supported; use --tp or --dp",
     "-pp": "pipeline parallelism is not supported; use --tp or --dp",

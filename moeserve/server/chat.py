@@ -59,14 +59,15 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
     front.admit(params.n)  # before any work on a prompt that may not run anyway
     _, prompt = await chat_prompt(front, ready, request)
     call.counts = counts = Counts(len(prompt))
-    parsed = None if front.tokenizer is None else harmony.stop_ids(front.tokenizer)
-    if parsed is not None and not params.ignore_eos:
-        params = replace(params, stop_token_ids=[*params.stop_token_ids, *parsed])
+    assert front.tokenizer is not None
+    stops = front.tokenizer.harmony_stops
+    if stops is not None and not params.ignore_eos:
+        params = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
     form = None
     if request.logprobs:
         form = LogprobFormat(front.tokenizer, params.logprobs or 0, as_ids=request.return_tokens_as_token_ids)
-    messages = None if parsed is None else [AnswerMessage(call.id, i, request) for i in range(params.n)]
-    async with running_request(call, front, [prompt], params, request, marked=parsed is not None) as running:
+    messages = None if stops is None else [AnswerMessage(call.id, i, request) for i in range(params.n)]
+    async with running_request(call, front, [prompt], params, request, marked=stops is not None) as running:
         if request.stream:
             chunk = protocol.ChatCompletionChunk(**call.head("chatcmpl", "chat.completion.chunk", front, ready))
             chunks = ChatChunks(chunk, request, [prompt], params.n, counts, form)
@@ -207,7 +208,7 @@ async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest | Toke
             param="messages",
             code="no_chat_template",
         )
-    supported = harmony.stop_ids(tokenizer) is not None
+    supported = tokenizer.harmony_stops is not None
     tools = chat_tools(request.tools, request.tool_choice, supported)
     messages = chat_messages(request.messages or [], tools=supported)
     continues = bool(request.continue_final_message)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, Tokenizer
+from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY
 
-_STOPS = ("<|return|>", "<|call|>")
-_ENDS = ("<|end|>", *_STOPS)
-_NEEDED = ("<|start|>", "<|channel|>", "<|message|>", *_ENDS)
+_ENDS = HARMONY[-3:]
 _CONTROL = re.compile(f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]*){CONTROL_END}")
 _MAX_NAME = 64  # characters of a control token
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -27,13 +25,6 @@ class Part(NamedTuple):
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
-
-
-def stop_ids(tokenizer: Tokenizer) -> list[int] | None:
-    """Returns the ids that end an answer, None unless the tokenizer has harmony's control tokens."""
-    ids = [tokenizer.backend.token_to_id(name) for name in _NEEDED]
-    found = [token_id for token_id in ids if token_id is not None]
-    return found[-len(_STOPS) :] if len(found) == len(_NEEDED) else None
 
 
 class HarmonyParser:
@@ -72,7 +63,7 @@ class HarmonyParser:
             parts.append(Part(self._kind, text))
 
     def _control(self, name: str, parts: list[Part]) -> None:
-        if name not in _NEEDED and name != "<|constrain|>":
+        if name not in HARMONY and name != "<|constrain|>":
             return
         self._formatted = True
         if name == "<|message|>" and self._header is not None:

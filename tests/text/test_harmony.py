@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from moeserve.text.harmony import HarmonyParser, stop_ids
+from moeserve.text.harmony import HarmonyParser
 from moeserve.text.tokenizer import Detokenizer, Tokenizer
 
 CONTROL = (
@@ -108,5 +108,5 @@ def test_an_answer_that_continues_a_message(tokenizer):
 
 
 def test_which_tokenizers_speak_harmony(tokenizer, byte_level):
-    assert stop_ids(tokenizer) == [tokenizer.backend.token_to_id(name) for name in ("<|return|>", "<|call|>")]
-    assert stop_ids(byte_level) is None
+    assert tokenizer.harmony_stops == [tokenizer.backend.token_to_id(name) for name in ("<|return|>", "<|call|>")]
+    assert byte_level.harmony_stops is None
