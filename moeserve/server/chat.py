@@ -15,7 +15,7 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta
 from moeserve.messages import Ready
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
-from moeserve.server.answer import Chunks, Counts, collect, running_request, stream_answer
+from moeserve.server.answer import Chunks, Counts, collect, encode, running_request, stream_answer
 from moeserve.server.app import HttpCall
 from moeserve.server.logprobs import LogprobFormat
 from moeserve.server.requests import Message, OpenName, Sampling, chat_messages, chat_tools, check_chars
@@ -213,7 +213,7 @@ async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest | Toke
     messages = chat_messages(request.messages or [], tools=supported)
     continues = bool(request.continue_final_message)
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    num_chars = sum(len(message.get("content", "")) for message in messages)
+    num_chars = sum(len(message.get("content", "")) for message in messages) + (len(encode(tools)) if tools else 0)
     check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
     kwargs = request.chat_template_kwargs or {}
     if request.reasoning_effort is not None:

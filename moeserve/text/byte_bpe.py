@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import read_json
 
+MAX_VOCABULARY_BYTES = 64 * 2**20
 _WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*",
@@ -66,6 +67,8 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
     if family is None or not (model_dir / family.file).is_file():
         return None
     path = model_dir / family.file
+    if (size := path.stat().st_size) > MAX_VOCABULARY_BYTES:
+        raise CheckpointError(f"{path}: {size:,} bytes; a vocabulary has at most {MAX_VOCABULARY_BYTES:,}")
     ranks = _ranks(path, (line.partition(b" ")[0] for line in path.read_bytes().splitlines()))
     first = len(ranks)
     special = {first + i: AddedToken(text.format(id=first + i)) for i, text in enumerate(family.fillers)}

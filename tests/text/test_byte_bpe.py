@@ -171,6 +171,13 @@ def test_damaged_tiktoken_files(tmp_path, lines, match):
         Tokenizer.load(tmp_path)
 
 
+def test_a_huge_tiktoken_file_is_not_read(tmp_path):
+    with (kimi(tmp_path) / "tiktoken.model").open("wb") as file:
+        file.truncate(byte_bpe.MAX_VOCABULARY_BYTES + 1)  # a hole: no disk is used
+    with pytest.raises(CheckpointError, match="at most"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("added", "match"),
     [
