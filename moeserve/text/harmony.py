@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 from moeserve.text.tokenizer import CONTROL_BEGIN, CONTROL_END, HARMONY
 
 _ENDS = HARMONY[-3:]
-_CONTROL = re.compile(f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]*){CONTROL_END}")
-_MAX_NAME = 64  # characters of a control token
+_MAX_NAME = 63  # characters of a control token
+_CONTROL = re.compile(f"{CONTROL_BEGIN}([^{CONTROL_BEGIN}{CONTROL_END}]{{0,{_MAX_NAME}}}){CONTROL_END}")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
@@ -49,9 +49,9 @@ class HarmonyParser:
             self._add(before, parts)
             self._control(name, parts)
         begin = rest.rfind(CONTROL_BEGIN)
-        keep = begin if begin >= 0 and len(rest) - begin <= _MAX_NAME and not final else len(rest)
+        keep = begin if begin >= 0 and len(rest) - begin - 1 <= _MAX_NAME and not final else len(rest)
         self._held = rest[keep:]
-        self._add(rest[:keep].rstrip(CONTROL_BEGIN) if final else rest[:keep], parts)
+        self._add(rest.removesuffix(CONTROL_BEGIN) if final else rest[:keep], parts)
         if final and self._header and not self._formatted:  # no harmony at all
             parts.append(Part("content", self._header))
         return parts

@@ -97,10 +97,11 @@ def test_answers_whole_by_token_and_in_random_pieces(tokenizer, answer):
 
 
 def test_text_that_looks_like_control_tokens_is_text(tokenizer):
-    typed = "say <|end|> or \ufdd1<|call|> or \ufdd1"
-    pieces = [*texts(tokenizer, FINAL), *typed]
-    assert parse(pieces) == [("content", typed.rstrip("\ufdd1"))]
-    assert parse([*texts(tokenizer, FINAL), "\ufdd1" + "x" * 99]) == [("content", "\ufdd1" + "x" * 99)]
+    begin = texts(tokenizer, FINAL)
+    for typed in ("say <|end|> or \ufdd1<|call|>", "\ufdd1" + "x" * 64 + "\ufdd2", "\ufdd1\ufdd1", "\ufdd2\ufdd1x"):
+        for pieces in ([typed], typed, [typed[:-1], typed[-1:]], [typed, "\ufdd1"]):
+            expected = typed if pieces == [typed, "\ufdd1"] else typed.removesuffix("\ufdd1")
+            assert parse([*begin, *pieces]) == parse(["".join([*begin, *pieces])]) == [("content", expected)]
 
 
 def test_an_answer_that_continues_a_message(tokenizer):
