@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ class _Family(NamedTuple):
     pattern: str
     fillers: tuple[str, ...]  # special tokens after the vocabulary; those of tokenizer_config.json replace them by id
     nfc: bool = False
+    by_line: bool = False  # a rank is the number of a line, without repeated tokens, whatever the line says
 
 
 _FAMILIES = {  # by tokenizer_class
@@ -52,6 +53,7 @@ _FAMILIES = {  # by tokenizer_class
             *(f"<|extra_{i}|>" for i in range(205)),
         ),
         nfc=True,
+        by_line=True,
     ),
 }
 
@@ -67,11 +69,9 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
     if family is None or not (model_dir / family.file).is_file():
         return None
     path = model_dir / family.file
-    if (size := path.stat().st_size) > MAX_VOCABULARY_BYTES:
-        raise CheckpointError(f"{path}: {size:,} bytes; a vocabulary has at most {MAX_VOCABULARY_BYTES:,}")
-    ranks = _ranks(path, (line.partition(b" ")[0] for line in path.read_bytes().splitlines()))
+    ranks = _ranks(path, _tiktoken_lines(path, family), repeats=family.by_line)
     first = len(ranks)
-    special = {first + i: AddedToken(text.format(id=first + i)) for i, text in enumerate(family.fillers)}
+    special = {first + i: AddedToken(text.format(id=first + i), special=True) for i, text in enumerate(family.fillers)}
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict | None):
         raise CheckpointError(f"{model_dir / 'tokenizer_config.json'}: added_tokens_decoder is no JSON object")
@@ -85,6 +85,21 @@ def read_byte_bpe(model_dir: Path, config: dict[str, Any]) -> Backend | None:
     if family.nfc:
         backend.normalizer = normalizers.NFC()
     return backend
+
+
+def _tiktoken_lines(path: Path, family: _Family) -> list[bytes]:
+    """Returns the tokens of a tiktoken file in the order of ranks, in base64."""
+    if (size := path.stat().st_size) > MAX_VOCABULARY_BYTES:
+        raise CheckpointError(f"{path}: {size:,} bytes; a vocabulary has at most {MAX_VOCABULARY_BYTES:,}")
+    try:
+        numbered = [(int(rank), token) for token, rank in map(bytes.split, path.read_bytes().splitlines())]
+        if not family.by_line:
+            numbered.sort()
+            if any(rank != i for i, (rank, _) in enumerate(numbered)):
+                raise ValueError("the ranks are not 0, 1, 2, ...")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not lines of a token and its rank: {error}. Download it again") from error
+    return [token for _, token in numbered]
 
 
 def _read_tekken(model_dir: Path) -> Backend:
@@ -108,22 +123,23 @@ def _read_tekken(model_dir: Path) -> Backend:
             f"{path}: no tekken vocabulary with special tokens ({type(error).__name__}: {str(error)[:100]}). "
             "Download it again, or put the model's tokenizer.json beside it"
         ) from error
-    backend = _build(path, _ranks(path, iter(texts)), num_special, special, pattern)
+    backend = _build(path, _ranks(path, texts), num_special, special, pattern)
     if (bos := backend.token_to_id("<s>")) is not None:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     return backend
 
 
-def _ranks(path: Path, encoded: Iterator[bytes | str]) -> dict[bytes, int]:
-    """Returns token -> rank from tokens in base64 in the order of ranks. A repeated token counts once."""
+def _ranks(path: Path, encoded: Sequence[bytes | str], *, repeats: bool = False) -> dict[bytes, int]:
+    """Returns token -> rank from tokens in base64 in the order of ranks. repeats: a repeated token counts once."""
     ranks: dict[bytes, int] = {}
     for number, text in enumerate(encoded):
         try:
             token = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError, TypeError):
             token = b""
-        if not token:
-            raise CheckpointError(f"{path}: token {number} is not base64: {str(text)[:40]!r}. Download it again")
+        if not token or (token in ranks and not repeats):
+            what = "a repetition" if token else "not base64"
+            raise CheckpointError(f"{path}: token {number} is {what}: {str(text)[:40]!r}. Download it again")
         ranks.setdefault(token, len(ranks))
     if missing := 256 - sum(len(token) == 1 for token in ranks):
         raise CheckpointError(f"{path}: {missing} of the 256 bytes have no token. Download it again")

@@ -120,6 +120,7 @@ def test_kimis_special_tokens(tmp_path):
     assert tokenizer.backend.get_vocab_size() == first + 256
     assert tokenizer.decode([first, first + 6]) == "<think>"
     assert tokenizer.token_text(first + 2) == "<|im_end|>"
+    assert tokenizer.decode([first + 1, first + 2, first + 255]) == ""
 
 
 def test_hunyuan_normalises_and_has_its_own_special_tokens(tmp_path):
@@ -127,6 +128,17 @@ def test_hunyuan_normalises_and_has_its_own_special_tokens(tmp_path):
     tokenizer = Tokenizer.load(write_tiktoken(tmp_path, "hy.tiktoken", vocab, {"tokenizer_class": "HYTokenizer"}))
     assert tokenizer.encode("e\u0301") == [vocab["é".encode()]]
     assert tokenizer.encode("<|startoftext|><|extra_204|>") == [len(vocab) + 1, len(vocab) + 209]
+
+
+def test_the_order_of_lines_counts_only_for_hunyuan_where_tokens_may_repeat(tmp_path):
+    vocab = ranks(WORDS)
+    path = kimi(tmp_path) / "tiktoken.model"
+    path.write_bytes(b"\n".join(reversed(path.read_bytes().splitlines())))
+    assert Tokenizer.load(tmp_path).encode("the") == [vocab[b"the"]]
+    write_tiktoken(tmp_path, "hy.tiktoken", vocab, {"tokenizer_class": "HYTokenizer"})
+    lines = (tmp_path / "hy.tiktoken").read_bytes().splitlines()
+    (tmp_path / "hy.tiktoken").write_bytes(b"\n".join([lines[0], lines[0], *lines[1:]]))
+    assert Tokenizer.load(tmp_path).encode("the<|endoftext|>") == [vocab[b"the"], len(vocab)]
 
 
 def test_tekken(tmp_path):
@@ -160,9 +172,13 @@ def test_tokenizer_json_wins(tmp_path, byte_level_dir):
     [
         (b"", "256 of the 256 bytes"),
         (b"!!! 0\n", "token 0 is not base64"),
-        (b" 0\n", "token 0 is not base64"),
+        (b" 0\n", "not lines of a token"),
+        (b"YQ==\n", "not lines of a token"),
+        (b"YQ== x\n", "not lines of a token"),
+        (b"YQ== 1\n", "ranks are not 0, 1, 2"),
         (b"\xff\xfe 0\n", "not base64"),
-        (b"YQ== 0\nYQ== 1\n", "255 of the 256 bytes"),
+        (b"YQ== 0\nYg== 1\n", "254 of the 256 bytes"),
+        (b"YQ== 0\nYQ== 1\n", "token 1 is a repetition"),
     ],
 )
 def test_damaged_tiktoken_files(tmp_path, lines, match):
