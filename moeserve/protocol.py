@@ -101,6 +101,7 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True):
     role: str = written("assistant")
     content: str | None = written(None)
     refusal: str | None = written(None)
+    reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
@@ -139,6 +140,7 @@ class ChoiceDelta(Struct, kw_only=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 

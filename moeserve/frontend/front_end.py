@@ -104,8 +104,12 @@ class FrontEnd(Actor[FromEngine], ServingState):
         priority: int = 0,
         salt: str = "",
         request_id: str = "",
+        marked: bool = False,
     ) -> Generation:
-        """Admits, checks and submits a request. Raises RequestError before anything runs."""
+        """Admits, checks and submits a request. Raises RequestError before anything runs.
+
+        marked: special tokens are in the text, between marks, for a parser of the answer.
+        """
         ready = self.admit(params.n)
         check_request(prompt, priority, ready)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
@@ -117,7 +121,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
             sequence = Sequence(next(self._rids), index, generation, sampling)
             if self.tokenizer is not None:
                 pieces = self.tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
-                sequence.detok = Detokenizer(pieces, prompt)
+                sequence.detok = Detokenizer(self.tokenizer.marked_pieces if marked else pieces, prompt)
             if params.stop_strings:
                 sequence.stops = StopMatcher(params.stop_strings, include_stop=params.include_stop_str_in_output)
             generation.sequences.append(sequence)

@@ -115,18 +115,25 @@ class RunningRequest:
 
 @asynccontextmanager
 async def running_request(
-    call: HttpCall, front: FrontEnd, prompts: list[list[int]], params: SamplingParams, request: Sampling
+    call: HttpCall,
+    front: FrontEnd,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    request: Sampling,
+    *,
+    marked: bool = False,
 ) -> AsyncIterator[RunningRequest]:
     """Runs all prompts or none inside the block, at whose end sequences that are still running are aborted.
 
-    The request is known under its id meanwhile. Raises what `FrontEnd.generate` raises for the first refused prompt.
+    marked: see `FrontEnd.generate`. The request is known under its id meanwhile. Raises what `FrontEnd.generate`
+    raises for the first refused prompt.
     """
     front.admit(len(prompts) * params.n)
     generations: list[Generation] = []
-    priority, salt = request.priority or 0, call.salt(request.cache_salt)
+    options: dict[str, Any] = {"priority": request.priority or 0, "salt": call.salt(request.cache_salt)}
     try:
         for prompt in prompts:
-            generations.append(await front.generate(prompt, params, priority=priority, salt=salt, request_id=call.id))
+            generations.append(await front.generate(prompt, params, request_id=call.id, marked=marked, **options))
     except BaseException:
         for generation in generations:
             await generation.aclose()
@@ -216,15 +223,19 @@ class Chunks:
                 out = self._before[index] + encode(delta.text) + self._after
         elif delta.text or delta.token_ids:
             choice = self.choice(index, delta.text)
-            if self._form is not None:
-                choice.logprobs = self.logprobs(index, self._form, delta)
-            if self.token_ids:
-                choice.token_ids = delta.token_ids
+            self._add_tokens(choice, delta)
             out = self.frame(choice)
         if delta.finish_reason is not None:
             finish, stop = delta.finish_reason, delta.stop_reason
             out += self.frame(self.last_choice(index=index, finish_reason=finish, stop_reason=stop))
         return out
+
+    def _add_tokens(self, choice: OpenChoice, delta: Delta) -> None:
+        """Puts a delta's logprobs and token ids into its choice, if they were asked for."""
+        if self._form is not None:
+            choice.logprobs = self.logprobs(choice.index, self._form, delta)
+        if self.token_ids:
+            choice.token_ids = delta.token_ids
 
     def closing(self) -> bytes:
         """Returns the frame with the usage, if it was asked for."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from aiohttp import web
 from msgspec import Meta
+from msgspec.structs import replace
 
 from moeserve import protocol
 from moeserve.errors import InvalidRequest
@@ -14,10 +15,11 @@ from moeserve.frontend.front_end import FrontEnd
 from moeserve.frontend.generation import Delta
 from moeserve.messages import Ready
 from moeserve.sampling import MAX_INT, NumLogprobs, SamplingParams
-from moeserve.server.answer import Chunks, Counts, collect, running_request, stream_answer
+from moeserve.server.answer import Chunks, Counts, collect, encode, running_request, stream_answer
 from moeserve.server.app import HttpCall
 from moeserve.server.logprobs import LogprobFormat
-from moeserve.server.requests import Message, OpenName, Sampling, chat_messages, check_chars
+from moeserve.server.requests import Message, OpenName, Sampling, chat_messages, chat_tools, check_chars
+from moeserve.text import harmony
 from moeserve.text.tokenizer import unshield
 
 if TYPE_CHECKING:
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
 PositiveCount = Annotated[int, Meta(ge=1)]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high"]
+
+
 class ChatRequest(Sampling, kw_only=True):
-    """A conversation to go on with. reasoning_effort and verbosity are accepted and change nothing."""
+    """A conversation to go on with. reasoning_effort is a variable of the template; verbosity changes nothing."""
 
     messages: list[Message]
     logprobs: bool | None = None
@@ -37,10 +42,12 @@ class ChatRequest(Sampling, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: OpenName | None = None
     safety_identifier: OpenName | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -52,19 +59,29 @@ async def chat_completions(call: HttpCall) -> web.StreamResponse:
     front.admit(params.n)  # before any work on a prompt that may not run anyway
     _, prompt = await chat_prompt(front, ready, request)
     call.counts = counts = Counts(len(prompt))
+    assert front.tokenizer is not None
+    stops = front.tokenizer.harmony_stops
+    if stops is not None and not params.ignore_eos:
+        params = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
     form = None
     if request.logprobs:
         form = LogprobFormat(front.tokenizer, params.logprobs or 0, as_ids=request.return_tokens_as_token_ids)
-    async with running_request(call, front, [prompt], params, request) as running:
+    messages = None if stops is None else [AnswerMessage(call.id, i, request) for i in range(params.n)]
+    async with running_request(call, front, [prompt], params, request, marked=stops is not None) as running:
         if request.stream:
             chunk = protocol.ChatCompletionChunk(**call.head("chatcmpl", "chat.completion.chunk", front, ready))
-            return await stream_answer(call, running, ChatChunks(chunk, request, [prompt], params.n, counts, form))
+            chunks = ChatChunks(chunk, request, [prompt], params.n, counts, form)
+            chunks.messages = messages
+            return await stream_answer(call, running, chunks)
         (sequences,) = await collect(running, params.n, counts)
     answer = protocol.ChatCompletion(**call.head("chatcmpl", "chat.completion", front, ready), usage=counts.usage())
     for sequence in sequences:
+        message = protocol.ChatMessage(content=sequence.text)
+        if messages is not None:
+            message = messages[sequence.index].whole(sequence)
         choice = protocol.ChatChoice(
             index=sequence.index,
-            message=protocol.ChatMessage(content=sequence.text),
+            message=message,
             logprobs=None if form is None else form.chat(sequence.logprobs),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
@@ -89,10 +106,58 @@ def chat_params(request: ChatRequest, defaults: dict[str, Any]) -> SamplingParam
     return SamplingParams(**defaults | given)
 
 
+class AnswerMessage:
+    """The message of one choice of a model that answers in harmony: its parts as fields of OpenAI's message."""
+
+    def __init__(self, request_id: str, index: int, request: ChatRequest) -> None:
+        self._parser = harmony.HarmonyParser(in_message=bool(request.continue_final_message))
+        self._id = f"call_{request_id}_{index}"
+        self._num_calls = 0
+
+    def deltas(self, delta: Delta) -> list[protocol.ChoiceDelta]:
+        """Returns what is new, in order. The sequence's last delta ends with "tool_calls" if it called a tool."""
+        parts = self._parser.push(delta.text, final=delta.finish_reason is not None)
+        found = [self._delta(part) for part in parts]
+        if self._num_calls and delta.finish_reason == "stop":
+            delta.finish_reason = "tool_calls"
+        return found
+
+    def whole(self, sequence: Delta) -> protocol.ChatMessage:
+        """Returns the message of a whole answer: what joining the deltas of a stream gives."""
+        message = protocol.ChatMessage()
+        for delta in self.deltas(sequence):
+            if delta.content:
+                message.content = (message.content or "") + delta.content
+            if delta.reasoning_content:
+                message.reasoning_content = (message.reasoning_content or "") + delta.reasoning_content
+            for call in delta.tool_calls or ():
+                calls = message.tool_calls = message.tool_calls or []
+                if call.pop("index") == len(calls):
+                    calls.append(call)
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        return message
+
+    def _delta(self, part: harmony.Part) -> protocol.ChoiceDelta:
+        if part.kind == "content":
+            return protocol.ChoiceDelta(content=part.text)
+        if part.kind == "reasoning":
+            return protocol.ChoiceDelta(reasoning_content=part.text)
+        if part.kind == "arguments":
+            call: dict[str, Any] = {"index": self._num_calls - 1, "function": {"arguments": part.text}}
+        else:
+            function = {"name": part.text, "arguments": ""}
+            call = {"index": self._num_calls, "id": f"{self._id}_{self._num_calls}", "type": "function"}
+            call["function"] = function
+            self._num_calls += 1
+        return protocol.ChoiceDelta(tool_calls=[call])
+
+
 class ChatChunks(Chunks):
-    """Frames of /v1/chat/completions."""
+    """Frames of /v1/chat/completions. messages: one for each choice, if answers are parsed."""
 
     last_choice = protocol.ChatChunkChoice
+    messages: list[AnswerMessage] | None = None
 
     def opening(self) -> bytes:
         """Returns one frame with the role for each choice."""
@@ -107,6 +172,19 @@ class ChatChunks(Chunks):
     def choice(self, index: int, text: str) -> protocol.OpenChatChoice:
         """Returns a choice that goes on."""
         return protocol.OpenChatChoice(index=index, delta=protocol.ChoiceDelta(content=text))
+
+    def frames(self, prompt: int, delta: Delta) -> bytes:
+        """Returns what to send for a delta; of a parsed answer, one frame for each part."""
+        if self.messages is None:
+            return super().frames(prompt, delta)
+        self._counts.add(delta)
+        index = delta.index
+        choices = [protocol.OpenChatChoice(index=index, delta=new) for new in self.messages[index].deltas(delta)]
+        if not self._plain and delta.token_ids:
+            choices = choices or [protocol.OpenChatChoice(index=index)]
+            self._add_tokens(choices[0], delta)
+        end = Delta(index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        return b"".join(map(self.frame, choices)) + super().frames(prompt, end)
 
     def logprobs(self, index: int, form: LogprobFormat, delta: Delta) -> protocol.ChatLogprobs:
         """Returns the logprobs object of a choice."""
@@ -130,19 +208,26 @@ async def chat_prompt(front: FrontEnd, ready: Ready, request: ChatRequest | Toke
             param="messages",
             code="no_chat_template",
         )
-    messages = chat_messages(request.messages or [])
+    supported = tokenizer.harmony_stops is not None
+    tools = chat_tools(request.tools, request.tool_choice, supported)
+    messages = chat_messages(request.messages or [], tools=supported)
     continues = bool(request.continue_final_message)
     adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    check_chars(sum(len(message["content"]) for message in messages), tokenizer, ready.max_model_len, "messages")
+    num_chars = sum(len(message.get("content", "")) for message in messages) + (len(encode(tools)) if tools else 0)
+    check_chars(num_chars, tokenizer, ready.max_model_len, "messages")
+    kwargs = request.chat_template_kwargs or {}
+    if request.reasoning_effort is not None:
+        kwargs = {"reasoning_effort": request.reasoning_effort} | kwargs
 
     def work() -> tuple[str, list[int]]:
         """Renders and encodes the conversation, in this thread."""
         text = template.render(
             tokenizer,
             messages,
+            tools=tools,
             add_generation_prompt=adds,
             continue_final_message=continues,
-            kwargs=request.chat_template_kwargs,
+            kwargs=kwargs,
         )
         return unshield(text), tokenizer.encode_prompt(text)
 

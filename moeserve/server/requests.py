@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -52,6 +52,44 @@ class TextPart(Struct, kw_only=True):
     text: str | None = None
 
 
+class Function(Struct, kw_only=True, omit_defaults=True):
+    """What a tool is: parameters is a JSON schema of its arguments."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    """A function that the model may ask the client to call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Tools(Struct, kw_only=True):
+    """The fields of a request about tools."""
+
+    tools: Annotated[list[Tool], Meta(max_length=1024)] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+
+
+class Called(Struct, kw_only=True):
+    """The function of a tool call. arguments: JSON text, as OpenAI has it, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call that the assistant made earlier."""
+
+    function: Called
+    id: OpenName | None = None
+    type: Literal["function"] = "function"
+
+
 class Message(Struct, kw_only=True, omit_defaults=True):
     """One message of a conversation."""
 
@@ -61,6 +99,8 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: OpenName | None = None
 
 
 class Sampling(Struct, kw_only=True):
@@ -103,7 +143,7 @@ class Sampling(Struct, kw_only=True):
 
 
 _PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
-_TOOLS = "tool calling is not supported yet"
+_TOOLS = "tool calling is not supported yet for this model"
 _GRAMMAR = "structured output is not supported yet"
 _MEDIA = "this server takes and gives text only"
 # field -> (why it is refused, values that ask for nothing and are let through besides null)
@@ -134,8 +174,9 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "kv_transfer_params": ("KV transfer is not supported", ()),
 }
 _MESSAGE_FIELDS = frozenset(Message.__struct_fields__)
-_MESSAGE_REFUSED = ("tool_calls", "tool_call_id", "function_call")
+_MESSAGE_REFUSED = ("function_call",)
 _ROLES = ("system", "developer", "user", "assistant")
+_TOOL_FIELDS = ("tool_calls", "tool_call_id")
 
 
 async def read_json(request: web.BaseRequest, max_bytes: int) -> dict[str, Any]:
@@ -253,19 +294,22 @@ def unknown_fields(names: Iterable[str], known: Iterable[str], prefix: str = "")
 
 def decode(raw: dict[str, Any], kind: type[R]) -> tuple[R, list[str]]:
     """Returns the request, and the names of its fields that mean nothing to us. Raises InvalidRequest."""
-    refused = _REFUSED if issubclass(kind, Sampling) else {}
+    refused = _REFUSED.keys() - kind.__struct_fields__ if issubclass(kind, Sampling) else set()
     unknown = unknown_fields(raw, {*kind.__struct_fields__, *refused})
-    for name in refused.keys() & raw.keys():
-        reason, harmless = refused[name]
-        value = raw[name]
-        if value is not None and not any(value == free and type(value) is type(free) for free in harmless):
-            raise InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
+    for name in refused & raw.keys():
+        _check_harmless(name, raw[name])
     request = convert(raw, kind)
     if isinstance(request, Sampling):
         if "messages" in kind.__struct_fields__:
             unknown += _check_message_fields(raw["messages"])
         _check_common(request)
     return request, unknown[:MAX_UNKNOWN]
+
+
+def _check_harmless(name: str, value: Any) -> None:
+    reason, harmless = _REFUSED[name]
+    if value is not None and not any(value == free and type(value) is type(free) for free in harmless):
+        raise InvalidRequest(f"{name}: {reason}", param=name, code="unsupported_parameter")
 
 
 def _check_message_fields(messages: list[dict[str, Any]]) -> list[str]:
@@ -294,23 +338,61 @@ def _check_common(request: Sampling) -> None:
         raise InvalidRequest(r"cache_salt must have 1 to 128 characters, none of @ / \ NUL", param="cache_salt")
 
 
-def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Returns the messages as the template takes them, each checked: known role, text content."""
+def chat_tools(tools: list[dict[str, Any]] | None, choice: Any, supported: bool) -> list[dict[str, Any]] | None:
+    """Returns the tools as the template takes them, None if the model is to use none. Raises InvalidRequest."""
+    if not supported:
+        _check_harmless("tools", tools)
+        _check_harmless("tool_choice", choice)
+        return None
+    if isinstance(choice, dict) or choice == "required":
+        why = "a tool cannot be enforced yet; ask for auto or none"
+        raise InvalidRequest(f"tool_choice: {why}", param="tool_choice", code="unsupported_parameter")
+    checked = convert({"tools": tools or [], "tool_choice": choice or "auto"}, Tools)
+    if any(tool.function.strict for tool in checked.tools):
+        raise InvalidRequest(f"tools: strict: {_GRAMMAR}", param="tools", code="unsupported_parameter")
+    return msgspec.to_builtins(checked.tools) if checked.tools and checked.tool_choice == "auto" else None
+
+
+def chat_messages(messages: list[Message], *, tools: bool = False) -> list[dict[str, Any]]:
+    """Returns the messages as the template takes them, each checked: known role, text content.
+
+    tools: whether they may have tool calls and tool messages.
+    """
     found = []
+    roles = (*_ROLES, "tool") if tools else _ROLES
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        if message.role not in _ROLES:
-            raise InvalidRequest(f"{where}.role must be one of {', '.join(_ROLES)}; {_TOOLS}", param=f"{where}.role")
+        for name in () if tools else _TOOL_FIELDS:
+            if getattr(message, name):
+                raise InvalidRequest(f"{where}.{name}: {_TOOLS}", param=f"{where}.{name}", code="unsupported_parameter")
+        if message.role not in roles:
+            why = "" if tools else f"; {_TOOLS}"
+            raise InvalidRequest(f"{where}.role must be one of {', '.join(roles)}{why}", param=f"{where}.role")
+        checked: dict[str, Any] = {"role": message.role}
+        if message.tool_calls:
+            checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
         content = message.content
-        if content is None:
+        if content is None and not message.tool_calls:
             raise InvalidRequest(f"{where}.content must be text", param=f"{where}.content")
         if isinstance(content, list):
             content = "\n".join(_part_text(part, f"{where}.content") for part in content)
-        checked: dict[str, Any] = {"role": message.role, "content": content}
-        for name in ("name", "reasoning", "reasoning_content"):
+        for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 checked[name] = value
-        found.append(checked)
+        found.append(checked if content is None else checked | {"content": content})
+    return found
+
+
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns an earlier call with its arguments as an object, as templates take them."""
+    try:
+        checked = msgspec.convert(call, ToolCall)
+        arguments = checked.function.arguments
+        if isinstance(arguments, str):
+            checked.function.arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is one
+        raise InvalidRequest(f"{where}: {shorten(str(error))}", param=where) from error
+    found: dict[str, Any] = msgspec.to_builtins(checked)
     return found
 
 

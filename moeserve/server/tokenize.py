@@ -11,7 +11,7 @@ from msgspec import Struct
 from moeserve.errors import InvalidRequest
 from moeserve.protocol import Detokenized, Tokenized
 from moeserve.server.app import HttpCall
-from moeserve.server.chat import chat_prompt
+from moeserve.server.chat import ReasoningEffort, chat_prompt
 from moeserve.server.requests import Message
 
 MAX_CHARS = 1_000_000  # tokenizing takes a microsecond and some 150 bytes for each
@@ -28,6 +28,9 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):

@@ -1,14 +1,13 @@
-"""Renders chat messages as prompt text by the model's own Jinja template.
+"""Renders chat messages as prompt text by the model's own Jinja template (`template_files` finds it).
 
-The template is, in this order: the file that the user names, `chat_template.jinja`, or `chat_template` in
-tokenizer_config.json (one text, or a list of named ones of which "default" is taken). Templates come with checkpoints
-and so may be anybody's code: `_Sandbox` bounds what they reach, their time and their memory. Rendering may still take
-seconds, so call it in a thread.
+Templates come with checkpoints and so may be anybody's code: `_Sandbox` bounds what they reach, their time and their
+memory. Rendering may still take seconds, so call it in a thread.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -24,11 +23,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from moeserve.errors import CheckpointError, ConfigError, InvalidRequest
-from moeserve.text.tokenizer import Tokenizer, read_config
+from moeserve.errors import CheckpointError, InvalidRequest
+from moeserve.text.template_files import MAX_TEMPLATE_CHARS, find_templates
+from moeserve.text.tokenizer import MARK, Tokenizer
 
+_NOT_ASCII = re.compile(f"[^\0-~{MARK}]+")
 _CONTINUE = "\ufdd3"  # ends the message to be continued while the template works on it
 # fmt: off
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message, the first that is there counts
 _RESERVED = frozenset((
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
     "conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length",
@@ -45,7 +47,6 @@ _TEXT_METHODS = frozenset((
     "startswith", "strip", "swapcase", "title", "upper",
 ))
 # fmt: on
-MAX_TEMPLATE_CHARS = 2 * 2**20
 MAX_CHARS = 64 * 2**20  # of any text that a template makes
 MAX_SECONDS = 5.0  # of one rendering
 MAX_INDENT = 64
@@ -54,15 +55,16 @@ MAX_KWARG_CHARS = 4096
 
 
 class ChatTemplate:
-    """A compiled template. origin: the file that it came from, for error messages."""
+    """A compiled template. origin: the file that it came from, for error messages; for_tools: its variant for tools."""
 
-    def __init__(self, source: str, *, origin: str = "chat template") -> None:
+    def __init__(self, source: str, *, origin: str = "chat template", for_tools: str | None = None) -> None:
         """Raises CheckpointError for a template that does not compile or reaches outside the sandbox."""
         self.source = source
         try:
-            if len(source) > MAX_TEMPLATE_CHARS:
-                raise SecurityError(f"{len(source):,} characters; a chat template has at most {MAX_TEMPLATE_CHARS:,}")
+            if max(len(source), len(for_tools or "")) > MAX_TEMPLATE_CHARS:
+                raise SecurityError(f"a chat template has at most {MAX_TEMPLATE_CHARS:,} characters")
             self._template = _ENVIRONMENT.from_string(source)
+            self._for_tools = self._template if for_tools is None else _ENVIRONMENT.from_string(for_tools)
             self._probe()
         except (jinja2.TemplateError, OverflowError, RecursionError) as error:
             line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
@@ -71,36 +73,23 @@ class ChatTemplate:
     @classmethod
     def load(cls, model_dir: Path, override: Path | str | None = None) -> ChatTemplate | None:
         """Reads a model's template, or the file `override`. Returns None if there is none, as for base models."""
-        path = model_dir / "chat_template.jinja" if override is None else Path(override)
-        if path.is_file():
-            try:
-                with path.open(encoding="utf-8") as file:
-                    return cls(file.read(MAX_TEMPLATE_CHARS + 1), origin=str(path))
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{path}: not UTF-8 text") from error
-        if override is not None:
-            raise ConfigError(f"--chat-template {override}: no such file")
-        source = read_config(model_dir, "tokenizer_config.json").get("chat_template")
-        origin = f"{model_dir / 'tokenizer_config.json'} chat_template"
-        if isinstance(source, list):
-            named = {entry.get("name"): entry.get("template", 0) for entry in source if isinstance(entry, dict)}
-            source = named.get("default", next(iter(named.values()), 0))
-        if not isinstance(source, str | None):
-            raise CheckpointError(f"{origin} is neither a text nor a list of named texts")
-        return None if source is None else cls(source, origin=origin)
+        found = find_templates(model_dir, override)
+        return None if found is None else cls(found.text, origin=found.origin, for_tools=found.for_tools)
 
     def render(
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns the prompt for `Tokenizer.encode_prompt`, with control tokens typed by users marked.
 
-        Contents are strings or lists of text parts. Raises InvalidRequest if the template rejects the messages.
+        Contents are strings or lists of text parts; a tool call's arguments are an object, not JSON text. Raises
+        InvalidRequest if the template rejects the messages.
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
@@ -111,14 +100,15 @@ class ChatTemplate:
         shield = tokenizer.control.shield
         shielded = [_shielded(message, shield) for message in messages]
         if continue_final_message:
-            if not isinstance(shielded[-1]["content"], str):
+            if not isinstance(shielded[-1].get("content"), str):
                 raise InvalidRequest("the final message has no text to continue", param="messages")
-            shielded[-1]["content"] += _CONTINUE
+            shielded[-1]["content"] += _CONTINUE + " "
         _check_kwargs(kwargs or {})
         variables = {name: shield(v) if isinstance(v, str) else v for name, v in (kwargs or {}).items()}
         variables |= tokenizer.special_tokens
+        variables |= {"tools": _shield_all(tools, shield), "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._run(variables | {"messages": shielded, "add_generation_prompt": add_generation_prompt})
+            text = self._run(variables | {"messages": shielded})
         except Exception as error:  # a template is a program: it may fail in any way on these messages
             what = f"fails on these messages ({type(error).__name__})"
             if isinstance(error, SecurityError | OverflowError):
@@ -128,11 +118,11 @@ class ChatTemplate:
             raise InvalidRequest(f"the model's chat template {what}", param="messages") from error
         if not continue_final_message:
             return text
-        text, found, _ = text.rpartition(_CONTINUE)
+        text, found, rest = text.rpartition(_CONTINUE)
         if not found:
             what = "the chat template drops the final message, so it cannot be continued"
             raise InvalidRequest(what, param="continue_final_message")
-        return text
+        return text if rest.startswith(" ") else text.rstrip()  # the template trims contents
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Returns the token ids of `render`, which takes the same options."""
@@ -141,31 +131,50 @@ class ChatTemplate:
     def _run(self, variables: dict[str, Any]) -> str:
         token = _deadline_s.set(time.monotonic() + MAX_SECONDS)
         try:
-            return _join(self._template.generate({"tools": None, "documents": None} | variables))
+            template = self._template if variables.get("tools") is None else self._for_tools
+            return _join(template.generate({"tools": None, "documents": None} | variables))
         finally:
             _deadline_s.reset(token)
 
     def _probe(self) -> None:
         """Renders the simplest conversation. Raises SecurityError or OverflowError if that leaves the sandbox."""
-        try:
-            self._run({"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True})
-        except (SecurityError, OverflowError):
-            raise
-        except Exception:  # it may reject this conversation; requests will tell
-            return
+        messages = [{"role": "user", "content": "hi"}]
+        cases: list[list[str] | None] = [None] if self._for_tools is self._template else [None, []]
+        for tools in cases:
+            try:
+                self._run({"messages": messages, "add_generation_prompt": True, "tools": tools})
+            except (SecurityError, OverflowError):
+                raise
+            except Exception:  # it may reject this conversation; requests will tell
+                continue
 
 
 def _shielded(message: Mapping[str, Any], shield: Callable[..., str]) -> dict[str, Any]:
-    """Returns a copy for the template. An assistant's tags (`<think>`) stay in force: the model wrote them."""
-    only_special = message.get("role") == "assistant"
-    content = message.get("content")
-    copy = {**message, "content": "\n".join(p["text"] for p in content) if isinstance(content, list) else content}
-    for name, value in copy.items():
-        if isinstance(value, str) and name != "role":
-            copy[name] = shield(value.replace(_CONTINUE, ""), only_special=only_special)
-    if copy.get("role") == "developer":
-        copy["role"] = "system"
-    return copy
+    """Returns a copy for the template, without fields that are None, and with reasoning under the names in use.
+
+    An assistant's tags (`<think>`) stay in force: the model wrote them.
+    """
+    role, content = message.get("role"), message.get("content")
+    given = {name: value for name, value in message.items() if value is not None and name != "role"}
+    if isinstance(content, list):
+        given["content"] = "\n".join(part["text"] for part in content)
+    copy: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    for name, value in given.items():
+        only_special = role == "assistant" and isinstance(value, str)
+        copy[name] = _shield_all(value, shield, only_special=only_special)
+    reasoning = next((copy[name] for name in _REASONING if name in copy), None)
+    return copy if reasoning is None else {"thinking": reasoning} | copy | {"reasoning_content": reasoning}
+
+
+def _shield_all(value: Any, shield: Callable[..., str], **options: bool) -> Any:
+    """Returns JSON data with the control tokens in all its strings broken by marks."""
+    if isinstance(value, str):
+        return shield(value.replace(_CONTINUE, ""), **options)
+    if isinstance(value, Mapping):
+        return {_shield_all(key, shield): _shield_all(item, shield) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shield_all(item, shield) for item in value]
+    return value
 
 
 def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -249,6 +258,22 @@ class _Bounded(NodeTransformer):
         return nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None)
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace without names such as `__class__`, which Python itself would look up."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace cannot have the name {str(name)[:64]!r}")
+        super().__setitem__(name, value)
+
+
+def _namespace(*args: Any, **values: Any) -> _Namespace:
+    space = _Namespace()
+    for name, value in dict(*args, **values).items():
+        space[name] = value
+    return space
+
+
 class _GenerationTag(Extension):
     """`{% generation %}...{% endgeneration %}`, which marks training targets, rendered as its body."""
 
@@ -303,11 +328,18 @@ def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False)
     return str(jinja2.filters.do_indent(text, width, first, blank))
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Returns JSON as transformers does: the filter of jinja2 escapes HTML."""
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Returns JSON as transformers does: the filter of jinja2 escapes HTML. Marks stay marks."""
     if indent is not None and indent > MAX_INDENT:
         raise SecurityError(f"an indent of more than {MAX_INDENT}")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> None:
@@ -318,8 +350,11 @@ def _environment() -> _Sandbox:
     env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     env.filters = {name: env.filters[name] for name in _FILTERS}
     env.filters |= {"tojson": _tojson, "join": _join, "replace": _replace, "indent": _indent, "_timed": _timed}
-    env.globals = {name: env.globals[name] for name in ("range", "namespace", "dict")}  # range is bounded by jinja2
+    env.globals = {
+        name: env.globals[name] for name in ("range", "dict", "cycler", "joiner")
+    }  # range is bounded by jinja2
     env.globals |= {
+        "namespace": _namespace,
         "raise_exception": _raise_exception,
         "strftime_now": lambda layout: datetime.now().strftime(layout[:256]),
     }

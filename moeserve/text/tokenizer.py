@@ -1,13 +1,15 @@
 """The tokenizer: text to ids and back, and the special tokens of its model directory.
 
-A thin layer over Hugging Face `tokenizers` (tokenizer.json). Thread-safe; for long texts, encode and decode release
-the GIL. `ControlTokens` keeps control tokens that a user typed plain text; `Pieces` is the text of each id.
+A thin layer over Hugging Face `tokenizers` (tokenizer.json; `byte_bpe` reads others). Thread-safe; for long texts,
+encode and decode release the GIL. `ControlTokens` keeps control tokens that a user typed plain text; `Pieces` is the
+text of each id.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,18 +21,28 @@ from tokenizers import Tokenizer as Backend
 
 from moeserve.errors import CheckpointError, InvalidRequest
 from moeserve.loader.files import read_json
+from moeserve.text.byte_bpe import BYTE_ALPHABET, read_byte_bpe
+
+log = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 200 * 2**20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OF_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_OTHER_VOCABULARIES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "vocab.txt", "vocab.json")
 MARK = "\ufdd0"  # a Unicode noncharacter, never part of meaningful text; dropped if a user sends it
+CONTROL_BEGIN, CONTROL_END = "\ufdd1", "\ufdd2"  # noncharacters around control tokens' names
 SHORT = 1000  # characters or tokens
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _TAIL = 4  # tokens: a UTF-8 character has at most four bytes, and a token at least one
-_TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
+_TAG = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]|｜\w+｜")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A model's tokenizer. special_tokens: the named ones, such as bos_token, for chat templates."""
+    """A model's tokenizer. special_tokens: the named ones, such as bos_token, for chat templates.
+
+    harmony_stops: the ids that end an answer of a model that answers in harmony (gpt-oss), None for others.
+    """
 
     def __init__(self, backend: Backend, special_tokens: dict[str, str]) -> None:
         backend.no_padding()
@@ -38,26 +50,28 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = special_tokens
         self.control = ControlTokens(backend)
-        hidden = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._visible = Pieces(backend, frozenset())
-        self._skipping = Pieces(backend, hidden)
+        ids = [token_id for name in HARMONY if (token_id := backend.token_to_id(name)) is not None]
+        self.harmony_stops = ids[-2:] if len(ids) == len(HARMONY) else None
+        special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._visible = Pieces(backend)
+        self._skipping = Pieces(backend, hidden=special)
+        self.marked_pieces = Pieces(backend, marked=special)
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
-        """Reads a model directory. Raises CheckpointError for a missing, huge or damaged file."""
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path}: no such file. moeserve needs the fast tokenizer; save one with "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...), or serve token ids only"
-            )
-        if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{path}: {size:,} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES:,}")
-        try:
-            backend = Backend.from_buffer(path.read_bytes())
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a tokenizer: {str(error)[:200]}. Download it again") from error
+        """Reads a model directory: tokenizer.json if there is one, else tekken.json or a known tiktoken file.
+
+        Raises CheckpointError for a missing, huge or damaged file. Python code in the directory is never run.
+        """
         config = read_config(model_dir, "special_tokens_map.json") | read_config(model_dir, "tokenizer_config.json")
+        path = model_dir / "tokenizer.json"
+        if isinstance(config.get("auto_map"), dict):
+            log.info("%s: auto_map is ignored; Python code of a checkpoint is never run", model_dir)
+        backend = _read_backend(path) if path.is_file() else read_byte_bpe(model_dir, config)
+        if backend is None:
+            raise CheckpointError(f"{path}: no such file. {_remedy(model_dir, config)}")
+        if (model_dir / "tekken.json").is_file():
+            config = _OF_TEKKEN | config
         found = {name: config.get(name) for name in _NAMED}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
         return cls(backend, {name: text for name, text in texts.items() if isinstance(text, str)})
@@ -112,13 +126,36 @@ class Tokenizer:
         return max(len(token) for token in self.backend.get_vocab())
 
 
+def _read_backend(path: Path) -> Backend:
+    if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise CheckpointError(f"{path}: {size:,} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES:,}")
+    try:
+        return Backend.from_buffer(path.read_bytes())
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path}: not a tokenizer: {str(error)[:200]}. Download it again") from error
+
+
+def _remedy(model_dir: Path, config: dict[str, Any]) -> str:
+    """Returns what to do about a directory without a tokenizer that moeserve reads."""
+    found = [name for name in _OTHER_VOCABULARIES if (model_dir / name).is_file()]
+    files = f" ({', '.join(found)} cannot be read)" if found else ""
+    known = config.get("tokenizer_class")
+    code = isinstance(config.get("auto_map"), dict)
+    own = f" of {str(known)[:64]}, whose Python code is in the checkpoint and is never run" if known and code else ""
+    return (
+        f"moeserve needs the fast tokenizer{own}{files}; save one with "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) elsewhere, or serve token ids only, "
+        "with `model: {skip_tokenizer_init: true}` in --config"
+    )
+
+
 def read_config(model_dir: Path, name: str) -> dict[str, Any]:
     """Returns a JSON object of a model directory, {} if there is no such file. Raises CheckpointError."""
     return read_json(model_dir, name) if (model_dir / name).is_file() else {}
 
 
 class ControlTokens:
-    """One tokenizer's control tokens: special ones, and added ones that look like a tag (`<think>`, `[INST]`).
+    """One tokenizer's control tokens: special ones, and added ones that look like tags (`<think>`, `[INST]`).
 
     Keeps those that a user typed (`<|im_end|>`) apart from those that the chat template writes. `shield` puts an
     invisible mark inside each control token in user text, so that the token no longer matches. After rendering,
@@ -130,7 +167,7 @@ class ControlTokens:
         added = backend.get_added_tokens_decoder()
         self._backend = backend
         self._names = {
-            token.content: f"\ufdd1{token_id}\ufdd2"
+            token.content: f"{CONTROL_BEGIN}{token_id}{CONTROL_END}"
             for token_id, token in added.items()
             if token.special or _TAG.fullmatch(token.content)
         }
@@ -190,18 +227,10 @@ def _alternatives(tokens: list[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's character of each byte: printable Latin-1 as it is, the rest from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-
-
 class Pieces(dict[int, "str | bytes"]):
     """Token id -> text, or bytes if they are not valid UTF-8 alone; "" for ids without a token and for `hidden` ones.
+
+    The text of `marked` ids is between CONTROL_BEGIN and CONTROL_END, for parsers of answers.
 
     Computed on first use, so that streams need no decoder call per token. strips_start: the decoder drops one space
     before the very first word of a text. Knows the decoders of byte-level BPE (GPT-2, Llama 3, Qwen, OLMoE) and of
@@ -209,8 +238,11 @@ class Pieces(dict[int, "str | bytes"]):
     of a token depends on its neighbours.
     """
 
-    def __init__(self, backend: Backend, hidden: frozenset[int]) -> None:
+    def __init__(
+        self, backend: Backend, *, hidden: frozenset[int] = frozenset(), marked: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__()
+        self._marked = marked
         self._backend = backend
         self._hidden = hidden
         self._replacements: dict[str, str] = {}
@@ -237,6 +269,8 @@ class Pieces(dict[int, "str | bytes"]):
 
     def __missing__(self, token_id: int) -> str | bytes:
         raw = b"" if token_id in self._hidden else self._bytes(token_id)
+        if token_id in self._marked:
+            raw = CONTROL_BEGIN.encode() + raw + CONTROL_END.encode()
         try:
             piece: str | bytes = raw.decode()
         except UnicodeDecodeError:
@@ -250,7 +284,7 @@ class Pieces(dict[int, "str | bytes"]):
             return b""
         if self._byte_level:
             try:
-                return bytes([_ALPHABET[char] for char in token])
+                return bytes([BYTE_ALPHABET[char] for char in token])
             except KeyError:
                 return token.encode()
         if _BYTE_TOKEN.fullmatch(token):

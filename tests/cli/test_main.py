@@ -161,8 +161,8 @@ def test_a_reader_that_leaves_is_no_traceback(words: str) -> None:
         ("-tp", "use --tp"),
         ("--gpu-memory-utilization", "use --memory-utilization"),
         ("--enable-expert-parallel", "use --ep on"),
-        ("--enable-auto-tool-choice", "tool calling is not supported"),
-        ("--tool-call-parser", "tool calling is not supported"),
+        ("--enable-auto-tool-choice", "tools are taken without a flag"),
+        ("--tool-call-parser", "tools are taken without a flag"),
         ("--trust-remote-code", "never executed"),
     ],
 )

@@ -79,4 +79,4 @@ def test_unknown_decoders_are_refused(byte_level):
     backend = type(byte_level.backend).from_str(byte_level.backend.to_str())
     backend.decoder = decoders.WordPiece()
     with pytest.raises(CheckpointError, match="decoder"):
-        Pieces(backend, frozenset())
+        Pieces(backend)
