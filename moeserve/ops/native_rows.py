@@ -18,7 +18,7 @@ from torch import Tensor
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import entry_width
 from moeserve.ops.native import native
-from moeserve.ops.rules import Activation, RouterRule
+from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
 _native: Any = native()
 AVAILABLE = _native is not None and bool(_native.supported_isas())
@@ -94,14 +94,21 @@ def qk_norm_rope_cache(
     return q_THd
 
 
-@lru_cache
 def native_activation(rule: Activation) -> Any:
     """Returns the activation as native kernels take it."""
+    return _SWIGLU if rule is SWIGLU else _native_activation(rule)  # hashing it takes as long as a small call
+
+
+@lru_cache
+def _native_activation(rule: Activation) -> Any:
     kinds = _native.ActivationKind
     return _native.Activation(
         kind=kinds.swiglu if rule.plain else getattr(kinds, rule.kind), alpha=rule.alpha, gate_limit=rule.gate_limit,
         act_limit=rule.act_limit, up_limit=rule.limit, up_shift=rule.up_shift,
     )  # fmt: skip
+
+
+_SWIGLU = _native_activation(SWIGLU) if AVAILABLE else None
 
 
 def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
