@@ -88,7 +88,7 @@ def _modelopt(config: Fields) -> list[StoredFormat]:
     """One algorithm for all layers, or for each layer its own, between which the tensors' dtypes decide."""
     config = _with(config, quantized_layers=None, group_size=None, kv_cache_quant_algo=None)
     if config.raw("quant_algo") != "MIXED_PRECISION":
-        return [_modelopt_format(config)]
+        return [] if config.raw("quant_algo") is None else [_modelopt_format(config)]
     layers, key = config.section("quantized_layers"), "quantized_layers"
     if not layers or not all(isinstance(layer, dict) for layer in layers.values()):
         raise config.error(key, 'it must name layers, each with its {"quant_algo": ...}')

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.files import Fields
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
+from moeserve.loader.quantisation import read_stored_formats
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
@@ -43,6 +45,24 @@ def everything(path: Path) -> dict[str, Any]:
     spec = read_model_spec(path)
     checkpoint = open_checkpoint(path, spec.stored)
     return load(checkpoint, load_plan(spec, checkpoint.names), torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_share_of_the_rows_is_that_of_the_whole(form: str, tmp_path: Path) -> None:
+    """Whatever words and blocks the rows share with their neighbours."""
+    tensors, meaning_NK = stored("x.weight", torch.randn(40, 64), FORMS[form])
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = Fields(tmp_path / "config.json", {"quantization_config": FORMS[form].config}, {})
+    pieces = (
+        Piece("x.weight", (40, 64), "w2", at=(slice(0, 18),), take=(slice(5, 23),)),
+        Piece("x.weight", (40, 64), "w2", at=(slice(18, 24),), take=(slice(1, 40, 7), ALL)),
+    )
+    found = load(
+        open_checkpoint(tmp_path, read_stored_formats(config)),
+        LoadPlan((Param("w2", (24, 64)),), pieces),
+        torch.float32,
+    )["w2"]
+    assert torch.equal(dequantised(found), torch.cat((meaning_NK[5:23], meaning_NK[1:40:7])))
 
 
 FUSED = {

@@ -86,6 +86,8 @@ def test_another_layout_needs_another_number() -> None:
         Quantised("int4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2), zeros)
         for zeros in (None, scales.repeat(1, 2))
     ]
+    weights += [Quantised("fp4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2))]
+    weights += [Quantised(kind, 32, torch.bfloat16, w_NK, scales.repeat(1, 2)) for kind in ("int8", "fp8")]
     sums = []
     for weight in weights:
         packing = packing_of(weight)
