@@ -38,15 +38,15 @@ _OUTER = ("_scale_2", "_global_scale")  # the first multiplies, the second divid
 _VALUES = {"_packed": "", "_blocks": "", ".qweight": ".weight"}  # endings of values, and of the weight's own name
 _UNUSED = (
     "_shape", "_activation_scale", "_input_scale", "input_scale", "input_zero_point", "activation_scale",
-    "input_global_scale", "output_scale",
+    "input_global_scale", "output_scale", "input_scale_ub",
 )  # fmt: skip
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # for a cache in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One quantised weight in the files. outer: a scale of all scales. order: of the inputs, by groups. others: tensors
-    that belong to it and are not needed."""
+    """One quantised weight in the files. outer: a scale of all scales. order: of the inputs, by groups. bias: of its
+    module; writers of GPTQ add zeros where a model has none. others: tensors that belong to it and are not needed."""
 
     form: StoredFormat
     values: TensorInfo
@@ -54,12 +54,13 @@ class Stored:
     zeros: TensorInfo | None = None
     outer: TensorInfo | None = None
     order: TensorInfo | None = None
+    bias: TensorInfo | None = None
     others: tuple[TensorInfo, ...] = field(default=())
 
     @property
     def parts(self) -> list[TensorInfo]:
         """All tensors of the weight, the values first."""
-        parts = (self.values, self.scales, self.zeros, self.outer, self.order, *self.others)
+        parts = (self.values, self.scales, self.zeros, self.outer, self.order, self.bias, *self.others)
         return [part for part in parts if part is not None]
 
     def mismatch(self, shape: tuple[int, ...], transposed: bool = False) -> str:
@@ -135,7 +136,8 @@ def _candidates(
         outer = next((tensors[base + end] for end in _OUTER if base + end in tensors), None)
         order = tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None
         others = tuple(tensors[at + end] for end in _UNUSED for at in {base, module} if at + end in tensors)
-        yield Stored(form, values, scales, zeros if form.zeros or gptq_like else None, outer, order, others)
+        bias = tensors.get(module + "bias") if gptq_like else None
+        yield Stored(form, values, scales, zeros if form.zeros or gptq_like else None, outer, order, bias, others)
 
 
 _ENDINGS = {

@@ -113,6 +113,17 @@ class Reader:
             _check_fits(into, stored.values)
         return _num_bytes(piece, self._checkpoint)
 
+    def check_zero(self, bias: TensorInfo) -> int:
+        """Raises CheckpointError if a bias that the model does not have is not zero."""
+        raw = torch.empty(bias.shape, dtype=DTYPES[bias.dtype])
+        for job in self._reads(bias, (), raw, READ_BYTES):
+            job()
+        if raw.any():
+            raise CheckpointError(
+                f"{bias} is not zero, and the model in config.json has no such bias; download it again"
+            )
+        return 0
+
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
     def read(self, tensor: TensorInfo, block: Block, into: Tensor) -> int:
         """Fills `into` from a block; returns the bytes taken. Any thread; reading and converting drop the GIL."""
@@ -194,6 +205,7 @@ class Params(UserDict[str, Any]):
         super().__init__({param.name: param for param in plan.params})
         self._checkpoint, self._dtype, self._device, self._asked = checkpoint, dtype, torch.device(device), asked
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        self._sources = {piece.source for piece in plan.pieces}
         first = {piece.source: checkpoint.parts(piece.source)[0] for piece in plan.pieces}
         for piece in sorted(plan.pieces, key=lambda piece: (first[piece.source].path, first[piece.source].offset)):
             self._pieces[piece.param].append(piece)
@@ -220,6 +232,9 @@ class Params(UserDict[str, Any]):
         weight = empty_weight(self._checkpoint, param, pieces, self._dtype, self._device)
         is_read = self._device.type != "meta"
         jobs = [job for piece in pieces for job in self._reader.jobs(piece, weight)] if is_read else []
+        stored = (self._checkpoint.stored.get(piece.source) for piece in pieces if is_read)
+        biases = (weight.bias for weight in stored if weight and weight.bias)
+        jobs += [partial(self._reader.check_zero, bias) for bias in biases if bias.name not in self._sources]
         for num_bytes in self._pool.map(lambda job: job(), jobs):
             self._done += num_bytes
             self._progress(self._done, self._total)

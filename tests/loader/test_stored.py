@@ -178,6 +178,7 @@ CHANGES: list[tuple[str, Change, str]] = [
     ("int8, gptq", lambda t: t[Q + "qzeros"].fill_(0), "has other zero points than 128, and config.json says"),
     ("int4, gptq_v2 and symmetric", lambda t: t[Q + "qzeros"].fill_(0), "has other zero points than 8"),
     ("int4, gptq", lambda t: t.update({Q + "g_idx": torch.zeros(9, dtype=torch.int32)}), "supported: I32 [64]"),
+    ("int4, gptq", lambda t: t.update({Q + "bias": torch.ones(128)}), "bias' in model.safetensors is not zero"),
     ("int4, awq", lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}), "implies [64, 16]"),
     ("int4, awq", lambda t: t[Q + "scales"].fill_(torch.nan), f"{Q}scales' in model.safetensors has NaN or infinity"),
     ("int4, awq", lambda t: t.update({Q + "weight": torch.ones(128, 64)}), f"is there as '{Q}weight', too"),
@@ -204,6 +205,16 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(CheckpointError) as caught:
         everything(path)
     assert message in str(caught.value)
+
+
+def test_biases_of_zeros_are_none(make_checkpoint: Any, tmp_path: Path) -> None:
+    """And those that the model has are read."""
+    path, _ = write_quantised(make_checkpoint("qwen2_moe").path, tmp_path, FORMS["int4, gptq"])
+    tensors = load_file(path / "model.safetensors")
+    zeros = dict.fromkeys([Q[:-7] + "o_proj.bias", "model.layers.0.mlp.experts.1.up_proj.bias"], torch.zeros(64).half())
+    save_file(tensors | {name: bias.clone() for name, bias in zeros.items()}, path / "model.safetensors")
+    bias = tensors[Q + "bias"].float()
+    assert torch.equal(everything(path)["layers.0.qkv_bias"][: len(bias)], bias)
 
 
 def test_scales_of_a_cache_in_8_bits_are_not_needed(make_checkpoint: Any, tmp_path: Path) -> None:
