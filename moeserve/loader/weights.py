@@ -57,6 +57,16 @@ def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
     return math.prod(piece.taken) * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
 
 
+def _by_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
+    """Yields the pieces for the experts of a piece that takes several, and where in its target they belong."""
+    experts = piece.take[0] if piece.take else slice(None)
+    if len(piece.shape) < 3 or isinstance(experts, int):
+        yield piece, ()
+        return
+    for i, expert in enumerate(range(piece.shape[0])[experts]):
+        yield replace(piece, take=(expert, *piece.take[1:])), (i,)
+
+
 class Reader:
     """Open files, and one buffer per thread for what has to be converted on its way. Raises CheckpointError."""
 
@@ -79,15 +89,17 @@ class Reader:
     def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
         """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.
 
-        limit: of bytes in one read (default: READ_BYTES). A quantised weight is one job.
+        limit: of bytes in one read (default: READ_BYTES). A quantised weight, or one expert's of many, is one job.
         """
         limit = limit or READ_BYTES
         if piece.source in self._checkpoint.stored:
-            yield partial(self._carry_out_stored, piece, param, limit)
+            into = param[piece.at]
+            for part, index in _by_experts(piece):
+                yield partial(self._carry_out_stored, part, into[index], limit)
         else:
             assert isinstance(param, Tensor)
-            tensor, into = self._checkpoint.tensors[piece.source], param[piece.at]
-            yield from self._reads(tensor, piece.take, into.mT if piece.transposed else into, limit)
+            target = param[piece.at].mT if piece.transposed else param[piece.at]
+            yield from self._reads(self._checkpoint.tensors[piece.source], piece.take, target, limit)
 
     def _reads(self, tensor: TensorInfo, take: Index, into: Tensor, limit: int) -> Iterator[Callable[[], int]]:
         """Yields the reads, of `limit` bytes each at most, that bring a part of a tensor to memory."""
@@ -95,7 +107,7 @@ class Reader:
             yield partial(self.read, tensor, block, into[block.at])
 
     @torch.inference_mode()
-    def _carry_out_stored(self, piece: Piece, param: Weight, limit: int) -> int:
+    def _carry_out_stored(self, piece: Piece, into: Weight, limit: int) -> int:
         def read(tensor: TensorInfo, take: Index) -> Tensor:
             """Returns a part of a stored tensor."""
             raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
@@ -103,7 +115,7 @@ class Reader:
                 job()
             return raw
 
-        stored, into = self._checkpoint.stored[piece.source], param[piece.at]
+        stored = self._checkpoint.stored[piece.source]
         if isinstance(into, Quantised):
             unpack(stored, piece, into, read)
         else:

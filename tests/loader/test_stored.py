@@ -17,6 +17,7 @@ from moeserve.loader.files import Fields
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
 from moeserve.loader.quantisation import read_stored_formats
 from moeserve.loader.stored_format import StoredFormat
+from moeserve.loader.weights import Reader
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.ops import quantised
@@ -96,10 +97,12 @@ def test_fused_experts_with_gate_and_up_by_turns(kind: str, tmp_path: Path) -> N
         piece("wide", (), 1, ALL, up),
     ]  # fmt: skip
     params = Param("w13", (E, 2 * I, D)), Param("one.w13", (1, 10, D)), Param("wide", (I, D), widened=True)
-    found = load(open_checkpoint(tmp_path, [wanted]), LoadPlan(params, tuple(pieces)), torch.float32)
+    checkpoint = open_checkpoint(tmp_path, [wanted])
+    found = load(checkpoint, LoadPlan(params, tuple(pieces)), torch.float32)
     assert torch.equal(dequantised(found["w13"]), halves)
     assert torch.equal(dequantised(found["one.w13"])[0], torch.cat((halves[2, :5], halves[2, I : I + 5])))
     assert torch.equal(found["wide"], halves[1, I:])
+    assert len(list(Reader(checkpoint).jobs(pieces[0], found["w13"]))) == E, "one at a time: they are large unpacked"
 
 
 def test_blocks_of_scales_turn_with_their_values(tmp_path: Path) -> None:
