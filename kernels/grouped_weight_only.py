@@ -31,7 +31,7 @@ from moeserve.kernels.tiles import (
     weights_argument,
 )
 
-GROUPS = (32, 64, 128)  # of int4 weights
+GROUPS = (16, 32, 64, 128)  # of weights in 4 bits
 LEAST = 16  # inputs of one instruction: of weights in 8 bits, inputs and those of a group are multiples
 
 
@@ -42,45 +42,51 @@ class Narrow:
     values: int8 or e4m3 [e, outputs, inputs], whose zeros are None. Or two values of 0 to 15 in a byte, uint8 [e,
     outputs, inputs / 2]: of every 2 * half inputs, byte j has input j in its low bits and input half + j in its high
     bits, so that either are a tile of their own. scales: [e, G, outputs], any float. zeros: whole numbers, the same
-    shape and type; None: 8, and 0 for 8 bits.
+    shape and type; None: 8, and 0 for 8 bits. floats: values of 4 bits are e2m1, without zeros.
     """
 
     group: int
     values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    floats: bool = False
 
     @property
     def kind(self) -> str:
-        """int4, int8 or fp8."""
-        return {torch.uint8: "int4", torch.int8: "int8", E4M3: "fp8"}[self.values.dtype]
+        """int4, fp4, int8 or fp8."""
+        return {torch.uint8: "fp4" if self.floats else "int4", torch.int8: "int8", E4M3: "fp8"}[self.values.dtype]
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether two values are in a byte."""
+        return self.values.dtype == torch.uint8
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """[e, outputs, inputs], however the values are packed."""
         experts, outputs, num_bytes = self.values.shape
-        return experts, outputs, num_bytes * (2 if self.kind == "int4" else 1)
+        return experts, outputs, num_bytes * (2 if self.in_pairs else 1)
 
     @property
     def half(self) -> int:
         """Inputs of one product of tiles, all in one group. fp8, 2,048 inputs, groups of 128 -> 128"""
-        return half_of(self.group) if self.kind == "int4" else math.gcd(self.values.shape[-1], self.group, STEP_BYTES)
+        return half_of(self.group) if self.in_pairs else math.gcd(self.values.shape[-1], self.group, STEP_BYTES)
 
 
 def half_of(group: int) -> int:
-    """Inputs of one product of tiles of int4 weights. 32 -> 32; 128 -> 64"""
+    """Inputs of one product of tiles of weights in 4 bits. 32 -> 32; 128 -> 64"""
     assert group in GROUPS, group
     return min(group, 64)
 
 
-def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Narrow:
+def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, floats: bool = False) -> Narrow:
     """Packs bytes 0 to 15 [e, outputs, inputs], scales and zeros [e, outputs, G]; inputs fill whole bytes' tiles."""
     half = half_of(group)
     assert values.shape[-1] % (2 * half) == 0, (values.shape, group)
     low, high = values.unflatten(-1, (-1, 2, half)).unbind(-2)
     moved = [None if part is None else part.transpose(-1, -2).contiguous() for part in (scales, zeros)]
     assert moved[0] is not None
-    return Narrow(group, (low | high << 4).flatten(-2).contiguous(), moved[0], moved[1])
+    return Narrow(group, (low | high << 4).flatten(-2).contiguous(), moved[0], moved[1], floats)
 
 
 @triton.jit
@@ -92,6 +98,31 @@ def _centred(values, zeros, like):
         result = (values.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (zeros + 1024.0).to(tl.float16)[:, None]
     else:
         result = values.to(tl.float32) - zeros[:, None]
+    return result
+
+
+@triton.jit
+def _of_e2m1(values, like):
+    """e2m1 in the type of `like`, exactly: 0 and 0.5 apart, their exponents and mantissas count on from 0.5's bits."""
+    if like.dtype == tl.bfloat16:
+        bits, sign = values.to(tl.int16), (values.to(tl.int16) & 8) << 12
+        sizes = tl.where((bits & 7) < 2, (bits & 7) * 0x3F00, ((bits & 7) << 6) + 0x3F00)
+    elif like.dtype == tl.float16:
+        bits, sign = values.to(tl.int16), (values.to(tl.int16) & 8) << 12
+        sizes = tl.where((bits & 7) < 2, (bits & 7) * 0x3800, ((bits & 7) << 9) + 0x3800)
+    else:
+        bits, sign = values.to(tl.int32), (values.to(tl.int32) & 8) << 28
+        sizes = tl.where((bits & 7) < 2, (bits & 7) * 0x3F000000, ((bits & 7) << 22) + 0x3F000000)
+    return (sizes | sign).to(like.dtype, bitcast=True)
+
+
+@triton.jit
+def _widened(values, zeros, like, FLOATS: tl.constexpr):
+    """4 bits in the type of `like`."""
+    if FLOATS:
+        result = _of_e2m1(values, like)
+    else:
+        result = _centred(values, zeros, like)
     return result
 
 
@@ -117,15 +148,17 @@ def _groups(scale_ptr, zero_ptr, places, step, mask, SHARED: tl.constexpr):
 
 @triton.jit
 def _step(
-    total, values, x_low, x_high, scales, zeros, more_scales, more_zeros, SHARED: tl.constexpr, PAIRS: tl.constexpr
-):
+    total, values, x_low, x_high, scales, zeros, more_scales, more_zeros, SHARED: tl.constexpr, PAIRS: tl.constexpr,
+    FLOATS: tl.constexpr,
+):  # fmt: skip
     """total + (value - zero) * scale * x over the low and the high inputs, or, if not PAIRS, over the low ones."""
     if PAIRS:
-        part = tl.dot(_centred(values & 15, zeros, x_low), x_low, input_precision="ieee")
+        part = tl.dot(_widened(values & 15, zeros, x_low, FLOATS), x_low, input_precision="ieee")
         if not SHARED:
             total += part * scales[:, None]
             part = tl.zeros_like(part)
-        part = tl.dot(_centred(values >> 4, more_zeros, x_high), x_high, part, input_precision="ieee")
+        high = _widened(values >> 4, more_zeros, x_high, FLOATS)
+        part = tl.dot(high, x_high, part, input_precision="ieee")
         total += part * more_scales[:, None]
     else:
         total += tl.dot(values.to(x_low.dtype), x_low, input_precision="ieee") * scales[:, None]
@@ -136,11 +169,11 @@ def _step(
 def weight_only_kernel(
     x_ptr, w, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, ends_ptr, expert_ptr, row_ptr, num_tiles,
     x_stride, out_stride, width, inner, top_k,
-    ACT: tl.constexpr, PAIRS: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, INPUTS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACT: tl.constexpr, PAIRS: tl.constexpr, FLOATS: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    INPUTS: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of a tile of rows, as `grouped_kernel`. INPUTS: of a group of weights. PAIRS: two
-    weights in a byte."""
+    weights in a byte, which are e2m1 if FLOATS."""
     UP: tl.constexpr = ACT is not None
     tile, block = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.load(expert_ptr + tile)
@@ -173,11 +206,11 @@ def weight_only_kernel(
             high = tl.trans(load_rows(x_ptrs, live, k + HALF, inner, HALF, True))
         at, stride = k // EACH, inner // EACH
         values = load_weights(w, base, first, last, at, stride, BLOCK_N, HALF, True, TMA)
-        total = _step(total, values, low, high, scales, zeros, more_scales, more_zeros, SHARED, PAIRS)
+        total = _step(total, values, low, high, scales, zeros, more_scales, more_zeros, SHARED, PAIRS, FLOATS)
         if UP:
             values = load_weights(w, base + width, first, last, at, stride, BLOCK_N, HALF, True, TMA)
             total_up = _step(
-                total_up, values, low, high, up_scales, up_zeros, up_more_scales, up_more_zeros, SHARED, PAIRS
+                total_up, values, low, high, up_scales, up_zeros, up_more_scales, up_more_zeros, SHARED, PAIRS, FLOATS
             )
     total = add_bias(total, bias_ptr, base, columns, width)
     if UP:
@@ -210,7 +243,7 @@ def shape_of(num_experts: int, width: int, dim: int, kind: str, group: int, dtyp
 def _launch(
     x: Tensor, w: Narrow, bias: Tensor | None, out: Tensor, to: Alignment, top_k: int, act: Act | None, config: Config
 ) -> None:
-    (experts, outputs, inner), pairs, half = w.shape, w.kind == "int4", w.half
+    (experts, outputs, inner), pairs, half = w.shape, w.in_pairs, w.half
     name = "down" if act is None else "up"
     check_bias(bias, w)
     width, block_n = outputs // 2 if name == "up" else outputs, config[f"{name}_block_n"]
@@ -227,7 +260,7 @@ def _launch(
         return
     weight_only_kernel[(num_tiles * triton.cdiv(width, block_n),)](
         x, weights, w.scales, w.zeros, bias, out, to.order_N, to.ends_e, to.expert_Z, to.row_Z, num_tiles, x.stride(0),
-        out.stride(0), width, inner, top_k, ACT=act, PAIRS=pairs, TMA=tma, GROUP=config["group"],
+        out.stride(0), width, inner, top_k, ACT=act, PAIRS=pairs, FLOATS=w.floats, TMA=tma, GROUP=config["group"],
         INPUTS=w.group, HALF=half, BLOCK_M=to.block_m, BLOCK_N=block_n,
         num_warps=config[f"{name}_warps"], num_stages=config[f"{name}_stages"],
     )  # fmt: skip

@@ -92,6 +92,12 @@ MOESERVE_INLINE f32 load_fp8(const void* p) {
     const __m128i halves = _mm_and_si128(_mm_slli_epi16(bytes, 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
     return mul(_mm256_cvtph_ps(halves), all(256.0f));
 }
+/// The lowest four bits of each word, less 8. alone: the others are zeros.
+template <bool alone>
+MOESERVE_INLINE f32 of_int4(i32 a) {
+    if constexpr (!alone) a = both(a, all_words(15));
+    return sub(to_float(a), all(8.0f));
+}
 /// e2m1 in the lowest four bits of each word; the others do not matter.
 MOESERVE_INLINE f32 of_fp4(i32 a) {
     const f32 sizes = _mm256_permutevar8x32_ps(_mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f), a);

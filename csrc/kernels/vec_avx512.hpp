@@ -89,6 +89,13 @@ MOESERVE_INLINE f32 load_fp8(const void* p) {
     const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(bytes, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
     return mul(_mm512_cvtph_ps(halves), all(256.0f));
 }
+/// The lowest four bits of each word, less 8.
+template <bool>
+MOESERVE_INLINE f32 of_int4(i32 a) {
+    const f32 values = _mm512_setr_ps(-8.0f, -7.0f, -6.0f, -5.0f, -4.0f, -3.0f, -2.0f, -1.0f, 0.0f, 1.0f, 2.0f, 3.0f,
+                                      4.0f, 5.0f, 6.0f, 7.0f);
+    return _mm512_permutexvar_ps(a, values);
+}
 /// e2m1 in the lowest four bits of each word; the others do not matter.
 MOESERVE_INLINE f32 of_fp4(i32 a) {
     const f32 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f,

@@ -109,8 +109,9 @@ struct WeightsInt4 {
     static MOESERVE_INLINE f32 get(const uint8_t* step, const uint8_t* head, int v) {
         constexpr int shift = d / 2 * 4 + (d % 2 == 0 ? 16 : 0);
         i32 nibbles = right<shift>(load_words(step + v * kWidth * 4));
+        if constexpr (!zero_points) return of_int4<shift == 28>(nibbles);
         if constexpr (shift < 28) nibbles = both(nibbles, all_words(15));
-        return sub(to_float(nibbles), zero_points ? scale(head + kColumns * 4, v) : all(8.0f));
+        return sub(to_float(nibbles), scale(head + kColumns * 4, v));
     }
 #ifdef __AVX512BF16__
     template <int d>

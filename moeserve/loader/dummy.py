@@ -17,20 +17,25 @@ from moeserve.loader.safetensors_file import TensorInfo
 from moeserve.loader.stored import Stored
 from moeserve.loader.stored_format import StoredFormat
 from moeserve.loader.weights import Reader
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantised import E2M1, Quantised
 
 
 def imagined(model_dir: Path, plan: LoadPlan, form: StoredFormat | None = None) -> Checkpoint:
-    """Returns a checkpoint with all that the plan asks for. form: of its linear layers, in 8 bits and not packed."""
+    """Returns a checkpoint with all that the plan asks for. form: of its linear layers."""
     tensors, stored = {}, {}
     linear = {param.name for param in plan.params if form and param.quantised_on_load}
     for piece in plan.pieces:
-        name, dtype = piece.source, "BF16" if form is None or piece.param not in linear else form.values_dtype
-        tensors[name] = TensorInfo(name, model_dir, dtype, piece.shape, 0, 0)
+        name, shape = piece.source, (piece.shape, piece.transposed)
+        tensors[name] = TensorInfo(name, model_dir, "BF16", piece.shape, 0, 0)
         if form and piece.param in linear:
-            shape = (*piece.shape[:-2], *form.scale_shape(piece.shape))
-            scales = TensorInfo(f"{name}_scale", model_dir, "F32", shape, 0, 0)
-            stored[name] = Stored(form, tensors[name], scales)
+            values, scales, zeros = form.values_shape(*shape), form.scales_shape(*shape), form.zeros_shape(*shape)
+            tensors[name] = TensorInfo(name, model_dir, form.values_dtype, values, 0, 0)
+            stored[name] = Stored(
+                form,
+                tensors[name],
+                TensorInfo(f"{name}_scale", model_dir, "F32", scales, 0, 0),
+                TensorInfo(f"{name}_zero_point", model_dir, "I32", zeros, 0, 0) if form.zeros else None,
+            )
     return Checkpoint(model_dir, tensors, stored)
 
 
@@ -59,11 +64,22 @@ class RandomReader(Reader):
 
     @torch.inference_mode()
     def _fill_quantised(self, source: str, part: Quantised) -> int:
-        """Fills values of up to about 127, with one scale for all."""
+        """Fills values of all sizes that the kind has, with one scale for all."""
         plain = torch.empty(part.shape, device=part.values.device)
         self._fill_plain(source, plain)
-        scale = part.shape[-1] ** -0.5 / 32
-        dtype = torch.int8 if part.kind == "int8" else torch.float8_e4m3fn
-        part.values.copy_((plain / scale).clamp_(-127, 127).to(dtype).view(part.values.dtype))
+        steps, most = {"int8": (32, 127), "fp8": (32, 127), "int4": (3, 7), "fp4": (2, 6)}[part.kind]
+        scale = part.shape[-1] ** -0.5 / steps
+        plain.div_(scale).clamp_(-most, most)
+        if part.kind == "fp4":
+            sizes = (
+                torch.tensor(E2M1[1:8], device=plain.device) - 0.25
+            )  # about where one number is nearer than the next
+            part.values.copy_(torch.bucketize(plain.abs(), sizes) + 8 * (plain < 0))
+        elif part.kind == "fp8":
+            part.values.copy_(plain.to(torch.float8_e4m3fn).view(torch.uint8))
+        else:
+            part.values.copy_(plain.round_() + (8 if part.kind == "int4" else 0))
         part.scales.fill_(scale)
+        if part.zeros is not None:
+            part.zeros.fill_(8)
         return 0

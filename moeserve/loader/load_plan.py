@@ -108,7 +108,7 @@ def check_plan(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     owners = {part.name: name for name, weight in stored.items() for part in weight.parts}
     for name, tensor in tensors.items():
         unused = plan.ignore if not stored or not name.endswith(CACHE_SCALES) else {name}
-        if (owner := owners.get(name, name)) not in wanted and owner not in unused:
+        if name not in wanted and (owner := owners.get(name, name)) not in wanted and owner not in unused:
             problems.append(f"tensor {name[:_MAX_NAME]!r} in {tensor.path.name} has no place in this model")
     problems += _half_quantised(checkpoint, plan) if stored else ()
     if problems := list(filter(None, problems)):

@@ -7,6 +7,7 @@ reader (loader/stored.py). Scales for an fp8 cache are not read either: keys and
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,11 +43,13 @@ _WHOLE = "use the float16 or bfloat16 checkpoint"
 
 def read_stored_formats(config: Fields) -> tuple[StoredFormat, ...]:
     """Returns the formats of a model's quantised weights; none without any. Raises CheckpointError if not supported."""
-    for key in _KEYS:
-        if config.values.get(key) is not None:
-            asked = _section(config, key, {"quant_method": "compressed-tensors"})
+    inner = config.values.get("text_config")
+    sources = (config, Fields(config.path, inner, {}, "text_config.")) if isinstance(inner, dict) else (config,)
+    for source, key in itertools.product(sources, _KEYS):
+        if source.values.get(key) is not None:
+            asked = _section(source, key, {"quant_method": "compressed-tensors"}, source.prefix)
             method = asked.choice("quant_method", tuple(_METHODS))
-            return tuple(_METHODS[method](_section(config, key, {})))
+            return tuple(_METHODS[method](_with(asked)))
     folder = config.path.parent
     if os.path.lexists(folder / _MODELOPT_FILE):
         values = read_json(folder, _MODELOPT_FILE)
@@ -88,7 +91,7 @@ def _modelopt(config: Fields) -> list[StoredFormat]:
     """One algorithm for all layers, or for each layer its own, between which the tensors' dtypes decide."""
     config = _with(config, quantized_layers=None, group_size=None, kv_cache_quant_algo=None)
     if config.raw("quant_algo") != "MIXED_PRECISION":
-        return [_modelopt_format(config)]
+        return [] if config.raw("quant_algo") is None else [_modelopt_format(config)]
     layers, key = config.section("quantized_layers"), "quantized_layers"
     if not layers or not all(isinstance(layer, dict) for layer in layers.values()):
         raise config.error(key, 'it must name layers, each with its {"quant_algo": ...}')

@@ -38,15 +38,15 @@ _OUTER = ("_scale_2", "_global_scale")  # the first multiplies, the second divid
 _VALUES = {"_packed": "", "_blocks": "", ".qweight": ".weight"}  # endings of values, and of the weight's own name
 _UNUSED = (
     "_shape", "_activation_scale", "_input_scale", "input_scale", "input_zero_point", "activation_scale",
-    "input_global_scale", "output_scale",
+    "input_global_scale", "output_scale", "input_scale_ub",
 )  # fmt: skip
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")  # for a cache in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One quantised weight in the files. outer: a scale of all scales. order: of the inputs, by groups. others: tensors
-    that belong to it and are not needed."""
+    """One quantised weight in the files. outer: a scale of all scales. order: of the inputs, by groups. bias: of its
+    module; writers of GPTQ add zeros where a model has none. others: tensors that belong to it and are not needed."""
 
     form: StoredFormat
     values: TensorInfo
@@ -54,22 +54,14 @@ class Stored:
     zeros: TensorInfo | None = None
     outer: TensorInfo | None = None
     order: TensorInfo | None = None
+    bias: TensorInfo | None = None
     others: tuple[TensorInfo, ...] = field(default=())
 
     @property
     def parts(self) -> list[TensorInfo]:
         """All tensors of the weight, the values first."""
-        parts = (self.values, self.scales, self.zeros, self.outer, self.order, *self.others)
+        parts = (self.values, self.scales, self.zeros, self.outer, self.order, self.bias, *self.others)
         return [part for part in parts if part is not None]
-
-    @property
-    def inputs_first(self) -> bool:
-        """Whether scales are [C, N]."""
-        return self.form.layout in ("awq", "gptq", "gptq_v2")
-
-    def turned(self, transposed: bool) -> bool:
-        """Whether values and scales are [K, N] and [C, R]. transposed: the unquantised weight would be [K, N]."""
-        return transposed and self.form.layout == "plain"
 
     def mismatch(self, shape: tuple[int, ...], transposed: bool = False) -> str:
         """Returns what is wrong with the headers for a weight of `shape`; empty if nothing is.
@@ -78,35 +70,19 @@ class Stored:
         """
         if len(shape) < 2:
             return f"{self.values} is quantised, config.json implies a vector {list(shape)}"
-        form, turned = self.form, self.turned(transposed)
-        lead, (rows, depth) = shape[:-2], (shape[:-3:-1] if transposed else shape[-2:])
-        scales: tuple[int, ...] = (*lead, *form.scale_shape((rows, depth)))
-        if turned or self.inputs_first:
-            scales = (*lead, scales[-1], scales[-2])
-        if self.values.shape != (found := shape if turned else self._values_shape(lead, rows, depth)):
+        form, scales = self.form, self.form.scales_shape(shape, transposed)
+        if self.values.shape != (found := form.values_shape(shape, transposed)):
             return f"{self.values} has shape {list(self.values.shape)}, config.json implies {list(found)}"
         dtypes = _FLOATS + (_E8M0 if form.kind in ("fp8", "fp4") else ())
         dtypes += ("F8_E4M3",) if form.kind == "fp4" else ()
         if _wide(self.scales.shape) != _wide(scales) or self.scales.dtype not in dtypes:
             what = f"{self.scales.dtype} {list(self.scales.shape)}"
             return f"{self.scales} is {what}; supported: {list(scales)} scales in {', '.join(dtypes)}"
-        return self._odd_companion(lead, rows, depth)
+        return self._odd_companion(shape, transposed)
 
-    def _values_shape(self, lead: tuple[int, ...], rows: int, depth: int) -> tuple[int, ...]:
-        each = self.form.per_element
-        if self.form.layout == "awq":
-            return depth, -(-rows // each)
-        if self.inputs_first:
-            return -(-depth // each), rows
-        return (*lead, rows, -(-depth // 32), 16) if self.form.layout == "blocks" else (*lead, rows, -(-depth // each))
-
-    def zeros_shape(self, rows: int, depth: int) -> tuple[int, int]:
-        """The shape of the words of zero points."""
-        words, groups = -(-rows // self.form.per_element), self.form.scale_shape((rows, depth))[1]
-        return (groups, words) if self.inputs_first else (words, groups)
-
-    def _odd_companion(self, lead: tuple[int, ...], rows: int, depth: int) -> str:
-        zeros = [*lead, *self.zeros_shape(rows, depth)]
+    def _odd_companion(self, shape: tuple[int, ...], transposed: bool) -> str:
+        lead, depth = shape[:-2], shape[-2 if transposed else -1]
+        zeros = list(self.form.zeros_shape(shape, transposed))
         have = None if self.zeros is None else (self.zeros.dtype, list(self.zeros.shape))
         if have != (("I32", zeros) if self.form.zeros or have else None):
             return f"{self.values} needs zero points, I32 {zeros}, beside it"
@@ -160,7 +136,8 @@ def _candidates(
         outer = next((tensors[base + end] for end in _OUTER if base + end in tensors), None)
         order = tensors.get(module + "g_idx") if form.layout.startswith("gptq") else None
         others = tuple(tensors[at + end] for end in _UNUSED for at in {base, module} if at + end in tensors)
-        yield Stored(form, values, scales, zeros if form.zeros or gptq_like else None, outer, order, others)
+        bias = tensors.get(module + "bias") if gptq_like else None
+        yield Stored(form, values, scales, zeros if form.zeros or gptq_like else None, outer, order, bias, others)
 
 
 _ENDINGS = {
@@ -184,7 +161,7 @@ def _shape_of(stored: Stored) -> tuple[int, ...]:
     each = stored.form.per_element
     if stored.form.layout == "awq":
         return depth * each, rows
-    return (depth, rows * each) if stored.inputs_first else (*lead, rows, depth * each)
+    return (depth, rows * each) if stored.form.inputs_first else (*lead, rows, depth * each)
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -47,6 +47,42 @@ class StoredFormat:
         return _BYTES[self.kind] + ((8 if self.zeros else 4) / group if group else 0.0)
 
     @property
+    def inputs_first(self) -> bool:
+        """Whether scales are [C, N]."""
+        return self.layout in ("awq", "gptq", "gptq_v2")
+
+    def turned(self, transposed: bool) -> bool:
+        """Whether values and scales are [K, N] and [C, R]. transposed: the unquantised weight would be [K, N]."""
+        return transposed and self.layout == "plain"
+
+    def values_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
+        """The shape of the values of a weight that would be `shape` unquantised. gptq, [64, 32] -> [4, 64]"""
+        if self.turned(transposed):
+            return shape
+        lead, (rows, depth) = shape[:-2], shape[:-3:-1] if transposed else shape[-2:]
+        if self.layout == "awq":
+            return depth, -(-rows // self.per_element)
+        if self.inputs_first:
+            return -(-depth // self.per_element), rows
+        return (
+            (*lead, rows, -(-depth // 32), 16)
+            if self.layout == "blocks"
+            else (*lead, rows, -(-depth // self.per_element))
+        )
+
+    def scales_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
+        """Likewise of the scales, but for dimensions of size 1. gptq in groups of 8, [64, 32] -> [4, 64]"""
+        lead, sizes = shape[:-2], shape[:-3:-1] if transposed else shape[-2:]
+        rows, columns = self.scale_shape(sizes)
+        return (*lead, columns, rows) if self.turned(transposed) or self.inputs_first else (*lead, rows, columns)
+
+    def zeros_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
+        """Likewise of the words of zero points."""
+        lead, (rows, depth) = shape[:-2], shape[:-3:-1] if transposed else shape[-2:]
+        words, groups = -(-rows // self.per_element), self.scale_shape((rows, depth))[1]
+        return (groups, words) if self.inputs_first else (*lead, words, groups)
+
+    @property
     def described(self) -> str:
         """What parts of a weight must have in common: "int4 in groups of 64 with zero points"."""
         return f"{self.kind}{f' in groups of {self.group}' * bool(self.group)}{' with zero points' * self.zeros}"

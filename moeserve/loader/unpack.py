@@ -34,7 +34,7 @@ def unpack(stored: Stored, piece: Piece, into: Quantised, read: Read) -> None:
     assert isinstance(rows, slice), piece
     assert isinstance(inputs, slice), piece
     assert len(range(depth)[inputs]) == depth, f"all inputs of a quantised weight are taken: {piece}"
-    into.values.copy_(_values(stored, (*lead, rows), depth, stored.turned(piece.transposed), read))
+    into.values.copy_(_values(stored, (*lead, rows), depth, stored.form.turned(piece.transposed), read))
     into.scales.copy_(_scales(stored, (*lead, rows), (*sizes, num_rows, depth), piece.transposed, read))
     if stored.order is not None:
         _check_order(stored.order, stored.form.group or depth, read)
@@ -59,7 +59,7 @@ def _values(stored: Stored, take: Index, depth: int, turned: bool, read: Read) -
         return values
     if form.layout == "awq":
         return _awq_order(_numbers(read(tensor, ()), 8))[:, rows].mT
-    if stored.inputs_first:
+    if form.inputs_first:
         words = _turned(read(tensor, (_ALL, rows)))
     else:
         words = read(tensor, take)
@@ -72,9 +72,9 @@ def _values(stored: Stored, take: Index, depth: int, turned: bool, read: Read) -
 def _scales(stored: Stored, take: Index, shape: tuple[int, ...], transposed: bool, read: Read) -> Tensor:
     """The scales [..., n, C] of some rows of a weight [..., N, K]."""
     form, (*lead, rows), (*sizes, num_rows, _) = stored.form, take, shape
-    counts = form.scale_shape(shape)
-    turned = stored.inputs_first or stored.turned(transposed)
-    tensor = logical(stored.scales, *sizes, *(counts[::-1] if turned else counts))
+    turned = form.inputs_first or form.turned(transposed)
+    rows_and_groups = form.scale_shape(shape)
+    tensor = logical(stored.scales, *sizes, *(rows_and_groups[::-1] if turned else rows_and_groups))
     scales = _decoded(tensor, read(tensor, tuple(lead)))
     if stored.outer is not None:
         single = math.prod(stored.outer.shape) == 1
@@ -104,9 +104,9 @@ def _decoded(tensor: TensorInfo, raw: Tensor) -> Tensor:
 def _zeros(stored: Stored, take: Index, shape: tuple[int, ...], read: Read) -> Tensor:
     """The zero points [..., n, C] of some rows of a weight [..., N, K]."""
     assert stored.zeros is not None
-    form, (*lead, rows), (*sizes, num_rows, depth) = stored.form, take, shape
-    words = read(logical(stored.zeros, *sizes, *stored.zeros_shape(num_rows, depth)), tuple(lead))
-    numbers = _numbers(words if stored.inputs_first else _turned(words), form.per_element)
+    form, (*lead, rows), num_rows = stored.form, take, shape[-2]
+    words = read(logical(stored.zeros, *form.zeros_shape(shape)), tuple(lead))
+    numbers = _numbers(words if form.inputs_first else _turned(words), form.per_element)
     if form.layout == "awq":
         numbers = _awq_order(numbers)
     if form.layout == "gptq":

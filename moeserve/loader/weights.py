@@ -57,6 +57,16 @@ def _num_bytes(piece: Piece, checkpoint: Checkpoint) -> int:
     return math.prod(piece.taken) * checkpoint.parts(piece.source)[0].num_bytes // (math.prod(piece.shape) or 1)
 
 
+def _by_experts(piece: Piece) -> Iterator[tuple[Piece, Index]]:
+    """Yields the pieces for the experts of a piece that takes several, and where in its target they belong."""
+    experts = piece.take[0] if piece.take else slice(None)
+    if len(piece.shape) < 3 or isinstance(experts, int):
+        yield piece, ()
+        return
+    for i, expert in enumerate(range(piece.shape[0])[experts]):
+        yield replace(piece, take=(expert, *piece.take[1:])), (i,)
+
+
 class Reader:
     """Open files, and one buffer per thread for what has to be converted on its way. Raises CheckpointError."""
 
@@ -79,15 +89,17 @@ class Reader:
     def jobs(self, piece: Piece, param: Weight, limit: int | None = None) -> Iterator[Callable[[], int]]:
         """Yields calls that carry out a piece, for any threads in any order; each returns the bytes that it read.
 
-        limit: of bytes in one read (default: READ_BYTES). A quantised weight is one job.
+        limit: of bytes in one read (default: READ_BYTES). A quantised weight, or one expert's of many, is one job.
         """
         limit = limit or READ_BYTES
         if piece.source in self._checkpoint.stored:
-            yield partial(self._carry_out_stored, piece, param, limit)
+            into = param[piece.at]
+            for part, index in _by_experts(piece):
+                yield partial(self._carry_out_stored, part, into[index], limit)
         else:
             assert isinstance(param, Tensor)
-            tensor, into = self._checkpoint.tensors[piece.source], param[piece.at]
-            yield from self._reads(tensor, piece.take, into.mT if piece.transposed else into, limit)
+            target = param[piece.at].mT if piece.transposed else param[piece.at]
+            yield from self._reads(self._checkpoint.tensors[piece.source], piece.take, target, limit)
 
     def _reads(self, tensor: TensorInfo, take: Index, into: Tensor, limit: int) -> Iterator[Callable[[], int]]:
         """Yields the reads, of `limit` bytes each at most, that bring a part of a tensor to memory."""
@@ -95,7 +107,7 @@ class Reader:
             yield partial(self.read, tensor, block, into[block.at])
 
     @torch.inference_mode()
-    def _carry_out_stored(self, piece: Piece, param: Weight, limit: int) -> int:
+    def _carry_out_stored(self, piece: Piece, into: Weight, limit: int) -> int:
         def read(tensor: TensorInfo, take: Index) -> Tensor:
             """Returns a part of a stored tensor."""
             raw = torch.empty(part_shape(tensor.shape, take), dtype=DTYPES[tensor.dtype])
@@ -103,7 +115,7 @@ class Reader:
                 job()
             return raw
 
-        stored, into = self._checkpoint.stored[piece.source], param[piece.at]
+        stored = self._checkpoint.stored[piece.source]
         if isinstance(into, Quantised):
             unpack(stored, piece, into, read)
         else:
@@ -112,6 +124,17 @@ class Reader:
             into.copy_(dequantised(narrow))
             _check_fits(into, stored.values)
         return _num_bytes(piece, self._checkpoint)
+
+    def check_zero(self, bias: TensorInfo) -> int:
+        """Raises CheckpointError if a bias that the model does not have is not zero."""
+        raw = torch.empty(bias.shape, dtype=DTYPES[bias.dtype])
+        for job in self._reads(bias, (), raw, READ_BYTES):
+            job()
+        if raw.any():
+            raise CheckpointError(
+                f"{bias} is not zero, and the model in config.json has no such bias; download it again"
+            )
+        return 0
 
     @torch.inference_mode()  # per thread: the caller's mode does not reach this one
     def read(self, tensor: TensorInfo, block: Block, into: Tensor) -> int:
@@ -194,6 +217,7 @@ class Params(UserDict[str, Any]):
         super().__init__({param.name: param for param in plan.params})
         self._checkpoint, self._dtype, self._device, self._asked = checkpoint, dtype, torch.device(device), asked
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        self._sources = {piece.source for piece in plan.pieces}
         first = {piece.source: checkpoint.parts(piece.source)[0] for piece in plan.pieces}
         for piece in sorted(plan.pieces, key=lambda piece: (first[piece.source].path, first[piece.source].offset)):
             self._pieces[piece.param].append(piece)
@@ -220,6 +244,9 @@ class Params(UserDict[str, Any]):
         weight = empty_weight(self._checkpoint, param, pieces, self._dtype, self._device)
         is_read = self._device.type != "meta"
         jobs = [job for piece in pieces for job in self._reader.jobs(piece, weight)] if is_read else []
+        stored = (self._checkpoint.stored.get(piece.source) for piece in pieces if is_read)
+        biases = (weight.bias for weight in stored if weight and weight.bias)
+        jobs += [partial(self._reader.check_zero, bias) for bias in biases if bias.name not in self._sources]
         for num_bytes in self._pool.map(lambda job: job(), jobs):
             self._done += num_bytes
             self._progress(self._done, self._total)

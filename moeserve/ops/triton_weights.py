@@ -71,10 +71,9 @@ def multiplies_e4m3(kind: str, rows: int, group: int, *sizes: int) -> bool:
 
 def obstacle(device: torch.device, kind: str, group: int, inputs: int) -> str:
     """Returns why no kernel takes weights with `inputs` inputs in groups of `group` (0: all); empty if one does."""
-    if kind == "fp4":
-        return "Triton has no products with fp4"
-    if kind == "int4":
-        return "" if _int4_group(group or inputs, inputs) else "int4 products take groups of 32s and inputs of 64s"
+    if kind in ("int4", "fp4"):
+        fits = _group_of_pairs(group or inputs, inputs)
+        return "" if fits else f"{kind} products take groups of {GROUPS[0]}s and inputs of {2 * GROUPS[0]}s"
     if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_GPUS:
         return "e4m3 needs a GPU of compute capability 8.9 or more"
     return f"{kind} products take groups and inputs of {LEAST}s" if group % LEAST or inputs % LEAST else ""
@@ -96,8 +95,11 @@ def _names(weights: Any) -> list[str]:
     return [field.name for field in fields(weights) if isinstance(getattr(weights, field.name), Tensor)]
 
 
-def _int4_group(group: int, inputs: int) -> int:
-    """The kernel's group, a part of the weights' own. 128, 192 inputs -> 32, since 128 are worked off in 128s"""
+def _group_of_pairs(group: int, inputs: int) -> int:
+    """The group of kernels for 4 bits, a part of the weights' own; 0: none.
+
+    128, 192 inputs -> 32, since 128 are worked off in 128s
+    """
     return next((g for g in GROUPS[::-1] if group % g == 0 and inputs % (2 * half_of(g)) == 0), 0)
 
 
@@ -108,10 +110,10 @@ def _regrouped(scales_eNG: Tensor, group: int, step: int, inputs: int) -> Tensor
 
 def _lay_narrow(w: Quantised) -> Narrow:
     inputs = w.shape[-1]
-    if w.kind == "int4":
-        group = _int4_group(w.group, inputs)
+    if w.kind in ("int4", "fp4"):
+        group = _group_of_pairs(w.group, inputs)
         zeros = None if w.zeros is None else _regrouped(w.zeros, w.group, group, inputs)
-        return pack_int4(w.values, _regrouped(w.scales, w.group, group, inputs), zeros, group)
+        return pack_int4(w.values, _regrouped(w.scales, w.group, group, inputs), zeros, group, floats=w.kind == "fp4")
     values = w.values.view(E4M3) if w.kind == "fp8" else w.values
     scales = w.scales.transpose(-1, -2).contiguous()
     return Narrow(w.group or inputs, values.contiguous(), scales)

@@ -34,9 +34,7 @@ from moeserve.ops.traced import traced
 from moeserve.runner.limits import MemoryFacts, check_weights_fit
 
 log = logging.getLogger(__name__)
-_DUMMY = (
-    "load_format=dummy is for one rank, weights that are not packed (for int4: --quantization int4) and no packed_cache"
-)
+_DUMMY = "load_format=dummy is for one rank and no packed_cache"
 Progress = Callable[[str, int], None]  # description of the phase, percent of the whole
 READ_FROM, READ_TO = 5, 85  # percent of start-up that reading the weights takes
 
@@ -75,7 +73,7 @@ def load_model(
     Raises ConfigError (CheckpointError, DoesNotFit) with what is wrong and where.
     """
     dummy, packed_cache = config.model.load_format == "dummy", config.model.packed_cache
-    if dummy and (any(form.layout != "plain" for form in spec.stored) or packed_cache or shard.world.size > 1):
+    if dummy and (packed_cache or shard.world.size > 1):
         raise ConfigError(_DUMMY)
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     names = checkpoint.names

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moeserve.kernels.activation import SWIGLU_ACT
@@ -14,13 +16,14 @@ from moeserve.kernels.configs import Config
 from moeserve.kernels.fp8 import E4M3
 from moeserve.kernels.grouped_weight_only import (
     Narrow,
+    _of_e2m1,
     down_narrow,
     gate_up_narrow,
     half_of,
     launch_narrow_of,
     pack_int4,
 )
-from moeserve.ops.quantised import Quantised, quantise
+from moeserve.ops.quantised import E2M1, Quantised, quantise
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 from tools.gpu.references import down_reference, gate_up_reference, widen_narrow
@@ -37,6 +40,9 @@ CASES = [
     ("int8", 96, 0, torch.float32),  # the last group is not whole
     ("fp8", 128, 0, torch.float32),
     ("fp8", 64, 1, SIXTEEN),
+    ("fp4", 16, 1, SIXTEEN),
+    ("fp4", 32, 0, torch.float32),
+    ("int4 with zeros", 16, 0, torch.float32),
 ]
 SMALL: Config = {
     "block_m": 16, "tma": 1, "group": 2, "up_block_n": 64, "up_warps": 4, "up_stages": 2,
@@ -48,11 +54,13 @@ def weights(kind: str, experts: int, outputs: int, inputs: int, group: int, seed
     """Of 8 bits, every byte that is a number."""
     random = torch.Generator().manual_seed(seed)
     scales = torch.rand(experts, outputs, -(-inputs // group), generator=random) / math.sqrt(inputs)
-    if kind.startswith("int4"):
+    if kind.startswith(("int4", "fp4")):
         values = torch.randint(0, 16, (experts, outputs, inputs), generator=random, dtype=torch.uint8)
         points = torch.randint(0, 16, scales.shape, generator=random).float() if "zeros" in kind else None
         parts = (values, scales, points)
-        return pack_int4(*(None if part is None else part.to(DEVICE) for part in parts), group=group)
+        return pack_int4(
+            *(None if part is None else part.to(DEVICE) for part in parts), group=group, floats=kind == "fp4"
+        )
     values = torch.randint(-128, 128, (experts, outputs, inputs), generator=random, dtype=torch.int8)
     if kind == "fp8":
         values = values.where(values & 127 != 127, 0).view(torch.uint8).view(E4M3)
@@ -82,6 +90,20 @@ def test_packed_weights_mean_what_quantised_ones_do(group: int) -> None:
     assert packed.values.shape == (2, 5, 128)
     meant = (into.values.double() - 8) * into.scales.double().repeat_interleave(group, -1)
     assert torch.equal(widen_narrow(packed), meant)
+
+
+@triton.jit
+def _e2m1_kernel(values_ptr, out_ptr):
+    values = tl.load(values_ptr + tl.arange(0, 16))
+    tl.store(out_ptr + tl.arange(0, 16), _of_e2m1(values, tl.zeros((1,), out_ptr.dtype.element_ty)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_number_of_e2m1(dtype: torch.dtype) -> None:
+    out = torch.empty(16, dtype=dtype, device=DEVICE)
+    _e2m1_kernel[(1,)](torch.arange(16, dtype=torch.uint8, device=DEVICE), out)
+    assert out.tolist() == list(E2M1)
+    assert out.signbit().tolist() == [False] * 8 + [True] * 8
 
 
 @pytest.mark.full("kernels", keep="each")
@@ -133,8 +155,8 @@ def test_all_rows_of_one_slot() -> None:
 def compiled(kind: str, group: int, product: str, rows: int, tma: int) -> Case:
     word = kind.split()[0]
     config = launch_narrow_of(rows, 128, 768, 2048, word, group, torch.bfloat16, "untuned")
-    numbers, half = ("x_stride", "out_stride", "width", "inner"), half_of(group) if word == "int4" else 128
-    element, block_n = {"int4": "u8", "int8": "i8", "fp8": "fp8e4nv"}[word], config[f"{product}_block_n"]
+    numbers, half = ("x_stride", "out_stride", "width", "inner"), half_of(group) if word in ("int4", "fp4") else 128
+    element, block_n = {"int4": "u8", "fp4": "u8", "int8": "i8", "fp8": "fp8e4nv"}[word], config[f"{product}_block_n"]
     signature = {
         "x_ptr": "*bf16", "w": f"tensordesc<{element}[{block_n}, {half}]>" if tma else f"*{element}",
         "scale_ptr": "*fp32", "out_ptr": "*bf16", "order_ptr": "*i32", "ends_ptr": "*i32", "expert_ptr": "*i32",
@@ -142,7 +164,7 @@ def compiled(kind: str, group: int, product: str, rows: int, tma: int) -> Case:
     }  # fmt: skip
     constants = {
         "ACT": SWIGLU_ACT if product == "up" else None, "bias_ptr": None,
-        "PAIRS": word == "int4", "TMA": bool(tma), "GROUP": config["group"],
+        "PAIRS": word in ("int4", "fp4"), "FLOATS": word == "fp4", "TMA": bool(tma), "GROUP": config["group"],
         "INPUTS": group, "HALF": half, "BLOCK_M": config["block_m"], "BLOCK_N": block_n,
     }  # fmt: skip
     if "zeros" in kind:
@@ -158,6 +180,8 @@ def test_weight_only_compiles_for_hopper() -> None:
     cases = [compiled("int4", 128, product, rows, 1) for product in ("up", "down") for rows in (8, 131072)]
     cases += [compiled("int4", 128, "up", 8, 0), compiled("int4 with zeros", 32, "up", 8, 1)]
     cases += [compiled("int4 with zeros", 32, "down", 131072, 1), compiled("int8", 2048, "down", 8, 0)]
+    cases += [compiled("fp4", group, product, 8, 1) for group, product in ((16, "up"), (32, "down"))]
+    cases += [compiled("fp4", 16, "down", 131072, 1), compiled("fp4", 32, "up", 131072, 1)]
     cases += [compiled("fp8", 128, "up", 8, 1), *(compiled("fp8", 128, p, 131072, 1) for p in ("up", "down"))]
     for case, report in zip(cases, compile_all(cases), strict=True):
         assert report.stack_bytes == 0, case

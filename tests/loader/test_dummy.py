@@ -18,6 +18,7 @@ from moeserve.loader.weights import Params
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.runner.cpu import CPUModelRunner
+from tests.quantised_checkpoints import FORMS, dequantised
 
 
 @pytest.fixture
@@ -62,6 +63,21 @@ def test_a_model_without_weights_answers(config_only: Path, stored: Any, quantiz
         params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
         (out,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.rows == 1])
+def test_any_format_is_imagined(name: str, config_only: Path) -> None:
+    """About as large as weights that are not quantised, and of all values."""
+    config = json.loads((config_only / "config.json").read_text())
+    (config_only / "config.json").write_text(json.dumps(config | {"quantization_config": FORMS[name].config}))
+    spec = read_model_spec(config_only)
+    plan = load_plan(spec, set())
+    with Params(imagined(config_only, plan, *spec.stored), plan, torch.float32, reader=RandomReader) as params:
+        w13, router = params.pop("layers.0.w13"), params.pop("layers.0.router")
+    assert isinstance(router, torch.Tensor)
+    assert w13.kind == FORMS[name].kind
+    assert dequantised(w13).std() == pytest.approx(w13.shape[-1] ** -0.5, rel=0.1)
+    assert len(w13.values.unique()) >= 15
 
 
 def test_refused_where_there_are_more_ranks_or_packed_weights(config_only: Path, tmp_path: Path) -> None:

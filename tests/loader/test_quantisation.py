@@ -179,6 +179,15 @@ def test_model_opts_own_file(write_config: WriteConfig) -> None:
         read_model_spec(path)
 
 
+def test_of_the_text_model_in_a_larger_one(write_config: WriteConfig) -> None:
+    """Kimi-K2.5 says it there."""
+    path = write_config(LLAMA, text_config={"quantization_config": compressed(group_size=32)})
+    assert read_model_spec(path).stored == (StoredFormat(kind="int4", layout="words", group=32),)
+    path = write_config(LLAMA, text_config={"quantization_config": {"quant_method": "aqlm"}})
+    with pytest.raises(CheckpointError, match=r"text_config\.quantization_config\.quant_method is 'aqlm'"):
+        read_model_spec(path)
+
+
 def test_quantised_activations_are_noted(write_config: WriteConfig) -> None:
     config = compressed("int-quantized", num_bits=8, strategy="channel")
     config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.loader.files import Fields
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
+from moeserve.loader.quantisation import read_stored_formats
 from moeserve.loader.stored_format import StoredFormat
+from moeserve.loader.weights import Reader
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
 from moeserve.ops import quantised
@@ -43,6 +46,24 @@ def everything(path: Path) -> dict[str, Any]:
     spec = read_model_spec(path)
     checkpoint = open_checkpoint(path, spec.stored)
     return load(checkpoint, load_plan(spec, checkpoint.names), torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_share_of_the_rows_is_that_of_the_whole(form: str, tmp_path: Path) -> None:
+    """Whatever words and blocks the rows share with their neighbours."""
+    tensors, meaning_NK = stored("x.weight", torch.randn(40, 64), FORMS[form])
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = Fields(tmp_path / "config.json", {"quantization_config": FORMS[form].config}, {})
+    pieces = (
+        Piece("x.weight", (40, 64), "w2", at=(slice(0, 18),), take=(slice(5, 23),)),
+        Piece("x.weight", (40, 64), "w2", at=(slice(18, 24),), take=(slice(1, 40, 7), ALL)),
+    )
+    found = load(
+        open_checkpoint(tmp_path, read_stored_formats(config)),
+        LoadPlan((Param("w2", (24, 64)),), pieces),
+        torch.float32,
+    )["w2"]
+    assert torch.equal(dequantised(found), torch.cat((meaning_NK[5:23], meaning_NK[1:40:7])))
 
 
 FUSED = {
@@ -76,10 +97,12 @@ def test_fused_experts_with_gate_and_up_by_turns(kind: str, tmp_path: Path) -> N
         piece("wide", (), 1, ALL, up),
     ]  # fmt: skip
     params = Param("w13", (E, 2 * I, D)), Param("one.w13", (1, 10, D)), Param("wide", (I, D), widened=True)
-    found = load(open_checkpoint(tmp_path, [wanted]), LoadPlan(params, tuple(pieces)), torch.float32)
+    checkpoint = open_checkpoint(tmp_path, [wanted])
+    found = load(checkpoint, LoadPlan(params, tuple(pieces)), torch.float32)
     assert torch.equal(dequantised(found["w13"]), halves)
     assert torch.equal(dequantised(found["one.w13"])[0], torch.cat((halves[2, :5], halves[2, I : I + 5])))
     assert torch.equal(found["wide"], halves[1, I:])
+    assert len(list(Reader(checkpoint).jobs(pieces[0], found["w13"]))) == E, "one at a time: they are large unpacked"
 
 
 def test_blocks_of_scales_turn_with_their_values(tmp_path: Path) -> None:
@@ -158,6 +181,7 @@ CHANGES: list[tuple[str, Change, str]] = [
     ("int8, gptq", lambda t: t[Q + "qzeros"].fill_(0), "has other zero points than 128, and config.json says"),
     ("int4, gptq_v2 and symmetric", lambda t: t[Q + "qzeros"].fill_(0), "has other zero points than 8"),
     ("int4, gptq", lambda t: t.update({Q + "g_idx": torch.zeros(9, dtype=torch.int32)}), "supported: I32 [64]"),
+    ("int4, gptq", lambda t: t.update({Q + "bias": torch.ones(128)}), "bias' in model.safetensors is not zero"),
     ("int4, awq", lambda t: t.update({Q + "qweight": t[Q + "qweight"].T.contiguous()}), "implies [64, 16]"),
     ("int4, awq", lambda t: t[Q + "scales"].fill_(torch.nan), f"{Q}scales' in model.safetensors has NaN or infinity"),
     ("int4, awq", lambda t: t.update({Q + "weight": torch.ones(128, 64)}), f"is there as '{Q}weight', too"),
@@ -184,6 +208,16 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(CheckpointError) as caught:
         everything(path)
     assert message in str(caught.value)
+
+
+def test_biases_of_zeros_are_none(make_checkpoint: Any, tmp_path: Path) -> None:
+    """And those that the model has are read."""
+    path, _ = write_quantised(make_checkpoint("qwen2_moe").path, tmp_path, FORMS["int4, gptq"])
+    tensors = load_file(path / "model.safetensors")
+    zeros = dict.fromkeys([Q[:-7] + "o_proj.bias", "model.layers.0.mlp.experts.1.up_proj.bias"], torch.zeros(64).half())
+    save_file(tensors | {name: bias.clone() for name, bias in zeros.items()}, path / "model.safetensors")
+    bias = tensors[Q + "bias"].float()
+    assert torch.equal(everything(path)["layers.0.qkv_bias"][: len(bias)], bias)
 
 
 def test_scales_of_a_cache_in_8_bits_are_not_needed(make_checkpoint: Any, tmp_path: Path) -> None:

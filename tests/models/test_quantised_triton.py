@@ -38,7 +38,10 @@ def far(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-@pytest.mark.parametrize("form", ["int4 with zero points", "int8", "fp8", "fp8 in blocks"])
+@pytest.mark.parametrize(
+    "form",
+    ["int4 with zero points", "int8", "fp8", "fp8 in blocks", "fp4, mxfp4", "fp4, nvfp4 of ModelOpt", "int8, gptq"],
+)
 def test_a_stored_format_means_what_it_says(form: str, make_checkpoint: Any, tmp_path: Path) -> None:
     """With biases, a shared expert and all linear layers; blocks of e4m3 that are not whole leave rows as they are."""
     quantised, meaning = write_quantised(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from tests.comm.ranks import free_port, members_of, together
 from tests.moe.contract.backends import INTERPRETED, ON_CPU, facts_of, make
 from tests.moe.contract.backends import NAMES as ALL
 from tests.moe.inflow_rank import DTYPE, LOCAL, RANKS, ROUND_BYTES, TOKENS, TOP_K, UBATCHES, WIDTH, Rank
-from tests.runner.expert_checkpoint import SPEC
+from tests.runner.expert_checkpoint import spec_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -85,7 +84,7 @@ def test_memory_at_the_peak_is_within_the_plan(
     rows = ROUND_BYTES // row_bytes
     assert tokens == rows // (RANKS * TOP_K) < TOKENS
     copies = make(name, DTYPE, RANKS, wire).caps.copies
-    spec = replace(SPEC, hidden_size=WIDTH, experts_per_token=TOP_K, expert_size=1)
+    spec = spec_of(hidden_size=WIDTH, experts_per_token=TOP_K, expert_size=1)
     bounds = [workspace_bytes(spec, 64, 1, 8, DTYPE, 1, flow) for flow in (None, Inflow(rows, UBATCHES, copies, LOCAL))]
     # This rank's own x and out, which the forward pass counts. What it reads of the other's memory is the other's.
     own, theirs = (n * UBATCHES * tokens * row_bytes for n in (2, name == "shm"))

@@ -34,7 +34,17 @@ from tests.quantised_checkpoints import dequantised
 from tools.gpu.references import act_mul_reference, quantise_reference, widen
 
 E, D, I = 4, 128, 256  # noqa: E741
-KINDS = ("plain", "int4", "int4 with zeros", "int4 per channel", "int8", "fp8 per channel", "fp8 in blocks")
+KINDS = (
+    "plain",
+    "int4",
+    "int4 with zeros",
+    "int4 per channel",
+    "int8",
+    "int8 in groups",
+    "fp8 per channel",
+    "fp8 in blocks",
+    "fp4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +64,18 @@ def weight(kind: str, *shape: int, seed: int = 0) -> Weight:
             job()
         return quantised
     word, rows = kind.split()[0], 128 if kind.endswith("blocks") else 1
-    group = {"int4 with zeros": 32, "int4 per channel": shape[-1], "fp8 per channel": 0, "fp8 in blocks": 128}[kind]
+    groups = {
+        "int4 with zeros": 32,
+        "int4 per channel": shape[-1],
+        "int8 in groups": 32,
+        "fp8 in blocks": 128,
+        "fp4": 16,
+    }
+    group = groups.get(kind, 0)
     into = replace(Quantised.empty(word, group, "zeros" in kind, torch.float32, shape, DEVICE), rows=rows)  # type: ignore[arg-type]
-    into.values.copy_(torch.randint(0, 16 if word == "int4" else 127, shape, generator=random))
+    into.values.copy_(torch.randint(0, 16 if word.endswith("4") else 127, shape, generator=random))
     scales = torch.rand(*shape[:-2], shape[-2] // rows, into.scales.shape[-1], generator=random) * 0.02 + 0.01
-    into.scales.copy_(scales.repeat_interleave(rows, -2) / (1 if word == "int4" else 50))
+    into.scales.copy_(scales.repeat_interleave(rows, -2) / (1 if word.endswith("4") else 50))
     if into.zeros is not None:
         into.zeros.copy_(torch.randint(0, 16, into.zeros.shape, generator=random))
     return into
@@ -161,8 +178,9 @@ def test_an_expert_moves_in_one_piece(kind: str, biased: bool) -> None:
 
 def test_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [obstacle(DEVICE, "int4", group, inputs) for group, inputs in ((128, 192), (64, 128), (0, 64))] == [""] * 3
-    assert "inputs of 64s" in obstacle(DEVICE, "int4", 32, 96)
-    assert "inputs of 64s" in obstacle(DEVICE, "int4", 16, 64)
+    assert [obstacle(DEVICE, kind, group, 96) for kind, group in (("int4", 32), ("int4", 0), ("fp4", 16))] == [""] * 3
+    assert "int4 products take groups of 16s and inputs of 32s" in obstacle(DEVICE, "int4", 16, 48)
+    assert "fp4 products take groups of 16s" in obstacle(DEVICE, "fp4", 8, 64)
     assert [obstacle(DEVICE, "fp8", group, inputs) for group, inputs in ((128, 48), (0, 16))] == [""] * 2
     assert "inputs of 16s" in obstacle(DEVICE, "fp8", 128, 72)
     assert "inputs of 16s" in obstacle(DEVICE, "int8", 0, 40)

@@ -86,6 +86,8 @@ def test_another_layout_needs_another_number() -> None:
         Quantised("int4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2), zeros)
         for zeros in (None, scales.repeat(1, 2))
     ]
+    weights += [Quantised("fp4", 32, torch.bfloat16, w_NK % 16, scales.repeat(1, 2))]
+    weights += [Quantised(kind, 32, torch.bfloat16, w_NK, scales.repeat(1, 2)) for kind in ("int8", "fp8")]
     sums = []
     for weight in weights:
         packing = packing_of(weight)
@@ -94,5 +96,5 @@ def test_another_layout_needs_another_number() -> None:
         sums.append(checksum(memory))
     assert (LAYOUT, [hex(one) for one in sums]) == (1, [
     "0x91ef194d212d1563", "0x3df84d60e223bafb", "0xcac3ed5a8880f866", "0x56b70e6b80bf2c6f", "0x56b70e6b80bf2c6f",
-    "0xdf75a6725ed0b241", "0x4622d4f5ba3012ee",
+    "0xdf75a6725ed0b241", "0x4622d4f5ba3012ee", "0xdf75a6725ed0b241", "0xafe7ca98d2fa2944", "0xafe7ca98d2fa2944",
     ])  # fmt: skip

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moeserve.models.spec import ModelSpec
 from tests.specs import make_spec
 
 E, D, I = 8, 32, 24  # noqa: E741
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPEC = make_spec(
-    architecture="Qwen3MoeForCausalLM", dtype="float32", vocab_size=8, hidden_size=D, num_layers=4, num_heads=1,
-    num_kv_heads=1, head_dim=8, max_position=8, norm_eps=1e-5, num_experts=E, experts_per_token=3, expert_size=I,
-    moe_layers=(False, True, False, True),
-)  # fmt: skip
+
+
+def spec_of(**changes: Any) -> ModelSpec:
+    """Two MoE layers among four."""
+    return make_spec(
+        **{
+            "architecture": "Qwen3MoeForCausalLM", "vocab_size": 8, "hidden_size": D, "num_layers": 4, "num_heads": 1,
+            "head_dim": 8, "max_position": 8, "norm_eps": 1e-5, "num_experts": E, "experts_per_token": 3,
+            "expert_size": I, "moe_layers": (False, True, False, True), **changes,
+        }
+    )  # fmt: skip
+
+
+SPEC = spec_of()
 
 
 def write_experts(

@@ -17,7 +17,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import bytes_per_weight, model_size
 from moeserve.ops.native import native
 from moeserve.runner.cpu import CPUModelRunner
-from tests.quantised_checkpoints import FORMS, write_quantised
+from tests.quantised_checkpoints import FORMS, Form, write_quantised
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there Triton is not interpreted")
 
@@ -37,13 +37,14 @@ def test_other_kernels_refuse(make_checkpoint: Any, tmp_path: Path) -> None:
 
 @needs_no_gpu
 def test_shapes_that_triton_has_no_kernel_for_are_named(make_checkpoint: Any, tmp_path: Path) -> None:
-    """Experts of width 32, of which int4 products would take 64s; int8 ones take them."""
+    """Groups of 8, of which int4 products would take 16s; experts of width 32 are no obstacle."""
     path = make_checkpoint("qwen3_moe").path
-    with pytest.raises(ConfigError, match=r"inputs of 64s, and layers.0.w2 has 32, in groups of 32, here.*none, or"):
-        load(path, kernels="triton", quantization="int4")
-    stored, _ = write_quantised(path, tmp_path, FORMS["int4"])
-    with pytest.raises(ConfigError, match=r"layers.0.w2 has 32, in groups of 32, here cpu.*use the float16 or"):
+    stored, _ = write_quantised(path, tmp_path, Form("int4", group=8, packed=True))
+    with pytest.raises(
+        ConfigError, match=r"inputs of 32s, and layers.0.qkv has 64, in groups of 8, here cpu.*float16 or"
+    ):
         load(stored, kernels="triton")
+    load(path, kernels="triton", quantization="int4")
     with pytest.raises(ConfigError, match="packed_cache needs the native kernels"):
         load(path, kernels="triton", packed_cache=str(tmp_path))
     load(path, kernels="triton", quantization="int8")

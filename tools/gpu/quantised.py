@@ -17,13 +17,13 @@ from moeserve.kernels.combine import combine
 from moeserve.kernels.fp8 import E4M3
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.triton import PackedTriton, TritonExperts
-from moeserve.ops.quantised import Quantised
+from moeserve.ops.quantised import Quantised, dequantised
 from moeserve.ops.triton_ops import QuantisedLinear
 from tools.gpu import moe
 from tools.gpu.bench import Bench
 from tools.gpu.references import quantise_reference, widen
 
-KINDS = ("int4", "int8", "fp8")
+KINDS = ("int4", "int8", "fp8", "fp4")
 PRODUCT = 1e-2
 ROUNDED = 2e-2  # where e4m3 rounds sums that lie close to a tie the other way
 UNFIT_FOR_SMOKE = ("experts fp8",)  # the interpreter rounds to e4m3 wrongly
@@ -32,32 +32,23 @@ FEW, MANY = 1, 700  # rows; a smoke run has 3, once
 
 def weights(bench: Bench, kind: Any, *shape: int) -> Quantised:
     """Random values with scales that differ."""
-    rows, group = (128, 128) if kind == "fp8" else (1, 32 if bench.smoke else 128 if kind == "int4" else 0)
+    rows, group = (128 if kind == "fp8" else 1), {"int4": 128, "fp4": 16, "fp8": 128}.get(kind, 0)
+    group = 32 if bench.smoke and kind != "fp8" else group
     into = replace(Quantised.empty(kind, group, kind == "int4", bench.dtype, shape, bench.device), rows=rows)
     plain = torch.randn(shape, device=bench.device)
     if kind == "fp8":
         into.values.copy_((plain * 32).to(E4M3).view(torch.uint8))
+    elif kind == "fp4":
+        into.values.random_(0, 16)
     else:
         plain = (plain * (3 if kind == "int4" else 32)).round() + (8 if kind == "int4" else 0)
         into.values.copy_(plain.clamp(*((0, 15) if kind == "int4" else (-127, 127))))
     scales = torch.rand(*shape[:-2], -(-shape[-2] // rows), into.scales.shape[-1], device=bench.device) + 0.5
     scales = scales.repeat_interleave(rows, -2)[..., : shape[-2], :]
-    into.scales.copy_(scales * shape[-1] ** -0.5 / (3 if kind == "int4" else 32))
+    into.scales.copy_(scales * shape[-1] ** -0.5 / (3 if kind.endswith("4") else 32))
     if into.zeros is not None:
         into.zeros.copy_(torch.randint(6, 10, into.zeros.shape, device=bench.device))
     return into
-
-
-def meaning(w: Quantised) -> Tensor:
-    """In fp32."""
-    inputs = w.shape[-1]
-    scales, zeros = (
-        None if part is None else part.repeat_interleave(w.group or inputs, -1)[..., :inputs]
-        for part in (w.scales, w.zeros)
-    )
-    assert scales is not None
-    values = w.values.view(E4M3).float() if w.kind == "fp8" else w.values.float()
-    return (values if zeros is None else values - zeros) * scales
 
 
 def dense(bench: Bench, kind: str, rows: int) -> tuple[Tensor, Tensor, float]:
@@ -68,7 +59,7 @@ def dense(bench: Bench, kind: str, rows: int) -> tuple[Tensor, Tensor, float]:
         bench.random(width),
         weights(bench, kind, width, inner),
     )
-    return QuantisedLinear(w, bias)(x), x.double() @ meaning(w).double().T + bias.double(), PRODUCT
+    return QuantisedLinear(w, bias)(x), x.double() @ dequantised(w).double().T + bias.double(), PRODUCT
 
 
 def packed_experts(bench: Bench, kind: str) -> tuple[moe.Shape, ExpertWeights, PackedTriton]:
@@ -96,8 +87,8 @@ def experts(bench: Bench, kind: str, tokens: int) -> tuple[Tensor, Tensor, float
     wanted = torch.zeros_like(batch.x, dtype=torch.float32)
     for expert in torch.unique(batch.ids).tolist():
         rows, places = (batch.ids == expert).nonzero(as_tuple=True)
-        gate, up = (fit(batch.x[rows].float()) @ meaning(w.w13_eFD[expert]).T).chunk(2, -1)
-        y = fit(torch.nn.functional.silu(gate) * up) @ meaning(w.w2_eDI[expert]).T
+        gate, up = (fit(batch.x[rows].float()) @ dequantised(w.w13_eFD[expert]).T).chunk(2, -1)
+        y = fit(torch.nn.functional.silu(gate) * up) @ dequantised(w.w2_eDI[expert]).T
         wanted.index_add_(0, rows, batch.shares[rows, places, None] * y)
     return layer(packed, batch, shape), wanted, ROUNDED if kind == "fp8" else PRODUCT
 

@@ -16,6 +16,7 @@ from moeserve.kernels.grouped_fp8 import Scaled
 from moeserve.kernels.grouped_weight_only import Narrow
 from moeserve.kernels.inputs import StepArrays, StepWords
 from moeserve.ops import elementwise
+from moeserve.ops.quantised import E2M1
 from moeserve.ops.rules import SWIGLU, Activation
 
 
@@ -67,10 +68,12 @@ def widen(values_MK: Tensor, scales_MG: Tensor) -> Tensor:
 def widen_narrow(w: Narrow) -> Tensor:
     """Returns the weights [e, outputs, inputs] in fp64, for references."""
     values, zeros, inputs = w.values.double(), w.zeros, w.shape[-1]
-    if w.kind == "int4":
+    if w.in_pairs:
         tiles = torch.unflatten(w.values, -1, (-1, w.half))
         values = torch.stack([tiles & 15, tiles >> 4], -2).flatten(-3).double()
-        zeros = torch.full_like(w.scales, 8) if zeros is None else zeros
+        if w.floats:
+            values = torch.tensor(E2M1, dtype=torch.float64, device=values.device)[values.long()]
+        zeros = torch.full_like(w.scales, 8) if zeros is None and not w.floats else zeros
     parts = (w.scales, torch.zeros_like(w.scales) if zeros is None else zeros)
     scales, zeros = (part.double().transpose(-1, -2).repeat_interleave(w.group, -1)[..., :inputs] for part in parts)
     return (values - zeros) * scales
