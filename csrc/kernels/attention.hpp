@@ -16,7 +16,7 @@ struct AttentionRows {
     float* total;   // [rows, sums]
     float* p;       // [rows of a KV head, kTile]
     float* keys;    // [padded, kTile]
-    float* values;  // [kTile, v_padded]
+    float* values;  // [kTile, v_stride]
 };
 
 MOESERVE_INLINE AttentionRows attention_rows(const AttentionShape& shape, int64_t rows, float* at) {
@@ -104,11 +104,11 @@ inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t
     const int64_t first = view.first(from), last = view.last(to - 1);
     const int64_t begin = first / 16 * 16, end = (last + 15) / 16 * 16, end_row = to * group;
     // Few rows go through the keys in parts that stay in the nearest cache, and read the values where they lie.
-    const bool many = (to - from) * group > kMany, copy = many || shape.v_dim % kWidth != 0;
+    const bool many = (to - from) * group > (shape.dim > kWide ? kStrip : kMany), copy = many || shape.v_dim % kWidth != 0;
     const bool whole = many || Step::kDims == 2;
     const Scales<E> key_scales(keys, shape.dim), value_scales(values, shape.v_dim);
     if (whole) pack_keys<Step>(keys, shape.dim, begin, end, s.keys, kTile);
-    if (copy) pack_values<E>(values, shape.v_dim, v_padded, first, last, s.values);
+    if (copy) pack_values<E>(values, shape.v_dim, shape.v_stride(), first, last, s.values);
     const int64_t rows_left = end_row - from * group, strips = (rows_left + kStrip - 1) / kStrip;
     const int64_t most = (rows_left + strips - 1) / strips;
     for (int64_t row = from * group; row < end_row; row += most) {
@@ -130,7 +130,7 @@ inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t
             softmax_tile(p, low, high, call.soft_cap, row_sums(sums + r * shape.sums(), v_padded), v_padded);
             value_scales.apply(p, low, high);
         }
-        if (copy) add_values(shape, view, row, rows, s.p, Even{s.values, v_padded}, sums);
+        if (copy) add_values(shape, view, row, rows, s.p, Even{s.values, shape.v_stride()}, sums);
         else add_values(shape, view, row, rows, s.p, values, sums);
     }
 }
@@ -145,11 +145,12 @@ inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_
     const AttentionShape& shape = call.shape;
     const TileView view(tile, block, shape);
     const int64_t* table = call.tables + block.request * call.table_width;
+    const int64_t entries = shape.kv_heads / shape.shares, head = block.head / shape.shares;
     const int64_t first = view.first(view.from()), last = view.last(view.to(block.count) - 1);
     int64_t index = (view.start + first) / shape.block_size, offset = (view.start + first) % shape.block_size;
     for (int64_t j = first; j < last; ++j) {
         const int64_t kv_slot = table[index] * shape.block_size + offset;
-        const int64_t entry = kv_slot * shape.kv_heads + block.head;
+        const int64_t entry = kv_slot * entries + head;
         rows.keys[j] = static_cast<const char*>(call.k) + entry * call.k_bytes;
         rows.values[j] = static_cast<const char*>(call.v) + entry * call.v_bytes;
         if (++offset == shape.block_size) ++index, offset = 0;

@@ -9,6 +9,7 @@ namespace moeserve {
 namespace {
 
 constexpr int64_t kRows = 128;              // of one block, if a single query has no more
+constexpr int64_t kFewRows = 8;            // of one block: not less, since each reads the keys and values again
 constexpr int64_t kPartials = 16ll << 20;  // floats: beyond this, blocks stay whole
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -80,6 +81,14 @@ void AttentionPlan::cut_blocks(int threads) {
     int64_t parts = 0, total = 0, most = shape_.kv_heads;
     for (const QueryBlock& block : blocks_) parts += block.end_chunk - block.first_chunk;
     while (threads > 1 && most > 1 && parts * ceil_div(shape_.kv_heads, most) < 2 * threads) most = (most + 1) / 2;
+    // Then by the query heads of a KV head: latents have one for all.
+    int64_t rows = 0;
+    for (const QueryBlock& block : blocks_) rows = std::max(rows, block.count * shape_.group());
+    for (; threads > 1 && most == 1 && parts * shape_.kv_heads < 2 * threads; rows /= 2) {
+        if (shape_.group() % 2 != 0 || rows < 2 * kFewRows) break;
+        shape_.kv_heads *= 2;
+        shape_.shares *= 2;
+    }
     std::vector<QueryBlock> whole;
     whole.reserve(blocks_.size());
     for (QueryBlock block : blocks_) {

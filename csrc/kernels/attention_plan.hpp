@@ -21,7 +21,7 @@ struct QueryBlock {
     int64_t request, token, count;  // tokens token .. token + count - 1 of the step
     int64_t position;               // of the first one
     int64_t begin;                  // of their section
-    int64_t head, heads;            // KV heads
+    int64_t head, heads;            // KV heads; a single one where several share an entry
     int64_t first_chunk, end_chunk;
     int64_t partial = -1;  // where its chunks' sums begin in `partials`; -1: one piece computes it all
 };
@@ -30,18 +30,21 @@ struct AttentionShape {
     int64_t heads, kv_heads, dim, v_dim;  // widths of keys and of values
     int64_t block_size, window;           // window: positions that a query sees, itself included
     int64_t section = kEverything;        // positions come in sections of so many; a query sees no other than its own
+    int64_t shares = 1;                   // so many of the KV heads have one entry together
 
     // Always inline: kernels of every instruction set share these.
     [[gnu::always_inline]] int64_t group() const { return heads / kv_heads; }
     [[gnu::always_inline]] int64_t rows(const QueryBlock& block) const { return block.heads * block.count * group(); }
     [[gnu::always_inline]] int64_t padded() const { return (dim + 15) / 16 * 16; }
     [[gnu::always_inline]] int64_t v_padded() const { return (v_dim + 15) / 16 * 16; }
+    /// From one value of a tile to the next: wide ones at such distances would compete for the same lines of a cache.
+    [[gnu::always_inline]] int64_t v_stride() const { return v_padded() > 256 ? v_padded() + 16 : v_padded(); }
     /// Sums of one row: values, largest score, weight, and room that keeps rows aligned.
     [[gnu::always_inline]] int64_t sums() const { return v_padded() + 16; }
     /// Of one piece of so many rows: queries, running sums of a chunk and of all, probabilities; a tile of keys and one
     /// of values.
     [[gnu::always_inline]] int64_t scratch_floats(int64_t rows) const {
-        return rows * (padded() + 2 * sums() + kTile) + kTile * (padded() + v_padded());
+        return rows * (padded() + 2 * sums() + kTile) + kTile * (padded() + v_stride());
     }
     /// The first position that a query sees.
     [[gnu::always_inline]] int64_t first_seen(int64_t position) const {

@@ -69,7 +69,7 @@ class Row {
     /// Where the head's key or value of a position lies.
     const char* stored(const void* cache, int64_t bytes, int64_t position) const {
         const int64_t size = call_.shape.block_size, kv_slot = table_[position / size] * size + position % size;
-        return static_cast<const char*>(cache) + (kv_slot * call_.shape.kv_heads + head_ / call_.shape.group()) * bytes;
+        return static_cast<const char*>(cache) + (kv_slot * call_.shape.kv_heads + head_ / call_.shape.group()) / call_.shape.shares * bytes;
     }
     float element(const char* head, int64_t d) const {
         return call_.kv_type == Type::int8 ? static_cast<int8_t>(head[d]) : float_at(head + 4 * d);

@@ -221,6 +221,8 @@ void values_of_other_widths() {
             check<Bf16>({17, 1, dim, v_dim, 5, 65}, requests, offset, true);
             check<Fp16, Bf16>({3, 1, dim, v_dim, 16, kEverything}, requests, offset, true);
         }
+        for (int64_t heads : {16, 24, 48}) check<Bf16>({heads, 1, dim, 16, 16, kEverything}, {{70, 1}, {129, 1}}, offset, dim >= 16);
+        check<Bf16>({32, 2, dim, dim, 16, 65}, {{129, 3}}, offset);
         check<Bf16>({2, 1, dim, dim, 16, kEverything, 32}, {{40, 40}, {129, 1}, {130, 2}}, offset);
         check<float>({2, 1, dim, dim, 16, 20, 50}, {{51, 3}, {250, 249}, {1100, 100}}, offset);
         check<int8_t, Bf16>({2, 1, dim, dim, 16, kEverything, 1100}, {{1101, 1}, {2300, 90}}, offset);

@@ -45,6 +45,13 @@ class LatentRule:
     norm_L: Tensor
 
 
+def cache_obstacle(dtype: torch.dtype) -> str:
+    """Returns why latents cannot be kept as `dtype`; empty if they can."""
+    return "latents have no int8 cache: values are parts of entries, and only whole ones have a scale" * (
+        dtype == torch.int8
+    )
+
+
 # (x_THK, out=None) -> y_THN: y[t, h] = W[h] x[t, h], into `out` where it is given. Tokens and heads of x and of `out`
 # may be any distance apart. A row's bits depend on the row alone.
 Heads = Callable[..., Tensor]

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 LARGEST_IN_HEAP = 32 << 20  # glibc accepts no more
 KEPT_FREE = 256 << 20
+TRITON_HEAD_DIMS = range(8, 257, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _on_device(device: torch.device, dtype: torch.dtype, kernels: Choice, head_d
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str:
     """Returns why the Triton kernels cannot serve here; empty if they can."""
-    if head_dim is not None and head_dim not in native_layer.HEAD_DIMS:
+    if head_dim is not None and head_dim not in TRITON_HEAD_DIMS:
         return f"Triton attention does not know heads of width {head_dim}"
     if importlib.util.find_spec("triton") is None:
         return "there is no triton (pip install triton)"

@@ -99,6 +99,7 @@ CASES = [  # heads, KV heads, widths of keys and values, block size, rule
     (4, 1, 16, 16, 16, Rule(chunk=64, window=40)),
 ]
 LATENT_CASES = [(4, 1, 40, 32, 16, Rule()), (17, 1, 72, 64, 48, Rule(window=70)), (5, 1, 576, 512, 16, Rule())]
+LATENT_CASES += [(32, 1, 24, 16, 16, Rule())]
 
 
 TYPES = [  # of caches and of queries
@@ -312,6 +313,16 @@ def test_a_step_without_tokens() -> None:
     )
     cache = torch.zeros(2, 16, 2, 16)
     assert not native_layer.attention(torch.ones(1, 4, 16), cache, cache.clone(), plan).any()
+
+
+@pytest.mark.parametrize(("h", "threads", "pieces"), [(32, 1, 1), (32, 2, 4), (32, 16, 4), (24, 2, 2), (17, 3, 1)])
+def test_threads_share_the_heads_of_one_latent(h: int, threads: int, pieces: int) -> None:
+    module.set_threads([-1] * threads)
+    cache = make_cache([100], 1, 24, 16, torch.float32, v_dim=16, latent=True)
+    q = make_queries([100], h, 24, torch.float32)
+    _, args = step(cache, [(0, 99, 1)], q, Rule())
+    assert native_layer.plan_attention(*args).pieces.num_pieces == pieces
+    assert torch.equal(run(cache, [(0, 99, 1)], q, Rule())[0][0], reference(cache, (0, 99, 1), q, Rule()))
 
 
 def test_head_widths() -> None:
