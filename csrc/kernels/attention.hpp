@@ -146,14 +146,16 @@ inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_
     const TileView view(tile, block, shape);
     const int64_t* table = call.tables + block.request * call.table_width;
     const int64_t entries = shape.kv_heads / shape.shares, head = block.head / shape.shares;
+    const int64_t k_step = entries * call.k_bytes, v_step = entries * call.v_bytes, size = shape.block_size;
+    const char* const keys = static_cast<const char*>(call.k) + head * call.k_bytes;
+    const char* const values = static_cast<const char*>(call.v) + head * call.v_bytes;
     const int64_t first = view.first(view.from()), last = view.last(view.to(block.count) - 1);
-    int64_t index = (view.start + first) / shape.block_size, offset = (view.start + first) % shape.block_size;
+    int64_t index = (view.start + first) / size, offset = (view.start + first) % size;
     for (int64_t j = first; j < last; ++j) {
-        const int64_t kv_slot = table[index] * shape.block_size + offset;
-        const int64_t entry = kv_slot * entries + head;
-        rows.keys[j] = static_cast<const char*>(call.k) + entry * call.k_bytes;
-        rows.values[j] = static_cast<const char*>(call.v) + entry * call.v_bytes;
-        if (++offset == shape.block_size) ++index, offset = 0;
+        const int64_t kv_slot = table[index] * size + offset;
+        rows.keys[j] = keys + kv_slot * k_step;
+        rows.values[j] = values + kv_slot * v_step;
+        if (++offset == size) ++index, offset = 0;
     }
     for (int64_t j = first == 0 ? last : 0; j < kTile; j = j + 1 == first ? last : j + 1) {
         rows.keys[j] = rows.keys[first];
