@@ -37,7 +37,10 @@ DECODES = [  # requests, context, heads, KV heads, head width
     (8, 2_048, 16, 8, 64),
     (32, 128, 16, 8, 64),
 ]
+LATENT = 576, 512  # widths of DeepSeek's latent keys, and of their part that is the values
+DECODES += [(r, c, h, 1, 576) for h in (16, 128) for r, c in ((1, 1_024), (8, 1_024), (1, 16_384), (8, 16_384))]
 PREFILLS = [(1, 1_024, 16, 8, 64), (8, 512, 16, 8, 64), (1, 2_048, 32, 4, 128)]  # requests, tokens, ...
+PREFILLS += [(1, 1_024, 16, 1, 576), (1, 1_024, 128, 1, 576)]
 Size = tuple[int, int, int, int, int]
 
 
@@ -50,6 +53,7 @@ def main() -> None:
     module = native()
     if module is None or not module.supported_isas():
         raise SystemExit("no native kernels for this CPU")
+    decodes, prefills = ([s for s in sizes if s[4] != LATENT[0] or not args.int8] for sizes in (DECODES, PREFILLS))
     results = []
     for count in sorted({1, len(args.cores)}):
         cores = args.cores[:count]
@@ -57,8 +61,8 @@ def main() -> None:
         module.set_threads(cores)
         read = probe_read()  # torch starts its threads before this one is pinned
         os.sched_setaffinity(0, {cores[0]})
-        results += [{"threads": count, **decode(size, dtype)} for size in DECODES]
-        results += [{"threads": count, **prefill(size, dtype)} for size in PREFILLS]
+        results += [{"threads": count, **decode(size, dtype)} for size in decodes]
+        results += [{"threads": count, **prefill(size, dtype)} for size in prefills]
         os.sched_setaffinity(0, set(args.cores))
         results.append({"threads": count, "case": "read", "before_gb_s": read, "after_gb_s": probe_read()})
     save("attention", args, {"isa": module.serving_isa(), "cases": results})
@@ -66,7 +70,8 @@ def main() -> None:
 
 def decode(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     requests, context, heads, kv_heads, dim = size
-    layer_bytes = 2 * requests * context * kv_heads * entry_width(dim, dtype) * dtype.itemsize
+    latent, v_dim = dim == LATENT[0], v_width(dim)
+    layer_bytes = (2 - latent) * requests * context * kv_heads * entry_width(dim, dtype) * dtype.itemsize
     layers = max(2, min(64, CACHE_BYTES // layer_bytes))
     caches = [make_cache(requests, context, kv_heads, dim, dtype) for _ in range(layers)]
     q = torch.randn(requests, heads, dim).bfloat16() * dim**-0.5
@@ -74,10 +79,11 @@ def decode(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     planning = best(lambda: plan_attention(*step), 50)
     plan = plan_attention(*step)
     seconds = best(lambda: [attention(q, k, v, plan) for k, v in caches]) / layers
-    read = probe_read()
+    read, peak = probe_read(), probe_sgemm()
     rate = layer_bytes / seconds / 1e9
+    flops = 2 * requests * context * heads * (dim + v_dim) / seconds / 1e9
     return {"case": "decode", "size": size, "us": 1e6 * seconds, "kv_gb_s": rate, "read_gb_s": read,
-            "times_floor": read / rate, "plan_us": 1e6 * planning}  # fmt: skip
+            "times_floor": read / rate, "sgemm_share": flops / peak, "plan_us": 1e6 * planning}  # fmt: skip
 
 
 def prefill(size: Size, dtype: torch.dtype) -> dict[str, Any]:
@@ -86,16 +92,20 @@ def prefill(size: Size, dtype: torch.dtype) -> dict[str, Any]:
     q = torch.randn(requests * tokens, heads, dim).bfloat16() * dim**-0.5
     plan = plan_attention(*make_step(size, tokens))
     seconds = best(lambda: attention(q, k, v, plan))
-    rate = requests * tokens * (tokens + 1) / 2 * heads * dim * 4 / seconds / 1e9  # of what queries see
+    rate = requests * tokens * (tokens + 1) * heads * (dim + v_width(dim)) / seconds / 1e9  # of what queries see
     peak = probe_sgemm()
     return {"case": "prefill", "size": size, "us": 1e6 * seconds, "gflop_s": rate, "sgemm_gflop_s": peak,
             "share": rate / peak}  # fmt: skip
 
 
+def v_width(dim: int) -> int:
+    return LATENT[1] if dim == LATENT[0] else dim
+
+
 def make_cache(requests: int, context: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (requests * -(-context // BLOCK) + 1, BLOCK, kv_heads, dim)
     one = to_entries(torch.randn(shape), dtype)
-    return one, one.clone()
+    return one, one[..., : v_width(dim)] if v_width(dim) < dim else one.clone()
 
 
 def make_step(size: Size, queries: int) -> tuple[Any, ...]:
@@ -104,7 +114,7 @@ def make_step(size: Size, queries: int) -> tuple[Any, ...]:
     blocks = -(-context // BLOCK)
     order = (torch.arange(requests * blocks) * 7919 % (requests * blocks) + 1).view(requests, blocks)
     starts, offsets = [context - queries] * requests, range(0, (requests + 1) * queries, queries)
-    return *host_step(order, BLOCK, starts, offsets), HeadShape(heads, kv_heads, dim, dim)
+    return *host_step(order, BLOCK, starts, offsets), HeadShape(heads, kv_heads, dim, v_width(dim))
 
 
 def probe_read() -> float:

@@ -24,6 +24,11 @@ using Counts = py::array_t<int64_t, py::array::c_style>;
 
 size_t bytes_of(Type type) { return type == Type::fp32 ? 4 : 2; }
 
+/// Of one head in a cache: int8 ones have a scale.
+int64_t entry_bytes(Type type, size_t dim) {
+    return static_cast<int64_t>(type == Type::int8 ? dim + sizeof(float) : dim * bytes_of(type));
+}
+
 /// Arrays of so many bytes in the calling thread's memory, until it asks again.
 class Arrays {
   public:
@@ -56,14 +61,18 @@ struct Matrix {
 class AttentionBlock {
   public:
     AttentionBlock(Type type, const Matrix& qkv, const std::optional<Matrix>& out, size_t heads, size_t kv_heads,
-                   size_t dim, Address norms, float eps, float clip, float scale)
-        : qkv_(qkv), out_(out) {
-        if (dim > QkNormRopeCacheArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
+                   size_t dim, size_t v_dim, Address norms, bool norm_last, bool norm_values, float eps, float clip,
+                   float scale, Address sinks, float soft_cap)
+        : qkv_(qkv), out_(out), sinks_(sinks), soft_cap_(soft_cap) {
+        if (std::max(dim, v_dim) > QkNormRopeCacheArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
         rule_.type = type;
         rule_.heads = heads;
         rule_.kv_heads = kv_heads;
         rule_.dim = dim;
+        rule_.v_dim = v_dim;
         rule_.norms = at<float>(norms);
+        rule_.norm_last = norm_last;
+        rule_.norm_values = norm_values;
         rule_.eps = eps;
         rule_.clip = clip;
         rule_.scale = scale;
@@ -72,9 +81,9 @@ class AttentionBlock {
     void run(const AttentionPlan& plan, Address x, size_t stride, size_t rows, Address cos, Address sin,
              Address slot_mapping, Address k, Address v, Type kv_type, Address y) const {
         const Type type = rule_.type;
-        const size_t width = rule_.heads * rule_.dim, all = width + 2 * rule_.kv_heads * rule_.dim;
+        const size_t q_width = rule_.heads * rule_.dim, out_width = rule_.heads * rule_.v_dim, all = rule_.columns();
         const size_t element = bytes_of(type);
-        const Arrays arrays({rows * all * element, rows * width * element, rows * width * element});
+        const Arrays arrays({rows * all * element, rows * q_width * element, rows * out_width * element});
         qkv_.times(type, x, stride, rows, arrays[0]);
         QkNormRopeCacheArgs norm_rope = rule_;
         norm_rope.kv_type = kv_type;
@@ -90,20 +99,26 @@ class AttentionBlock {
         over_rows(kernels()->qk_norm_rope_cache, norm_rope, rows, all);
         AttentionCall call{};
         call.q = norm_rope.q;
-        call.q_stride = static_cast<int64_t>(width);
+        call.q_stride = static_cast<int64_t>(q_width);
         call.q_type = type;
         call.kv_type = kv_type;
         call.k = norm_rope.k;
+        call.k_bytes = entry_bytes(kv_type, rule_.dim);
         call.v = norm_rope.v;
+        call.v_bytes = entry_bytes(kv_type, rule_.v_dim);
+        call.sinks = at<float>(sinks_);
+        call.soft_cap = soft_cap_;
         call.out = at<void>(out_ ? arrays[2] : y);
         plan.run(call, static_cast<int64_t>(rows));
-        if (out_) out_->times(type, arrays[2], width, rows, y);
+        if (out_) out_->times(type, arrays[2], out_width, rows, y);
     }
 
   private:
     Matrix qkv_;
     std::optional<Matrix> out_;
     QkNormRopeCacheArgs rule_{};  // what is the same in every step
+    Address sinks_;
+    float soft_cap_;
 };
 
 /// Router, experts and the weighted sum of a layer whose rows stay here. counts: rows of each expert.
@@ -174,9 +189,11 @@ void bind_layer(py::module_& m) {
         .def(py::init<Packing, Address, Address>(), py::arg("packing"), py::arg("weights"), py::arg("bias"))
         .def_property_readonly("columns", [](const Matrix& self) { return self.packing.columns; });
     py::class_<AttentionBlock>(m, "AttentionBlock")
-        .def(py::init<Type, const Matrix&, const std::optional<Matrix>&, size_t, size_t, size_t, Address, float, float, float>(),
+        .def(py::init<Type, const Matrix&, const std::optional<Matrix>&, size_t, size_t, size_t, size_t, Address, bool,
+                      bool, float, float, float, Address, float>(),
              py::arg("type"), py::arg("qkv"), py::arg("out"), py::arg("heads"), py::arg("kv_heads"), py::arg("dim"),
-             py::arg("norms"), py::arg("eps"), py::arg("clip"), py::arg("scale"))
+             py::arg("v_dim"), py::arg("norms"), py::arg("norm_last"), py::arg("norm_values"), py::arg("eps"),
+             py::arg("clip"), py::arg("scale"), py::arg("sinks"), py::arg("soft_cap"))
         .def("run", &AttentionBlock::run, Unlocked());
     py::class_<ExpertsBlock>(m, "ExpertsBlock")
         .def(py::init<Type, const Matrix&, Type, size_t, const RouteRule&, bool, Address, Address, const Activation&>(),

@@ -90,6 +90,22 @@ void linear(Type type, const Packing& packing, Address weights, Address bias, Ad
     multiply(args, parts);
 }
 
+/// y[t, h] = W[h] x[t, h] for heads' packed matrices side by side. Strides are from token to token, steps from head to head.
+void head_products(Type type, const Packing& packing, Address weights, size_t heads, Address x, size_t x_stride,
+                   size_t x_step, size_t rows, Address y, size_t y_stride, size_t y_step) {
+    ProductArgs args = product_args(type, packing, at<uint8_t>(weights));
+    args.expert_bytes = packing.bytes();
+    args.x = at<void>(x);
+    args.x_stride = x_stride;
+    args.x_step = x_step;
+    args.y = at<void>(y);
+    args.y_stride = y_stride;
+    args.y_step = y_step;
+    std::vector<Part> parts;
+    for (size_t head = 0; head < heads; ++head) divide(head, 0, rows, most_rows(type, packing.depth), parts);
+    multiply(args, parts);
+}
+
 /// Gated experts over rows in the order of their physical experts. An expert is gate and up in alternating blocks (each
 /// as `gate_up` says), then `down`, then, if biased, the biases of all these blocks.
 void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
@@ -206,6 +222,9 @@ void bind_products(py::module_& m) {
            Address y) { linear(type, packing, weights, bias, x, x_stride, rows, y, type); },
         Unlocked(), py::arg("type"), py::arg("packing"), py::arg("weights"), py::arg("bias"), py::arg("x"),
         py::arg("x_stride"), py::arg("rows"), py::arg("y"));
+    m.def("head_products", &head_products, Unlocked(), py::arg("type"), py::arg("packing"), py::arg("weights"),
+          py::arg("heads"), py::arg("x"), py::arg("x_stride"), py::arg("x_step"), py::arg("rows"), py::arg("y"),
+          py::arg("y_stride"), py::arg("y_step"));
     m.def(
         "experts",
         [](Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,

@@ -1,6 +1,7 @@
 // Kernels on rows: everything elementwise or row-wise. moeserve/ops/native_rows.py is their only caller.
 #include <pybind11/numpy.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -46,14 +47,26 @@ void bind_dense(py::module_& m) {
         over_rows(kernels()->sigmoid, SigmoidArgs{type, at<void>(x), stride, at<float>(out)}, rows, 16);
     });
     m.def("qk_norm_rope_cache", [](Type type, size_t rows, size_t real, size_t heads, size_t kv_heads, size_t dim,
-                                   Address qkv, size_t stride, Address normed, Address norms, float eps, float clip,
+                                   size_t v_dim, Address qkv, size_t stride, Address normed, Address norms,
+                                   bool norm_last, bool norm_values, float eps, float clip,
                                    Address cos, Address sin, float scale, Address slot_mapping, Address k, Address v,
                                    Type kv_type, Address q) {
-        if (dim > QkNormRopeCacheArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
-        const QkNormRopeCacheArgs args{type, kv_type, heads, kv_heads, dim, real, at<void>(qkv), stride,
-                                       at<float>(normed), at<float>(norms), eps, clip, at<float>(cos), at<float>(sin),
-                                       scale, at<int64_t>(slot_mapping), at<void>(k), at<void>(v), at<void>(q)};
-        over_rows(kernels()->qk_norm_rope_cache, args, rows, (heads + 2 * kv_heads) * dim);
+        if (std::max(dim, v_dim) > QkNormRopeCacheArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
+        const QkNormRopeCacheArgs args{type, kv_type, heads, kv_heads, dim, v_dim, real, at<void>(qkv), stride,
+                                       at<float>(normed), at<float>(norms), norm_last, norm_values, eps, clip,
+                                       at<float>(cos), at<float>(sin), scale, at<int64_t>(slot_mapping), at<void>(k),
+                                       at<void>(v), at<void>(q)};
+        over_rows(kernels()->qk_norm_rope_cache, args, rows, args.columns());
+    });
+    m.def("latent_rope_cache", [](Type type, size_t rows, size_t real, size_t heads, size_t nope, size_t rope, size_t rank,
+                                  Address q, size_t q_stride, Address kv, size_t kv_stride, Address norm, float eps,
+                                  Address cos, Address sin, float scale, Address slot_mapping, Address cache,
+                                  Address q_nope, Address latent_q) {
+        if (rope > QkNormRopeCacheArgs::kMaxDim) throw std::invalid_argument("heads wider than 1024");
+        const LatentRopeCacheArgs args{type, heads, nope, rope, rank, real, at<void>(q), q_stride, at<void>(kv), kv_stride,
+                                       at<float>(norm), eps, at<float>(cos), at<float>(sin), scale,
+                                       at<int64_t>(slot_mapping), at<void>(cache), at<void>(q_nope), at<void>(latent_q)};
+        over_rows(kernels()->latent_rope_cache, args, rows, heads * (nope + rope) + rank + rope);
     });
 }
 

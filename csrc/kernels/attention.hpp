@@ -16,7 +16,7 @@ struct AttentionRows {
     float* total;   // [rows, sums]
     float* p;       // [rows of a KV head, kTile]
     float* keys;    // [padded, kTile]
-    float* values;  // [kTile, padded]
+    float* values;  // [kTile, v_stride]
 };
 
 MOESERVE_INLINE AttentionRows attention_rows(const AttentionShape& shape, int64_t rows, float* at) {
@@ -35,9 +35,12 @@ MOESERVE_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /// One tile as the queries of a block see it. Query i sees the columns first(i) .. last(i) - 1 of it.
 struct TileView {
-    int64_t start, position, window;
+    int64_t start, position, window, begin;  // begin: the first column in their section
 
-    MOESERVE_INLINE int64_t first(int64_t i) const { return at_least(0, position + i - window + 1 - start); }
+    MOESERVE_INLINE TileView(int64_t tile, const QueryBlock& block, const AttentionShape& shape)
+        : start(tile), position(block.position), window(shape.window), begin(at_least(0, block.begin - tile)) {}
+
+    MOESERVE_INLINE int64_t first(int64_t i) const { return at_least(begin, position + i - window + 1 - start); }
     MOESERVE_INLINE int64_t last(int64_t i) const { return at_most(kTile, position + i + 1 - start); }
     /// The queries that see any of it: from .. to - 1.
     MOESERVE_INLINE int64_t from() const { return at_least(0, start - position); }
@@ -74,7 +77,7 @@ inline void copy_queries(const AttentionCall& call, const QueryBlock& block, flo
 template <class Values>
 inline void add_values(const AttentionShape& shape, const TileView& view, int64_t row, int64_t count, const float* p,
                        Values values, float* sums) {
-    const int64_t group = shape.group(), columns = (shape.dim + kWidth - 1) / kWidth * kWidth, stride = shape.sums();
+    const int64_t group = shape.group(), columns = (shape.v_dim + kWidth - 1) / kWidth * kWidth, stride = shape.sums();
     const int64_t end = view.last((row + count - 1) / group);
     int64_t low = 0, high = 0;  // rows low .. high - 1 of the strip see position j
     for (int64_t j = view.first(row / group); j < end;) {
@@ -95,16 +98,17 @@ template <class Step, class E>
 inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t count, const Paged<E>& keys,
                         const Paged<E>& values, const AttentionRows& s, const float* q, float* sums) {
     const AttentionShape& shape = call.shape;
-    const int64_t group = shape.group(), padded = shape.padded(), chain = (shape.dim + Step::kDims - 1) / Step::kDims;
+    const int64_t group = shape.group(), padded = shape.padded(), v_padded = shape.v_padded();
+    const int64_t chain = (shape.dim + Step::kDims - 1) / Step::kDims;
     const int64_t from = view.from(), to = view.to(count);
     const int64_t first = view.first(from), last = view.last(to - 1);
     const int64_t begin = first / 16 * 16, end = (last + 15) / 16 * 16, end_row = to * group;
     // Few rows go through the keys in parts that stay in the nearest cache, and read the values where they lie.
-    const bool many = (to - from) * group > kMany, copy = many || shape.dim % kWidth != 0;
+    const bool many = (to - from) * group > (shape.dim > kWide ? kStrip : kMany), copy = many || shape.v_dim % kWidth != 0;
     const bool whole = many || Step::kDims == 2;
-    const Scales<E> key_scales(keys, shape.dim), value_scales(values, shape.dim);
+    const Scales<E> key_scales(keys, shape.dim), value_scales(values, shape.v_dim);
     if (whole) pack_keys<Step>(keys, shape.dim, begin, end, s.keys, kTile);
-    if (copy) pack_values<E>(values, shape.dim, padded, first, last, s.values);
+    if (copy) pack_values<E>(values, shape.v_dim, shape.v_stride(), first, last, s.values);
     const int64_t rows_left = end_row - from * group, strips = (rows_left + kStrip - 1) / kStrip;
     const int64_t most = (rows_left + strips - 1) / strips;
     for (int64_t row = from * group; row < end_row; row += most) {
@@ -123,10 +127,10 @@ inline void attend_tile(const AttentionCall& call, const TileView& view, int64_t
             float* p = s.p + r * kTile;
             const int64_t low = view.first(i), high = view.last(i);
             key_scales.apply(p, low, high);
-            softmax_tile(p, low, high, call.soft_cap, row_sums(sums + r * shape.sums(), padded), padded);
+            softmax_tile(p, low, high, call.soft_cap, row_sums(sums + r * shape.sums(), v_padded), v_padded);
             value_scales.apply(p, low, high);
         }
-        if (copy) add_values(shape, view, row, rows, s.p, Even{s.values, padded}, sums);
+        if (copy) add_values(shape, view, row, rows, s.p, Even{s.values, shape.v_stride()}, sums);
         else add_values(shape, view, row, rows, s.p, values, sums);
     }
 }
@@ -137,19 +141,21 @@ struct TileRows {
 };
 
 /// Those of the piece's first head. Columns that nobody sees repeat one that somebody does.
-inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_t tile, int64_t head_bytes,
-                      TileRows& rows) {
+inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_t tile, TileRows& rows) {
     const AttentionShape& shape = call.shape;
-    const TileView view{tile, block.position, shape.window};
+    const TileView view(tile, block, shape);
     const int64_t* table = call.tables + block.request * call.table_width;
+    const int64_t entries = shape.kv_heads / shape.shares, head = block.head / shape.shares;
+    const int64_t k_step = entries * call.k_bytes, v_step = entries * call.v_bytes, size = shape.block_size;
+    const char* const keys = static_cast<const char*>(call.k) + head * call.k_bytes;
+    const char* const values = static_cast<const char*>(call.v) + head * call.v_bytes;
     const int64_t first = view.first(view.from()), last = view.last(view.to(block.count) - 1);
-    int64_t index = (view.start + first) / shape.block_size, offset = (view.start + first) % shape.block_size;
+    int64_t index = (view.start + first) / size, offset = (view.start + first) % size;
     for (int64_t j = first; j < last; ++j) {
-        const int64_t kv_slot = table[index] * shape.block_size + offset;
-        const int64_t at = (kv_slot * shape.kv_heads + block.head) * head_bytes;
-        rows.keys[j] = static_cast<const char*>(call.k) + at;
-        rows.values[j] = static_cast<const char*>(call.v) + at;
-        if (++offset == shape.block_size) ++index, offset = 0;
+        const int64_t kv_slot = table[index] * size + offset;
+        rows.keys[j] = keys + kv_slot * k_step;
+        rows.values[j] = values + kv_slot * v_step;
+        if (++offset == size) ++index, offset = 0;
     }
     for (int64_t j = first == 0 ? last : 0; j < kTile; j = j + 1 == first ? last : j + 1) {
         rows.keys[j] = rows.keys[first];
@@ -158,7 +164,7 @@ inline void find_rows(const AttentionCall& call, const QueryBlock& block, int64_
 }
 
 MOESERVE_INLINE int64_t first_tile(const AttentionShape& shape, const QueryBlock& block, int64_t chunk) {
-    return at_least(block.position - shape.window + 1, chunk * kChunk) / kTile * kTile;
+    return at_least(at_least(block.begin, block.position - shape.window + 1), chunk * kChunk) / kTile * kTile;
 }
 
 /// Adds one chunk up in s.chunk. next: what this thread will probably do after this piece, or nullptr.
@@ -166,26 +172,26 @@ template <class Step, class E>
 inline void attend_chunk(const AttentionCall& call, const QueryBlock& block, const QueryBlock* next, int64_t chunk,
                          const AttentionRows& s) {
     const AttentionShape& shape = call.shape;
-    const int64_t rows = shape.rows(block), head_rows = rows / block.heads, head_bytes = stored_bytes<E>(shape.dim);
-    for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.chunk + r * shape.sums(), shape.padded()), shape.padded());
+    const int64_t rows = shape.rows(block), head_rows = rows / block.heads, v_padded = shape.v_padded();
+    for (int64_t r = 0; r < rows; ++r) clear(row_sums(s.chunk + r * shape.sums(), v_padded), v_padded);
     const int64_t last = at_most(block.position + block.count, block.end_chunk * kChunk);
     const int64_t end = at_most(last, (chunk + 1) * kChunk), start = first_tile(shape, block, chunk);
     TileRows tiles[2];
-    find_rows(call, block, start, head_bytes, tiles[0]);
+    find_rows(call, block, start, tiles[0]);
     int turn = 0;
     for (int64_t tile = start; tile < end; tile += kTile, turn ^= 1) {
-        const TileView view{tile, block.position, shape.window};
+        const TileView view(tile, block, shape);
         TileRows& then = tiles[turn ^ 1];
         const bool more = tile + kTile < last;
-        if (more) find_rows(call, block, tile + kTile, head_bytes, then);
-        else if (next) find_rows(call, *next, first_tile(shape, *next, next->first_chunk), head_bytes, then);
-        Ahead keys{then.keys, (more || !next ? block : *next).heads * head_bytes};
-        if (!more && !next) keys.row = kTile;  // nothing
-        Ahead values = keys;
-        values.rows = then.values;
+        if (more) find_rows(call, block, tile + kTile, then);
+        else if (next) find_rows(call, *next, first_tile(shape, *next, next->first_chunk), then);
+        const int64_t heads = (more || !next ? block : *next).heads;
+        Ahead keys{then.keys, heads * call.k_bytes}, values{then.values, heads * call.v_bytes};
+        if (!more && !next) keys.row = values.row = kTile;  // nothing
+        if (call.v == call.k) values.row = kTile;
         for (int64_t h = 0; h < block.heads; ++h) {
-            attend_tile<Step, E>(call, view, block.count, {tiles[turn].keys, h * head_bytes, &keys},
-                                 {tiles[turn].values, h * head_bytes, &values}, s,
+            attend_tile<Step, E>(call, view, block.count, {tiles[turn].keys, h * call.k_bytes, &keys},
+                                 {tiles[turn].values, h * call.v_bytes, &values}, s,
                                  s.q + h * head_rows * shape.padded(), s.chunk + h * head_rows * shape.sums());
         }
     }
@@ -211,20 +217,20 @@ inline void write_row(const float* values, float weight, int64_t dim, char* out)
 template <class E>
 inline void write_rows(const AttentionCall& call, const QueryBlock& block, float* total) {
     const AttentionShape& shape = call.shape;
-    const int64_t group = shape.group();
+    const int64_t group = shape.group(), v_padded = shape.v_padded();
     for (int64_t r = 0; r < shape.rows(block); ++r) {
         const int64_t h = r % group, i = r / group % block.count, g = r / group / block.count;
         const int64_t head = (block.head + g) * group + h;
-        const RowSums s = row_sums(total + r * shape.sums(), shape.padded());
+        const RowSums s = row_sums(total + r * shape.sums(), v_padded);
         if (call.sinks != nullptr) {  // one more score, whose value is zero
             const float sink = call.sinks[head], largest = sink > *s.largest ? sink : *s.largest;
             const float old = exp_one(*s.largest - largest);
             *s.weight = *s.weight * old + exp_one(sink - largest);
-            for (int64_t d = 0; d < shape.padded(); d += kWidth) store(s.values + d, mul(load(s.values + d), all(old)));
+            for (int64_t d = 0; d < v_padded; d += kWidth) store(s.values + d, mul(load(s.values + d), all(old)));
         }
-        if (call.kv_type == Type::bf16) join_columns(s.values, split_columns<BFloat16>(shape.dim));
-        const int64_t at = ((block.token + i) * shape.heads + head) * shape.dim * static_cast<int64_t>(E::bytes);
-        write_row<E>(s.values, *s.weight, shape.dim, static_cast<char*>(call.out) + at);
+        if (call.kv_type == Type::bf16) join_columns(s.values, split_columns<BFloat16>(shape.v_dim));
+        const int64_t at = ((block.token + i) * shape.heads + head) * shape.v_dim * static_cast<int64_t>(E::bytes);
+        write_row<E>(s.values, *s.weight, shape.v_dim, static_cast<char*>(call.out) + at);
     }
 }
 
@@ -239,7 +245,7 @@ inline void write_block(const AttentionCall& call, const QueryBlock& block, floa
 template <class Step, class E>
 inline void attend_piece(const AttentionCall& call, const QueryBlock& piece, const QueryBlock* next, AttentionRows s) {
     const AttentionShape& shape = call.shape;
-    const int64_t rows = shape.rows(piece), padded = shape.padded();
+    const int64_t rows = shape.rows(piece), padded = shape.v_padded();
     if (piece.partial >= 0) {
         s.chunk = call.partials + piece.partial;
         attend_chunk<Step, E>(call, piece, next, piece.first_chunk, s);
@@ -295,7 +301,7 @@ inline void attend(void* context, size_t begin, size_t end, int worker) {
 inline void merge_attention(void* context, size_t begin, size_t end, int worker) {
     const AttentionCall& call = *static_cast<const AttentionCall*>(context);
     const AttentionShape& shape = call.shape;
-    const int64_t padded = shape.padded();
+    const int64_t padded = shape.v_padded();
     for (size_t i = begin; i < end; ++i) {
         const QueryBlock& block = call.merges[i];
         const int64_t rows = shape.rows(block);

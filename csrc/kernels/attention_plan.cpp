@@ -9,6 +9,7 @@ namespace moeserve {
 namespace {
 
 constexpr int64_t kRows = 128;              // of one block, if a single query has no more
+constexpr int64_t kFewRows = 8;            // of one block: not less, since each reads the keys and values again
 constexpr int64_t kPartials = 16ll << 20;  // floats: beyond this, blocks stay whole
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -42,25 +43,35 @@ AttentionPlan::AttentionPlan(AttentionShape shape, const int64_t* tables, int64_
 
 /// The longest contexts of a request come first: threads take pieces in this order, and short ones fill the gaps.
 void AttentionPlan::make_blocks(int64_t requests, const int32_t* starts, const int32_t* offsets) {
-    const int64_t most = std::max<int64_t>(1, kRows / shape_.group());
+    const int64_t section = shape_.section;
     for (int64_t request = 0; request < requests; ++request) {
-        const int64_t begin = offsets[request], tokens = offsets[request + 1] - begin;
-        for (int64_t i = ceil_div(tokens, most) - 1; i >= 0; --i) {
-            QueryBlock block{};
-            block.request = request;
-            block.token = begin + i * most;
-            block.count = std::min(most, tokens - i * most);
-            block.position = starts[request] + i * most;
-            block.first_chunk = std::max<int64_t>(0, block.position - shape_.window + 1) / kChunk;
-            block.end_chunk = (block.position + block.count - 1) / kChunk + 1;
-            blocks_.push_back(block);
+        const int64_t first = starts[request], tokens = offsets[request + 1] - offsets[request], end = first + tokens;
+        for (int64_t part = (end - 1) / section * section; part + section > first; part -= section) {
+            const int64_t from = std::max(first, part), to = std::min(end, part + section);
+            make_blocks_of(request, offsets[request] + from - first, to - from, from);
         }
+    }
+}
+
+/// Of neighbouring queries in one section.
+void AttentionPlan::make_blocks_of(int64_t request, int64_t token, int64_t tokens, int64_t position) {
+    const int64_t most = std::max<int64_t>(1, kRows / shape_.group());
+    for (int64_t i = ceil_div(tokens, most) - 1; i >= 0; --i) {
+        QueryBlock block{};
+        block.request = request;
+        block.token = token + i * most;
+        block.count = std::min(most, tokens - i * most);
+        block.position = position + i * most;
+        block.begin = position / shape_.section * shape_.section;
+        block.first_chunk = shape_.first_seen(block.position) / kChunk;
+        block.end_chunk = (block.position + block.count - 1) / kChunk + 1;
+        blocks_.push_back(block);
     }
 }
 
 /// In rows times tiles; reading a tile costs as much as a few rows.
 int64_t AttentionPlan::cost(const QueryBlock& block) const {
-    const int64_t first = std::max<int64_t>(0, block.position - shape_.window + 1) / kTile;
+    const int64_t first = shape_.first_seen(block.position) / kTile;
     const int64_t tiles = (block.position + block.count - 1) / kTile + 1 - first;
     return tiles * block.heads * (block.count * shape_.group() + 8);
 }
@@ -70,6 +81,14 @@ void AttentionPlan::cut_blocks(int threads) {
     int64_t parts = 0, total = 0, most = shape_.kv_heads;
     for (const QueryBlock& block : blocks_) parts += block.end_chunk - block.first_chunk;
     while (threads > 1 && most > 1 && parts * ceil_div(shape_.kv_heads, most) < 2 * threads) most = (most + 1) / 2;
+    // Then by the query heads of a KV head: latents have one for all.
+    int64_t rows = 0;
+    for (const QueryBlock& block : blocks_) rows = std::max(rows, block.count * shape_.group());
+    for (; threads > 1 && most == 1 && parts * shape_.kv_heads < 2 * threads; rows /= 2) {
+        if (shape_.group() % 2 != 0 || rows < 2 * kFewRows) break;
+        shape_.kv_heads *= 2;
+        shape_.shares *= 2;
+    }
     std::vector<QueryBlock> whole;
     whole.reserve(blocks_.size());
     for (QueryBlock block : blocks_) {
@@ -103,7 +122,7 @@ void AttentionPlan::cut_blocks(int threads) {
 }
 
 void AttentionPlan::run(AttentionCall call, int64_t num_rows) const {
-    const int64_t row_bytes = shape_.heads * shape_.dim * static_cast<int64_t>(bytes_of(call.q_type));
+    const int64_t row_bytes = shape_.heads * shape_.v_dim * static_cast<int64_t>(bytes_of(call.q_type));
     std::memset(static_cast<char*>(call.out) + num_tokens_ * row_bytes, 0,
                 static_cast<size_t>((num_rows - num_tokens_) * row_bytes));
     describe(call);
@@ -126,12 +145,10 @@ void AttentionPlan::describe(AttentionCall& call) const {
     call.table_width = table_width_;
 }
 
-/// Queries, running sums of a chunk and of all, probabilities; a tile of keys and one of values.
 int64_t AttentionPlan::scratch_floats() const {
     int64_t rows = 1;
     for (const QueryBlock& piece : pieces_) rows = std::max(rows, shape_.rows(piece));
-    const int64_t floats = rows * (shape_.padded() + 2 * shape_.sums() + kTile) + 2 * kTile * shape_.padded();
-    return ceil_div(floats, 1024) * 1024;
+    return ceil_div(shape_.scratch_floats(rows), 1024) * 1024;
 }
 
 }  // namespace moeserve

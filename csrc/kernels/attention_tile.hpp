@@ -147,6 +147,7 @@ MOESERVE_INLINE void product(const float* a, int64_t a_stride, const B& b, int64
 
 constexpr int kStrip = 6;  // rows of a product
 constexpr int64_t kMany = kRegisters == 32 ? 16 : kStrip;  // rows beyond which a copy of the values is worth it
+constexpr int64_t kWide = 256;  // of keys beyond this, not even a part stays in the nearest cache
 
 /// Vectors per row: enough independent chains, and no more than there are registers for.
 constexpr int strip_vectors(int rows) {
@@ -251,11 +252,11 @@ inline void pack_keys(const Paged<E>& keys, int64_t dim, int64_t begin, int64_t 
     keys.give_back(ahead);
 }
 
-/// Values of positions begin .. end - 1 to out [kTile][padded].
+/// Values of positions begin .. end - 1 to out [kTile][stride].
 template <class E>
-inline void pack_values(const Paged<E>& values, int64_t dim, int64_t padded, int64_t begin, int64_t end, float* out) {
+inline void pack_values(const Paged<E>& values, int64_t dim, int64_t stride, int64_t begin, int64_t end, float* out) {
     for (int64_t j = begin; j < end; ++j) {
-        float* to = out + j * padded;
+        float* to = out + j * stride;
         int64_t i = 0;
         for (; i < split_columns<E>(dim); i += 2 * kWidth) {
             f32 pair[2];

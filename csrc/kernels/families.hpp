@@ -33,6 +33,7 @@ constexpr Kernels table(const char* name) {
     kernels.act_mul = act_mul;
     kernels.sigmoid = sigmoid;
     kernels.qk_norm_rope_cache = qk_norm_rope_cache;
+    kernels.latent_rope_cache = latent_rope_cache;
     kernels.route = route;
     kernels.argmax = argmax;
     kernels.product = product;

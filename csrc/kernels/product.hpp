@@ -42,7 +42,7 @@ struct Workspace {
 template <class E>
 void widen_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
     for (size_t r = 0; r < part.count; ++r) {
-        const char* x = static_cast<const char*>(args.x) + (part.first + r) * args.x_stride * E::bytes;
+        const char* x = static_cast<const char*>(args.x) + (part.expert * args.x_step + (part.first + r) * args.x_stride) * E::bytes;
         float* a = space.a + r * space.stride;
         for (size_t i = 0; i < args.depth; i += kWidth) store(a + i, load_at<E>(x, i, args.depth));
     }
@@ -52,7 +52,7 @@ void widen_rows(const ProductArgs& args, const Part& part, const Workspace& spac
 /// Rows as pairs of bf16, the first in the upper half of a word.
 inline void pair_rows(const ProductArgs& args, const Part& part, const Workspace& space) {
     for (size_t r = 0; r < part.count; ++r) {
-        const char* x = static_cast<const char*>(args.x) + (part.first + r) * args.x_stride * 2;
+        const char* x = static_cast<const char*>(args.x) + (part.expert * args.x_step + (part.first + r) * args.x_stride) * 2;
         float* a = space.a + r * space.stride;
         for (size_t i = 0; i < args.depth; i += 2 * kWidth) {
             i32 pairs;
@@ -222,7 +222,7 @@ void finish_as(const ProductArgs& args, const Part& part, const Workspace& space
     for (size_t r = 0; r < part.count; ++r) {
         const float *c = space.c + r * kSumsStride, *bias = args.bias;
         if constexpr (biased) bias += skipped + first_block * kColumns;
-        char* y = static_cast<char*>(args.y) + (part.first + r) * args.y_stride * E::bytes;
+        char* y = static_cast<char*>(args.y) + (part.expert * args.y_step + (part.first + r) * args.y_stride) * E::bytes;
         for (size_t b = 0, column = first; b < blocks; b += step, column += kColumns, c += step * kColumns) {
             for (int v = 0; v < kVectors; ++v) {
                 f32 value = load(c + v * kWidth);

@@ -56,6 +56,7 @@ struct ProductArgs {
     void* y;
     size_t y_stride;
     const Part* parts;  // of at most `most_rows` rows
+    size_t x_step = 0, y_step = 0;  // elements from one expert's rows to the next one's, where these lie side by side
     size_t most_rows;
     size_t* held;  // per worker, 64 bytes apart: the part whose rows it holds, ~0 at first
 

@@ -39,10 +39,9 @@ class Row {
           position_(position),
           head_(head) {}
 
-    /// The fp32 result of one query, [dim].
+    /// The fp32 result of one query, [v_dim].
     std::vector<float> attend() const {
-        const int64_t dim = call_.shape.dim;
-        const int64_t first = std::max<int64_t>(0, position_ - call_.shape.window + 1);
+        const int64_t dim = call_.shape.v_dim, first = call_.shape.first_seen(position_);
         Sums total{std::vector<float>(dim)};
         for (int64_t chunk = first / kChunk; chunk <= position_ / kChunk; ++chunk) {
             Sums sums{std::vector<float>(dim)};
@@ -68,16 +67,15 @@ class Row {
 
   private:
     /// Where the head's key or value of a position lies.
-    const char* stored(const void* cache, int64_t position) const {
+    const char* stored(const void* cache, int64_t bytes, int64_t position) const {
         const int64_t size = call_.shape.block_size, kv_slot = table_[position / size] * size + position % size;
-        const int64_t bytes = call_.kv_type == Type::int8 ? call_.shape.dim + 4 : 4 * call_.shape.dim;
-        return static_cast<const char*>(cache) + (kv_slot * call_.shape.kv_heads + head_ / call_.shape.group()) * bytes;
+        return static_cast<const char*>(cache) + (kv_slot * call_.shape.kv_heads + head_ / call_.shape.group()) / call_.shape.shares * bytes;
     }
     float element(const char* head, int64_t d) const {
         return call_.kv_type == Type::int8 ? static_cast<int8_t>(head[d]) : float_at(head + 4 * d);
     }
-    float scale(const char* head) const {
-        return call_.kv_type == Type::int8 ? float_at(head + call_.shape.dim) : 1.0f;
+    float scale(const char* head, int64_t dim) const {
+        return call_.kv_type == Type::int8 ? float_at(head + dim) : 1.0f;
     }
     static float float_at(const char* p) {
         float x;
@@ -86,10 +84,10 @@ class Row {
     }
 
     float score(int64_t position) const {
-        const char* key = stored(call_.k, position);
+        const char* key = stored(call_.k, call_.k_bytes, position);
         float sum = 0;
         for (int64_t d = 0; d < call_.shape.dim; ++d) sum = std::fma(q_[d], element(key, d), sum);
-        sum *= scale(key);
+        sum *= scale(key, call_.shape.dim);
         if (call_.soft_cap == 0) return sum;
         return call_.soft_cap * (1.0f - 2.0f / (exp_one(2.0f * (sum / call_.soft_cap)) + 1.0f));
     }
@@ -107,9 +105,9 @@ class Row {
         sums.weight = sums.weight * factor + sum_of_tile(p);
         for (float& value : sums.values) value *= factor;
         for (int64_t j = from; j < to; ++j) {
-            const char* value = stored(call_.v, tile + j);
-            const float weight = p[j] * scale(value);
-            for (int64_t d = 0; d < call_.shape.dim; ++d) sums.values[d] = std::fma(weight, element(value, d), sums.values[d]);
+            const char* value = stored(call_.v, call_.v_bytes, tile + j);
+            const float weight = p[j] * scale(value, call_.shape.v_dim);
+            for (int64_t d = 0; d < call_.shape.v_dim; ++d) sums.values[d] = std::fma(weight, element(value, d), sums.values[d]);
         }
     }
 
@@ -124,7 +122,7 @@ class Row {
 void reference_attention(const AttentionCall& call, int64_t request, int64_t token, int64_t position, float* out) {
     for (int64_t head = 0; head < call.shape.heads; ++head) {
         const std::vector<float> row = Row(call, request, token, position, head).attend();
-        std::copy(row.begin(), row.end(), out + head * call.shape.dim);
+        std::copy(row.begin(), row.end(), out + head * call.shape.v_dim);
     }
 }
 

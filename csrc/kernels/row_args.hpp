@@ -43,27 +43,51 @@ struct SigmoidArgs {
     float* out;
 };
 
-/// From a projection to attention's inputs: rows of heads + 2 * kv_heads heads of `dim`, queries first.
+/// From a projection to attention's inputs: rows of heads + kv_heads heads of `dim`, queries first, and of kv_heads values.
 struct QkNormRopeCacheArgs {
     static constexpr size_t kMaxDim = 1024;
 
     Type type;
     Type kv_type;  // of k and v: the same, or int8 with a scale per head
-    size_t heads, kv_heads, dim;
+    size_t heads, kv_heads, dim, v_dim;
     size_t real;  // rows that have a KV slot; the others' keys and values go nowhere
     const void* qkv;
     size_t stride;
     const float* normed;  // queries and keys instead of qkv's, [rows, heads + kv_heads, dim]; or null
     const float* norms;   // weights of a norm per head, [heads + kv_heads, dim]; or null
+    bool norm_last;       // behind the rotation
+    bool norm_values;     // without weights
     float eps;
     float clip;        // infinity: none
     const float* cos;  // [rows, dim], as sin
     const float* sin;  // negative in the first half
     float scale;       // of queries
     const int64_t* slot_mapping;
-    void* k;  // [KV slots, kv_heads, dim], as v; in int8 a float follows each head
-    void* v;
+    void* k;  // [KV slots, kv_heads, dim]; in int8 a float follows each head
+    void* v;  // [KV slots, kv_heads, v_dim], likewise
     void* q;  // [rows, heads, dim]
+
+    size_t columns() const { return (heads + kv_heads) * dim + kv_heads * v_dim; }
+};
+
+/// From two projections to latent attention's inputs. A cache entry is a normalised latent and a rotated key part.
+struct LatentRopeCacheArgs {
+    Type type;
+    size_t heads, nope, rope, rank;
+    size_t real;    // rows that have a KV slot
+    const void* q;  // rows of heads of nope + rope elements
+    size_t q_stride;
+    const void* kv;  // rows of rank + rope elements
+    size_t kv_stride;
+    const float* norm;  // [rank]: of latents
+    float eps;
+    const float* cos;  // [rows, rope], as sin
+    const float* sin;  // negative in the first half
+    float scale;       // of queries
+    const int64_t* slot_mapping;
+    void* cache;    // [KV slots, rank + rope]
+    void* q_nope;   // [rows, heads, nope]
+    void* latent_q;  // [rows, heads, rank + rope], whose last `rope` columns are written
 };
 
 /// `RouterRule` in moeserve/ops/rules.py says what each of these means.

@@ -24,6 +24,7 @@ struct Kernels {
     void (*act_mul)(const ActMulArgs&, size_t begin, size_t end);
     void (*sigmoid)(const SigmoidArgs&, size_t begin, size_t end);
     void (*qk_norm_rope_cache)(const QkNormRopeCacheArgs&, size_t begin, size_t end);
+    void (*latent_rope_cache)(const LatentRopeCacheArgs&, size_t begin, size_t end);
     void (*route)(const RouteArgs&, size_t begin, size_t end);
     void (*argmax)(const ArgmaxArgs&, size_t begin, size_t end);
     void (*product)(const ProductArgs&, size_t begin, size_t end, int worker);

@@ -77,20 +77,25 @@ void activations(size_t width, size_t offset) {
 /// What `QkNormRopeCacheArgs` says, one head at a time.
 template <class T>
 std::vector<float> head_of(const QkNormRopeCacheArgs& args, size_t row, size_t head) {
-    const size_t dim = args.dim, both = args.heads + args.kv_heads, at = (row * both + head) * dim;
+    const size_t both = args.heads + args.kv_heads, at = (row * both + head) * args.dim;
+    const bool value = head >= both;
+    const size_t dim = value ? args.v_dim : args.dim;
     std::vector<float> x(dim), y(dim);
-    const T* from = static_cast<const T*>(args.qkv) + row * args.stride + head * dim;
-    for (size_t i = 0; i < dim; ++i) x[i] = args.normed && head < both ? args.normed[at + i] : float(from[i]);
-    const float inverse = inverse_rms(x.data(), dim, args.eps);
+    const T* from = static_cast<const T*>(args.qkv) + row * args.stride + std::min(head, both) * args.dim;
+    if (value) from += (head - both) * dim;
+    for (size_t i = 0; i < dim; ++i) x[i] = args.normed && !value ? args.normed[at + i] : float(from[i]);
+    const auto normalise = [&](std::vector<float>& z) {
+        const float inverse = inverse_rms(z.data(), dim, args.eps);
+        for (size_t i = 0; i < dim; ++i) z[i] = z[i] * inverse * (value ? 1.0f : args.norms[head * dim + i]);
+    };
+    if (value ? args.norm_values : args.norms && !args.norm_last) normalise(x);
+    for (float& element : x) element = std::clamp(element, -args.clip, args.clip);
+    if (value) return x;
     for (size_t i = 0; i < dim; ++i) {
-        if (args.norms && head < both) x[i] = x[i] * inverse * args.norms[head * dim + i];
-        x[i] = std::clamp(x[i], -args.clip, args.clip);
+        y[i] = x[i] * args.cos[row * dim + i] + x[(i + dim / 2) % dim] * args.sin[row * dim + i];
     }
-    for (size_t i = 0; i < dim; ++i) {
-        const float *cos = args.cos + row * dim, *sin = args.sin + row * dim;
-        const float turned = x[i] * cos[i] + x[(i + dim / 2) % dim] * sin[i];
-        y[i] = head >= both ? x[i] : head < args.heads ? turned * args.scale : turned;
-    }
+    if (args.norms && args.norm_last) normalise(y);
+    for (size_t i = 0; i < dim && head < args.heads; ++i) y[i] *= args.scale;
     return y;
 }
 
@@ -109,37 +114,71 @@ void store(const std::vector<float>& x, int8_t* to) {
 
 /// Cache: the elements of keys and values.
 template <class T, class Cache>
-void qk_norm_rope_caches(size_t dim, size_t offset) {
-    const size_t heads = 3, groups = 2, all = heads + 2 * groups, stride = all * dim + 1, real = kRows - 1, kv_slots = 4;
-    const size_t width = stored_width<Cache>(dim);
-    auto qkv = random<T>((kRows - 1) * stride + all * dim, offset);
-    for (size_t i = 0; i < dim; ++i) {  // values of the first row: nothing, and next to it
+void qk_norm_rope_caches(size_t dim, size_t v_dim, size_t offset) {
+    const size_t heads = 3, groups = 2, columns = (heads + groups) * dim + groups * v_dim, stride = columns + 1;
+    const size_t real = kRows - 1, kv_slots = 4, width = stored_width<Cache>(dim), v_width = stored_width<Cache>(v_dim);
+    auto qkv = random<T>((kRows - 1) * stride + columns, offset);
+    for (size_t i = 0; i < v_dim; ++i) {  // values of the first row: nothing, and next to it
         qkv[(heads + groups) * dim + i] = T(0.0f);
-        qkv[(heads + groups + 1) * dim + i] = T(-1e-44f * static_cast<float>(i % 20));
+        qkv[(heads + groups) * dim + v_dim + i] = T(-1e-44f * static_cast<float>(i % 20));
     }
-    qkv[stride + (all - 1) * dim + below(dim)] = T(offset ? kNan : -kInfinity);
+    qkv[stride + columns - 1 - below(v_dim)] = T(offset ? kNan : -kInfinity);
     const auto normed = random<float>(kRows * (heads + groups) * dim, offset), norms = random<float>((heads + groups) * dim, offset);
     const auto cos = random<float>(kRows * dim, offset), sin = random<float>(kRows * dim, 1 - offset);
     Exact<int64_t> kv_slot(real);
     kv_slot[0] = 3, kv_slot[1] = 0;
-    for (int way = 0; way < 8; ++way) {
-        Exact<Cache> k(kv_slots * groups * width, offset), v(kv_slots * groups * width, 1 - offset), want_k(k), want_v(v);
+    for (int way = 0; way < 32; ++way) {
+        Exact<Cache> k(kv_slots * groups * width, offset), v(kv_slots * groups * v_width, 1 - offset), want_k(k), want_v(v);
         Exact<T> q(kRows * heads * dim, offset), want_q(q);
-        const QkNormRopeCacheArgs args{kType<T>, kType<Cache>, heads, groups, dim, real, qkv.data(), stride,
-                                       way & 1 ? normed.data() : nullptr, way & 2 ? norms.data() : nullptr, 1e-5f,
-                                       way & 4 ? 0.6f : kInfinity, cos.data(), sin.data(), 0.37f, kv_slot.data(), k.data(),
-                                       v.data(), q.data()};
+        const QkNormRopeCacheArgs args{kType<T>, kType<Cache>, heads, groups, dim, v_dim, real, qkv.data(), stride,
+                                       way & 1 ? normed.data() : nullptr, way & 2 ? norms.data() : nullptr, (way & 8) != 0,
+                                       (way & 16) != 0, 1e-5f, way & 4 ? 0.6f : kInfinity, cos.data(), sin.data(), 0.37f,
+                                       kv_slot.data(), k.data(), v.data(), q.data()};
         tested::qk_norm_rope_cache(args, 0, kRows);
         for (size_t r = 0; r < kRows; ++r) {
             for (size_t h = 0; h < heads; ++h) store(head_of<T>(args, r, h), want_q.data() + (r * heads + h) * dim);
             for (size_t g = 0; g < groups && r < real; ++g) {
-                const size_t at = (static_cast<size_t>(kv_slot[r]) * groups + g) * width;
-                store(head_of<T>(args, r, heads + g), want_k.data() + at);
-                store(head_of<T>(args, r, heads + groups + g), want_v.data() + at);
+                const size_t entry = static_cast<size_t>(kv_slot[r]) * groups + g;
+                store(head_of<T>(args, r, heads + g), want_k.data() + entry * width);
+                store(head_of<T>(args, r, heads + groups + g), want_v.data() + entry * v_width);
             }
         }
         CHECK(same(q, want_q) && same(k, want_k) && same(v, want_v));
     }
+}
+
+template <class T>
+void latents(size_t rope, size_t nope, size_t rank, size_t offset) {
+    const size_t heads = 3, head = nope + rope, entry = rank + rope, q_stride = heads * head + 1, kv_stride = entry + 2;
+    const auto q = random<T>((kRows - 1) * q_stride + heads * head, offset), kv = random<T>((kRows - 1) * kv_stride + entry, 1 - offset);
+    const auto norm = random<float>(rank, offset), cos = random<float>(kRows * rope, offset), sin = random<float>(kRows * rope, 1 - offset);
+    const int64_t kv_slot[] = {3, 0};
+    Exact<T> cache(4 * entry, offset), q_nope(kRows * heads * nope, offset), latent_q(kRows * heads * entry, 1 - offset);
+    Exact<T> want_cache(cache), want_nope(q_nope), want_q(latent_q);
+    const LatentRopeCacheArgs args{kType<T>, heads, nope, rope, rank, kRows - 1, q.data(), q_stride, kv.data(), kv_stride,
+                                   norm.data(), 1e-5f, cos.data(), sin.data(), 0.37f, kv_slot, cache.data(), q_nope.data(),
+                                   latent_q.data()};
+    tested::latent_rope_cache(args, 0, kRows);
+    for (size_t r = 0; r < kRows; ++r) {
+        const auto rotated = [&](const T* x, float scale, T* to) {
+            for (size_t i = 0; i < rope; ++i) {
+                const float other = float(x[(i + rope / 2) % rope]) * sin[r * rope + i];
+                to[i] = T((float(x[i]) * cos[r * rope + i] + other) * scale);
+            }
+        };
+        for (size_t h = 0; h < heads; ++h) {
+            const T* x = q.data() + r * q_stride + h * head;
+            for (size_t i = 0; i < nope; ++i) want_nope[(r * heads + h) * nope + i] = T(float(x[i]) * 0.37f);
+            rotated(x + nope, 0.37f, want_q.data() + (r * heads + h) * entry + rank);
+        }
+        if (r == kRows - 1) continue;
+        const T* x = kv.data() + r * kv_stride;
+        T* to = want_cache.data() + static_cast<size_t>(kv_slot[r]) * entry;
+        const float inverse = inverse_rms(x, rank, 1e-5f);
+        for (size_t i = 0; i < rank; ++i) to[i] = T(float(x[i]) * inverse * norm[i]);
+        rotated(x + rank, 1.0f, to + rank);
+    }
+    CHECK(same(cache, want_cache) && same(q_nope, want_nope) && same(latent_q, want_q));
 }
 
 void softmax(std::vector<float>& x) {
@@ -301,8 +340,12 @@ void all_of(size_t offset) {
         for (size_t top_k : {size_t{1}, std::min<size_t>(width, 6), width}) routes<T>(width, top_k, offset);
     }
     for (size_t dim : {2, 6, 8, 10, 16, 24, 40, 72, 1024}) {
-        qk_norm_rope_caches<T, T>(dim, offset);
-        qk_norm_rope_caches<T, int8_t>(dim, offset);
+        for (size_t v_dim : {dim, size_t{9}, size_t{64}}) {
+            qk_norm_rope_caches<T, T>(dim, v_dim, offset);
+            qk_norm_rope_caches<T, int8_t>(dim, v_dim, offset);
+        }
+        latents<T>(dim, 8, 40, offset);
+        latents<T>(dim, 17, 9, 1 - offset);
     }
     routes<T>(RouteArgs::kMaxExperts, 8, offset);
 }

@@ -17,8 +17,9 @@ Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,27 +45,14 @@ class LatentRule:
     norm_L: Tensor
 
 
-class HeadsLinear(Protocol):
-    """y[t, h] = W[h] x[t, h] for x [T, H, K] and a packed W [H, N, K]: [T, H, N], or into `out`, and returns it.
-
-    Tokens and heads of x and `out` may be any distance apart. A row's bits depend on the row alone.
-    """
-
-    def __call__(self, x_THK: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the products."""
-        ...
-
-
-class PackHeads(Protocol):
-    """Packs weights [H, N, K], whatever `pack_linear` of the same table packs, each head's on its own."""
-
-    def __call__(self, weight_HNK: Any) -> HeadsLinear:
-        """Returns the packed products."""
-        ...
+# (x_THK, out=None) -> y_THN: y[t, h] = W[h] x[t, h], into `out` where it is given. Tokens and heads of x and of `out`
+# may be any distance apart. A row's bits depend on the row alone.
+HeadsLinear = Callable[..., Tensor]
+PackHeads = Callable[[Any], HeadsLinear]  # weight [H, N, K] of any kind that `pack_linear` of the same table packs
 
 
 class PlainHeads:
-    """Heads of one linear layer each.
+    """`HeadsLinear` of one linear layer each.
 
     x [[[1, 2]]], weight [[[3, 4]]] -> [[[11]]]
     """
@@ -102,10 +90,10 @@ def latent_rope_cache(
     in fp32 until one rounding.
     """
     rank, real = rule.rank, slot_mapping_T.shape[0]
-    q = q_THe.float() * rule.scale
-    q_THC[:, :, rank:] = rotary(q[:, :, rule.nope_dim :], cos_T1p, sin_T1p)
+    q = q_THe.float()
+    q_THC[:, :, rank:] = rotary(q[:, :, rule.nope_dim :], cos_T1p, sin_T1p).mul_(rule.scale)
     kv = kv_TC[:real].float()
     rotated_T1p = rotary(kv[:, None, rank:], cos_T1p[:real], sin_T1p[:real])
     entries = torch.cat((rms_norm(kv[:, :rank], rule.norm_L, rule.eps), rotated_T1p[:, 0]), 1)
     latent_cache.view(-1, kv.shape[1]).index_copy_(0, slot_mapping_T, entries.to(latent_cache.dtype))
-    return q[:, :, : rule.nope_dim].to(q_THe.dtype)
+    return (q[:, :, : rule.nope_dim] * rule.scale).to(q_THe.dtype)

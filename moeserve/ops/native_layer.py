@@ -30,7 +30,7 @@ from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 BLOCK = 16  # columns of a packed block
 HUGE = 2 << 20
 LAYOUT = 1  # of packed bytes: a new number for any other, so that none are taken for these (loader/packed_cache.py)
-HEAD_DIMS = range(8, 257, 8)  # widths of heads that the attention kernels know
+HEAD_DIMS = range(8, 577, 8)  # widths of heads that the attention kernels know
 # Memory for so many packed bytes, aligned to 64, and whether they are there already.
 Room = Callable[[int], tuple[Tensor, bool]]
 _native: Any = native()
@@ -95,6 +95,37 @@ class NativeLinear:
         return y_MN
 
 
+class NativeHeads:
+    """`Heads` (ops/latent.py): the product of each head with its own packed weight.
+
+    x [[[1, 2]]], weight [[[3, 4]]] -> [[[11]]]
+    """
+
+    __slots__ = ("_dtype", "_packed", "_packing", "_shape", "_type")
+
+    def __init__(self, weight_HNK: Weight, room: Room = new_room) -> None:
+        self._dtype, self._type, self._shape = weight_HNK.dtype, TYPES[weight_HNK.dtype], tuple(weight_HNK.shape)
+        self._packing = packing_of(weight_HNK)
+        self._packed, is_there = room(self._shape[0] * self._packing.bytes)
+        for head in () if is_there else range(self._shape[0]):
+            to = self._packed.data_ptr() + head * self._packing.bytes
+            pack(self._packing, weight_HNK[head], to, self._packing.block_bytes, all_threads=True)
+
+    def __call__(self, x_THK: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns the products [T, H, N], in `out` where it is given; the elements of a row must lie side by side."""
+        heads, width, depth = self._shape
+        out_THN = _empty((x_THK.shape[0], heads, width), dtype=self._dtype) if out is None else out
+        assert x_THK.dtype is out_THN.dtype is self._dtype, (x_THK.dtype, out_THN.dtype, self._dtype)
+        assert x_THK.shape == (len(out_THN), heads, depth), (x_THK.shape, self._shape)
+        assert out_THN.shape == (len(x_THK), heads, width), (out_THN.shape, self._shape)
+        assert x_THK.stride(2) == out_THN.stride(2) == 1, (x_THK.stride(), out_THN.stride())
+        _native.head_products(
+            self._type, self._packing, self._packed.data_ptr(), heads, x_THK.data_ptr(), x_THK.stride(0),
+            x_THK.stride(1), len(x_THK), out_THN.data_ptr(), out_THN.stride(0), out_THN.stride(1),
+        )  # fmt: skip
+        return out_THN
+
+
 @dataclass(frozen=True, slots=True)
 class NativeAttentionMetadata:
     """The attention metadata of one step; keeps the tables alive that `pieces` points to."""
@@ -111,11 +142,9 @@ def plan_attention(group: GroupInputs, step: StepInputs, shape: HeadShape) -> Na
     blocks_RN, size = group.blocks_RN, group.block_size
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
-    assert group.chunk is None, group.chunk
-    assert shape.v_dim == shape.dim, shape
     pieces = _native.AttentionPlan(
-        blocks_RN.data_ptr(), blocks_RN.shape[1], size, group.window, step.starts_R, step.offsets_R1, shape.num_heads,
-        shape.num_kv_heads, shape.dim,
+        blocks_RN.data_ptr(), blocks_RN.shape[1], size, group.window, group.chunk, step.starts_R, step.offsets_R1,
+        shape.num_heads, shape.num_kv_heads, shape.dim, shape.v_dim,
     )  # fmt: skip
     return NativeAttentionMetadata(pieces.num_tokens, pieces, blocks_RN, shape, size)
 
@@ -126,30 +155,33 @@ def attention(
     v_cache: Tensor,
     plan: NativeAttentionMetadata,
     *,
-    soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
-    """Attends to the paged cache as ops/attention.py does: [T', H * d] of q's dtype, all sums in fp32.
+    """Attends to the paged cache as ops/attention.py does: [T', H * v] of q's dtype, all sums in fp32.
 
-    q_THd: already scaled; heads of a token lie side by side, tokens may be further apart. soft_cap: scores become
-    soft_cap * tanh(score / soft_cap); 0 leaves them. sinks_H: fp32, one score per head that takes weight and gives no
-    value.
+    q_THd: already scaled; heads of a token lie side by side, tokens may be further apart. v_cache: contiguous, or a
+    part of k_cache's entries from their first element on, which cannot be int8.
     """
-    num_rows, num_heads, d = q_THd.shape
-    assert HeadShape(num_heads, k_cache.shape[2], d, d) == plan.shape, (q_THd.shape, k_cache.shape, plan.shape)
+    (num_rows, num_heads, d), v = q_THd.shape, plan.shape.v_dim
+    assert HeadShape(num_heads, k_cache.shape[2], d, v) == plan.shape, (q_THd.shape, k_cache.shape, plan.shape)
     assert k_cache.shape[1] == plan.block_size, (k_cache.shape, plan.block_size)
     assert q_THd.stride()[1:] == (d, 1), q_THd.stride()
-    assert k_cache.is_contiguous(), k_cache.stride()
-    assert v_cache.is_contiguous(), v_cache.stride()
     assert k_cache.dtype == v_cache.dtype, (k_cache.dtype, v_cache.dtype)
-    assert k_cache.shape[3] == v_cache.shape[3] == entry_width(d, k_cache.dtype), (k_cache.shape, v_cache.shape)
+    assert k_cache.is_contiguous(), k_cache.stride()
+    assert k_cache.shape[3] == entry_width(d, k_cache.dtype), (k_cache.shape, plan.shape)
+    assert v_cache.shape == (*k_cache.shape[:3], entry_width(v, k_cache.dtype)), (v_cache.shape, plan.shape)
+    is_part = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
+    assert v_cache.is_contiguous() or (is_part and k_cache.dtype != torch.int8), v_cache.stride()
+    k_bytes = k_cache.shape[3] * k_cache.itemsize
+    v_bytes = k_bytes if is_part else v_cache.shape[3] * v_cache.itemsize
     if sinks_H is not None:
         assert sinks_H.dtype == torch.float32, sinks_H.dtype
         assert sinks_H.is_contiguous(), sinks_H.stride()
         assert sinks_H.shape == (num_heads,), sinks_H.shape
-    out = torch.empty((num_rows, num_heads * d), dtype=q_THd.dtype)
+    out = torch.empty((num_rows, num_heads * v), dtype=q_THd.dtype)
     plan.pieces.run(
-        q_THd.data_ptr(), q_THd.stride(0), TYPES[q_THd.dtype], k_cache.data_ptr(), v_cache.data_ptr(),
+        q_THd.data_ptr(), q_THd.stride(0), TYPES[q_THd.dtype], k_cache.data_ptr(), k_bytes, v_cache.data_ptr(), v_bytes,
         KV_TYPES[k_cache.dtype], out.data_ptr(), num_rows, soft_cap, address(sinks_H),
     )  # fmt: skip
     return out
@@ -158,22 +190,31 @@ def attention(
 class AttentionBlock:
     """The QKV product, `qk_norm_rope_cache`, attention and, if given, the output product in one call.
 
-    x [T, D] -> [T, D], or [T, H * d] without the output product.
+    x [T, D] -> [T, D], or [T, H * v] without the output product.
     """
 
     __slots__ = ("_block", "_columns", "_dtype", "_keep", "_kv_types", "_shape")
 
     def __init__(
-        self, qkv: NativeLinear, out: NativeLinear | None, rule: HeadRule, dim: int, dtype: torch.dtype
+        self,
+        qkv: NativeLinear,
+        out: NativeLinear | None,
+        rule: HeadRule,
+        dim: int,
+        dtype: torch.dtype,
+        sinks_H: Tensor | None = None,
+        soft_cap: float = 0.0,
     ) -> None:
-        self._keep = qkv, out, rule  # whose memory the block reads
+        self._keep = qkv, out, rule, sinks_H  # whose memory the block reads
         self._dtype = dtype
-        self._shape = HeadShape(rule.num_heads, rule.num_kv_heads, dim, dim)
-        self._kv_types = {(kv, entry_width(dim, kv)): KV_TYPES[kv] for kv in (dtype, torch.int8)}
-        self._columns = rule.num_heads * dim if out is None else out.matrix.columns
+        self._shape = shape = HeadShape(rule.num_heads, rule.num_kv_heads, dim, rule.v_dim or dim)
+        widths = {kv: (entry_width(dim, kv), entry_width(shape.v_dim, kv)) for kv in (dtype, torch.int8)}
+        self._kv_types = {(kv, *both): KV_TYPES[kv] for kv, both in widths.items()}
+        self._columns = rule.num_heads * shape.v_dim if out is None else out.matrix.columns
         self._block = _native.AttentionBlock(
             TYPES[dtype], qkv.matrix, None if out is None else out.matrix, rule.num_heads, rule.num_kv_heads, dim,
-            address(rule.norms), rule.eps, rule.clip, rule.scale,
+            shape.v_dim, address(rule.norms), rule.norm_last, rule.norm_values, rule.eps, rule.clip, rule.scale,
+            address(sinks_H), soft_cap,
         )  # fmt: skip
 
     def __call__(
@@ -194,8 +235,8 @@ class AttentionBlock:
         y = _empty((rows, self._columns), dtype=self._dtype)
         self._block.run(
             plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
-            slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), self._kv_types[k_cache.dtype, width],
-            y.data_ptr(),
+            slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+            self._kv_types[k_cache.dtype, width, v_cache.shape[3]], y.data_ptr(),
         )  # fmt: skip
         return y
 

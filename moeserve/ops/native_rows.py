@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import entry_width
+from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.rules import SWIGLU, Activation, RouterRule
 
@@ -76,22 +77,52 @@ def qk_norm_rope_cache(
     normed_THd: Tensor | None = None,
 ) -> Tensor:
     """QK-norm, RoPE and KV write in one call; see ops/elementwise.py."""
-    rows, dim = qkv_TN.shape[0], cos_T1d.shape[2]
-    assert qkv_TN.shape[1] == (rule.num_heads + 2 * rule.num_kv_heads) * dim, (qkv_TN.shape, rule, dim)
+    rows, heads, groups, dim = len(qkv_TN), rule.num_heads, rule.num_kv_heads, cos_T1d.shape[2]
+    v_dim = rule.v_dim or dim
+    assert qkv_TN.shape[1] == (heads + groups) * dim + groups * v_dim, (qkv_TN.shape, rule, dim)
     assert k_cache.dtype is v_cache.dtype, (k_cache.dtype, v_cache.dtype)
     assert k_cache.dtype in (qkv_TN.dtype, torch.int8), (k_cache.dtype, qkv_TN.dtype)
-    assert rule.v_dim in (None, dim), rule.v_dim
-    assert not rule.norm_last, rule
-    assert not rule.norm_values, rule
-    assert k_cache.shape[3] == v_cache.shape[3] == entry_width(dim, k_cache.dtype), (k_cache.shape, v_cache.shape)
-    q_THd = _empty((rows, rule.num_heads, dim), dtype=qkv_TN.dtype)
+    assert k_cache.shape[2:] == (groups, entry_width(dim, k_cache.dtype)), (k_cache.shape, dim)
+    assert v_cache.shape[2:] == (groups, entry_width(v_dim, k_cache.dtype)), (v_cache.shape, v_dim)
+    q_THd = _empty((rows, heads, dim), dtype=qkv_TN.dtype)
     _native.qk_norm_rope_cache(
-        TYPES[qkv_TN.dtype], rows, slot_mapping_T.shape[0], rule.num_heads, rule.num_kv_heads, dim,
-        qkv_TN.data_ptr(), _stride(qkv_TN), address(normed_THd), address(rule.norms), rule.eps, rule.clip,
-        cos_T1d.data_ptr(), sin_T1d.data_ptr(), rule.scale, slot_mapping_T.data_ptr(), k_cache.data_ptr(),
+        TYPES[qkv_TN.dtype], rows, slot_mapping_T.shape[0], heads, groups, dim, v_dim, qkv_TN.data_ptr(),
+        _stride(qkv_TN), address(normed_THd), address(rule.norms), rule.norm_last, rule.norm_values, rule.eps,
+        rule.clip, cos_T1d.data_ptr(), sin_T1d.data_ptr(), rule.scale, slot_mapping_T.data_ptr(), k_cache.data_ptr(),
         v_cache.data_ptr(), KV_TYPES[k_cache.dtype], q_THd.data_ptr(),
     )  # fmt: skip
     return q_THd
+
+
+def latent_rope_cache(
+    q_THe: Tensor,
+    kv_TC: Tensor,
+    rule: LatentRule,
+    cos_T1p: Tensor,
+    sin_T1p: Tensor,
+    latent_cache: Tensor,
+    slot_mapping_T: Tensor,
+    q_THC: Tensor,
+) -> Tensor:
+    """Latents' norm, RoPE and cache write in one call; see ops/latent.py. q_THC is contiguous."""
+    rows, heads, width, entry = len(q_THe), rule.num_heads, rule.nope_dim + rule.rope_dim, rule.rank + rule.rope_dim
+    assert q_THe.shape[1:] == (heads, width), (q_THe.shape, rule)
+    assert q_THe.stride()[1:] == (width, 1), q_THe.stride()
+    assert kv_TC.shape == (rows, entry), (kv_TC.shape, rule)
+    assert q_THC.shape == (rows, heads, entry), (q_THC.shape, rule)
+    assert q_THC.is_contiguous(), q_THC.stride()
+    assert latent_cache.is_contiguous(), latent_cache.stride()
+    assert latent_cache.shape[2:] == (1, entry), (latent_cache.shape, rule)
+    assert cos_T1p.shape[2] == rule.rope_dim, (cos_T1p.shape, rule)
+    assert q_THe.dtype is kv_TC.dtype is q_THC.dtype is latent_cache.dtype, (kv_TC.dtype, latent_cache.dtype)
+    q_THn = _empty((rows, heads, rule.nope_dim), dtype=q_THe.dtype)
+    _native.latent_rope_cache(
+        TYPES[q_THe.dtype], rows, slot_mapping_T.shape[0], heads, rule.nope_dim, rule.rope_dim, rule.rank,
+        q_THe.data_ptr(), q_THe.stride(0), kv_TC.data_ptr(), _stride(kv_TC), rule.norm_L.data_ptr(), rule.eps,
+        cos_T1p.data_ptr(), sin_T1p.data_ptr(), rule.scale, slot_mapping_T.data_ptr(), latent_cache.data_ptr(),
+        q_THn.data_ptr(), q_THC.data_ptr(),
+    )  # fmt: skip
+    return q_THn
 
 
 def native_activation(rule: Activation) -> Any:

@@ -73,10 +73,8 @@ class Ops:
     def packing_into(self, room: native_layer.Room) -> Ops:
         """Returns the native kernels with packed weights in memory from `room`."""
         assert self.native
-        pack_linear = partial(native_layer.NativeLinear, room=room)
-        return replace(
-            self, room=room, pack_linear=pack_linear, pack_heads=partial(latent.PlainHeads, pack_linear=pack_linear)
-        )
+        pack_linear, pack_heads = (partial(p, room=room) for p in (native_layer.NativeLinear, native_layer.NativeHeads))
+        return replace(self, room=room, pack_linear=pack_linear, pack_heads=pack_heads)
 
 
 Choice = Literal["auto", "native", "torch", "triton"]
@@ -181,7 +179,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         native=True,
         pad_rows=partial(max, 1),
         pack_linear=native_layer.NativeLinear,
-        pack_heads=partial(latent.PlainHeads, pack_linear=native_layer.NativeLinear),
+        pack_heads=native_layer.NativeHeads,
         act_mul=native_rows.act_mul,
         sigmoid_gate=native_rows.sigmoid_gate,
         sigmoid_mul=partial(elementwise.sigmoid_mul, threads=1),
@@ -190,6 +188,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         embedding=native_rows.embedding,
         route=native_rows.route,
         qk_norm_rope_cache=native_rows.qk_norm_rope_cache,
+        latent_rope_cache=native_rows.latent_rope_cache,
         plan_attention=native_layer.plan_attention,
         attention=native_layer.attention,
         attention_block=native_layer.AttentionBlock,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from moeserve.ops import native_rows
 from moeserve.ops.inputs import HeadShape
 from moeserve.ops.latent import LatentRule
+from moeserve.ops.native import native
+from moeserve.ops.native_layer import NativeHeads, NativeLinear
 from moeserve.ops.probe import host_step
+from moeserve.ops.quantised import Quantised
 from moeserve.ops.table import Ops, pick_ops
 
 SIZE = 16  # tokens of a block
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch", "auto"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     return pick_ops("cpu", torch.float32, request.param)
 
@@ -94,6 +100,24 @@ def test_products_of_heads(heads: int, width: int, depth: int, dtype: torch.dtyp
             assert torch.equal(out[..., 2:-3], whole[first:last])
             assert out[..., :2].isnan().all()
             assert out[..., -3:].isnan().all()
+
+
+@pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
+@pytest.mark.parametrize(("kind", "group"), [("int8", 0), ("int4", 32), ("fp8", 64), ("fp8", 0)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_native_products_of_quantised_heads_are_those_of_linear_layers(kind: Any, group: int, threads: int) -> None:
+    heads, width, depth = 3, 40, 192
+    module: Any = native()
+    module.set_threads([-1] * threads)
+    weight = Quantised.empty(kind, group, False, torch.bfloat16, (heads, width, depth))
+    weight.values.copy_(torch.randint(0, 15 if kind == "int4" else 120, weight.shape))
+    weight.scales.copy_(random(*weight.scales.shape, seed=3).abs())
+    x, product = random(70, heads, depth, dtype=torch.bfloat16), NativeHeads(weight)
+    whole = product(x)
+    for head in range(heads):
+        assert torch.equal(whole[:, head], NativeLinear(weight[head])(x[:, head]))
+    assert torch.equal(product(x[20:27]), whole[20:27])
+    module.set_threads([-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,30 +50,37 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @pytest.mark.parametrize(("counts", "starts"), [((1,), (0,)), ((1, 1, 1), (5, 40, 2)), ((70, 1), (3, 60))])
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("extras", [False, True])
 def test_attention(
-    counts: tuple[int, ...], starts: tuple[int, ...], norms: bool, rounded: bool, dtype: torch.dtype
+    counts: tuple[int, ...], starts: tuple[int, ...], norms: bool, extras: bool, rounded: bool, dtype: torch.dtype
 ) -> None:
-    both, tokens = HEADS + KV_HEADS, sum(counts)
-    qkv = NativeLinear(random((both + KV_HEADS) * DIM, WIDTH, dtype=dtype), random((both + KV_HEADS) * DIM, seed=1))
-    out = NativeLinear(random(WIDTH, HEADS * DIM, dtype=dtype, seed=2))
+    """extras: everything that a layer may have beside what all have."""
+    both, tokens, v_dim = HEADS + KV_HEADS, sum(counts), 40 if extras else DIM
+    columns = both * DIM + KV_HEADS * v_dim
+    qkv = NativeLinear(random(columns, WIDTH, dtype=dtype), random(columns, seed=1))
+    out = NativeLinear(random(WIDTH, HEADS * v_dim, dtype=dtype, seed=2))
     rule = HeadRule(HEADS, KV_HEADS, 0.3, 1e-6, random(both, DIM, seed=3) if norms else None, 0.4)
+    sinks, soft_cap = None, 0.0
+    if extras:
+        rule = replace(rule, v_dim=v_dim, norm_last=True, norm_values=True)
+        sinks, soft_cap = random(HEADS, seed=10), 0.5
     x = random(tokens, WIDTH + 5, dtype=dtype, seed=4)[:, :WIDTH]
     cos, sin = random(tokens, 1, DIM, seed=5), random(tokens, 1, DIM, seed=6)
     kv_dtype = torch.int8 if rounded else dtype
-    caches = [to_entries(random(40, BLOCK, KV_HEADS, DIM, seed=7 + i), kv_dtype) for i in range(2)]
+    caches = [to_entries(random(40, BLOCK, KV_HEADS, width, seed=width), kv_dtype) for width in (DIM, v_dim)]
     blocks = (1 + torch.randperm(39, generator=torch.Generator().manual_seed(9)))[: 8 * len(counts)]
     blocks = blocks.view(len(counts), 8).contiguous()
     places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
     slots = torch.tensor([int(blocks[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p in places])
-    step = host_step(blocks, BLOCK, starts, [0, *itertools.accumulate(counts)])
-    plan = native_layer.plan_attention(*step, HeadShape(HEADS, KV_HEADS, DIM, DIM))
+    step = host_step(blocks, BLOCK, starts, [0, *itertools.accumulate(counts)], chunk=50 if extras else None)
+    plan = native_layer.plan_attention(*step, HeadShape(HEADS, KV_HEADS, DIM, v_dim))
 
     k, v = (cache.clone() for cache in caches)
     q = native_rows.qk_norm_rope_cache(qkv(x), rule, cos, sin, k, v, slots)
-    attended = native_layer.attention(q, k, v, plan)
+    attended = native_layer.attention(q, k, v, plan, sinks_H=sinks, soft_cap=soft_cap)
     for last, expected in ((None, attended), (out, out(attended))):
         block_k, block_v = (cache.clone() for cache in caches)
-        block = native_layer.AttentionBlock(qkv, last, rule, DIM, dtype)
+        block = native_layer.AttentionBlock(qkv, last, rule, DIM, dtype, sinks, soft_cap)
         assert torch.equal(block(x, cos, sin, block_k, block_v, slots, plan), expected)
         assert torch.equal(block_k, k)
         assert torch.equal(block_v, v)

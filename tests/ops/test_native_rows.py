@@ -138,14 +138,14 @@ def test_threads_and_batch_change_no_bit(threads: None) -> None:
 
 
 def case_of(
-    dtype: torch.dtype, dim: int, *, norms: bool, clip: float, normed: bool
+    dtype: torch.dtype, dim: int, *, norms: bool, clip: float, normed: bool, **more: Any
 ) -> tuple[Tensor, HeadRule, Tensor, Tensor, Tensor, Tensor | None]:
     tokens, heads, groups = 9, 6, 2
-    qkv = random(tokens, (heads + 2 * groups) * dim, dtype=dtype)
+    qkv = random(tokens, (heads + groups) * dim + groups * more.get("v_dim", dim), dtype=dtype)
     angles = torch.rand(tokens, 1, dim // 2) * 6
     cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
     weights = torch.rand(heads + groups, dim) + 0.5 if norms else None
-    rule = HeadRule(heads, groups, 0.31, 1e-5, weights, clip)
+    rule = HeadRule(heads, groups, 0.31, 1e-5, weights, clip, **more)
     given = random(tokens, heads + groups, dim).contiguous() if normed else None
     return qkv, rule, cos, sin, torch.tensor([17, 3, 40, 0, 39, 8, 9]), given
 
@@ -158,16 +158,23 @@ def bits_of(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("dim", [8, 24, 64, 72, 128])
 @pytest.mark.parametrize(
-    ("norms", "clip", "normed"),
-    [(False, math.inf, False), (True, math.inf, False), (False, 0.7, False), (True, 0.9, False), (False, 0.7, True)],
+    ("norms", "clip", "normed", "more"),
+    [
+        (False, math.inf, False, {}),
+        (True, math.inf, False, {}),
+        (False, 0.7, False, {"v_dim": 40}),
+        (True, 0.9, False, {"norm_last": True}),
+        (False, 0.7, True, {}),
+        (True, math.inf, True, {"norm_last": True, "norm_values": True, "v_dim": 33}),
+    ],
 )
 def test_qk_norm_rope_cache(
-    dim: int, dtype: torch.dtype, norms: bool, clip: float, normed: bool, rounded: bool
+    dim: int, dtype: torch.dtype, norms: bool, clip: float, normed: bool, more: dict[str, Any], rounded: bool
 ) -> None:
     """Two of the nine rows are padding: their queries are computed, their keys and values go nowhere."""
-    qkv, rule, cos, sin, slots, given = case_of(dtype, dim, norms=norms, clip=clip, normed=normed)
-    empty = torch.full((6, 7, 2, dim), torch.nan)
-    caches = [to_entries(empty, torch.int8 if rounded else dtype) for _ in range(4)]
+    qkv, rule, cos, sin, slots, given = case_of(dtype, dim, norms=norms, clip=clip, normed=normed, **more)
+    empty = [torch.full((6, 7, 2, width), torch.nan) for width in (dim, more.get("v_dim", dim)) * 2]
+    caches = [to_entries(cache, torch.int8 if rounded else dtype) for cache in empty]
     found = native_rows.qk_norm_rope_cache(qkv, rule, cos, sin, *caches[:2], slots, given), *caches[:2]
     expected = qk_norm_rope_cache(qkv, rule, cos, sin, *caches[2:], slots, given), *caches[2:]
     for mine, reference in zip(found, expected, strict=True):
