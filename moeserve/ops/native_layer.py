@@ -96,7 +96,7 @@ class NativeLinear:
 
 
 class NativeHeads:
-    """`Heads` (ops/latent.py): the product of each head with its own packed weight.
+    """`HeadsLinear` (ops/latent.py): the product of each head with its own packed weight.
 
     x [[[1, 2]]], weight [[[3, 4]]] -> [[[11]]]
     """
