@@ -71,10 +71,10 @@ class Ops:
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
     def packing_into(self, room: native_layer.Room) -> Ops:
-        """Returns the native kernels with packed weights in memory from `room`."""
+        """Returns the native kernels with packed weights in memory from `room`, but for those of heads: a parameter that
+        is packed in two parts has no place of its own there."""
         assert self.native
-        pack_linear, pack_heads = (partial(p, room=room) for p in (native_layer.NativeLinear, native_layer.NativeHeads))
-        return replace(self, room=room, pack_linear=pack_linear, pack_heads=pack_heads)
+        return replace(self, room=room, pack_linear=partial(native_layer.NativeLinear, room=room))
 
 
 Choice = Literal["auto", "native", "torch", "triton"]
