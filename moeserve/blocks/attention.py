@@ -71,12 +71,10 @@ class Attention:
         return self.v_dim or self.head_dim
 
     @property
-    def is_plain(self) -> bool:
-        """Whether kernels that join the steps of attention know all that is asked."""
-        rare = self.norm_last or self.value_norm or self.sinks or self.query_scale
-        return not rare and (self.value_dim, self.value_scale) == (self.head_dim, 1.0) and (
-            (self.soft_cap, self.gate) == (0.0, "none") and self.qk_norm != "full"
-        )  # fmt: skip
+    def is_one_call(self) -> bool:
+        """Whether nothing is between the steps of attention, so that kernels may join them."""
+        between = self.qk_norm == "full" or self.query_scale or self.gate != "none" or self.value_scale != 1.0
+        return not between
 
     @property
     def possible_tp(self) -> list[int]:

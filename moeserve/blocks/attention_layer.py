@@ -115,9 +115,11 @@ class AttentionLayer:
         spec, ops = self.spec, self.ops
         self._attend = ops.opaque(AttentionStep.attend)  # which may end one recording and begin another
         self._block = None
-        if ops.attention_block is not None and spec.is_plain:
+        if ops.attention_block is not None and spec.is_one_call:
             last = self.out.part if self.tp.size == 1 else None
-            self._block = ops.attention_block(self.qkv, last, self.rule, spec.head_dim, ops.dtype)
+            self._block = ops.attention_block(
+                self.qkv, last, self.rule, spec.head_dim, ops.dtype, self.sinks_H, spec.soft_cap
+            )
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
         """Returns the attention block's output [T, D]; writes the new keys and values to `cache` first."""
