@@ -131,8 +131,6 @@ class Attention:
 
     def cache_obstacle(self, dtype: str) -> str:
         """See `Mixer`."""
-        if dtype == "int8" and self.value_dim != self.head_dim:
-            return f"keys are {self.head_dim} wide and values {self.value_dim}; in int8 both must be alike"
         return ""
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
