@@ -53,6 +53,7 @@ class Ops:
     act_mul: Callable[[Tensor, Activation], Tensor]
     sigmoid_gate: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
+    soft_cap: Callable[[Tensor, float], Tensor]
     native: bool = False
     triton: bool = False
     exact: bool = True
@@ -183,6 +184,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         act_mul=native_rows.act_mul,
         sigmoid_gate=native_rows.sigmoid_gate,
         sigmoid_mul=partial(elementwise.sigmoid_mul, threads=1),
+        soft_cap=partial(elementwise.soft_cap, threads=1),
         rms_norm=native_rows.rms_norm,
         add_rms_norm=native_rows.add_rms_norm,
         embedding=native_rows.embedding,
@@ -222,4 +224,5 @@ def _table(device: torch.device, dtype: torch.dtype, pad: int, how: str, threads
         act_mul=partial(elementwise.act_mul, threads=threads),
         sigmoid_gate=lambda x: elementwise.sigmoid_gate(x, threads),
         sigmoid_mul=partial(elementwise.sigmoid_mul, threads=threads),
+        soft_cap=partial(elementwise.soft_cap, threads=threads),
     )
