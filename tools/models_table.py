@@ -4,7 +4,7 @@
     python tools/models_table.py --check  # fails if it is not what would be written
 
 Each row is read from the family's own default configuration: what a config.json without any key but the architecture
-means.
+means, and the keys of PUBLISHED.
 """
 
 from __future__ import annotations
@@ -34,18 +34,39 @@ implementation, tokens and logits, in `tests/models`, and its bits alone with it
 (`--dp`, `--ep`), tensor parallelism (`--tp`), prefix caching, preemption, replay and dual-batch overlap work with every
 family. Weights may be quantised in every format of docs/quantisation.md.
 
-Sizes are those of the default configuration. **KV**: elements that one token leaves behind in one layer.
-**int8 KV**: whether `kv_cache_dtype: int8` is possible.
+Sizes are those of the default configuration in transformers. **KV**: elements that one token leaves behind in one
+layer. **int8 KV**: whether `kv_cache_dtype: int8` is possible.
 
 | architecture | attention | KV | layers see | experts | router | int8 KV |
 |---|---|---|---|---|---|---|
 """
 
 
+_GEMMA: dict[str, object] = {
+    "attention_k_eq_v": True, "enable_moe_block": True, "hidden_size_per_layer_input": 0, "moe_intermediate_size": 704,
+    "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_key_value_heads": 8,
+    "sliding_window": 1024, "top_k_experts": 8,
+}  # fmt: skip
+# of the published checkpoints, where the default configuration makes no model, or another kind of model
+PUBLISHED: dict[str, dict[str, object]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1536},
+    "Dots1ForCausalLM": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "Gemma4ForCausalLM": _GEMMA,
+    "Gemma4ForConditionalGeneration": _GEMMA,
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "HunYuanMoEV1ForCausalLM": {"num_experts": 64, "moe_topk": 8, "num_key_value_heads": 8},
+    "Mistral3ForConditionalGeneration": {"model_type": "mistral4"},
+}
+
+
 def default_spec(architecture: str) -> ModelSpec:
-    """Returns the spec of an empty configuration."""
+    """Returns the spec of the default configuration."""
+    keys: dict[str, object] = PUBLISHED.get(architecture, {})
+    if FAMILIES[architecture].text:
+        keys = {FAMILIES[architecture].text: keys}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps({"architectures": [architecture], "dtype": "bfloat16"}))
+        config = {"architectures": [architecture], "dtype": "bfloat16", **keys}
+        Path(folder, "config.json").write_text(json.dumps(config))
         return read_model_spec(Path(folder))
 
 

@@ -26,6 +26,7 @@ FAMILY = family.Family(
     family.sizes(154880, 2048, 10240, 47, 20, 20, 202752)
     | family.LATENT
     | {
+        "first_k_dense_replace": 1,
         "eos_token_id": 1,
         "mlp_layer_types": None,
         "moe_intermediate_size": 1536,

@@ -34,6 +34,12 @@ def _fields(config: Fields) -> family.SpecFields:
     return {"layers": layer_specs([mixer] * len(blocks), blocks)}
 
 
+def _text_fields(config: Fields) -> family.SpecFields:
+    """Of a class whose text part may be any of Mistral's models."""
+    config.choice("model_type", ("mistral4",))
+    return _fields(config)
+
+
 FAMILY = family.Family(
     "Mistral4ForCausalLM",
     "mistral4",
@@ -62,6 +68,8 @@ MULTIMODAL = replace(
     FAMILY,
     architecture="Mistral3ForConditionalGeneration",
     model_type="mistral3",
+    fields=_text_fields,
+    defaults=FAMILY.defaults | {"model_type": "mistral"},
     text="text_config",
     names=Names(
         "language_model.model.",

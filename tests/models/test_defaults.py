@@ -27,11 +27,15 @@ def meaning(values: dict[str, Any], folder: Path) -> ModelSpec | None:
         return None
 
 
+def configuration_of(name: str) -> Any:
+    return getattr(transformers, FAMILIES[name][0] + "Config")
+
+
 @pytest.mark.parametrize("name", FAMILIES_OF_TRANSFORMERS)
 def test_an_absent_key_has_the_value_that_transformers_gives_it(
     name: str, make_checkpoint: Any, tmp_path: Path
 ) -> None:
-    make = getattr(transformers, FAMILIES[name][0] + "Config")
+    make = configuration_of(name)
     family = REGISTERED[architecture(name)]
     full = json.loads((make_checkpoint(name).path / "config.json").read_text())
     text = full[family.text] if family.text else full
@@ -44,3 +48,11 @@ def test_an_absent_key_has_the_value_that_transformers_gives_it(
         if meaning(values, tmp_path) != meaning(explicit, tmp_path):
             differ.append(key)
     assert differ == []
+
+
+@pytest.mark.parametrize("name", FAMILIES_OF_TRANSFORMERS)
+def test_an_empty_config_is_the_default_model_of_transformers(name: str, tmp_path: Path) -> None:
+    family = REGISTERED[architecture(name)]
+    own = {"architectures": [family.architecture], "dtype": "float32"}
+    empty = own | ({family.text: {}} if family.text else {})
+    assert meaning(empty, tmp_path) == meaning(configuration_of(name)().to_dict() | own, tmp_path)
