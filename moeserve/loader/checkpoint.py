@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeserve.errors import CheckpointError
-from moeserve.loader.files import model_file, read_json
+from moeserve.loader.files import config_name, model_file, read_json
 from moeserve.loader.safetensors_file import TensorInfo, read_header
 from moeserve.loader.stored import Stored, find_stored
 from moeserve.loader.stored_format import StoredFormat
@@ -114,12 +114,12 @@ def _read_index(model_dir: Path) -> dict[str, str]:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Returns a hex digest, equal for equal files on any machine. Raises CheckpointError when a file cannot be read.
 
-    Covers config.json, the headers, and a few kilobytes of up to SAMPLES tensors of each kind: two trainings of one
+    Covers the config, the headers, and a few kilobytes of up to SAMPLES tensors of each kind: two trainings of one
     model differ in nothing else. A change of a few weights may go unseen.
     """
     digest, kinds = hashlib.sha256(), defaultdict(list)
     try:
-        digest.update(model_file(checkpoint.model_dir, "config.json").read_bytes())
+        digest.update(model_file(checkpoint.model_dir, config_name(checkpoint.model_dir)).read_bytes())
         for _, tensor in sorted(checkpoint.tensors.items()):
             place = tensor.path.name, tensor.offset, tensor.num_bytes
             digest.update(repr((tensor.name, tensor.dtype, tensor.shape, place)).encode())

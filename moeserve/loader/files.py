@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from moeserve.errors import CheckpointError
 
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_SHOWN = 80
+CONFIG, PARAMS = "config.json", "params.json"
 
 
 def model_file(model_dir: Path, name: str) -> Path:
@@ -43,6 +45,12 @@ def model_file(model_dir: Path, name: str) -> Path:
     if not is_regular:
         raise CheckpointError(f"{path} is not a regular file")
     return path
+
+
+def config_name(model_dir: Path) -> str:
+    """Returns the file that describes the model: config.json, or Mistral's params.json where it is alone."""
+    alone = os.path.lexists(model_dir / PARAMS) and not os.path.lexists(model_dir / CONFIG)
+    return PARAMS if alone else CONFIG
 
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from moeserve.config import DEMO
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import weight_files
-from moeserve.loader.files import model_file
+from moeserve.loader.files import config_name, model_file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -61,7 +61,7 @@ def _hub_snapshot(name: str) -> Path | None:
     repo = _hub_cache() / ("models--" + name.replace("/", "--"))
     try:
         snapshot = repo / "snapshots" / (repo / "refs" / "main").read_text().strip()
-        model_file(snapshot, "config.json")
+        model_file(snapshot, config_name(snapshot))
         weight_files(snapshot)
     except (OSError, UnicodeDecodeError, CheckpointError):
         return None

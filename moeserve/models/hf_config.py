@@ -8,7 +8,6 @@ compute, is refused: a wrong answer is worse than none.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from moeserve.blocks.rope import RopeSpec
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
-from moeserve.loader.files import Fields, read_json
+from moeserve.loader.files import PARAMS, Fields, config_name, read_json
 from moeserve.loader.generation_config import read_eos_ids
 from moeserve.loader.quantisation import read_stored_formats
 from moeserve.models import mistral_params
@@ -27,7 +26,6 @@ from moeserve.models.spec import LayerSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
-_FILE = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_VOCAB = 4 * 2**20
 # of a multimodal config.json, beside the text model's own
@@ -79,10 +77,9 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
 
 def _read(model_dir: Path) -> tuple[Path, dict[str, Any]]:
     """Returns the file that describes the model, and what it says in the keys of config.json."""
-    path = model_dir / mistral_params.FILE
-    if os.path.lexists(path) and not os.path.lexists(model_dir / _FILE):
-        return path, mistral_params.as_config(path, read_json(model_dir, mistral_params.FILE))
-    return model_dir / _FILE, read_json(model_dir, _FILE)
+    name = config_name(model_dir)
+    path, values = model_dir / name, read_json(model_dir, name)
+    return path, mistral_params.as_config(path, values) if name == PARAMS else values
 
 
 def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from moeserve.loader.files import Fields
 
-FILE = "params.json"
 _LENGTH = "original_max_position_embeddings"
 _KEYS = {
     "dim": "hidden_size", "hidden_dim": "intermediate_size", "n_heads": "num_attention_heads",
@@ -36,6 +35,7 @@ def as_config(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         fields.only(key, value)
     for key in ("qk_nope_head_dim", "q_lora_rank"):
         params.raw(key)  # nothing else is published in this format alone
+    params.unsupported("quantization", "Mistral's own fp8 is not read; use the release in bfloat16")
     scaling.only(_LENGTH, yarn.raw(_LENGTH))
     config = {
         _KEYS.get(key, key): value for key, value in values.items() if key not in ("moe", "yarn", "llama_4_scaling")

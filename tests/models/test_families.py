@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +13,8 @@ import pytest
 import torch
 
 from moeserve.comm.world import World
-from moeserve.loader.checkpoint import open_checkpoint
+from moeserve.errors import CheckpointError
+from moeserve.loader.checkpoint import fingerprint, open_checkpoint
 from moeserve.models.build import build_decoder
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
@@ -152,3 +157,36 @@ def test_experts_in_any_slots_of_one_rank(kernels: Choice, make_checkpoint: Any)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     loads = [np.asarray(driver.ubatch.take_load()) for driver in drivers]
     assert np.array_equal(*loads)
+
+
+def test_a_class_with_two_names_is_one_family(make_checkpoint: Any, tmp_path: Path) -> None:
+    """PhiMoE's is PhimoeForCausalLM in transformers."""
+    path = make_checkpoint("phimoe").path
+    values = json.loads((path / "config.json").read_text())
+    specs = []
+    for name in ("PhimoeForCausalLM", "PhiMoEForCausalLM"):
+        (tmp_path / "config.json").write_text(json.dumps(values | {"architectures": [name]}))
+        specs.append(replace(read_model_spec(tmp_path), architecture=""))
+    assert specs[0] == specs[1]
+
+
+def test_params_json_is_read_where_it_is_alone(make_checkpoint: Any, tmp_path: Path) -> None:
+    """Mistral's own format; its fingerprint covers that file."""
+    checkpoint = make_checkpoint("mistral_large_3")
+    shutil.copytree(checkpoint.path, tmp_path, dirs_exist_ok=True)
+    assert read_model_spec(tmp_path).architecture == "MistralLarge3ForCausalLM"
+    before = fingerprint(open_checkpoint(tmp_path))
+    params = json.loads((tmp_path / "params.json").read_text())
+    (tmp_path / "params.json").write_text(json.dumps(params | {"rope_theta": 5e4}))
+    assert fingerprint(open_checkpoint(tmp_path)) != before
+    (tmp_path / "params.json").write_text(json.dumps(params | {"quantization": {"qformat_weight": "fp8_e4m3"}}))
+    with pytest.raises(CheckpointError, match=r"params.json: quantization .* is not read"):
+        read_model_spec(tmp_path)
+
+
+def test_a_text_of_another_kind_is_refused(make_checkpoint: Any, tmp_path: Path) -> None:
+    values = json.loads((make_checkpoint("mistral3").path / "config.json").read_text())
+    values["text_config"]["model_type"] = "mistral"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"model_type is 'mistral'; supported: mistral4"):
+        read_model_spec(tmp_path)

@@ -1,0 +1,21 @@
+"""Only blocks and kernels know what a mixer is made of: another one (latent, linear) needs changes nowhere else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import moeserve
+
+ROOT = Path(moeserve.__file__).parent
+KNOWING = ("blocks/", "ops/", "models/", "cli/tune.py")  # readers of configs choose mixers; `tune` measures kernels
+BUILDING = ("build", "decoder", "load_plan", "registry", "spec", "workspace")
+
+
+def test_nothing_else_knows_heads() -> None:
+    building = {f"models/{name}.py" for name in BUILDING}
+    files = {str(path.relative_to(ROOT)): path for path in ROOT.rglob("*.py")}
+    assert building < files.keys()
+    outside = [name for name in files if name in building or not name.startswith(KNOWING)]
+    word = re.compile(r"\b(num_(kv_)?heads|num_key_value_heads|head_dim)\b")
+    assert [name for name in outside if word.search(files[name].read_text())] == []
