@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.weights import Names
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import CheckpointError
 from moeserve.loader.files import Fields
 from moeserve.models.rope_config import read_rope
