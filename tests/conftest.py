@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import FAMILIES, SMALL, Checkpoint, randomise
+from tests.checkpoints import Checkpoint, write_checkpoint
 from tests.full import left_out
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: tests press Ctrl-C in children
@@ -71,17 +71,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., C
     def make(name: str, **overrides: Any) -> Checkpoint:
         key = f"{name}-{sorted(overrides.items())}"
         if key not in made:
-            import torch
-            import transformers  # slow to import: only where a checkpoint is written
-
-            class_name, extra = FAMILIES[name]
-            config = getattr(transformers, class_name + "Config")(**{**SMALL, **extra, **overrides})
-            torch.manual_seed(sum(name.encode()))
-            model = getattr(transformers, class_name + "ForCausalLM")(config).eval()
-            randomise(model)
-            path = tmp_path_factory.mktemp(name)
-            model.save_pretrained(path)
-            made[key] = Checkpoint(path, model)
+            made[key] = write_checkpoint(name, tmp_path_factory.mktemp(name), **overrides)
         return made[key]
 
     return make

@@ -185,7 +185,7 @@ def build_attention(spec: Attention, build: Builder, name: str, group: int) -> A
     )
     qkv, out = build.linear(name + "qkv"), build.columns(name + "out", build.width)
     gate = build.linear(name + "gate") if spec.gate != "none" else None
-    sinks_H = build.norm(name + "sinks") if spec.sinks else None
+    sinks_H = build.fp32(name + "sinks") if spec.sinks else None
     prepare = prepare_attention(
         build, group, spec.head_shape(build.tp.size), spec.rope, spec.head_dim, spec.query_scale
     )

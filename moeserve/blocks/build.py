@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Builder:
     """The parameters of a model and what is made of them; `params` becomes empty.
 
-    width: of the model. eps: of its norms. max_position: positions that a request may have. plan_moe: chooses what runs
-    the layers with experts. shared: what several layers share, by key.
+    width: of the model. eps: of its norms. norm_shift: added to their weights. max_position: positions that a request
+    may have. plan_moe: chooses what runs the layers with experts. shared: what several layers share, by key.
     """
 
     width: int
@@ -38,6 +38,7 @@ class Builder:
     tp: TensorParallel
     placement: Placement
     plan_moe: Callable[[], MoEPlan]
+    norm_shift: float = 0.0
     num_moe: int = 0  # MoE layers built so far
     _shared: dict[Any, Any] = field(default_factory=dict)
 
@@ -67,8 +68,12 @@ class Builder:
 
     def norm(self, name: str) -> Tensor:
         """Returns the weights of a norm, in fp32."""
-        norm: Tensor = self.params.pop(name).float()
-        return norm
+        return self.fp32(name) + self.norm_shift if self.norm_shift else self.fp32(name)
+
+    def fp32(self, name: str) -> Tensor:
+        """Returns a parameter that is no product's, in fp32."""
+        tensor: Tensor = self.params.pop(name).float()
+        return tensor
 
     def reorder(self, name: str, order: Sequence[int]) -> None:
         """Puts the rows of a weight, or the elements of a bias or norm, into another order."""

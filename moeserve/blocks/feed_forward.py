@@ -5,8 +5,8 @@ D model width, E experts, e local experts, I expert width, F inner width of a de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeserve.blocks.weights import ExpertNames, WeightPlan
@@ -41,18 +41,20 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A gated MLP with inner width `size` that every token passes."""
+    """A gated MLP with inner width `size` that every token passes. name: of the checkpoint's module."""
 
     size: int
     bias: bool = False
     activation: Activation = SWIGLU
+    name: str = "mlp"
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `FeedForward`."""
         return [(2 * self.size, width), (width, self.size)]
 
-    def plan(self, plan: WeightPlan, ours: str, theirs: str, name: str = "mlp", *, sharded: bool = True) -> None:
-        """Adds gate_up and down with their biases. name: of the checkpoint's module."""
+    def plan(self, plan: WeightPlan, ours: str, theirs: str, *, sharded: bool = True) -> None:
+        """Adds gate_up and down with their biases."""
+        name = self.name
         part = plan.rows(self.size, sharded)
         for ending, tail in (("weight", (plan.width,)), ("bias", ()))[: 1 + self.bias]:
             halves = [plan.spell(theirs, f"{name}.{half}_proj.{ending}") for half in ("gate", "up")]
@@ -77,20 +79,30 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:
-    """An expert of inner width `size` that every token passes. gated: behind a sigmoid of one more product (Qwen2)."""
+    """An expert of inner width `size` that every token passes.
+
+    gated: behind a sigmoid of one more product (Qwen2). scale: of its output (Command A+).
+    """
 
     size: int
     gated: bool = False
-    name: str = "mlp.shared_expert"  # of the checkpoint's module
+    scale: float = 1.0
+    bias: bool = False
     activation: Activation = SWIGLU
+    name: str = "mlp.shared_expert"  # of the checkpoint's module
+
+    @property
+    def mlp(self) -> Dense:
+        """What is behind the gate."""
+        return Dense(size=self.size, bias=self.bias, activation=self.activation, name=self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoE:
     """E experts of inner width `size`, of which a router chooses top_k for each token.
 
-    bias: experts' products have biases; router_bias: the router's product has one (gpt-oss). expert_scale: a factor per
-    expert on its weights (Gemma 4).
+    bias: of the experts' products (gpt-oss). router_bias: of the router's. expert_scale: a factor per expert on its
+    weights. beside: an MLP of all tokens whose output is added; it, router and experts have their own norms (Gemma 4).
     """
 
     num_experts: int
@@ -102,64 +114,89 @@ class MoE:
     bias: bool = False
     router_bias: bool = False
     expert_scale: bool = False
+    beside: Dense | None = None
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `FeedForward`; without the routed experts, whose weights only their tokens read."""
-        shared = Dense(size=self.shared.size).products(width) if self.shared else []
-        return [(self.num_experts, width), *shared]
+        shared = self.shared.mlp.products(width) if self.shared else []
+        beside = self.beside.products(width) if self.beside else []
+        return [(self.num_experts, width), *shared, *beside]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds router, w13 and w2 of this rank's experts, and shared_gate_up, shared_down, shared_gate."""
-        experts = (self.num_experts,)
-        fp32 = self.router.fp32
-        plan.add(ours + "router", (*experts, plan.width), plan.spell(theirs, "mlp.gate.weight"), fp32=fp32)
-        if self.router_bias:
-            plan.add(ours + "router_bias", experts, plan.spell(theirs, "mlp.gate.bias"), fp32=fp32)
-        if self.router.bias:
-            name = plan.spell(theirs, "mlp.gate.e_score_correction_bias")
-            plan.add(ours + "router_choice_bias", experts, name, fp32=True)
-        if self.expert_scale:
-            plan.add(ours + "expert_scale", experts, plan.spell(theirs, "router.per_expert_scale"), fp32=True)
+        """Adds the router's parameters, w13 and w2 of this rank's experts, shared_gate_up, shared_down, shared_gate."""
+        each, fp32 = (self.num_experts,), self.router.fp32
+        for there, param, shape, name, wide in (
+            (True, "router", (*each, plan.width), "mlp.gate.weight", fp32),
+            (self.router_bias, "router_bias", each, "mlp.gate.bias", fp32),
+            (self.router.bias, "router_choice_bias", each, "mlp.gate.e_score_correction_bias", True),
+            (self.expert_scale, "expert_scale", each, "router.per_expert_scale", True),
+        ):
+            if there:
+                plan.add(ours + param, shape, plan.spell(theirs, name), fp32=wide)
+        if self.beside:
+            self.beside.plan(plan, ours + "dense_", theirs)
+            for mine, name in (
+                ("router_norm", "router.scale"),
+                ("experts_norm", "pre_feedforward_layernorm_2.weight"),
+                ("dense_post_norm", "post_feedforward_layernorm_1.weight"),
+                ("experts_post_norm", "post_feedforward_layernorm_2.weight"),
+            ):
+                plan.add(ours + mine, (plan.width,), plan.spell(theirs, name))
         local = plan.placement.local(plan.num_moe, plan.world.expert_rank)
         plan.num_moe += 1
         names = spelling(plan.names.experts, plan.present, theirs)
         plan.extend(self.plan_experts(names, theirs, local, plan.width, ours))
-        if not names.gate_up:
+        if not names.in_one:
             kinds = (names.gate, names.up, names.down)
             away = set(range(self.num_experts)) - set(local)
             plan.elsewhere.update(theirs + name.format(expert) for expert in away for name in kinds)
         if self.shared:
-            Dense(size=self.shared.size).plan(plan, ours + "shared_", theirs, self.shared.name, sharded=False)
+            self.shared.mlp.plan(plan, ours + "shared_", theirs, sharded=False)
             if self.shared.gated:
                 plan.add(ours + "shared_gate", (1, plan.width), plan.spell(theirs, f"{self.shared.name}_gate.weight"))
 
     def plan_experts(
         self, names: ExpertNames, theirs: str, experts: Sequence[int], width: int, ours: str = ""
     ) -> LoadPlan:
-        """Plans some experts: 0, 1, ... of `ours` + "w13" and "w2"."""
-        inner, total = self.size, self.num_experts
-        w13 = Param(ours + "w13", (len(experts), 2 * inner, width))
-        w2 = Param(ours + "w2", (len(experts), width, inner))
-        if names.gate_up and list(experts) == list(range(total)):
-            whole = Piece(theirs + names.gate_up, w13.shape, w13.name), Piece(theirs + names.down, w2.shape, w2.name)
-            return LoadPlan((w13, w2), whole)
-        pieces = []
-        for local, expert in enumerate(experts):
-            gate, up, down = (theirs + x.format(expert) for x in (names.gate_up or names.gate, names.up, names.down))
-            if names.gate_up:
-                pieces.append(Piece(gate, (total, 2 * inner, width), w13.name, at=(local,), take=(expert,)))
-                pieces.append(Piece(down, (total, width, inner), w2.name, at=(local,), take=(expert,)))
+        """Plans some experts: 0, 1, ... of `ours` + "w13" and "w2", and their biases."""
+        inner, count = self.size, len(experts)
+        params = [Param(ours + "w13", (count, 2 * inner, width)), Param(ours + "w2", (count, width, inner))]
+        if self.bias:
+            params += [Param(ours + "w13_bias", (count, 2 * inner)), Param(ours + "w2_bias", (count, width))]
+        pieces = [
+            replace(piece, source=theirs + piece.source, param=ours + piece.param, at=(local, *piece.at))
+            for local, expert in enumerate(experts)
+            for piece in self._pieces(names, expert, width)
+        ]
+        return LoadPlan(tuple(params), tuple(pieces))
+
+    def _pieces(self, names: ExpertNames, expert: int, width: int) -> Iterator[Piece]:
+        """Yields what fills one expert, without its place among the local ones."""
+        inner, whole = self.size, slice(None)
+        one, take = ((self.num_experts,), (expert,)) if names.in_one else ((), ())
+        halves = (slice(0, inner), slice(inner, 2 * inner))
+        taken = (slice(0, None, 2), slice(1, None, 2)) if names.by_turns else halves
+        for half, part, name in zip(halves, taken, (names.gate, names.up), strict=True):
+            if not names.gate_up:
+                yield Piece(name.format(expert), (*one, inner, width), "w13", (half,), take)
+            elif names.transposed:
+                yield Piece(
+                    names.gate_up, (*one, width, 2 * inner), "w13", (half,), (*take, whole, part), transposed=True
+                )
             else:
-                pieces.append(Piece(gate, (inner, width), w13.name, at=(local, slice(0, inner))))
-                pieces.append(Piece(up, (inner, width), w13.name, at=(local, slice(inner, 2 * inner))))
-                pieces.append(Piece(down, (width, inner), w2.name, at=(local,)))
-        return LoadPlan((w13, w2), tuple(pieces))
+                yield Piece(names.gate_up, (*one, 2 * inner, width), "w13", (half,), (*take, part))
+            if self.bias:
+                yield Piece(names.gate_up_bias, (*one, 2 * inner), "w13_bias", (half,), (*take, part))
+        down = (*one, inner, width) if names.transposed else (*one, width, inner)
+        yield Piece(names.down.format(expert), down, "w2", (), take, transposed=names.transposed)
+        if self.bias:
+            yield Piece(names.down_bias, (*one, width), "w2_bias", (), take)
 
     def build(self, build: Builder, name: str) -> FeedForwardLayer:
         """See `FeedForward`."""
-        from moeserve.blocks.feed_forward_layer import build_moe
+        from moeserve.blocks.feed_forward_layer import build_beside, build_moe
 
-        return build_moe(self, build, name)
+        return build_beside(self, self.beside, build, name) if self.beside else build_moe(self, build, name)
 
     def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
         """See `FeedForward`."""

@@ -5,15 +5,21 @@ T tokens, D model width, I expert width, K experts per token.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import Tensor
+
 from moeserve.blocks.build import Builder
-from moeserve.blocks.feed_forward import MoE
-from moeserve.blocks.linear import SharedMLP, gathered_bytes
+from moeserve.blocks.feed_forward import Dense, MoE
+from moeserve.blocks.linear import GatedMLP, SharedMLP, gathered_bytes
+from moeserve.blocks.norm import Norm
 from moeserve.comm.tensor import ALONE
 from moeserve.moe.all2all.layout import TERMS
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.layer import MoELayer, SharedExpert
 from moeserve.moe.physical import LogicalToPhysical
 from moeserve.moe.routing import Router
+from moeserve.moe.ubatch import UBatch
 from moeserve.ops.linear import LARGEST_PAD, padded_rows
 
 FP32, INT64 = 4, 8  # bytes
@@ -36,18 +42,49 @@ def build_moe(spec: MoE, build: Builder, name: str) -> MoELayer:
         mlp = build.gated(
             name + "shared_", spec.shared.size, ALONE, spec.shared.activation
         )  # reads this rank's tokens only
-        shared = SharedMLP(ops, params.pop(name + "shared_gate", None), mlp)
+        shared = SharedMLP(ops, params.pop(name + "shared_gate", None), mlp, spec.shared.scale)
     to_physical = LogicalToPhysical(build.placement, build.num_moe, ops.device, counts_on_device=ops.triton)
     build.num_moe += 1
     layer: MoELayer = moe.layer(router, packed, to_physical, shared, build.tp)
     return layer
 
 
+@dataclass(eq=False)
+class DenseBesideExperts:
+    """The sum of an MLP's and of experts' normed outputs (Gemma 4). Router and experts read norms of the residual
+    stream of their own."""
+
+    mlp: GatedMLP
+    moe: MoELayer
+    router_norm: Norm
+    experts_norm: Norm
+    dense_post_norm: Norm
+    experts_post_norm: Norm
+
+    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, stream_TD: Tensor) -> Tensor:
+        """Returns the block's output [T, D]. x: what the MLP reads."""
+        dense_TD = self.dense_post_norm(self.mlp(x_TD, ubatch.index))
+        routed_TD = self.moe(self.experts_norm(stream_TD), num_tokens, ubatch, self.router_norm(stream_TD))
+        return dense_TD + self.experts_post_norm(routed_TD)
+
+
+def build_beside(spec: MoE, dense: Dense, build: Builder, name: str) -> DenseBesideExperts:
+    """Returns experts beside a dense MLP. The router's input is scaled by D ** -0.5."""
+    norms = {
+        norm: Norm(
+            build.ops, build.eps, build.norm(name + norm) * (build.width**-0.5 if norm == "router_norm" else 1.0)
+        )
+        for norm in ("router_norm", "experts_norm", "dense_post_norm", "experts_post_norm")
+    }
+    mlp = build.gated(name + "dense_", dense.size, build.tp, dense.activation)
+    return DenseBesideExperts(mlp, build_moe(spec, build, name), **norms)
+
+
 def build_router(spec: MoE, build: Builder, name: str) -> Router:
     """Returns the router."""
     rule = spec.router
-    bias_E = build.norm(name + "router_choice_bias") if rule.bias else None
-    scale_E = build.norm(name + "expert_scale") if spec.expert_scale else None
+    bias_E = build.fp32(name + "router_choice_bias") if rule.bias else None
+    scale_E = build.fp32(name + "expert_scale") if spec.expert_scale else None
     return Router(build.linear(name + "router"), spec.top_k, rule, build.ops, bias_E, scale_E)
 
 
@@ -58,7 +95,7 @@ def dense_workspace(inner: int, width: int, tokens: int, size: int, tp_size: int
 
 def moe_workspace(spec: MoE, width: int, tokens: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of an MoE block; see `FeedForward.workspace`."""
-    shared = spec.shared.size if spec.shared else 0
+    shared = max(block.size for block in (spec.shared, spec.beside, Dense(size=0)) if block)
     dense = tokens * (4 * shared + 2 * width) * size
     own = padded_rows(-(-tokens // tp_size), LARGEST_PAD)  # tokens that this rank sends to experts
     pairs = own * spec.top_k

@@ -22,6 +22,7 @@ from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
 FP32 = 4  # bytes
+EPS = 1e-6  # of the norms of latents, whatever the other norms have
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,11 @@ def build_latent_attention(spec: LatentAttention, build: Builder, name: str, gro
         make_queries = build.linear(name + "q")
     else:
         norm = build.norm(name + "q_norm")
-        make_queries = CompressedQueries(
-            build.ops, build.linear(name + "q_a"), norm, build.eps, build.linear(name + "q_b")
-        )
+        make_queries = CompressedQueries(build.ops, build.linear(name + "q_a"), norm, EPS, build.linear(name + "q_b"))
     # Per head W_UK [n, L] and W_UV [v, L], one below the other.
     kv_b = build.params.pop(name + "kv_b").view(heads, -1, spec.rank)
     scale = queries**-0.5 if spec.scale is None else spec.scale
-    rule = LatentRule(heads, spec.nope_dim, spec.rope_dim, spec.rank, scale, build.eps, build.norm(name + "kv_norm"))
+    rule = LatentRule(heads, spec.nope_dim, spec.rope_dim, spec.rank, scale, EPS, build.norm(name + "kv_norm"))
     return LatentAttentionLayer(
         spec,
         build.ops,

@@ -87,13 +87,13 @@ class GatedMLP:
 
 
 class SharedMLP:
-    """A shared expert on one rank, for any number of rows: mlp(x), or sigmoid(gate . x) * mlp(x) (Qwen2-MoE).
+    """A shared expert on one rank, for any number of rows: scale * mlp(x), or sigmoid(gate . x) * mlp(x) (Qwen2-MoE).
 
     The gate's single row is widened so that its product and sigmoid are row-invariant.
     """
 
-    def __init__(self, ops: Ops, gate_1D: Tensor | None, mlp: GatedMLP) -> None:
-        self._ops, self._gate, self._mlp = ops, None, mlp
+    def __init__(self, ops: Ops, gate_1D: Tensor | None, mlp: GatedMLP, scale: float = 1.0) -> None:
+        self._ops, self._gate, self._mlp, self._scale = ops, None, mlp, scale
         if gate_1D is not None:
             self._gate = ops.pack_linear(torch.nn.functional.pad(gate_1D, (0, 0, 0, LANES - 1)), None)
 
@@ -105,4 +105,4 @@ class SharedMLP:
         y_TD = self._mlp(x_TD, 0)
         if self._gate is not None:
             y_TD = (y_TD * self._ops.sigmoid_gate(self._gate(x_TD))).to(x_TD.dtype)
-        return y_TD[:rows]
+        return y_TD[:rows] if self._scale == 1.0 else y_TD[:rows] * self._scale

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import KVRule
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class Mixer(Protocol):
     @property
     def rule(self) -> KVRule:
         """How long its cache entries are needed."""
+        ...
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        """Its rotary embedding, if it has one."""
         ...
 
     @property

@@ -13,14 +13,17 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding. kind: `default`, `linear`, `llama3` or `yarn`; numbers as in config.json's rope_parameters.
+    """Rotary embedding. kind: `default`, `linear`, `llama3`, `yarn` or `longrope`; numbers as in config.json's
+    rope_parameters.
 
     size: elements of a head that rotate, the first ones; None: all. interleaved: pairs lie side by side (GPT-J,
-    DeepSeek) and not half a head apart.
+    DeepSeek) and not half a head apart. still: so many of the slowest pairs do not rotate (Gemma 4).
+    short_factors, long_factors: of each wavelength (longrope); the long ones, and long_attention_factor, where requests
+    may have more than the original positions.
     """
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -31,6 +34,10 @@ class RopeSpec:
     attention_factor: float = 1.0  # on cos and sin
     size: int | None = None
     interleaved: bool = False
+    still: int = 0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    long_attention_factor: float = 1.0
 
 
 def half_layout(rope: RopeSpec | None, head_dim: int) -> list[int] | None:

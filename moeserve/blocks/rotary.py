@@ -1,7 +1,7 @@
 """Angles of the rotary embedding: one table per model, computed once, looked up by position.
 
 T tokens, d head width. Kinds: default (Su et al. 2021), linear (position interpolation, Chen et al. 2023), llama3
-(Llama 3.1's frequency-dependent scaling), yarn (Peng et al. 2023).
+(Llama 3.1's frequency-dependent scaling), yarn (Peng et al. 2023), longrope (Ding et al. 2024).
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from torch import Tensor
 from moeserve.blocks.rope import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Returns the radians per position, fp32 [d / 2]."""
+def inverse_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) -> Tensor:
+    """Returns the radians per position, fp32 [d / 2]. long: requests may have more than the original positions."""
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.long_factors if long else rope.short_factors) * rope.theta**exponents)
     freqs = 1.0 / rope.theta**exponents
+    if rope.still:
+        freqs[-rope.still :] = 0.0
     if rope.kind == "linear":
         return freqs / rope.factor
     if rope.kind == "llama3":
@@ -28,7 +32,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 def _llama3(freqs: Tensor, rope: RopeSpec) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     turns, low = rope.original_max_position / (2 * math.pi / freqs), rope.low_freq_factor
-    kept = ((turns - low) / (rope.high_freq_factor - low)).clamp(0, 1)
+    band = max(rope.high_freq_factor - low, 1e-9)  # Llama-4 has none
+    kept = ((turns - low) / band).clamp(0, 1)
     return (1 - kept) * freqs / rope.factor + kept * freqs
 
 
@@ -59,10 +64,12 @@ class RotaryTable:
             self.cos, self.sin = (torch.full((1, head_dim // 2), value, device=device) for value in (1.0, 0.0))
             return
         size = rope.size or head_dim
-        freqs, still = inverse_frequencies(rope, size), (0, (head_dim - size) // 2)
+        long = rope.kind == "longrope" and max_position > rope.original_max_position
+        magnitude = rope.long_attention_factor if long else rope.attention_factor
+        freqs, still = inverse_frequencies(rope, size, long=long), (0, (head_dim - size) // 2)
         # fp32 products, as in training; cosines in double precision, so that the tables' length cannot matter
         angles = (torch.arange(max_position).float()[:, None] * freqs).double()
-        cos, sin = ((table * rope.attention_factor).float() for table in (angles.cos(), angles.sin()))
+        cos, sin = ((table * magnitude).float() for table in (angles.cos(), angles.sin()))
         self.cos = torch.nn.functional.pad(cos, still, value=1.0).to(device)
         self.sin = torch.nn.functional.pad(sin, still).to(device)
 

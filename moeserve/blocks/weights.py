@@ -21,13 +21,23 @@ if TYPE_CHECKING:
 class ExpertNames:
     """One spelling of the routed experts, relative to a layer; `{}` stands for the expert's id.
 
-    gate, up, down: one tensor per expert. gate_up, down: all experts in one tensor, [E, 2I, D] and [E, D, I].
+    gate, up, down: one tensor per expert, or, without `{}`, of all experts, [E, I, D] and [E, D, I]. gate_up: both of
+    all experts, [E, 2I, D]. transposed: [E, D, 2I] and [E, I, D]. by_turns: gate and up take turns along 2I.
     """
 
     down: str
     gate: str = ""
     up: str = ""
     gate_up: str = ""
+    gate_up_bias: str = ""
+    down_bias: str = ""
+    transposed: bool = False
+    by_turns: bool = False
+
+    @property
+    def in_one(self) -> bool:
+        """Whether a tensor has all experts."""
+        return "{}" not in self.down
 
 
 PER_EXPERT = ExpertNames(
@@ -42,16 +52,21 @@ FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_p
 class Names:
     """The names of a family's tensors, where they are not Llama's.
 
-    model, head: of the decoder and of the LM head. spelled: tensors of a layer by the name that blocks ask for, each
-    with the spellings of its checkpoints, the usual one first; a name that is not there is its own spelling. experts:
-    likewise. ignored: endings of tensors, and beginnings of layers' names, that the model does not need.
+    model, head: of the decoder and of the LM head. embed: of the embedding. spelled: tensors of a layer by the name
+    that blocks ask for, each with the spellings of its checkpoints, the usual one first; a name that is not there is
+    its own spelling. Parts of a parameter that are spelled alike lie one below the other in one tensor. experts:
+    likewise. boxed: endings of tensors that have one more dimension, of size 1. ignored, foreign: endings, and
+    beginnings, of tensors that the model does not need.
     """
 
     model: str = "model."
     head: str = "lm_head.weight"
+    embed: str = "embed_tokens.weight"
     spelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
     experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)
+    boxed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    foreign: tuple[str, ...] = ()
 
 
 class WeightPlan:
@@ -92,11 +107,19 @@ class WeightPlan:
 
         sources: (name, rows, the rows to take) of each tensor. tail: the other sizes. widened, fp32: see `Param`.
         """
-        start = 0
-        for source, total, rows in sources:
+        one = len(sources) > 1 and len({source for source, _, _ in sources}) == 1
+        start = above = 0
+        for source, count, rows in sources:
             end = start + rows.stop - rows.start
-            self.pieces.append(Piece(source, (total, *tail), param, at=(slice(start, end),), take=(rows,)))
-            start = end
+            total = sum(count for _, count, _ in sources) if one else count
+            shape, take = (total, *tail), (slice(above + rows.start, above + rows.stop),)
+            boxed = source.endswith(self.names.boxed)
+            self.pieces.append(
+                Piece(
+                    source, (1, *shape) if boxed else shape, param, (slice(start, end),), (0, *take) if boxed else take
+                )
+            )
+            start, above = end, above + count if one else 0
         self.params.append(Param(param, (start, *tail), widened, fp32))
 
     def extend(self, plan: LoadPlan) -> None:
@@ -106,5 +129,6 @@ class WeightPlan:
 
     def finish(self, ignored: Collection[str] = ()) -> LoadPlan:
         """Returns the load plan. ignored: tensors that may be present beside those of `Names.ignored`."""
-        unneeded = {name for name in self.present if name.endswith(self.names.ignored)}
+        names = self.names
+        unneeded = {name for name in self.present if name.endswith(names.ignored) or name.startswith(names.foreign)}
         return LoadPlan(tuple(self.params), tuple(self.pieces), frozenset({*ignored, *unneeded, *self.elsewhere}))

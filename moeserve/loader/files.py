@@ -143,6 +143,11 @@ class Fields:
             return value
         raise self.error(key, "it must be an object or null")
 
+    def only(self, key: str, value: Any) -> None:
+        """Refuses a value other than `value`, which is what is computed; an absent key and null mean it, too."""
+        if self.values.get(key) not in (None, value):
+            raise self.error(key, f"only {value!r} is supported")
+
     def unsupported(self, key: str, remedy: str) -> None:
         """Refuses a key that would change the model's result if it were ignored."""
         if self.values.get(key) is not None:

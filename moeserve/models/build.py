@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 from moeserve.blocks.build import Builder
+from moeserve.blocks.feed_forward import MoE
+from moeserve.blocks.norm import Norm
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World, share
 from moeserve.models.decoder import Decoder, Layer
-from moeserve.models.spec import LayerSpec, ModelSpec
+from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.all2all.local import LocalAll2All
 from moeserve.moe.experts.base import Experts
@@ -51,16 +53,16 @@ def build_decoder(
         placement = Placement.initial(len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
     build = Builder(
         spec.hidden_size, spec.norm_eps, max_position or spec.max_position, params, ops, world, tp, placement,
-        lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens),
+        lambda: _plan_moe(spec, ops, placement, world, backends, ubatches, max_tokens), spec.norm.shift,
     )  # fmt: skip
     groups = list(dict.fromkeys(spec.kv_rules))
-    layers = [_layer(build, spec.layers[i], f"layers.{i}.", groups.index(rule)) for i, rule in enumerate(spec.kv_rules)]
+    layers = [_layer(build, spec, i, groups.index(rule)) for i, rule in enumerate(spec.kv_rules)]
     embed = params.pop("embed")
     if spec.tie_embeddings:
         params["lm_head"] = embed[share(spec.vocab_size, tp.size, tp.rank)]
     columns = build.columns("lm_head", spec.vocab_size)
     head = columns.part if tp.size == 1 else partial(columns, channel=0)
-    decoder = Decoder(spec, ops, embed, layers, build.norm("norm"), head)
+    decoder = Decoder(spec, ops, embed, layers, _norm(build, spec, "norm"), head)
     assert not params, f"parameters that nothing uses: {sorted(params)}"
     return decoder
 
@@ -101,11 +103,22 @@ def _plan_moe(
     return plan
 
 
-def _layer(build: Builder, spec: LayerSpec, name: str, group: int) -> Layer:
-    """Builds the layer whose parameters begin with `name`. group: its KV group."""
+def _norm(build: Builder, spec: ModelSpec, name: str) -> Norm:
+    """Returns the norm of the stream or of outputs whose parameters are `name` and its bias."""
+    weight = build.norm(name)
+    return Norm(
+        build.ops, spec.norm_eps, weight, build.fp32(name + "_bias") if spec.norm.bias else None, spec.norm.centred
+    )
+
+
+def _layer(build: Builder, spec: ModelSpec, index: int, group: int) -> Layer:
+    """Builds a layer. group: its KV group."""
+    layer, name = spec.layers[index], f"layers.{index}."
     return Layer(
-        attn_norm=build.norm(name + "attn_norm"),
-        mixer=spec.mixer.build(build, name, group),
-        mlp_norm=build.norm(name + "mlp_norm"),
-        feed_forward=spec.feed_forward.build(build, name),
+        mixer=layer.mixer.build(build, name, group),
+        feed_forward=layer.feed_forward.build(build, name),
+        **{norm: _norm(build, spec, name + norm) for norm, _ in layer.norms},
+        parallel=layer.parallel,
+        reads_stream=isinstance(layer.feed_forward, MoE) and layer.feed_forward.beside is not None,
+        scale=build.fp32(name + "scale") if layer.scaled else None,
     )

@@ -1,4 +1,4 @@
-"""The pre-norm decoder of every family here: embed, layers of a mixer and an MLP or experts, norm, LM head.
+"""The decoder of every family here: embed, layers of a mixer and an MLP or experts, norm, LM head.
 
 T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S rows that sample.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeserve.blocks.feed_forward import FeedForwardLayer
 from moeserve.blocks.mixer import MixerLayer
+from moeserve.blocks.norm import Norm
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.ubatch import UBatch
@@ -24,12 +25,17 @@ from moeserve.ops.table import Ops
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer."""
+    """One decoder layer; see `LayerSpec`. reads_stream: the feed-forward block takes the residual stream, too."""
 
-    attn_norm: Tensor
     mixer: MixerLayer
-    mlp_norm: Tensor
     feed_forward: FeedForwardLayer
+    attn_norm: Norm | None = None
+    attn_post_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+    parallel: bool = False
+    scale: Tensor | None = None
+    reads_stream: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -43,12 +49,12 @@ class Decoder:
     ops: Ops
     embed_VD: Tensor
     layers: Sequence[Layer]
-    norm_D: Tensor
+    norm: Norm
     head: Linear
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)
-        self._mix, self._add = self.ops.trace(self._mix_and_norm), self.ops.trace(self._add_and_norm)
+        self._mix, self._add = self.ops.trace(self._mix_and_add), self.ops.trace(self._add_up)
 
     def forward(self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
         """Returns hidden states after the final norm, [T, D]. caches: of the layers, which the tokens are added to."""
@@ -63,12 +69,17 @@ class Decoder:
         residual = ops.embedding(ids, self.embed_VD)
         if spec.embedding_scale != 1.0:
             residual = residual * spec.embedding_scale
-        x = ops.rms_norm(residual, self.layers[0].attn_norm, spec.norm_eps)
-        next_norms = [layer.attn_norm for layer in self.layers[1:]] + [self.norm_D]
-        for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
-            x, residual = self._mix(layer, x, residual, prepared[layer.mixer.prepare], cache, ubatch.index)
-            x = layer.feed_forward(x, real, ubatch)
-            x, residual = self._add(x, residual, next_norm)
+        first, *others = (layer.attn_norm for layer in self.layers)
+        x = residual if first is None else first(residual)
+        for layer, cache, norm in zip(self.layers, caches, (*others, self.norm), strict=True):
+            prepare = prepared[layer.mixer.prepare]
+            if layer.parallel:
+                mixed = layer.mixer(x, prepare, cache, ubatch.index)
+                x = layer.feed_forward(x, real, ubatch) + mixed
+            else:
+                x, residual = self._mix(layer, x, residual, prepare, cache, ubatch.index)
+                x = layer.feed_forward(x, real, ubatch, *((residual,) if layer.reads_stream else ()))
+            x, residual = self._add(x, residual, layer.mlp_post_norm, norm, layer.scale)
         return x[:num_tokens]
 
     @property
@@ -79,7 +90,8 @@ class Decoder:
     @property
     def moe_layers(self) -> list[MoELayer]:
         """The layers with experts, in order."""
-        return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoELayer)]
+        blocks = [getattr(layer.feed_forward, "moe", layer.feed_forward) for layer in self.layers]
+        return [block for block in blocks if isinstance(block, MoELayer)]
 
     def serve(self, ubatch: UBatch) -> None:
         """Takes part in a step in which this rank has no tokens: its experts compute for other ranks."""
@@ -94,16 +106,30 @@ class Decoder:
         extra = self.ops.pad_rows(rows) - rows
         padded = torch.nn.functional.pad(hidden_SD, (0, 0, 0, extra)) if extra else hidden_SD
         logits_SV = self.head(padded)[:rows].float()
-        return logits_SV if self.spec.logits_divisor == 1.0 else logits_SV / self.spec.logits_divisor
+        if self.spec.logits_divisor != 1.0:
+            logits_SV = logits_SV / self.spec.logits_divisor
+        return self.ops.soft_cap(logits_SV, self.spec.logits_cap) if self.spec.logits_cap else logits_SV
 
-    def _mix_and_norm(
+    def _mix_and_add(
         self, layer: Layer, x: Tensor, residual: Tensor, step: Any, cache: LayerCache, channel: int
     ) -> tuple[Tensor, Tensor]:
         """Computes a layer from behind its first norm to behind its second one."""
-        return self._add_and_norm(layer.mixer(x, step, cache, channel), residual, layer.mlp_norm)
+        return self._add_up(layer.mixer(x, step, cache, channel), residual, layer.attn_post_norm, layer.mlp_norm, None)
 
-    def _add_and_norm(self, x: Tensor, residual: Tensor, norm_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (input of the next block, residual)."""
+    def _add_up(
+        self, x: Tensor, residual: Tensor, post_norm: Norm | None, norm: Norm | None, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (input of the next block, residual stream), the stream with a block's output x added.
+
+        post_norm: of x. norm: of the next block. scale: of the layer.
+        """
+        if post_norm is not None:
+            x = post_norm(x)
         if self.spec.residual_scale != 1.0:
             x = x * self.spec.residual_scale
-        return self.ops.add_rms_norm(x, residual, norm_D, self.spec.norm_eps)
+        if norm is not None and scale is None:
+            return norm.add(x, residual)
+        total = x + residual
+        if scale is not None:
+            total = (total * scale).to(total.dtype)
+        return total if norm is None else norm(total), total

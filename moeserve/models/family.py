@@ -8,17 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moeserve.blocks.attention import Attention
-from moeserve.blocks.feed_forward import Dense, MoE
+from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
+from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
-from moeserve.errors import CheckpointError
+from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader.files import Fields
-from moeserve.models.rope_config import read_rope
+from moeserve.models.rope_config import read_rope, rope_fields, temperature
+from moeserve.ops.rules import RouterRule
 
 MAX_LAYERS = 1000
 MAX_WIDTH = 2**20
 MAX_POSITION = 2**27
-_MAX_EXPERTS = 4096
+MAX_EXPERTS = 4096
 _MAX_HEADS = 4096
 MAX_MULTIPLIER = 1e6
 SpecFields = dict[str, Any]  # of ModelSpec, by name
@@ -29,16 +31,25 @@ QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
 class Family:
     """One architecture.
 
-    architecture, model_type: as config.json has them. fields(config): the fields of ModelSpec that families differ in,
-    `layers` among them. defaults: the values where config.json is silent, those of the family's configuration class in
-    transformers 5.
+    architecture, model_type (one or several): as config.json has them. fields(config): the fields of ModelSpec that
+    families differ in, `layers` among them. defaults: the values where config.json is silent, those of the family's
+    configuration class in transformers 5. aliases: other spellings of keys, each with the key that is read. text: the
+    key of the text model's config in a multimodal one's. hidden_act: the activation.
     """
 
     architecture: str
-    model_type: str
+    model_type: str | tuple[str, ...]
     fields: Callable[[Fields], SpecFields]
     defaults: dict[str, Any]
     names: Names = field(default_factory=Names)
+    aliases: dict[str, str] = field(default_factory=dict)
+    text: str = ""
+    hidden_act: str = "silu"
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The spellings of the model type."""
+        return (self.model_type,) if isinstance(self.model_type, str) else self.model_type
 
 
 def num_layers(config: Fields) -> int:
@@ -46,8 +57,10 @@ def num_layers(config: Fields) -> int:
     return config.integer("num_hidden_layers", 1, MAX_LAYERS)
 
 
-def attention(config: Fields, **options: Any) -> Attention:
-    """Reads heads and rotary embedding. options: further fields of Attention."""
+def attention(
+    config: Fields, *, layer_type: str | None = None, rope: dict[str, Any] | None = None, **options: Any
+) -> Attention:
+    """Reads heads and rotary embedding. layer_type, rope: for `read_rope`. options: further fields of Attention."""
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, _MAX_HEADS)
     num_kv_heads = config.optional_integer("num_key_value_heads", 1, num_heads) or num_heads
@@ -61,13 +74,46 @@ def attention(config: Fields, **options: Any) -> Attention:
     if head_dim % 2:
         raise CheckpointError(f"{config.path}: the size of a head is {head_dim}; it must be even to be rotated")
     shape: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    return Attention(**{"rope": read_rope(config), **shape, **options})
+    return Attention(**{"rope": read_rope(config, head_dim, layer_type, **(rope or {})), **shape, **options})
 
 
-def attention_bias(config: Fields) -> dict[str, bool]:
+def attention_bias(config: Fields) -> dict[str, Any]:
     """Reads whether qkv and out have biases."""
     bias = config.boolean("attention_bias")
     return {"qkv_bias": bias, "out_bias": bias}
+
+
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_interleave": True,
+    "v_head_dim": 128,
+}  # defaults of latent attention
+
+
+def latent_attention(config: Fields, **options: Any) -> LatentAttention:
+    """Reads DeepSeek's attention. options: further fields of LatentAttention.
+
+    Scores of a model with YaRN grow with what its context was stretched by.
+    """
+    nope, rotated = (config.integer(f"qk_{part}_head_dim", 2, _MAX_HEADS) for part in ("nope", "rope"))
+    scaling, magnitude = rope_fields(config), 1.0
+    if scaling.raw("rope_type") != "default" and scaling.raw("mscale_all_dim"):
+        magnitude = temperature(scaling.number("factor", 1.0, 1e6), scaling.number("mscale_all_dim", 0, 100.0))
+    return LatentAttention(
+        num_heads=config.integer("num_attention_heads", 1, _MAX_HEADS),
+        nope_dim=nope,
+        rope_dim=rotated,
+        v_dim=config.integer("v_head_dim", 1, _MAX_HEADS),
+        rank=config.integer("kv_lora_rank", 1, MAX_WIDTH),
+        q_rank=config.optional_integer("q_lora_rank", 1, MAX_WIDTH),
+        rope=read_rope(config, rotated, partial=None, interleaved=config.boolean("rope_interleave")),
+        bias=config.boolean("attention_bias"),
+        scale=(nope + rotated) ** -0.5 * magnitude**2,
+        **options,
+    )
 
 
 def with_windows(mixer: Attention, windows: Sequence[int | None]) -> list[Attention]:
@@ -86,9 +132,64 @@ def moe(config: Fields, size_key: str = "moe_intermediate_size", **options: Any)
     for key in keys[1:]:
         if config.values[key] != config.values[keys[0]]:
             raise config.error(keys[0], f"but {key} is {config.values[key]!r}; remove one of the two")
-    num_experts = config.integer(keys[0] if keys else "num_experts", 1, _MAX_EXPERTS)
+    num_experts = config.integer(keys[0] if keys else "num_experts", 1, MAX_EXPERTS)
     top_k = config.integer("num_experts_per_tok", 1, num_experts)
+    router: RouterRule = options["router"]
+    try:
+        router.check(num_experts, top_k)
+    except ConfigError as error:
+        raise CheckpointError(f"{config.path}: {error}") from None
     return MoE(num_experts=num_experts, top_k=top_k, size=config.integer(size_key, 1, MAX_WIDTH), **options)
+
+
+def deepseek_router(config: Fields) -> RouterRule:
+    """Reads the rule of DeepSeek-V3, which most families with sigmoid scores share."""
+    return RouterRule(
+        score="sigmoid",
+        bias=True,
+        groups=config.optional_integer("n_group", 1, MAX_EXPERTS) or 1,
+        kept_groups=config.optional_integer("topk_group", 1, MAX_EXPERTS) or 1,
+        renormalize=config.boolean("norm_topk_prob"),
+        epsilon=1e-20,
+        scale=config.optional_number("routed_scaling_factor", 0, MAX_MULTIPLIER) or 1.0,
+        fp32=True,
+    )
+
+
+def shared_experts(
+    config: Fields,
+    key: str = "n_shared_experts",
+    name: str = "mlp.shared_experts",
+    size_key: str = "moe_intermediate_size",
+    *,
+    bias: bool = False,
+) -> SharedExpert | None:
+    """Reads the experts that every token passes: one MLP, as wide as all of them together. None without any."""
+    count = config.optional_integer(key, 0, MAX_EXPERTS)
+    size = config.integer(size_key, 1, MAX_WIDTH)
+    return SharedExpert(size=count * size, name=name, bias=bias) if count else None
+
+
+def first_dense(config: Fields, experts: MoE, mlp: Dense) -> list[Dense | MoE]:
+    """Reads `first_k_dense_replace`: how many layers are dense before those with experts."""
+    count = num_layers(config)
+    first = config.integer("first_k_dense_replace", 0, count)
+    return [mlp] * first + [experts] * (count - first)
+
+
+def listed_moe(config: Fields, experts: MoE, mlp: Dense, first: int | None = None) -> list[Dense | MoE]:
+    """Reads `mlp_layer_types`. first: dense layers where config.json is silent; None: see `first_dense`."""
+    kinds, count = config.raw("mlp_layer_types"), num_layers(config)
+    if kinds is None:
+        return first_dense(config, experts, mlp) if first is None else [mlp] * first + [experts] * (count - first)
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise config.error("mlp_layer_types", f"it must list dense or sparse for each of {count} layers")
+    return [mlp if kind == "dense" else experts for kind in kinds]
+
+
+def mtp_layers(config: Fields) -> int:
+    """Reads how many layers for multi-token prediction follow the model's own in its checkpoint."""
+    return config.optional_integer("num_nextn_predict_layers", 0, MAX_LAYERS) or 0
 
 
 def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:
@@ -136,6 +237,11 @@ def layer_types(
     if not isinstance(types, list) or len(types) != count or any(kind not in known for kind in types):
         raise config.error("layer_types", f"it must list one of {', '.join(known)} for each of {count} layers")
     return types
+
+
+def alternating(config: Fields, every: int) -> list[str]:
+    """Returns the kinds of layers of which each `every`-th has full attention, and the others slide."""
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers(config))]
 
 
 def switched_window(config: Fields) -> int | None:

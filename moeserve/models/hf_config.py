@@ -7,22 +7,31 @@ compute, is refused: a wrong answer is worse than none.
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from moeserve.blocks.rope import RopeSpec
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
 from moeserve.loader.files import Fields, read_json
 from moeserve.loader.generation_config import read_eos_ids
 from moeserve.loader.quantisation import read_stored_formats
-from moeserve.models.family import MAX_POSITION, MAX_WIDTH
+from moeserve.models import mistral_params
+from moeserve.models.family import MAX_POSITION, MAX_WIDTH, Family
 from moeserve.models.registry import FAMILIES
-from moeserve.models.rope_config import longest_context, read_rope
-from moeserve.models.spec import ModelSpec
+from moeserve.models.rope_config import longest_context
+from moeserve.models.spec import LayerSpec, ModelSpec
+
+log = logging.getLogger(__name__)
 
 _FILE = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_VOCAB = 4 * 2**20
+# of a multimodal config.json, beside the text model's own
+_OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
 
 _COMMON_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
@@ -39,17 +48,15 @@ _COMMON_DEFAULTS: dict[str, Any] = {
 
 def read_model_spec(model_dir: Path) -> ModelSpec:
     """Returns the spec of the model in `model_dir`. Raises CheckpointError naming file, key, value and remedy."""
-    values = read_json(model_dir, _FILE)
-    path = model_dir / _FILE
+    path, values = _read(model_dir)
     architecture = _architecture(path, values)
     family = FAMILIES[architecture]
-    config = Fields(path, values, {**_COMMON_DEFAULTS, **family.defaults})
-    config.unsupported(
-        "auto_map", "it asks to run the checkpoint's own Python code, which moeserve never does; remove this key "
-        "if the files are those of an ordinary model of this architecture",
-    )  # fmt: skip
-    config.unsupported("per_layer_config", "models whose layers differ in size are not supported")
-    config.choice("hidden_act", ("silu",))
+    if values.get("auto_map"):
+        log.info("%s: auto_map is ignored; %s is built in, and code of a checkpoint never runs", path, architecture)
+    config = Fields(path, _text_values(path, values, family), {**_COMMON_DEFAULTS, **family.defaults})
+    if "per_layer_config" not in family.defaults:
+        config.unsupported("per_layer_config", "models whose layers differ in size are not supported")
+    config.choice("hidden_act", (family.hidden_act,))
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCAB)
     fields = family.fields(config)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
@@ -59,8 +66,10 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
         dtype=_dtype(config, model_dir),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        max_position=longest_context(read_rope(config), max_position),
-        norm_eps=config.number("rms_norm_eps", 0, 1.0),
+        max_position=max(
+            (longest_context(rope, max_position) for rope in _ropes(fields["layers"])), default=max_position
+        ),
+        norm_eps=fields.pop("norm_eps", None) or config.number("rms_norm_eps", 0, 1.0),
         tie_embeddings=config.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos_ids(model_dir, config, vocab_size),
         stored=read_stored_formats(config),
@@ -68,23 +77,55 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
     )
 
 
+def _read(model_dir: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns the file that describes the model, and what it says in the keys of config.json."""
+    path = model_dir / mistral_params.FILE
+    if os.path.lexists(path) and not os.path.lexists(model_dir / _FILE):
+        return path, mistral_params.as_config(path, read_json(model_dir, mistral_params.FILE))
+    return model_dir / _FILE, read_json(model_dir, _FILE)
+
+
+def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the keys of the text model, each in the spelling that is read."""
+    if family.text:
+        outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
+        values = outer | Fields(path, values, {}).section(family.text)
+        values |= {key: outer[key] for key in ("tie_word_embeddings",) if key in outer}
+    for alias, key in family.aliases.items():
+        if values.get(alias) is not None and values.get(key) is None:
+            values = values | {key: values[alias]}
+    return values
+
+
+def _ropes(layers: Iterable[LayerSpec]) -> list[RopeSpec]:
+    """Returns the different rotary embeddings of a model."""
+    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
+    return [rope for rope in ropes if rope is not None]
+
+
 def _architecture(path: Path, values: dict[str, Any]) -> str:
     """Returns the first supported class in `architectures`; without that key, the class of `model_type`."""
-    supported = ", ".join(FAMILIES)
+    supported = ", ".join(sorted({_short(name) for name in FAMILIES}))
     config = Fields(path, values, {"architectures": None, "model_type": None})
     model_type, names = config.raw("model_type"), config.raw("architectures")
     if names is None and model_type is None:
         raise CheckpointError(f"{path}: architectures is missing; supported: {supported}")
     if names is None:
-        names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+        names = [name for name, family in FAMILIES.items() if model_type in family.model_types]
         if not names:
             raise config.error("model_type", f"supported architectures: {supported}")
     found = [name for name in names if isinstance(name, str) and name in FAMILIES] if isinstance(names, list) else []
     if not found:
         raise config.error("architectures", f"supported: {supported}")
-    if model_type not in (None, FAMILIES[found[0]].model_type):
-        raise config.error("model_type", f"{found[0]} has {FAMILIES[found[0]].model_type!r}; fix one of the two")
+    known = FAMILIES[found[0]].model_types
+    if model_type not in (None, *known):
+        raise config.error("model_type", f"{found[0]} has {' or '.join(map(repr, known))}; fix one of the two")
     return found[0]
+
+
+def _short(architecture: str) -> str:
+    """Returns an architecture's name for a list of all."""
+    return architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:

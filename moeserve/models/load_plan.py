@@ -24,8 +24,8 @@ def load_plan(
     placement: the experts of this rank, in order (default: `Placement.initial`). Raises ConfigError when the heads
     cannot be shared out.
 
-    Parameters: embed, norm, lm_head (unless tied) and per layer attn_norm, mlp_norm, and those of its blocks; biases
-    end in _bias.
+    Parameters: embed, norm, lm_head (unless tied) and per layer its norms, scale, and those of its blocks; biases end
+    in _bias.
     """
     world = world or World()
     spec.check_tp(world.tp_size)
@@ -33,16 +33,26 @@ def load_plan(
         placement = Placement.initial(len(spec.moe_layers), max(1, spec.num_experts), world.num_expert_ranks)
     names = FAMILIES[spec.architecture].names
     plan = WeightPlan(spec.hidden_size, names, present, world, placement)
-    plan.add("embed", (spec.vocab_size, spec.hidden_size), names.model + "embed_tokens.weight")
+    plan.add("embed", (spec.vocab_size, spec.hidden_size), names.model + names.embed)
     plan.add("norm", (spec.hidden_size,), names.model + "norm.weight")
+    if spec.norm.bias:
+        plan.add("norm_bias", (spec.hidden_size,), names.model + "norm.bias")
     if not spec.tie_embeddings:
         plan.add("lm_head", (spec.vocab_size, spec.hidden_size), names.head, sharded=True)
+        if spec.head_bias:
+            plan.add("lm_head_bias", (spec.vocab_size,), names.head.replace("weight", "bias"), sharded=True)
     for index, layer in enumerate(spec.layers):
         ours, theirs = f"layers.{index}.", f"{names.model}layers.{index}."
-        plan.add(ours + "attn_norm", (plan.width,), plan.spell(theirs, "input_layernorm.weight"))
         layer.mixer.plan(plan, ours, theirs)
-        plan.add(ours + "mlp_norm", (plan.width,), plan.spell(theirs, "post_attention_layernorm.weight"))
         layer.feed_forward.plan(plan, ours, theirs)
+        for mine, name in layer.norms:
+            plan.add(ours + mine, (plan.width,), plan.spell(theirs, name + ".weight"))
+            if spec.norm.bias:
+                plan.add(ours + mine + "_bias", (plan.width,), plan.spell(theirs, name + ".bias"))
+        if layer.scaled:
+            plan.add(ours + "scale", (1,), plan.spell(theirs, "layer_scalar"), fp32=True)
+    unused = tuple(f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers))
+    plan.elsewhere.update(name for name in present if name.startswith(unused))
     return plan.finish([names.head] if spec.tie_embeddings else [])
 
 

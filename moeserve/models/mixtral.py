@@ -11,6 +11,15 @@ from moeserve.models import family
 from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
+EXPERTS = (
+    ExpertNames(
+        gate="block_sparse_moe.experts.{}.w1.weight",
+        up="block_sparse_moe.experts.{}.w3.weight",
+        down="block_sparse_moe.experts.{}.w2.weight",
+    ),
+    FUSED,
+)
+
 
 def _fields(config: Fields) -> family.SpecFields:
     window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
@@ -33,14 +42,7 @@ FAMILY = family.Family(
         "sliding_window": None,
     },
     Names(
-        experts=(
-            ExpertNames(
-                gate="block_sparse_moe.experts.{}.w1.weight",
-                up="block_sparse_moe.experts.{}.w3.weight",
-                down="block_sparse_moe.experts.{}.w2.weight",
-            ),
-            FUSED,
-        ),
+        experts=EXPERTS,
         spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.gate.weight")},
     ),
 )

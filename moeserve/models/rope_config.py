@@ -7,6 +7,7 @@ hold one such object per layer type.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from moeserve.blocks.rope import RopeSpec
@@ -15,31 +16,61 @@ from moeserve.loader.files import Fields
 KINDS = ("default", "linear", "llama3", "yarn")
 _MAX_FACTOR = 1e6
 _MAX_POSITION = 2**27
+_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "alpha")
 
 
-def read_rope(config: Fields) -> RopeSpec:
-    """Returns the rotary embedding; `config`'s defaults hold rope_theta and max_position_embeddings."""
-    key, section = _section(config)
+def read_rope(
+    config: Fields,
+    head_dim: int,
+    layer_type: str | None = None,
+    *,
+    partial: bool | None = False,
+    interleaved: bool = False,
+    more: Sequence[str] = (),
+) -> RopeSpec:
+    """Returns the rotary embedding; `config`'s defaults hold rope_theta and max_position_embeddings.
+
+    layer_type: whose rope it is, where they differ. partial: whether partial_rotary_factor may say that not
+    all of a head rotates; None: head_dim is what does. more: kinds that
+    only this family has.
+    """
+    rope = rope_fields(config, layer_type)
+    kind, theta = rope.choice("rope_type", (*KINDS, *more)), rope.number("rope_theta", 1.0, 1e12)
+    share = rope.optional_number("partial_rotary_factor", 0, 1.0)
+    if kind == "proportional":  # of the pairs of whole heads
+        return RopeSpec(theta=theta, still=head_dim // 2 - int((share or 1.0) * head_dim // 2))
+    if partial is False and share not in (None, 1.0):
+        raise rope.error("partial_rotary_factor", "this architecture rotates the whole head")
+    size = int(head_dim * share) if share and partial else head_dim
+    if size < 2 or size % 2:
+        raise rope.error("partial_rotary_factor", f"{size} of {head_dim} elements would rotate, which is not even")
+    layout: dict[str, Any] = {"size": None if size == head_dim else size, "interleaved": interleaved}
+    match kind:
+        case "linear":
+            return RopeSpec(theta=theta, kind="linear", factor=rope.number("factor", 1.0, _MAX_FACTOR), **layout)
+        case "llama3":
+            return RopeSpec(theta=theta, kind="llama3", **_llama3(config, rope), **layout)
+        case "yarn":
+            return RopeSpec(theta=theta, kind="yarn", **_yarn(config, rope), **layout)
+        case "dynamic":  # with a fixed alpha (Hunyuan): a longer base
+            return RopeSpec(theta=theta * rope.number("alpha", 1.0, _MAX_FACTOR) ** (size / (size - 2)), **layout)
+        case "longrope":
+            return RopeSpec(theta=theta, kind="longrope", **_longrope(config, rope, size), **layout)
+    return RopeSpec(theta=theta, **layout)
+
+
+def rope_fields(config: Fields, layer_type: str | None = None) -> Fields:
+    """Returns the keys of the rotary embedding, wherever config.json has them."""
+    key, section = _section(config, layer_type)
     outer = {name: config.values[name] for name in ("rope_theta", "partial_rotary_factor") if name in config.values}
     defaults = {
         "rope_theta": config.raw("rope_theta"),
         "rope_type": section.get("type", "default"),
         "original_max_position_embeddings": config.raw("max_position_embeddings"),
-        **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")),
+        "partial_rotary_factor": config.defaults.get("partial_rotary_factor"),
+        **dict.fromkeys(_OPTIONAL),
     }
-    rope = Fields(config.path, {**outer, **section}, defaults, prefix=f"{key}.")
-    kind = rope.choice("rope_type", KINDS)
-    theta = rope.number("rope_theta", 1.0, 1e12)
-    if rope.values.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise rope.error("partial_rotary_factor", "only models that rotate the whole head are supported")
-    match kind:
-        case "linear":
-            return RopeSpec(theta=theta, kind="linear", factor=rope.number("factor", 1.0, _MAX_FACTOR))
-        case "llama3":
-            return _llama3(config, rope, theta)
-        case "yarn":
-            return _yarn(config, rope, theta)
-    return RopeSpec(theta=theta)
+    return Fields(config.path, {**outer, **section}, defaults, prefix=f"{key}.")
 
 
 def longest_context(rope: RopeSpec, max_position: int) -> int:
@@ -52,20 +83,30 @@ def longest_context(rope: RopeSpec, max_position: int) -> int:
     return min(stretched, _MAX_POSITION)
 
 
-def _section(config: Fields) -> tuple[str, dict[str, Any]]:
-    """The rope object and its key. Both spellings may be there if they agree; per layer type if all are equal."""
-    old, new = (_flat(config, key) for key in ("rope_scaling", "rope_parameters"))
+def temperature(factor: float, mscale: float) -> float:
+    """Returns YaRN's factor on scores of a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _section(config: Fields, layer_type: str | None) -> tuple[str, dict[str, Any]]:
+    """The rope object and its key. Both spellings may be there if they agree."""
+    old, new = (_flat(config, key, layer_type) for key in ("rope_scaling", "rope_parameters"))
+    if "rope_parameters" not in config.values and old:
+        new = {}  # not the family's default
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             raise config.error("rope_scaling", f"it disagrees with rope_parameters about {name}; remove one of the two")
     return ("rope_scaling" if old and not new else "rope_parameters"), {**new, **old}
 
 
-def _flat(config: Fields, key: str) -> dict[str, Any]:
+def _flat(config: Fields, key: str, layer_type: str | None) -> dict[str, Any]:
+    """The rope object of a layer type; without one, of all if they are equal."""
     section = config.section(key)
     per_type = {name: value for name, value in section.items() if name.endswith("_attention")}
     if not per_type:
         return section
+    if layer_type is not None and isinstance(own := per_type.get(layer_type), dict):
+        return own
     first, *others = per_type.values()
     if len(per_type) < len(section) or not isinstance(first, dict) or any(other != first for other in others):
         raise config.error(key, "layer types with different rope are not supported")
@@ -78,24 +119,20 @@ def _original(config: Fields, rope: Fields) -> int:
     return (config if outer else rope).integer("original_max_position_embeddings", 1, _MAX_POSITION)
 
 
-def _llama3(config: Fields, rope: Fields, theta: float) -> RopeSpec:
+def _llama3(config: Fields, rope: Fields) -> dict[str, Any]:
     low, high = rope.number("low_freq_factor", 0, _MAX_FACTOR), rope.number("high_freq_factor", 0, _MAX_FACTOR)
-    if low >= high:
-        raise rope.error("low_freq_factor", f"it must be smaller than high_freq_factor ({high:g})")
-    return RopeSpec(
-        theta=theta,
-        kind="llama3",
-        factor=rope.number("factor", 1.0, _MAX_FACTOR),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position=_original(config, rope),
-    )
+    if low > high:
+        raise rope.error("low_freq_factor", f"it must not be larger than high_freq_factor ({high:g})")
+    return {
+        "factor": rope.number("factor", 1.0, _MAX_FACTOR),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position": _original(config, rope),
+    }
 
 
-def _yarn(config: Fields, rope: Fields, theta: float) -> RopeSpec:
+def _yarn(config: Fields, rope: Fields) -> dict[str, Any]:
     """YaRN (arXiv 2309.00071). The attention factor is resolved to a number here."""
-    if rope.raw("truncate") not in (None, True):
-        raise rope.error("truncate", "YaRN without rounding of its correction range is not supported")
     original = _original(config, rope)
     factor = rope.optional_number("factor", 1.0, _MAX_FACTOR)
     if factor is None:
@@ -105,19 +142,37 @@ def _yarn(config: Fields, rope: Fields, theta: float) -> RopeSpec:
         mscale = rope.optional_number("mscale", 0, 100.0)
         mscale_all = rope.optional_number("mscale_all_dim", 0, 100.0)
         if mscale and mscale_all:
-            attention_factor = _temperature(factor, mscale) / _temperature(factor, mscale_all)
+            attention_factor = temperature(factor, mscale) / temperature(factor, mscale_all)
         else:
-            attention_factor = _temperature(factor, 1.0)
-    return RopeSpec(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_position=original,
-        beta_fast=rope.optional_number("beta_fast", 0, _MAX_FACTOR) or 32.0,
-        beta_slow=rope.optional_number("beta_slow", 0, _MAX_FACTOR) or 1.0,
-        attention_factor=attention_factor,
-    )
+            attention_factor = temperature(factor, 1.0)
+    return {
+        "factor": factor,
+        "original_max_position": original,
+        "beta_fast": rope.optional_number("beta_fast", 0, _MAX_FACTOR) or 32.0,
+        "beta_slow": rope.optional_number("beta_slow", 0, _MAX_FACTOR) or 1.0,
+        "truncate": rope.raw("truncate") is None or rope.boolean("truncate"),
+        "attention_factor": attention_factor,
+    }
 
 
-def _temperature(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+def _longrope(config: Fields, rope: Fields, size: int) -> dict[str, Any]:
+    """LongRoPE (arXiv 2402.13753) with the two magnitudes of Phi-3.5-MoE."""
+
+    def factors(key: str) -> tuple[float, ...]:
+        """Returns the factor of each wavelength."""
+        values = rope.raw(key)
+        if not isinstance(values, list) or len(values) != size // 2 or any(not _is_factor(value) for value in values):
+            raise rope.error(key, f"it must be a list of {size // 2} numbers from 0.01 to {_MAX_FACTOR:g}")
+        return tuple(map(float, values))
+
+    return {
+        "original_max_position": _original(config, rope),
+        "short_factors": factors("short_factor"),
+        "long_factors": factors("long_factor"),
+        "attention_factor": rope.number("short_mscale", 0, 100.0),
+        "long_attention_factor": rope.number("long_mscale", 0, 100.0),
+    }
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.01 <= value <= _MAX_FACTOR

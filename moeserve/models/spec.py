@@ -18,11 +18,40 @@ _USUAL_GROUP = 64  # of int4 weights that are quantised on loading
 class LayerSpec:
     """One decoder layer: a mixer, which reads earlier tokens, and a feed-forward block, which does not.
 
-    Each reads the RMS norm of the residual stream, and its output is added to the stream.
+    Each reads the norm of the residual stream (`pre_norm`) or the stream itself (FlexOlmo), and its output, or that
+    one's norm (`attn_post_norm`, `mlp_post_norm`; AFMoE), is added to the stream. parallel: both read the mixer's
+    norm (Command A+). scaled: a factor of the layer on the stream behind it (Gemma 4).
     """
 
     mixer: Mixer
     feed_forward: Dense | MoE
+    pre_norm: bool = True
+    attn_post_norm: bool = False
+    mlp_post_norm: bool = False
+    parallel: bool = False
+    scaled: bool = False
+
+    @property
+    def norms(self) -> list[tuple[str, str]]:
+        """Our name of each norm of the stream and of outputs, and that which a checkpoint gives it."""
+        own = self.pre_norm and not self.parallel
+        there = (
+            (self.pre_norm, "attn_norm", "input_layernorm"),
+            (self.attn_post_norm, "attn_post_norm", "attn_post_norm"),
+            (own, "mlp_norm", "post_attention_layernorm"),
+            (self.mlp_post_norm, "mlp_post_norm", "mlp_post_norm"),
+        )
+        return [(ours, theirs) for is_there, ours, theirs in there if is_there]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """The norms of the residual stream and of outputs. centred: layer norms. bias: they have one (Phi). shift: added to
+    the weights of every norm, also of heads (Step)."""
+
+    centred: bool = False
+    bias: bool = False
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +66,10 @@ class ModelSpec:
     norm_eps: float
     layers: tuple[LayerSpec, ...]
     tie_embeddings: bool = False
+    num_mtp_layers: int = 0  # for multi-token prediction, behind the layers in the checkpoint; they are not loaded
+    head_bias: bool = False
+    norm: NormSpec = NormSpec()
+    logits_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 leaves them
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
@@ -134,7 +167,7 @@ def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float
     return 1.0 if asked == "int8" else itemsize
 
 
-def layer_specs(mixers: Sequence[Mixer], blocks: Sequence[Dense | MoE]) -> tuple[LayerSpec, ...]:
-    """Returns the layers with these mixers and feed-forward blocks, in order."""
+def layer_specs(mixers: Sequence[Mixer], blocks: Sequence[Dense | MoE], **options: bool) -> tuple[LayerSpec, ...]:
+    """Returns the layers with these mixers and feed-forward blocks, in order. options: further fields of LayerSpec."""
     pairs = zip(mixers, blocks, strict=True)
-    return tuple(LayerSpec(mixer=mixer, feed_forward=block) for mixer, block in pairs)
+    return tuple(LayerSpec(mixer=mixer, feed_forward=block, **options) for mixer, block in pairs)

@@ -52,12 +52,15 @@ class MoELayer:
         """Whether a call never waits for the device, so that a CUDA graph can record it."""
         return self.all2all.caps.graph_safe and self.to_physical.counts_on_device
 
-    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, router_TD: Tensor | None = None
+    ) -> Tensor:
         """Returns the layer's output [T, D]. Rows from `num_tokens` on are padding and reach no expert.
 
-        num_tokens: an int, or an int32 tensor [1] where the layer is `recordable`.
+        num_tokens: an int, or an int32 tensor [1] where the layer is `recordable`. router_TD: what the router reads, if
+        not x.
         """
-        routing = self.router(x_TD, num_tokens)
+        routing = self.router(x_TD if router_TD is None else router_TD, num_tokens)
         ubatch.note_load(self.to_physical.load(routing))
         routing, tp = self.to_physical(routing), self.tp
         if tp.size == 1:
@@ -120,7 +123,11 @@ class FusedMoELayer(MoELayer):
         assert isinstance(self.experts, Fusible)
         self._fused = self.experts.fuse(self.router)
 
-    def __call__(self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, num_tokens: int | Tensor, ubatch: UBatch, router_TD: Tensor | None = None
+    ) -> Tensor:
         """See `MoELayer.__call__`."""
+        if router_TD is not None:  # the fused router reads what the experts read
+            return super().__call__(x_TD, num_tokens, ubatch, router_TD)
         out_TD = ubatch.run_fused(lambda: self._fused(x_TD, self.packed, num_tokens))
         return out_TD if self.shared is None else out_TD + self.shared(x_TD)

@@ -147,6 +147,18 @@ def sigmoid_mul(x_TN: Tensor, gates_TM: Tensor, threads: int) -> Tensor:
     return (x_TN.view(rows, num_gates, -1) * gates[:, :num_gates, None]).flatten(1).to(x_TN.dtype)
 
 
+def soft_cap(logits_SV: Tensor, cap: float, threads: int) -> Tensor:
+    """cap * tanh(logits / cap), fp32: no score is larger than cap (Gemma 2).
+
+    cap 30: 30 -> 22.8, 300 -> 30
+    """
+    rows, width = logits_SV.shape
+    wide = F.pad(logits_SV / cap, (0, -width % LANES))  # no column may meet the scalar tail
+    for part in row_pieces(rows, wide.shape[1], threads):
+        wide[part].tanh_()
+    return wide[:, :width] * cap
+
+
 def plain_sigmoid_gate(logits_TL: Tensor) -> Tensor:
     """sigmoid of the first column, fp32 [T, 1], for GPUs and generated code, which treat all columns alike."""
     return logits_TL[:, :1].float().sigmoid()

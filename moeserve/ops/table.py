@@ -53,6 +53,7 @@ class Ops:
     act_mul: Callable[[Tensor, Activation], Tensor]
     sigmoid_gate: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
+    soft_cap: Callable[[Tensor, float], Tensor]
     native: bool = False
     triton: bool = False
     exact: bool = True
@@ -71,8 +72,10 @@ class Ops:
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
     def packing_into(self, room: native_layer.Room) -> Ops:
-        """Returns the native kernels with packed weights in memory from `room`, but for those of heads: a parameter that
-        is packed in two parts has no place of its own there."""
+        """Returns the native kernels with packed weights in memory from `room`.
+
+        Not those of heads: a parameter that is packed in two parts has no place of its own there.
+        """
         assert self.native
         return replace(self, room=room, pack_linear=partial(native_layer.NativeLinear, room=room))
 
@@ -183,6 +186,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         act_mul=native_rows.act_mul,
         sigmoid_gate=native_rows.sigmoid_gate,
         sigmoid_mul=partial(elementwise.sigmoid_mul, threads=1),
+        soft_cap=partial(elementwise.soft_cap, threads=1),
         rms_norm=native_rows.rms_norm,
         add_rms_norm=native_rows.add_rms_norm,
         embedding=native_rows.embedding,
@@ -222,4 +226,5 @@ def _table(device: torch.device, dtype: torch.dtype, pad: int, how: str, threads
         act_mul=partial(elementwise.act_mul, threads=threads),
         sigmoid_gate=lambda x: elementwise.sigmoid_gate(x, threads),
         sigmoid_mul=partial(elementwise.sigmoid_mul, threads=threads),
+        soft_cap=partial(elementwise.soft_cap, threads=threads),
     )

@@ -21,7 +21,7 @@ from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, 
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
 from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
-from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul
+from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul, soft_cap
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
 from moeserve.ops.latent import HeadsLinear, LatentRule, PlainHeads
 from moeserve.ops.linear import Linear, PlainLinear
@@ -151,6 +151,7 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         act_mul=act_mul,
         sigmoid_gate=plain_sigmoid_gate,
         sigmoid_mul=partial(sigmoid_mul, threads=1),
+        soft_cap=partial(soft_cap, threads=1),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         embedding=embedding,

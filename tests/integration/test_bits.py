@@ -16,7 +16,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.native import native
 from moeserve.runner import kv_cache
 from moeserve.runner.base import DTYPES
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FEW
 
 PROMPT = np.random.default_rng(11).integers(3, 256, 150).tolist()
 PARAMS = [
@@ -83,7 +83,7 @@ def alone(path: Any, dtype: str, **more: Any) -> list[Any]:
 @pytest.mark.full("models", keep="each")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpoint: Any) -> None:
     check(make_checkpoint(family).path, dtype)
 

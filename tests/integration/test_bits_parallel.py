@@ -21,7 +21,7 @@ from moeserve.messages import Place
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.native import native
 from moeserve.sampling import TokenSampling
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FEW
 from tests.integration.parallel_engines import Answer, Engines
 from tests.integration.test_bits import PARAMS, PROMPT, alone, bits, block_bytes, prompt_of
 from tests.quantised_checkpoints import FORMS, write_quantised
@@ -29,7 +29,7 @@ from tests.quantised_checkpoints import FORMS, write_quantised
 BACKENDS = ["torch"] + ["shm"] * (native() is not None)
 DTYPES = ["float32", "bfloat16"]
 DENSE = ["llama", "qwen3"]
-MOE = [family for family in FAMILIES if family not in DENSE]
+MOE = [family for family in FEW if family not in DENSE]
 NUM_TOKENS = 8
 SAMPLINGS = [
     TokenSampling(seed=0, max_tokens=NUM_TOKENS, temperature=0.0, logprobs=20),

@@ -28,6 +28,7 @@ from moeserve.ops.native import native
 from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, Ops, pick_ops
 from tests.checkpoints import FAMILIES as FAMILIES
+from tests.checkpoints import FEW as FEW
 from tests.loader.conftest import write_config as write_config
 from tests.loader.eager import load
 
@@ -51,6 +52,7 @@ def carry_out(
     for piece in plan.pieces:
         assert tensors[piece.source].shape == piece.shape
         part = tensors[piece.source][piece.take]
+        part = part.transpose(-1, -2) if piece.transposed else part
         params[piece.param][piece.at] = part.to(params[piece.param].dtype)
     surplus = tensors.keys() - {piece.source for piece in plan.pieces} - plan.ignore
     assert not surplus, surplus

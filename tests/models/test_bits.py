@@ -15,7 +15,7 @@ from torch import Tensor
 from moeserve.ops.native import native
 from moeserve.ops.table import Choice
 
-from .conftest import FAMILIES, Driver
+from .conftest import FAMILIES, FEW, Driver
 
 MODULE: Any = native()
 PROMPT = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -77,6 +77,7 @@ def check(path: Path, dtype: torch.dtype, others: int, chunk: int, threads: int,
     assert torch.equal(expected, found), (expected != found).any(-1).nonzero().flatten().tolist()
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize(("others", "chunk", "threads"), [(20, 64, 2), (63, 7, 1), (3, 1000, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -126,7 +127,7 @@ def test_block_size_does_not_matter(block_size: int, make_checkpoint: Any) -> No
 
 
 @pytest.mark.parametrize("isa", MODULE.supported_isas() if MODULE else [])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_every_instruction_set_has_the_same_bits(name: str, isa: Any, make_checkpoint: Any) -> None:
     path = make_checkpoint(name).path
     expected = expected_of(path, torch.bfloat16, "auto")

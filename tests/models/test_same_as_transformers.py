@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from moeserve.models.hf_config import read_model_spec
+from tests.checkpoints import architecture
+
 from .conftest import FAMILIES, Driver
 
-PROMPT = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+MIXED = ("gemma4", "deepseek_v3", "mimo_v2_flash", "step3p5")  # that need most of what mixers can
+PROMPT = torch.randint(0, 250, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def compare(checkpoint: Any, prompt: list[int], new_tokens: int, **options: Any) -> None:
@@ -31,12 +35,14 @@ def compare(checkpoint: Any, prompt: list[int], new_tokens: int, **options: Any)
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp32_logits_and_greedy_tokens(name: str, make_checkpoint: Any) -> None:
-    compare(make_checkpoint(name), PROMPT, 64)
+    checkpoint = make_checkpoint(name)
+    compare(checkpoint, PROMPT, 64)
+    assert read_model_spec(checkpoint.path).architecture == architecture(name)
 
 
 @pytest.mark.full("models", keep=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/runner has this on the GPU")
-@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "granite_moe", "llama"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "granite_moe", "llama", *MIXED])
 def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
     compare(make_checkpoint(name), PROMPT[:64], 2, kernels="triton")
 
@@ -63,7 +69,8 @@ def test_fp32_variants(name: str, overrides: dict[str, Any], make_checkpoint: An
     compare(make_checkpoint(name, **overrides), PROMPT, 8)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.full("models", keep=4)
+@pytest.mark.parametrize("name", [*MIXED, *(name for name in FAMILIES if name not in MIXED)])
 def test_fp32_by_torch(name: str, make_checkpoint: Any) -> None:
     compare(make_checkpoint(name), PROMPT, 8, kernels="torch")
 

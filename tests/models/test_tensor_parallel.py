@@ -29,7 +29,7 @@ from tests.loader.eager import load
 from tests.moe.contract.backends import facts_of
 from tests.quantised_checkpoints import FORMS, write_quantised
 
-from .conftest import FAMILIES, Driver, carry_out
+from .conftest import FAMILIES, FEW, Driver, carry_out
 
 PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 native_only = pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -83,6 +83,7 @@ def check(path: Path, dtype: torch.dtype, tp_size: int, tp: list[TensorParallel]
         assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -164,7 +165,7 @@ def test_with_experts_sharded_over_all_ranks(
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_every_row_of_every_weight_is_on_its_ranks(name: str, tp_size: int, make_checkpoint: Any) -> None:
     """Shares follow each other and leave nothing out; only KV heads with less ranks than heads are there twice."""
     path = make_checkpoint(name, intermediate_size=90, vocab_size=301).path

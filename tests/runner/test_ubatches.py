@@ -95,6 +95,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ubatches_give_the_bits_of_one(

@@ -1,0 +1,76 @@
+"""AFMoE (Trinity Nano, Mini, Large): three layers of four slide and rotate, the fourth sees all and does not; gated
+attention, norms on both sides of every block, sigmoid routing.
+
+Source: arXiv 2602.17004.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeserve.blocks.weights import Names
+from moeserve.engine.kv_rule import KVRule
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    for key, value in (("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
+        config.only(key, value)
+    sliding = family.attention(
+        config,
+        rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)),
+        qk_norm="head",
+        gate="element",
+        **family.attention_bias(config),
+    )
+    full = replace(sliding, rope=None, rule=KVRule())
+    usual = family.alternating(config, config.integer("global_attn_every_n_layers", 1, family.MAX_LAYERS))
+    mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
+    router = RouterRule(
+        score="sigmoid",
+        bias=True,
+        renormalize=True,
+        epsilon=1e-20,
+        scale=config.number("route_scale", 0, family.MAX_MULTIPLIER),
+    )
+    experts = family.moe(config, router=router, shared=family.shared_experts(config, "num_shared_experts"))
+    count = family.num_layers(config)
+    first = config.integer("num_dense_layers", 0, count)
+    blocks = [family.dense(config)] * first + [experts] * (count - first)
+    scale = config.integer("hidden_size", 1, family.MAX_WIDTH) ** 0.5 if config.boolean("mup_enabled") else 1.0
+    layers = layer_specs(mixers, blocks, attn_post_norm=True, mlp_post_norm=True)
+    return {"layers": layers, "embedding_scale": scale}
+
+
+FAMILY = family.Family(
+    "AfmoeForCausalLM",
+    "afmoe",
+    _fields,
+    family.sizes(200192, 2048, 6144, 32, 16, None, 16384)
+    | {
+        "global_attn_every_n_layers": 4,
+        "head_dim": 128,
+        "layer_types": None,
+        "moe_intermediate_size": 1408,
+        "mup_enabled": False,
+        "num_dense_layers": 1,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "num_shared_experts": 2,
+        "rms_norm_eps": 1e-5,
+        "route_scale": 1.0,
+        "sliding_window": 1024,
+    },
+    Names(
+        spelled={
+            "attn_post_norm.weight": ("post_attention_layernorm.weight",),
+            "post_attention_layernorm.weight": ("pre_mlp_layernorm.weight",),
+            "mlp_post_norm.weight": ("post_mlp_layernorm.weight",),
+            "mlp.gate.weight": ("mlp.router.gate.weight",),
+            "mlp.gate.e_score_correction_bias": ("mlp.expert_bias",),
+        }
+    ),
+)

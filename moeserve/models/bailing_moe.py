@@ -1,0 +1,70 @@
+"""Ling and Ring 2.0 (mini, flash, 1T): GLM-4.5's blocks under other names, with queries, keys and values in one tensor.
+
+Source: arXiv 2510.22115.
+"""
+
+from __future__ import annotations
+
+from moeserve.blocks.weights import Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+
+_QKV = ("attention.query_key_value.weight",)
+_BIAS = ("attention.query_key_value.bias",)
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    config.only("score_function", "sigmoid")
+    config.only("use_qk_norm", True)
+    config.only("moe_router_enable_expert_bias", True)
+    config.only("moe_shared_expert_intermediate_size", config.raw("moe_intermediate_size"))
+    mixer = family.attention(
+        config,
+        rope={"partial": True},
+        qkv_bias=config.boolean("use_qkv_bias"),
+        out_bias=config.boolean("use_bias"),
+        qk_norm="head",
+    )
+    shared = family.shared_experts(config, "num_shared_experts")
+    experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
+    blocks = family.first_dense(config, experts, family.dense(config))
+    mixers = family.with_windows(mixer, family.no_window(config))
+    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+
+
+FAMILY = family.Family(
+    "BailingMoeV2ForCausalLM",
+    ("bailing_moe", "bailing_moe_v2"),
+    _fields,
+    family.sizes(157184, 2048, 5120, 20, 16, 4, 32768)
+    | {
+        "eos_token_id": 156892,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "moe_intermediate_size": 512,
+        "n_group": 8,
+        "norm_topk_prob": True,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1,
+        "rope_theta": 600_000.0,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 4,
+        "use_bias": False,
+        "use_qkv_bias": False,
+    },
+    Names(
+        embed="word_embeddings.weight",
+        spelled={
+            **{f"self_attn.{x}_proj.weight": _QKV for x in "qkv"},
+            **{f"self_attn.{x}_proj.bias": _BIAS for x in "qkv"},
+            "self_attn.o_proj.weight": ("attention.dense.weight",),
+            "self_attn.o_proj.bias": ("attention.dense.bias",),
+            "self_attn.q_norm.weight": ("attention.query_layernorm.weight",),
+            "self_attn.k_norm.weight": ("attention.key_layernorm.weight",),
+            "mlp.gate.e_score_correction_bias": ("mlp.gate.expert_bias",),
+        },
+    ),
+)

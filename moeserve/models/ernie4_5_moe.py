@@ -1,0 +1,55 @@
+"""ERNIE-4.5 (21B-A3B, 300B-A47B): interleaved rotary embedding, a softmax router with a bias per expert for the choice,
+and shared experts.
+
+Source: ERNIE 4.5 Technical Report (Baidu, 2025).
+"""
+
+from __future__ import annotations
+
+from moeserve.blocks.weights import Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    bias, count = config.boolean("use_bias"), family.num_layers(config)
+    mixer = family.attention(config, rope={"interleaved": True}, qkv_bias=bias, out_bias=bias)
+    router = RouterRule(bias=True, renormalize=True, floor=config.number("moe_norm_min", 0, 1.0), fp32=True)
+    shared = family.shared_experts(config, "moe_num_shared_experts", bias=bias)
+    experts, mlp = family.moe(config, router=router, shared=shared), family.dense(config, bias=bias)
+    first, last = config.integer("moe_layer_start_index", 0, count), config.integer("moe_layer_end_index", -1, count)
+    sparse = range(first, count if last == -1 else last + 1)
+    every = config.integer("moe_layer_interval", 1, family.MAX_LAYERS)
+    blocks = [experts if i in sparse and (i + 1) % every == 0 else mlp for i in range(count)]
+    return {"layers": layer_specs(family.with_windows(mixer, family.no_window(config)), blocks), "head_bias": bias}
+
+
+FAMILY = family.Family(
+    "Ernie4_5_MoeForCausalLM",
+    "ernie4_5_moe",
+    _fields,
+    family.sizes(103424, 2560, 12288, 28, 20, 4, 131072)
+    | {
+        "eos_token_id": 2,
+        "moe_intermediate_size": 1536,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": 1,
+        "moe_norm_min": 1e-12,
+        "moe_num_shared_experts": 2,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+        "use_bias": False,
+    },
+    Names(
+        spelled={"mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",)},
+        foreign=("model.mtp_",),
+        boxed=("mlp.moe_statics.e_score_correction_bias",),
+    ),
+    aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
+)

@@ -1,0 +1,121 @@
+"""Gemma 4 26B-A4B, the text part: five of six layers slide, the sixth has wide heads whose values are the keys; experts
+run beside a dense MLP; norms on both sides of every block.
+
+Source: huggingface.co/google/gemma-4-26B-A4B-it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.feed_forward import Dense, MoE
+from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.engine.kv_rule import KVRule
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import Activation, RouterRule
+
+_GELU = Activation(kind="gelu_tanh")
+_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if config.raw(key):
+            raise config.error(key, "only 0 is supported")
+    if config.raw("use_bidirectional_attention") == "all":
+        raise config.error("use_bidirectional_attention", "only causal attention is supported")
+    kinds = [*family.layer_types(config, usual=family.alternating(config, 6))[:-1], "full_attention"]
+    mixers = {kind: _attention(config, kind, kinds) for kind in dict.fromkeys(kinds)}
+    mlp: Dense | MoE = replace(family.dense(config), activation=_GELU)
+    if config.boolean("enable_moe_block"):
+        mlp = family.moe(config, router=RouterRule(renormalize=True), activation=_GELU, expert_scale=True, beside=mlp)
+    width = config.integer("hidden_size", 1, family.MAX_WIDTH)
+    return {
+        "layers": layer_specs(
+            [mixers[kind] for kind in kinds], [mlp] * len(kinds), attn_post_norm=True, mlp_post_norm=True, scaled=True
+        ),
+        "embedding_scale": width**0.5,
+        "logits_cap": config.optional_number("final_logit_softcapping", 0, 1e6) or 0.0,
+    }
+
+
+def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
+    values: dict[str, Any] = dict(config.values)
+    full = kind == "full_attention"
+    k_is_v = full and config.boolean("attention_k_eq_v")
+    if full:
+        values["head_dim"] = config.raw("global_head_dim")
+        values["num_key_value_heads"] = (k_is_v and config.raw("num_global_key_value_heads")) or config.raw(
+            "num_key_value_heads"
+        )
+        values |= config.section("per_layer_config").get(str(kinds.index(kind)), {})
+    return family.attention(
+        replace(config, values=values),
+        layer_type=kind,
+        rope={"more": ("proportional",)},
+        rule=KVRule(None if full else config.integer("sliding_window", 1, family.MAX_POSITION)),
+        qk_norm="head",
+        value_norm=True,
+        shared_kv=k_is_v,
+        scale=1.0,
+        **family.attention_bias(config),
+    )
+
+
+FAMILY = family.Family(
+    "Gemma4ForCausalLM",
+    "gemma4_text",
+    _fields,
+    family.sizes(262144, 2304, 9216, 30, 8, 4, 131072)
+    | {
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 256,
+        "layer_types": None,
+        "moe_intermediate_size": None,
+        "num_experts": None,
+        "num_experts_per_tok": None,
+        "num_global_key_value_heads": None,
+        "num_kv_shared_layers": 0,
+        "per_layer_config": None,
+        "rope_parameters": _ROPE,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+    },
+    Names(
+        experts=(ExpertNames(gate_up="experts.gate_up_proj", down="experts.down_proj"),),
+        spelled={
+            "attn_post_norm.weight": ("post_attention_layernorm.weight",),
+            "post_attention_layernorm.weight": ("pre_feedforward_layernorm.weight",),
+            "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
+            "mlp.gate.weight": ("router.proj.weight",),
+        },
+    ),
+    aliases={"top_k_experts": "num_experts_per_tok", "hidden_activation": "hidden_act"},
+    hidden_act="gelu_pytorch_tanh",
+)
+MULTIMODAL = replace(
+    FAMILY,
+    architecture="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    text="text_config",
+    names=replace(
+        FAMILY.names,
+        model="model.language_model.",
+        foreign=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    ),
+)
+FAMILIES = (FAMILY, MULTIMODAL)

@@ -1,0 +1,68 @@
+"""gpt-oss (20b, 120b): every second layer sees 128 tokens, a learned sink in every softmax, biases everywhere, and
+experts whose gates and ups lie by turns.
+
+Source: arXiv 2508.10925.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.engine.kv_rule import KVRule
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import Activation, RouterRule
+
+_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    full = family.attention(config, sinks=True, **family.attention_bias(config))
+    sliding = replace(full, rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)))
+    kinds = family.layer_types(config, usual=family.alternating(config, 2))
+    activation = Activation(
+        alpha=config.number("swiglu_alpha", 0, 100.0), limit=config.number("swiglu_limit", 0, 1e6), up_shift=1.0
+    )
+    router = RouterRule(score="softmax_selected")
+    experts = family.moe(config, "intermediate_size", router=router, activation=activation, bias=True, router_bias=True)
+    mixers = [sliding if kind == "sliding_attention" else full for kind in kinds]
+    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+
+
+FAMILY = family.Family(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    _fields,
+    family.sizes(201088, 2880, 2880, 36, 64, 8, 131072)
+    | {
+        "attention_bias": True,
+        "head_dim": 64,
+        "layer_types": None,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _ROPE,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+    Names(
+        experts=(
+            ExpertNames(
+                gate_up="mlp.experts.gate_up_proj",
+                down="mlp.experts.down_proj",
+                gate_up_bias="mlp.experts.gate_up_proj_bias",
+                down_bias="mlp.experts.down_proj_bias",
+                transposed=True,
+                by_turns=True,
+            ),
+        ),
+        spelled={"mlp.gate.weight": ("mlp.router.weight",), "mlp.gate.bias": ("mlp.router.bias",)},
+    ),
+)

@@ -1,0 +1,68 @@
+"""Hunyuan-A13B: norms of queries and keys after the rotation, whose base is stretched by a fixed alpha.
+
+Source: Hunyuan-A13B Technical Report (Tencent, 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moeserve.blocks.feed_forward import SharedExpert
+from moeserve.blocks.weights import Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    config.only("use_cla", False)
+    config.only("use_qk_norm", True)
+    mixer = family.attention(
+        config, rope={"more": ("dynamic",)}, qk_norm="head", norm_last=True, **family.attention_bias(config)
+    )
+    size = config.integer("intermediate_size", 1, family.MAX_WIDTH)
+    for key, value in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
+        if _same(config, key) not in (None, value):
+            raise config.error(key, f"only {value} is supported")
+    same = replace(
+        config,
+        values={
+            **config.values,
+            **{k: _same(config, k) for k in ("num_experts", "num_experts_per_tok") if k in config.values},
+        },
+    )
+    router = RouterRule(renormalize=True, fp32=True)
+    experts = family.moe(
+        same, "intermediate_size", router=router, shared=SharedExpert(size=size, name="mlp.shared_mlp")
+    )
+    mixers = family.with_windows(mixer, family.no_window(config))
+    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+
+
+def _same(config: Fields, key: str) -> Any:
+    """A value that published files have once per layer."""
+    value = config.values.get(key)
+    if not isinstance(value, list):
+        return value
+    if not value or any(other != value[0] for other in value):
+        raise config.error(key, "layers that differ are not supported")
+    return value[0]
+
+
+FAMILY = family.Family(
+    "HunYuanMoEV1ForCausalLM",
+    "hunyuan_v1_moe",
+    _fields,
+    family.sizes(290943, 4096, 11008, 32, 32, None, 2048)
+    | {"eos_token_id": 2, "num_experts": 1, "num_experts_per_tok": 1, "rms_norm_eps": 1e-5},
+    Names(
+        spelled={
+            "mlp.gate.weight": ("mlp.gate.wg.weight",),
+            "self_attn.q_norm.weight": ("self_attn.query_layernorm.weight",),
+            "self_attn.k_norm.weight": ("self_attn.key_layernorm.weight",),
+        }
+    ),
+    aliases={"moe_topk": "num_experts_per_tok"},
+)

@@ -1,0 +1,102 @@
+"""Llama-4 (Scout, Maverick), the text part: attention within chunks, every fourth layer over everything and without
+rotation, and one expert per token whose input is weighted, beside a shared one.
+
+Source: github.com/meta-llama/llama-models, models/llama4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeserve.blocks.feed_forward import SharedExpert
+from moeserve.blocks.mixer import QueryScale
+from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.engine.kv_rule import KVRule
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    count = family.num_layers(config)
+    every = config.integer("no_rope_layer_interval", 1, family.MAX_LAYERS)
+    rotates = config.integers("no_rope_layers", 0, 1) or tuple(int((i + 1) % every != 0) for i in range(count))
+    if len(rotates) != count:
+        raise config.error("no_rope_layers", f"it must list 0 or 1 for each of {count} layers")
+    chunked = family.layer_types(
+        config,
+        ("full_attention", "chunked_attention"),
+        ["chunked_attention" if rope else "full_attention" for rope in rotates],
+    )
+    rope = family.attention(config, rope={"interleaved": True}, **family.attention_bias(config))
+    bare = replace(rope, rope=None)
+    if config.boolean("use_qk_norm"):
+        rope = replace(rope, qk_norm="unit", norm_last=True)
+    if config.raw("attn_temperature_tuning"):  # a number in some published files
+        beta, length = config.number("attn_scale", 0, 100.0), config.integer("floor_scale", 1, family.MAX_POSITION)
+        bare = replace(bare, query_scale=QueryScale(beta, length, 1))
+    chunk = KVRule(chunk=config.optional_integer("attention_chunk_size", 1, family.MAX_POSITION))
+    mixers = [
+        replace(rope if rotated else bare, rule=chunk if kind == "chunked_attention" else KVRule())
+        for rotated, kind in zip(rotates, chunked, strict=True)
+    ]
+    shared = SharedExpert(
+        size=config.integer("intermediate_size", 1, family.MAX_WIDTH), name="feed_forward.shared_expert"
+    )
+    router = RouterRule(score="sigmoid", on_input=True)
+    experts = family.moe(config, "intermediate_size", router=router, shared=shared)
+    mlp = replace(family.dense(config, "intermediate_size_mlp"), name="feed_forward")
+    step = config.integer("interleave_moe_layer_step", 1, family.MAX_LAYERS)
+    listed = config.raw("moe_layers") is not None
+    sparse = config.integers("moe_layers", 0, count - 1) if listed else range(step - 1, count, step)
+    return {"layers": layer_specs(mixers, [experts if i in sparse else mlp for i in range(count)])}
+
+
+_NAMES = Names(
+    experts=(
+        ExpertNames(
+            gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj", transposed=True
+        ),
+    ),
+    spelled={"mlp.gate.weight": ("feed_forward.router.weight",)},
+)
+FAMILY = family.Family(
+    "Llama4ForCausalLM",
+    "llama4_text",
+    _fields,
+    family.sizes(202048, 5120, 8192, 48, 40, 8, 131072)
+    | {
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "eos_token_id": 2,
+        "floor_scale": 8192,
+        "head_dim": 128,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 16384,
+        "layer_types": None,
+        "moe_layers": None,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": None,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "use_qk_norm": True,
+    },
+    _NAMES,
+)
+MULTIMODAL = replace(
+    FAMILY,
+    architecture="Llama4ForConditionalGeneration",
+    model_type="llama4",
+    text="text_config",
+    names=replace(
+        _NAMES,
+        model="language_model.model.",
+        head="language_model.lm_head.weight",
+        foreign=("vision_model.", "multi_modal_projector."),
+    ),
+)
+FAMILIES = (FAMILY, MULTIMODAL)

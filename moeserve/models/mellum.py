@@ -1,0 +1,53 @@
+"""Mellum 2: Qwen3-MoE with sliding layers that rotate faster.
+
+Source: huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base.
+"""
+
+from __future__ import annotations
+
+from moeserve.blocks.weights import Names
+from moeserve.engine.kv_rule import KVRule
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
+
+_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    types = family.layer_types(config, usual=["full_attention"] * family.num_layers(config))
+    window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
+    mixers = {
+        kind: family.attention(
+            config, layer_type=kind, qk_norm="head", rule=KVRule(window if kind == "sliding_attention" else None),
+            **family.attention_bias(config),
+        )
+        for kind in dict.fromkeys(types)
+    }  # fmt: skip
+    experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")))
+    blocks = family.listed_moe(config, experts, family.dense(config), 0)
+    return {"layers": layer_specs([mixers[kind] for kind in types], blocks)}
+
+
+FAMILY = family.Family(
+    "MellumForCausalLM",
+    "mellum",
+    _fields,
+    family.sizes(98304, 2304, 7168, 28, 32, 4, 131072)
+    | {
+        "head_dim": 128,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "moe_intermediate_size": 896,
+        "norm_topk_prob": True,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "rope_parameters": _ROPE,
+        "sliding_window": 1024,
+    },
+    Names(foreign=("mtp.",)),
+)

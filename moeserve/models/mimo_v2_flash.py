@@ -1,0 +1,101 @@
+"""MiMo-V2-Flash: sliding layers with sinks and twice the KV heads, values narrower than keys, DeepSeek-V3's experts.
+
+Source: arXiv 2601.02780.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moeserve.blocks.weights import Names
+from moeserve.engine.kv_rule import KVRule
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+
+_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
+}
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    config = replace(config, values=_as_transformers(config))
+    full = family.attention(
+        config,
+        layer_type="full_attention",
+        rope={"partial": True},
+        qkv_bias=config.boolean("attention_bias"),
+        v_dim=config.integer("v_head_dim", 2, 4096),
+        value_scale=config.optional_number("attention_value_scale", 0, 100.0) or 1.0,
+    )
+    other = family.attention(config, layer_type="sliding_attention", rope={"partial": True})
+    sliding = replace(
+        full,
+        rope=other.rope,
+        rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)),
+        num_kv_heads=2 * full.num_kv_heads,
+        sinks=True,
+    )
+    count = family.num_layers(config)
+    usual = ["full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
+    mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
+    experts = family.moe(config, router=family.deepseek_router(config))
+    return {"layers": layer_specs(mixers, family.listed_moe(config, experts, family.dense(config), first=1))}
+
+
+def _as_transformers(config: Fields) -> dict[str, Any]:
+    """The hub's own spelling, in that of transformers."""
+    values = dict(config.values)
+    for key, kinds in (
+        ("layer_types", ("full_attention", "sliding_attention")),
+        ("mlp_layer_types", ("dense", "sparse")),
+    ):
+        own = {"layer_types": "hybrid_layer_pattern", "mlp_layer_types": "moe_layer_freq"}[key]
+        if isinstance(pattern := values.get(own), list):
+            values.setdefault(key, [kinds[bool(each)] for each in pattern])
+    if "rope_parameters" not in values and "swa_rope_theta" in values:
+        share = config.values.get("partial_rotary_factor", 0.334)
+        values["rope_parameters"] = {
+            kind: {"rope_theta": values.pop(key, _ROPE[kind]["rope_theta"]), "partial_rotary_factor": share}
+            for kind, key in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta"))
+        }
+    if values.get("sliding_window_size") is not None:
+        values["sliding_window"] = config.integer("sliding_window_size", 1, family.MAX_POSITION) + 1
+    heads = config.integer("num_attention_heads", 1, 4096)
+    kv_heads = 2 * config.integer("num_key_value_heads", 1, 4096)
+    for key, value in (
+        ("swa_num_attention_heads", heads), ("swa_num_key_value_heads", kv_heads), ("scoring_func", "sigmoid"),
+        ("swa_head_dim", config.raw("head_dim")), ("swa_v_head_dim", config.raw("v_head_dim")),
+        ("add_swa_attention_sink_bias", True), ("add_full_attention_sink_bias", False), ("topk_method", "noaux_tc"),
+    ):  # fmt: skip
+        config.only(key, value)
+    return values
+
+
+FAMILY = family.Family(
+    "MiMoV2FlashForCausalLM",
+    "mimo_v2_flash",
+    _fields,
+    family.sizes(152576, 4096, 16384, 48, 64, 4, 131072)
+    | {
+        "attention_value_scale": 0.707,
+        "head_dim": 192,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "moe_intermediate_size": 2048,
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _ROPE,
+        "routed_scaling_factor": 1.0,
+        "sliding_window": 129,
+        "topk_group": 1,
+        "v_head_dim": 128,
+    },
+    Names(spelled={"self_attn.sinks": ("self_attn.attention_sink_bias",)}, foreign=("model.mtp.",)),
+    aliases={"layernorm_epsilon": "rms_norm_eps"},
+)

@@ -1,0 +1,52 @@
+"""MiniMax-M2 (M2, M2.1, M2.5, M2.7): norms over all query heads together, sigmoid routing with a bias per expert.
+
+Source: huggingface.co/MiniMaxAI/MiniMax-M2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeserve.blocks.weights import Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.mixtral import EXPERTS
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    rotated = config.optional_integer("rotary_dim", 2, 4096)
+    if rotated is not None:
+        factor = rotated / config.integer("head_dim", 2, 4096)
+        config = replace(config, values={"partial_rotary_factor": factor, **config.values})
+    mixer = family.attention(config, rope={"partial": True}, qk_norm="full")
+    mixers = family.with_windows(mixer, family.no_window(config))
+    experts = family.moe(config, "intermediate_size", router=RouterRule(score="sigmoid", bias=True, renormalize=True))
+    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+
+
+FAMILY = family.Family(
+    "MiniMaxM2ForCausalLM",
+    "minimax_m2",
+    _fields,
+    family.sizes(200064, 3072, 1536, 62, 48, 8, 196608)
+    | {
+        "eos_token_id": 200020,
+        "head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "rotary_dim": None,
+        "rope_theta": 5_000_000.0,
+    },
+    Names(
+        experts=EXPERTS,
+        spelled={
+            "mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+            "mlp.gate.e_score_correction_bias": (
+                "block_sparse_moe.e_score_correction_bias",
+                "mlp.e_score_correction_bias",
+            ),
+        },
+    ),
+)

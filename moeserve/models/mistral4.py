@@ -1,0 +1,101 @@
+"""Mistral 4 (Mistral-Large-3, Mistral-Small-4): latent attention whose queries grow with the position, a softmax
+router, a shared expert. Mistral-Small-4 is the text part of a multimodal checkpoint.
+
+Source: huggingface.co/mistralai/Mistral-Small-4-119B-2603.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeserve.blocks.mixer import QueryScale
+from moeserve.blocks.weights import FUSED, PER_EXPERT, ExpertNames, Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.rope_config import rope_fields
+from moeserve.models.spec import layer_specs
+
+_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    router = replace(family.deepseek_router(config), score="softmax", bias=False, fp32=False)
+    experts = family.moe(config, router=router, shared=family.shared_experts(config))
+    blocks = family.first_dense(config, experts, family.dense(config))
+    mixer = family.latent_attention(config)
+    rope = rope_fields(config)
+    if rope.values.get("llama_4_scaling_beta"):
+        beta = rope.number("llama_4_scaling_beta", 0, family.MAX_MULTIPLIER)
+        length = rope.integer("original_max_position_embeddings", 1, family.MAX_POSITION)
+        mixer = replace(mixer, query_scale=QueryScale(beta, length))
+    return {"layers": layer_specs([mixer] * len(blocks), blocks)}
+
+
+FAMILY = family.Family(
+    "Mistral4ForCausalLM",
+    "mistral4",
+    _fields,
+    family.sizes(131072, 4096, 12288, 36, 32, 32, 1048576)
+    | family.LATENT
+    | {
+        "eos_token_id": 2,
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 256,
+        "moe_intermediate_size": 2048,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "rope_parameters": _ROPE,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+    },
+    Names(experts=(FUSED, PER_EXPERT)),
+)
+MULTIMODAL = replace(
+    FAMILY,
+    architecture="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    text="text_config",
+    names=Names(
+        "language_model.model.",
+        "language_model.lm_head.weight",
+        experts=(FUSED, PER_EXPERT),
+        foreign=("vision_tower.", "multi_modal_projector."),
+    ),
+)
+_BLOCKS = {
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "gate",
+    **{f"self_attn.{ours}": f"attention.{theirs}" for ours, theirs in {
+        "q_a_proj": "wq_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "wq_b", "kv_a_proj_with_mqa": "wkv_a_with_mqa",
+        "kv_a_layernorm": "kv_a_norm", "kv_b_proj": "wkv_b", "o_proj": "wo",
+    }.items()},
+    **{f"{ours}.{part}_proj": f"{theirs}.{number}" for ours, theirs in (
+        ("mlp", "feed_forward"), ("mlp.shared_experts", "shared_experts")
+    ) for part, number in (("gate", "w1"), ("down", "w2"), ("up", "w3"))},
+}  # fmt: skip
+LARGE_3 = replace(
+    FAMILY,
+    architecture="MistralLarge3ForCausalLM",  # as params.json is read
+    names=Names(
+        "",
+        "output.weight",
+        embed="tok_embeddings.weight",
+        experts=(
+            ExpertNames(
+                gate="experts.{}.w1.weight",
+                up="experts.{}.w3.weight",
+                down="experts.{}.w2.weight",
+            ),
+        ),
+        spelled={f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in _BLOCKS.items()},
+        foreign=("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."),
+    ),
+)
+FAMILIES = (FAMILY, MULTIMODAL, LARGE_3)

@@ -1,0 +1,147 @@
+"""Step-3.5 and 3.7, the text part: sliding layers have more heads than full ones, a sigmoid gate per head, norms around
+one, and limits on the activations of some layers.
+
+Source: huggingface.co/stepfun-ai/Step-3.5-Flash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
+from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.engine.kv_rule import KVRule
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.ops.rules import Activation, RouterRule
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    for key, value in (("moe_router_activation", "sigmoid"), ("use_moe_router_bias", True), ("gating", True)):
+        config.only(key, value)
+    mtp, kinds = family.mtp_layers(config), ("full_attention", "sliding_attention")
+    count = family.num_layers(config)
+    own = replace(config, values={**config.values, **_without_mtp(config, count)})
+    types = family.layer_types(own, kinds, ["full_attention"] * count)
+    mixers = {kind: _attention(own, kind, types) for kind in dict.fromkeys(types)}
+    return {
+        "layers": layer_specs([mixers[kind] for kind in types], _blocks(own, count)),
+        "num_mtp_layers": mtp,
+        "norm": NormSpec(shift=1.0),
+    }
+
+
+def _without_mtp(config: Fields, count: int) -> dict[str, object]:
+    """Lists per layer may go on for layers that predict further tokens."""
+    keys = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
+    return {key: value[:count] for key in keys if isinstance(value := config.values.get(key), list)}
+
+
+def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
+    first, values = types.index(kind), dict(config.values)
+    for key, old in (("rope_theta", "rope_theta"), ("partial_rotary_factor", "partial_rotary_factors")):
+        if isinstance(values.get(old), list):
+            values[key] = values[old][first]
+    if kind == "sliding_attention":
+        other = config.section("attention_other_setting")
+        heads = values.get("num_sliding_attention_heads") or other.get("num_attention_heads")
+        values["num_attention_heads"] = heads or values["num_attention_heads"]
+        if config.values.get("yarn_only_types"):
+            values.pop("rope_scaling", None)
+    own = replace(config, values=values)
+    rule = KVRule(own.integer("sliding_window", 1, family.MAX_POSITION) if kind == "sliding_attention" else None)
+    width = own.optional_number("query_pre_attn_scalar", 0, 1e6)
+    return family.attention(
+        own, layer_type=kind, rope={"partial": True}, rule=rule, qk_norm="head", gate="head",
+        scale=None if width in (None, own.raw("head_dim")) else width**-0.5, **family.attention_bias(own),
+    )  # fmt: skip
+
+
+def _blocks(config: Fields, count: int) -> list[Dense | MoE]:
+    router = RouterRule(
+        score="sigmoid",
+        bias=True,
+        renormalize=True,
+        scale=config.number("moe_router_scaling_factor", 0, family.MAX_MULTIPLIER),
+        fp32=config.boolean("need_fp32_gate"),
+    )
+    routed, shared = (_activations(config, key, count) for key in ("swiglu_limits", "swiglu_limits_shared"))
+    size, bias = config.integer("share_expert_dim", 1, family.MAX_WIDTH), config.boolean("mlp_bias")
+    sparse = _sparse(config, count)
+    return [
+        family.moe(
+            config,
+            router=router,
+            activation=routed[i],
+            shared=SharedExpert(size=size, bias=bias, activation=shared[i], name="share_expert"),
+        )
+        if i in sparse
+        else replace(family.dense(config, bias=bias), activation=shared[i])
+        for i in range(count)
+    ]
+
+
+def _sparse(config: Fields, count: int) -> set[int]:
+    kinds, layers = config.values.get("mlp_layer_types"), config.values.get("moe_layers_enum")
+    if isinstance(kinds, list):
+        return {i for i, kind in enumerate(kinds) if kind == "sparse"}
+    if layers is None:
+        return set(range(3, count))
+    numbers = layers.split(",") if isinstance(layers, str) else layers
+    try:
+        return {int(number) for number in numbers}
+    except (TypeError, ValueError):
+        raise config.error("moe_layers_enum", "it must list the layers with experts") from None
+
+
+def _activations(config: Fields, key: str, count: int) -> list[Activation]:
+    limits = config.raw(key) or [None] * count
+    if not isinstance(limits, list) or len(limits) != count or any(isinstance(x, str | list | dict) for x in limits):
+        raise config.error(key, f"it must list a limit or null for each of {count} layers")
+    return [Activation(limit=limit, limit_after=True) if limit else Activation() for limit in limits]
+
+
+_NAMES = Names(
+    experts=(ExpertNames(gate="moe.gate_proj.weight", up="moe.up_proj.weight", down="moe.down_proj.weight"),),
+    spelled={
+        "mlp.gate.weight": ("moe.gate.weight",),
+        "mlp.gate.e_score_correction_bias": ("moe.router_bias",),
+        "self_attn.gate_proj.weight": ("self_attn.g_proj.weight",),
+    },
+    foreign=("vision_model.", "vit_large_projector."),
+)
+FAMILY = family.Family(
+    "Step3p5ForCausalLM",
+    "step3p5",
+    _fields,
+    family.sizes(128815, 4096, 11264, 45, 64, 8, 128000)
+    | {
+        "attention_other_setting": None,
+        "head_dim": 128,
+        "layer_types": None,
+        "mlp_bias": False,
+        "moe_intermediate_size": 1280,
+        "moe_router_scaling_factor": 1.0,
+        "need_fp32_gate": False,
+        "num_sliding_attention_heads": None,
+        "per_layer_config": None,
+        "num_experts": 288,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 0,
+        "query_pre_attn_scalar": None,
+        "rms_norm_eps": 1e-5,
+        "share_expert_dim": 1280,
+        "sliding_window": None,
+        "swiglu_limits": None,
+        "swiglu_limits_shared": None,
+    },
+    _NAMES,
+    aliases={
+        "moe_num_experts": "num_experts", "moe_top_k": "num_experts_per_tok", "share_expert_dims": "share_expert_dim",
+        "num_attention_groups": "num_key_value_heads",
+    },
+)  # fmt: skip
+MULTIMODAL = replace(FAMILY, architecture="Step3p7ForConditionalGeneration", model_type="step3p7", text="text_config")
+FAMILIES = (FAMILY, MULTIMODAL)

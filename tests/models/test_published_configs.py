@@ -1,0 +1,252 @@
+"""config.json as it is on the hub: every key that a release has is read or known to change nothing, and the parameters
+that follow are those that its authors count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import model_size
+
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+S, F = "sliding_attention", "full_attention"
+# config.json without what every model has or needs; billions of parameters in all, and of one token
+RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
+    "DeepSeek-V3.1": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
+            "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}, "ep_size": 1,
+            "aux_loss_alpha": 0.001, "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432,
+            "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+            "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+            "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+            "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "quantization_config": FP8, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+            "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                             "original_max_position_embeddings": 4096, "type": "yarn"},
+            "scoring_func": "sigmoid", "seq_aux": True, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
+        },
+        671, 36.6,
+    ),
+    "DeepSeek-V2-Lite": (
+        {
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,
+            "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
+            "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+            "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+            "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+            "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_theta": 10000,
+            "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                             "original_max_position_embeddings": 4096, "type": "yarn"},
+            "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True, "topk_group": 1,
+            "topk_method": "greedy", "v_head_dim": 128,
+        },
+        15.7, 2.45,
+    ),
+    "Kimi-K2-Instruct": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "vocab_size": 163840,
+            "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}, "ep_size": 1,
+            "first_k_dense_replace": 1, "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+            "max_position_embeddings": 131072, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1,
+            "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+            "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "quantization_config": FP8, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-6,
+            "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                             "original_max_position_embeddings": 4096, "type": "yarn"},
+            "scoring_func": "sigmoid", "seq_aux": True, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128,
+        },
+        1026, 31.7,
+    ),
+    "GLM-4.5-Air": (
+        {
+            "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 151552,
+            "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096,
+            "intermediate_size": 10944, "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1,
+            "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+            "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": None,
+            "rope_theta": 1000000, "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False,
+            "eos_token_id": [151329, 151336, 151338],
+        },
+        106, 12.5,
+    ),
+    "gpt-oss-20b": (
+        {
+            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088,
+            "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
+            "initial_context_length": 4096, "intermediate_size": 2880, "layer_types": [S, F] * 12,
+            "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
+            "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-5,
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False,
+                             "original_max_position_embeddings": 4096, "rope_type": "yarn"},
+            "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "router_aux_loss_coef": 0.9,
+        },
+        20.9, 3.6,
+    ),
+    "Llama-4-Scout": (
+        {
+            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "image_token_index": 200092,
+            "text_config": {
+                "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192,
+                "attn_temperature_tuning": 4, "attn_scale": 0.1, "floor_scale": 8192, "for_llm_compressor": False,
+                "head_dim": 128, "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+                "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "no_rope_layers": [],
+                "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48,
+                "num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+                "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                                 "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+                "torch_dtype": "bfloat16", "use_qk_norm": True, "vocab_size": 202048,
+                "eos_token_id": [200001, 200007, 200008],
+            },
+            "vision_config": {"model_type": "llama4_vision_model"},
+        },
+        107.8, 17.2,
+    ),
+    "MiniMax-M2": (
+        {
+            "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 200064,
+            "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+            "attn_type_list": [1] * 62, "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536,
+            "layernorm_full_attention_beta": 1.0, "max_position_embeddings": 196608, "mlp_intermediate_size": 8192,
+            "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62,
+            "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+            "rms_norm_eps": 1e-6, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True,
+        },
+        229, 9.8,
+    ),
+    "ERNIE-4.5-21B-A3B": (
+        {
+            "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "vocab_size": 103424,
+            "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+            "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536, "moe_k": 6,
+            "moe_layer_end_index": 28, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+            "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28,
+            "num_key_value_heads": 4, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 500000,
+            "tie_word_embeddings": True, "use_bias": False,
+        },
+        21.8, 3.2,
+    ),
+    "Hunyuan-A13B": (
+        {
+            "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "vocab_size": 128167,
+            "attention_bias": False, "attention_head_dim": 128, "head_dim": 128, "hidden_size": 4096,
+            "intermediate_size": 3072, "max_position_embeddings": 32768, "mlp_bias": False,
+            "moe_intermediate_size": [3072] * 32, "moe_layer_num_skipped": 0, "moe_topk": [8] * 32,
+            "num_attention_heads": 32, "num_experts": 64, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "num_shared_expert": [1] * 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+            "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                             "mscale_all_dim": 1.0, "type": "dynamic"},
+            "use_cla": False, "use_mixed_mlp_moe": True, "use_qk_norm": True,
+        },
+        80.4, 13.2,
+    ),
+    "Ling-flash-2.0": (
+        {
+            "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "vocab_size": 157184,
+            "auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"},
+            "embedding_dropout": 0.0, "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096,
+            "intermediate_size": 9216, "max_position_embeddings": 32768, "max_window_layers": 20,
+            "moe_intermediate_size": 1024, "moe_router_enable_expert_bias": True, "n_group": 8,
+            "moe_shared_expert_intermediate_size": 1024, "norm_topk_prob": True, "num_attention_heads": 32,
+            "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 0, "num_shared_experts": 1, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 600000, "routed_scaling_factor": 2.5,
+            "score_function": "sigmoid", "topk_group": 4, "use_bias": False, "use_qk_norm": True,
+            "use_qkv_bias": False,
+        },
+        103, 5.5,
+    ),
+    "Phi-3.5-MoE-instruct": (
+        {
+            "architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "vocab_size": 32064,
+            "auto_map": {"AutoModelForCausalLM": "modeling_phimoe.PhiMoEForCausalLM"}, "attention_bias": True,
+            "hidden_size": 4096, "input_jitter_noise": 0.01, "intermediate_size": 6400, "lm_head_bias": True,
+            "max_position_embeddings": 131072, "num_attention_heads": 32, "num_experts_per_tok": 2,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "router_jitter_noise": 0.01,
+            "rope_scaling": {"long_factor": [1.0 + i / 4 for i in range(64)], "long_mscale": 1.243163121016122,
+                             "original_max_position_embeddings": 4096, "short_factor": [1.0] * 64,
+                             "short_mscale": 1.243163121016122, "type": "longrope"},
+            "sliding_window": 131072,
+        },
+        41.9, 6.5,
+    ),
+    "Step-3.5-Flash": (
+        {
+            "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": 128896,
+            "auto_map": {"AutoModelForCausalLM": "modeling_step3p5.Step3p5ForCausalLM"}, "hidden_size": 4096,
+            "attention_other_setting": {"attention_type": S, "num_attention_heads": 96, "num_attention_groups": 8,
+                                        "head_dim": 128},
+            "head_dim": 128, "intermediate_size": 11264, "layer_types": [F, S, S, S] * 12,
+            "max_position_embeddings": 262144, "moe_every_n_layer": 1, "moe_intermediate_size": 1280,
+            "moe_layers_enum": ",".join(map(str, range(3, 45))), "moe_num_experts": 288,
+            "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 8,
+            "need_fp32_gate": True, "norm_expert_weight": True, "num_attention_groups": 8, "num_attention_heads": 64,
+            "num_hidden_layers": 45, "num_nextn_predict_layers": 3, "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+            "rms_norm_eps": 1e-5, "rope_theta": [5e6, 1e4, 1e4, 1e4] * 12, "share_expert_dim": 1280,
+            "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072,
+                             "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+            "sink": False, "sliding_window": 512, "swiglu_limits": [0.0] * 43 + [7.0] * 2 + [0.0] * 3,
+            "swiglu_limits_shared": [0.0] * 44 + [16.0] + [0.0] * 3, "use_head_wise_attn_gate": True, "use_moe": True,
+            "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [], "yarn_only_types": [F],
+            "zero_centered": True,
+        },
+        196, 11.0,
+    ),
+    "MiMo-V2-Flash": (
+        {
+            "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "vocab_size": 152576,
+            "auto_map": {"AutoModelForCausalLM": "modeling_mimo_v2_flash.MiMoV2FlashForCausalLM"},
+            "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "attention_bias": False,
+            "attention_chunk_size": 128, "attention_value_scale": 0.707, "head_dim": 192, "hidden_size": 4096,
+            "hybrid_block_size": None, "hybrid_layer_pattern": [0] + ([1] * 5 + [0]) * 7 + [1] * 4 + [0],
+            "intermediate_size": 16384, "layernorm_epsilon": 1e-5, "max_position_embeddings": 262144,
+            "moe_intermediate_size": 2048, "moe_layer_freq": [0] + [1] * 47, "n_group": 1, "n_routed_experts": 256,
+            "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+            "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334,
+            "quantization_config": FP8, "rope_theta": 5000000, "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128,
+            "sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 64,
+            "swa_num_key_value_heads": 8, "swa_rope_theta": 10000, "swa_v_head_dim": 128, "topk_group": 1, "topk_method": "noaux_tc",
+            "v_head_dim": 128,
+        },
+        309, 15.0,
+    ),
+    "Gemma-4-26B-A4B": (
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "image_token_id": 258880,
+            "tie_word_embeddings": True,
+            "text_config": {
+                "model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": True,
+                "enable_moe_block": True, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+                "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2816, "hidden_size_per_layer_input": 0,
+                "intermediate_size": 2112, "layer_types": ([S] * 5 + [F]) * 5, "max_position_embeddings": 262144,
+                "moe_intermediate_size": 704, "num_attention_heads": 16, "num_experts": 128,
+                "num_global_key_value_heads": 2, "num_hidden_layers": 30, "num_key_value_heads": 8,
+                "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 1024, "top_k_experts": 8,
+                "rope_parameters": {
+                    F: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+                    S: {"rope_theta": 10000.0, "rope_type": "default"},
+                },
+                "use_bidirectional_attention": "vision", "use_double_wide_mlp": False, "vocab_size": 262144,
+            },
+            "vision_config": {"model_type": "gemma4_vision"},
+        },
+        25.2, 3.9,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_release_is_read_and_counted(name: str, tmp_path: Path) -> None:
+    config, total, active = RELEASES[name]
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({"torch_dtype": "bfloat16", **config}))
+    size = model_size(read_model_spec(tmp_path))
+    assert size.total / 1e9 == pytest.approx(total, rel=0.02)
+    assert size.active / 1e9 == pytest.approx(active, rel=0.08)
