@@ -30,8 +30,9 @@ import torch
 from benchmarks.common import parser, save
 from moeserve.actor.actor import Inbox
 from moeserve.config import Limits
-from moeserve.engine.blocks import KVGroup, KVRule
+from moeserve.engine.blocks import KVGroup
 from moeserve.engine.core import EngineCore
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler

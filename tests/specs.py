@@ -8,7 +8,7 @@ from typing import Any
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.rope import RopeSpec
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 from moeserve.models.spec import LayerSpec, ModelSpec
 from moeserve.ops.rules import RouterRule
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from moeserve.blocks.mixer import CacheTensor, QueryScale
 from moeserve.blocks.rope import RopeSpec
 from moeserve.comm.world import World
-from moeserve.engine.blocks import FULL, KVRule
+from moeserve.engine.kv_rule import FULL, KVRule
 
 if TYPE_CHECKING:
     from moeserve.blocks.attention_layer import AttentionLayer

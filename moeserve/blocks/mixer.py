@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeserve.blocks.rope import RopeSpec
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moeserve.comm.world import World, share
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
-from moeserve.moe.placement.placement import Placement
+
+if TYPE_CHECKING:
+    from moeserve.moe.placement.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from moeserve.cluster.assemble import Built, Progress
 from moeserve.cluster.order import Role, command_of
 from moeserve.comm.world import World
 from moeserve.config import Config, Limits
-from moeserve.engine.blocks import KVRule, groups_of
+from moeserve.engine.blocks import groups_of
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.null_runner import NullRunner
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.messages import PlacementTable, Ready

@@ -10,37 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import I32
-
-
-@dataclass(frozen=True, slots=True)
-class KVRule:
-    """How long the KV entries of a layer are needed.
-
-    window: tokens that a query sees, itself included. chunk: a query sees the tokens of its own chunk of so many
-    (Llama-4). At most one of the two; without both a query sees all earlier tokens.
-    """
-
-    window: int | None = None
-    chunk: int | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether entries are needed as long as their request lives."""
-        return self.window is None and self.chunk is None
-
-    def first_live(self, position: Any) -> Any:
-        """Returns the oldest position that is read to compute `position` (one or an array of them) or any later one."""
-        if self.chunk is not None:
-            return position // self.chunk * self.chunk
-        return position * 0 if self.window is None else np.maximum(position - (self.window - 1), 0)
-
-
-FULL = KVRule()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.weights import Names
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader.files import Fields
 from moeserve.models.rope_config import read_rope, rope_fields, temperature

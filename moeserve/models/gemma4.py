@@ -12,7 +12,7 @@ from typing import Any
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.weights import ExpertNames, Names
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.spec import layer_specs

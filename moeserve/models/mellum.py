@@ -6,7 +6,7 @@ Source: huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base.
 from __future__ import annotations
 
 from moeserve.blocks.weights import Names
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.spec import layer_specs

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from moeserve.blocks.weights import Names
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.spec import layer_specs

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.mixer import Mixer
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import ConfigError
 from moeserve.loader.stored_format import StoredFormat
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.weights import ExpertNames, Names
-from moeserve.engine.blocks import KVRule
+from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.spec import NormSpec, layer_specs

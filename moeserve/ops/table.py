@@ -72,8 +72,10 @@ class Ops:
     weight_obstacle: Callable[[str, int, int], str] | None = None
 
     def packing_into(self, room: native_layer.Room) -> Ops:
-        """Returns the native kernels with packed weights in memory from `room`, but for those of heads: a parameter that
-        is packed in two parts has no place of its own there."""
+        """Returns the native kernels with packed weights in memory from `room`.
+
+        Not those of heads: a parameter that is packed in two parts has no place of its own there.
+        """
         assert self.native
         return replace(self, room=room, pack_linear=partial(native_layer.NativeLinear, room=room))
 

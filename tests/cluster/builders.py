@@ -16,7 +16,8 @@ import msgspec
 from moeserve.cluster.assemble import Built
 from moeserve.cluster.order import Role
 from moeserve.config import Config, Limits
-from moeserve.engine.blocks import KVGroup, KVRule
+from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.null_runner import NullHandle, NullRunner
 from moeserve.engine.plan import StepPlan, StepResult
 from moeserve.errors import DoesNotFit, PeerLost

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import Key, KVGroup, KVRule, groups_of
+from moeserve.engine.blocks import Key, KVGroup, groups_of
 from moeserve.engine.kv_cache_manager import chain, root_of
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.store import HostStore

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from moeserve.engine.blocks import KVGroup, KVRule, blocks_needed, groups_of, longest_hit
+from moeserve.engine.blocks import KVGroup, blocks_needed, groups_of, longest_hit
+from moeserve.engine.kv_rule import KVRule
 
 FULL = KVRule()
 

@@ -7,8 +7,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from moeserve.engine.blocks import BlockPool, KVGroup, KVRule, groups_of
+from moeserve.engine.blocks import BlockPool, KVGroup, groups_of
 from moeserve.engine.kv_cache_manager import IN_STORE, KVCacheManager, chain, root_of
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.requests import Request, request_of
 from tests.engine.harness import limits_of, submit_of
 

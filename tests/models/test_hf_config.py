@@ -20,7 +20,7 @@ from torch import zeros
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense
 from moeserve.blocks.rope import RopeSpec
-from moeserve.engine.blocks import FULL, KVRule
+from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec

@@ -13,6 +13,7 @@ from moeserve.ops.linear import PlainLinear, padded_rows
 from moeserve.ops.probe import probe_attention, probe_linear
 from moeserve.ops.table import Choice, pick_ops
 from tests.ops.choices import CHOICES, ops_of
+from tests.specs import make_spec
 
 
 @pytest.fixture(params=[1, 2])
@@ -175,9 +176,10 @@ def test_kernels_are_chosen_for_cpus_only() -> None:
 
 
 def test_heads_that_native_attention_does_not_know() -> None:
-    assert not pick_ops("cpu", torch.float32, head_dim=12).native
-    with pytest.raises(ConfigError, match="width 12; choose kernels: auto"):
-        pick_ops("cpu", torch.float32, "native", head_dim=12)
+    spec = make_spec(head_dim=12, vocab_size=8, hidden_size=8)
+    assert not pick_ops("cpu", torch.float32, obstacle=spec.obstacle).native
+    with pytest.raises(ConfigError, match="Native attention does not know heads of width 12; choose kernels: auto"):
+        pick_ops("cpu", torch.float32, "native", obstacle=spec.obstacle)
 
 
 def test_the_probe_sees_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from moeserve.ops.quantised import Quantised
 from moeserve.ops.table import pick_ops
 from moeserve.ops.triton_ops import pack_exact, pack_fast
 from tests.kernels.device import DEVICE
+from tests.specs import make_spec
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 
@@ -28,14 +29,20 @@ def test_interpreted_kernels_are_for_tests(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_on_cuda_triton_serves_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is picked before anything is on the device."""
-    fast, exact = (pick_ops("cuda", torch.bfloat16, head_dim=128, exact=exact) for exact in (False, True))
+    fast, exact = (
+        pick_ops(
+            "cuda", torch.bfloat16, obstacle=make_spec(head_dim=128, vocab_size=8, hidden_size=8).obstacle, exact=exact
+        )
+        for exact in (False, True)
+    )
     assert (fast.triton, exact.triton) == (True, True)
     assert (fast.exact, exact.exact) == (False, True)
     assert exact.pack_linear is pack_exact
     assert not pick_ops("cuda", torch.bfloat16, "torch").triton
-    assert not pick_ops("cuda", torch.bfloat16, head_dim=60).triton
+    odd = make_spec(head_dim=60, vocab_size=8, hidden_size=8).obstacle
+    assert not pick_ops("cuda", torch.bfloat16, obstacle=odd).triton
     with pytest.raises(ConfigError, match="does not know heads of width 60; choose kernels: auto"):
-        pick_ops("cuda", torch.bfloat16, "triton", head_dim=60)
+        pick_ops("cuda", torch.bfloat16, "triton", obstacle=odd)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not pick_ops("cuda", torch.bfloat16).exact
     with pytest.raises(ConfigError, match=r"determinism=batch needs the Triton kernels on cuda: there is no triton"):

@@ -246,7 +246,7 @@ class Exact:
             out[: len(sees_T)] = q.flatten(1)[: len(sees_T)] + torch.where(is_seen_TL, context_TL, 0).sum(1)[:, None]
 
         if step.cut is not None:
-            return step.cut(q, partial(self.planned, step, group, plan), attend)
+            return step.cut(q, partial(self.planned, step, group, plan), attend, q[0].numel())
         out = torch.empty_like(q).flatten(1)
         attend(q, plan(step), out)
         return out

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.engine.blocks import KVGroup, KVRule
+from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import BlockDiff, StepPlan
 from moeserve.runner.gpu import RingUpload
 from moeserve.runner.tables import HostRows, Tables, Upload, host_upload, prepare_inputs

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from moeserve.config import Limits, config_of
-from moeserve.engine.blocks import KVGroup, KVRule, groups_of
+from moeserve.engine.blocks import KVGroup, groups_of
+from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.runner.cpu import host_memory
 from moeserve.runner.kv_cache import KVCache, block_bytes, page_locked

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.engine.blocks import KVGroup, KVRule
+from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import NewRequest
 from moeserve.ops import native_rows
 from moeserve.runner.sampling import noise, reference

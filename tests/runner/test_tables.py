@@ -7,7 +7,8 @@ import psutil
 import pytest
 import torch
 
-from moeserve.engine.blocks import KVGroup, KVRule
+from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import BlockDiff, NewRequest
 from moeserve.errors import ConfigError
 from moeserve.runner.gpu import RingUpload

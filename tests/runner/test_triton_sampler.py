@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.engine.blocks import KVGroup, KVRule
+from moeserve.engine.blocks import KVGroup
+from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import NewRequest
 from moeserve.runner.gpu import RingUpload
 from moeserve.runner.sampling.reference import ReferenceSampler

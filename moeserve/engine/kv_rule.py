@@ -1,0 +1,35 @@
+"""How long the KV entries of a layer are needed. No numpy here: specs are made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class KVRule:
+    """How long the KV entries of a layer are needed.
+
+    window: tokens that a query sees, itself included. chunk: a query sees the tokens of its own chunk of so many
+    (Llama-4). At most one of the two; without both a query sees all earlier tokens.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether entries are needed as long as their request lives."""
+        return self.window is None and self.chunk is None
+
+    def first_live(self, position: Any) -> Any:
+        """Returns the oldest position that is read to compute `position` (one or an array of them) or any later one."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        if self.window is None:
+            return position * 0
+        first = position - (self.window - 1)
+        return first * (first > 0)
+
+
+FULL = KVRule()
