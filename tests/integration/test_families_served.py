@@ -50,13 +50,11 @@ async def test_two_engines_say_what_one_says_though_one_dies(
     expected = await asyncio.to_thread(alone, path)
     (tmp_path / "config.yaml").write_text("model: {skip_tokenizer_init: true}\n")
     flags = ("--config", str(tmp_path / "config.yaml"), "--dp", "2", "--max-model-len", "256")
-    with running_server(tmp_path / "log", str(path), *flags, "--kv-cache-bytes", "16MiB") as server:
+    flags = (*flags, "--served-model-name", "demo", "--kv-cache-bytes", "16MiB")
+    with running_server(tmp_path / "log", str(path), *flags) as server:
         async with aiohttp.ClientSession() as session:
-            name = {"model": path.name}
             seen: list[list[int]] = [[] for _ in PROMPTS]
-            streams = [
-                asyncio.create_task(tokens(session, server.url, body(i) | name, mine)) for i, mine in enumerate(seen)
-            ]
+            streams = [asyncio.create_task(tokens(session, server.url, body(i), mine)) for i, mine in enumerate(seen)]
             await until(lambda: all(len(mine) >= 5 for mine in seen), 30)
             engines(server)[0].kill()
             assert await asyncio.gather(*streams) == expected
