@@ -94,4 +94,4 @@ def test_16_bit_dtypes_are_close(name: str, dtype: torch.dtype, make_checkpoint:
     with torch.no_grad():
         theirs = checkpoint.reference(torch.tensor([PROMPT])).logits[0]
     error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    assert error.median() < (0.06 if dtype == torch.bfloat16 else 0.01), error.median()
+    assert error.median() < (0.06 if dtype == torch.bfloat16 else 0.015), error.median()

@@ -89,7 +89,10 @@ def check(path: Path, dtype: torch.dtype, tp_size: int, tp: list[TensorParallel]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, dtype: torch.dtype, tp_size: int, make_checkpoint: Any) -> None:
     """Four ranks on two KV heads: each KV head is on two ranks."""
-    check(make_checkpoint(name).path, dtype, tp_size)
+    path = make_checkpoint(name).path
+    if tp_size not in read_model_spec(path).possible_tp:
+        pytest.skip("its heads cannot be shared so")
+    check(path, dtype, tp_size)
 
 
 @pytest.mark.parametrize(
