@@ -16,7 +16,7 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.ops.native import native
 from moeserve.runner import kv_cache
 from moeserve.runner.base import DTYPES
-from tests.checkpoints import FEW
+from tests.checkpoints import FAMILIES, FEW
 
 PROMPT = np.random.default_rng(11).integers(3, 256, 150).tolist()
 PARAMS = [
@@ -86,6 +86,13 @@ def alone(path: Any, dtype: str, **more: Any) -> list[Any]:
 @pytest.mark.parametrize("family", FEW)
 def test_circumstances_do_not_change_a_bit(family: str, dtype: str, make_checkpoint: Any) -> None:
     check(make_checkpoint(family).path, dtype)
+
+
+@pytest.mark.full("models", keep=2)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in FEW])
+def test_nor_in_any_other_family(family: str, make_checkpoint: Any) -> None:
+    check(make_checkpoint(family).path, "float32")
 
 
 @pytest.mark.full("models", keep=2)
