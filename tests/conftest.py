@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ import torch
 
 from tests.checkpoints import Checkpoint, write_checkpoint
 from tests.full import left_out
+
+# Real processes, killed at real moments on a shared machine: a failure here that does not repeat is listed as RERUN in
+# the summary, to be looked into, and fails nothing. Everything else fails at once.
+OF_PROCESSES = {"cli", "client", "cluster", "comm", "integration", "launch", "server"}
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: tests press Ctrl-C in children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,7 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects full tests of the groups that `--full` does not name."""
+    """Deselects full tests of the groups that `--full` does not name; tests of processes get a second try."""
+    for item in items:
+        if Path(item.path).relative_to(Path(__file__).parent).parts[0] in OF_PROCESSES:
+            item.add_marker(pytest.mark.flaky(reruns=1))
     out = left_out(items, set(config.getoption("--full").split(",")))
     if out:
         config.hook.pytest_deselected(items=list(out))
