@@ -28,6 +28,8 @@ import numpy as np
 from benchmarks.common import end_as_asked, parser, save, summary
 from benchmarks.peers_floor import Case, compiled_machine, floor_tokens_per_s
 from moeserve import AsyncEngine, SamplingParams
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import ModelSpec
 
 SHORT, NEW_TOKENS = 32, 33
 ALONE_TOKENS = 32  # that each stream gives before the long prompt comes
@@ -69,30 +71,31 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
     settings["kv_cache_dtype"] = args.kv_cache_dtype
     longest = max(args.context, args.prefill) + NEW_TOKENS
-    config, rng = json.loads((model / "config.json").read_text()), random.Random(0)
-    kv_bytes = 1 + 4 / config["head_dim"] if args.kv_cache_dtype == "int8" else 2
+    spec, rng = read_model_spec(model), random.Random(0)
+    width = spec.layers[0].mixer.cache(1)[0].width  # int8 entries of a head share a scale
+    kv_bytes = 1 + 4 / width if args.kv_cache_dtype == "int8" else 2
     rounds: dict[str, list[float]] = {}
     with compiled_machine(args.threads) as machine:
         async with AsyncEngine(model, threads=args.threads, max_model_len=longest, **settings) as engine:
-            prompts = {n: random_prompt(rng, config, n) for n in (SHORT, args.context)}
+            prompts = {n: random_prompt(rng, spec, n) for n in (SHORT, args.context)}
             for prompt in prompts.values():
                 await decode(engine, prompt)  # the rounds find it in the prefix cache
             for _ in range(args.rounds):
                 rates = machine.rates()
                 for length, prompt in prompts.items():
-                    floor = floor_tokens_per_s(config, Case("decode", 1, length, NEW_TOKENS), rates, kv_bytes=kv_bytes)
+                    floor = floor_tokens_per_s(spec, Case("decode", 1, length, NEW_TOKENS), rates, kv_bytes=kv_bytes)
                     speed = await decode(engine, prompt)
                     rounds.setdefault(f"decode_{length}_tokens_per_s", []).append(speed)
                     rounds.setdefault(f"decode_{length}_share_of_floor", []).append(speed / floor)
                 if args.decode_only:
                     continue
-                for name, figure in (await beside(engine, args, config, rng)).items():
+                for name, figure in (await beside(engine, args, spec, rng)).items():
                     rounds.setdefault(f"beside_{name}", []).append(figure)
     return {"model": args.model.name, **{name: summary(figures) for name, figures in rounds.items()}}
 
 
-def random_prompt(rng: random.Random, config: dict[str, Any], length: int) -> list[int]:
-    return [rng.randrange(3, config["vocab_size"]) for _ in range(length)]
+def random_prompt(rng: random.Random, spec: ModelSpec, length: int) -> list[int]:
+    return [rng.randrange(3, spec.vocab_size) for _ in range(length)]
 
 
 class Stream:
@@ -118,14 +121,14 @@ async def decode(engine: AsyncEngine, prompt: list[int]) -> float:
 
 
 async def beside(
-    engine: AsyncEngine, args: argparse.Namespace, config: dict[str, Any], rng: random.Random
+    engine: AsyncEngine, args: argparse.Namespace, spec: ModelSpec, rng: random.Random
 ) -> dict[str, float]:
     """Milliseconds from token to token of the streams, and how long the long prompt took to its first token."""
     others, joining = [Stream() for _ in range(args.streams)], Stream()
-    tasks = [asyncio.create_task(s.run(engine, random_prompt(rng, config, SHORT), args.prefill)) for s in others]
+    tasks = [asyncio.create_task(s.run(engine, random_prompt(rng, spec, SHORT), args.prefill)) for s in others]
     await asyncio.gather(*[stream.under_way.wait() for stream in others])
     joined_s = time.perf_counter()
-    await joining.run(engine, random_prompt(rng, config, args.prefill), 1)
+    await joining.run(engine, random_prompt(rng, spec, args.prefill), 1)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

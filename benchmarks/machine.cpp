@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -53,6 +53,17 @@ void dot(long steps) {
     for (auto& sum : sums) sum = _mm512_set1_ps(kept_dot);  // volatile: the compiler must not take all chains for one
     for (long i = 0; i < steps; ++i) {
         for (auto& sum : sums) sum = _mm512_dpbf16_ps(sum, x, y);
+    }
+    for (const auto& sum : sums) kept_dot = _mm512_cvtss_f32(sum);
+}
+#elif defined(__AVX512F__)
+constexpr double kFlopsPerStep = kChains * 32;
+void dot(long steps) {
+    const auto x = _mm512_set1_ps(0.5f), y = _mm512_set1_ps(0.0078125f);
+    __m512 sums[kChains];
+    for (auto& sum : sums) sum = _mm512_set1_ps(kept_dot);
+    for (long i = 0; i < steps; ++i) {
+        for (auto& sum : sums) sum = _mm512_fmadd_ps(sum, x, y);
     }
     for (const auto& sum : sums) kept_dot = _mm512_cvtss_f32(sum);
 }

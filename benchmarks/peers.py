@@ -32,6 +32,8 @@ import psutil
 from benchmarks.common import RESULTS, ROOT, end_as_asked, parser, save
 from benchmarks.peers_engine import ENGINES
 from benchmarks.peers_floor import Case, Machine, compiled_machine, floor_tokens_per_s
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import ModelSpec
 
 CASES = {
     case.name: case
@@ -174,7 +176,7 @@ def measure(args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample
     todo = [(CASES[name], i) for i in range(args.rounds) for name in args.case if (name, i) not in known]
     if not todo:
         return
-    config = json.loads((args.model / "config.json").read_text())
+    spec = read_model_spec(args.model)
     machine = stack.enter_context(compiled_machine(args.threads))
     engines = []
     for pair in args.engine:
@@ -185,20 +187,18 @@ def measure(args: argparse.Namespace, stack: ExitStack, samples: Sequence[Sample
         yield {"case": START, "round": -1, "engine": name, "version": engine.version, "seconds": seconds}
         print(f"{name} {engine.version}: first answer after {seconds:.1f} s", file=sys.stderr)
     for engine in engines:
-        engine.ask(prompts_of(WARM_UP, config["vocab_size"], -1), WARM_UP.new_tokens)
+        engine.ask(prompts_of(WARM_UP, spec.vocab_size, -1), WARM_UP.new_tokens)
     for case, number in todo:
         if time.perf_counter() > until_s:
             return
         first = number % len(engines)
-        yield from one_case(case, number, engines[first:] + engines[:first], machine, config)
+        yield from one_case(case, number, engines[first:] + engines[:first], machine, spec)
 
 
-def one_case(
-    case: Case, number: int, engines: Sequence[Engine], machine: Machine, config: dict[str, Any]
-) -> list[Sample]:
+def one_case(case: Case, number: int, engines: Sequence[Engine], machine: Machine, spec: ModelSpec) -> list[Sample]:
     """A sample of each engine, all with the same prompts. Nothing is kept if one of them fails."""
-    prompts, rates = prompts_of(case, config["vocab_size"], number), machine.rates()
-    floor, busy = floor_tokens_per_s(config, case, rates), psutil.cpu_percent(BUSY_S)
+    prompts, rates = prompts_of(case, spec.vocab_size, number), machine.rates()
+    floor, busy = floor_tokens_per_s(spec, case, rates), psutil.cpu_percent(BUSY_S)
     if busy > BUSY_PERCENT:
         print(f"others use {busy:.0f} % of the CPUs: this round says little", file=sys.stderr)
     samples = []

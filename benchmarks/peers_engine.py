@@ -27,6 +27,7 @@ DUMMY: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "k
 def moeserve(model: str, threads: int, **options: Any) -> Run:
     from moeserve import LLM, SamplingParams
 
+    options.setdefault("skip_tokenizer_init", not os.path.exists(os.path.join(model, "tokenizer.json")))
     llm = LLM(
         model, threads=threads, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, enable_prefix_caching=False, **options
     )

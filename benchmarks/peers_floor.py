@@ -10,11 +10,16 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
-from typing import Any
+from statistics import mean
+
+from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.blocks.mixer import Mixer
+from moeserve.models.spec import ModelSpec, model_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +66,48 @@ def compiled_machine(threads: int) -> Iterator[Machine]:
 
 
 def floor_tokens_per_s(
-    config: Mapping[str, Any], case: Case, rates: Rates, weight_bytes: float = 2, kv_bytes: float = 2
+    spec: ModelSpec, case: Case, rates: Rates, weight_bytes: float = 2, kv_bytes: float = 2
 ) -> float:
-    """Tokens per second that `rates` allow, for a Hugging Face config of a model whose layers are all MoE layers.
+    """Tokens per second that `rates` allow for a model with any mixers and feed-forward blocks.
 
     Experts are taken as chosen evenly: a step of `batch` tokens reads E (1 - (1 - k/E)^batch) of a layer's E experts.
-    weight_bytes: of one parameter; kv_bytes: of one element of keys and values.
+    weight_bytes: of one parameter; kv_bytes: of one element of the cache.
     """
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    width, layers, head_dim = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
-    experts, top_k = config.get("num_experts") or config["num_local_experts"], config["num_experts_per_tok"]
-    attention = width * (2 * heads + 2 * kv_heads) * head_dim + width * experts  # the router among it
-    expert = 3 * width * config["moe_intermediate_size"]
-    lm_head = config["vocab_size"] * width
-    multiplied: int = layers * (attention + top_k * expert)  # parameters per token
-    attended: int = 4 * heads * head_dim * layers  # operations per token and token before it
+    size, head = model_size(spec), spec.vocab_size * spec.hidden_size
+    layers = [layer.mixer for layer in spec.layers]
     if case.is_prefill:
-        flops: float = 2 * multiplied + attended * case.prompt_tokens / 2
-        return 1e9 * rates.gflop_s / flops
-    context = case.prompt_tokens + case.new_tokens / 2
-    touched = experts * (1 - (1 - top_k / experts) ** case.batch)
-    step_bytes: float = weight_bytes * (layers * (attention + touched * expert) + lm_head)
-    step_bytes += case.batch * context * 2 * kv_bytes * kv_heads * head_dim * layers
-    step_flops: float = case.batch * (2 * (multiplied + lm_head) + attended * context)
+        positions = range(case.prompt_tokens)
+        pairs = [mean(seen(mixer, position) for position in positions) for mixer in layers]
+        attended: float = sum(map(mul, map(prefill_operations, layers), pairs))
+        return 1e9 * rates.gflop_s / (2 * (size.active - head) + attended)
+    position = case.prompt_tokens + case.new_tokens // 2
+    pairs = [seen(mixer, position) for mixer in layers]
+    touched = spec.num_experts * (1 - (1 - spec.experts_per_token / max(spec.num_experts, 1)) ** case.batch)
+    experts = (touched - spec.experts_per_token) * len(spec.moe_layers) * 3 * spec.hidden_size * spec.expert_size
+    step_bytes: float = weight_bytes * (size.active + experts)
+    step_bytes += kv_bytes * case.batch * sum(map(mul, map(entry_elements, layers), pairs))
+    step_flops: float = case.batch * (2 * size.active + sum(map(mul, map(decode_operations, layers), pairs)))
     return case.batch / max(step_bytes / (1e9 * rates.read_gb_s), step_flops / (1e9 * rates.gflop_s))
+
+
+def seen(mixer: Mixer, position: int) -> int:
+    """Tokens that the query at `position` attends to."""
+    return position + 1 - int(mixer.rule.first_live(position))
+
+
+def entry_elements(mixer: Mixer) -> int:
+    """Elements that a token leaves in a layer's cache."""
+    return sum(tensor.heads * tensor.width for tensor in mixer.cache(1))
+
+
+def decode_operations(mixer: Mixer) -> int:
+    """Operations of all heads per query and token that it sees."""
+    heads = mixer.head_shape(1)
+    return 2 * heads.num_heads * (heads.dim + heads.v_dim) if heads else 0
+
+
+def prefill_operations(mixer: Mixer) -> int:
+    """As decode_operations; keys and values of latents are made once for all queries, by no absorbed weights."""
+    if isinstance(mixer, LatentAttention):
+        return 2 * mixer.num_heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim)
+    return decode_operations(mixer)

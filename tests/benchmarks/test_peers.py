@@ -7,6 +7,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +16,81 @@ import pytest
 from benchmarks import peers
 from benchmarks.peers import CASES, START, Engine, environment_of, measure, prompts_of, row_of, table
 from benchmarks.peers_floor import Case, Rates, compiled_machine, floor_tokens_per_s
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.feed_forward import MoE
+from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.blocks.mixer import Mixer
+from moeserve.blocks.rope import RopeSpec
+from moeserve.engine.kv_rule import KVRule
+from moeserve.models.spec import ModelSpec, layer_specs
+from moeserve.ops.rules import RouterRule
 
 CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
     "hidden_size": 10,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 5,
+    "head_dim": 6,
     "num_experts": 4,
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 3,
     "vocab_size": 100,
 }
+ATTENTION = Attention(num_heads=4, num_kv_heads=2, head_dim=5, rope=RopeSpec())
+LATENTS = LatentAttention(num_heads=4, nope_dim=3, rope_dim=2, v_dim=4, rank=6, q_rank=None, rope=RopeSpec())
 # per layer: attention 10 * (8 + 4) * 5 = 600, router 40, an expert 90; lm_head 1,000
+
+
+def spec_of(*mixers: Mixer) -> ModelSpec:
+    experts = MoE(num_experts=4, top_k=1, size=3, router=RouterRule())
+    layers = layer_specs(mixers, [experts] * len(mixers))
+    return ModelSpec(
+        architecture="x", dtype="float32", vocab_size=100, hidden_size=10, max_position=9, norm_eps=0.1, layers=layers
+    )
+
+
+SPEC = spec_of(ATTENTION, ATTENTION)
 
 
 def test_a_decode_step_reads_what_one_token_touches() -> None:
     case, read = Case("x", 1, 7, 3), Rates(read_gb_s=1.0, gflop_s=1e9)
-    weights, cache = 2 * (2 * (640 + 90) + 1000), 8.5 * 2 * 2 * 2 * 5 * 2
-    assert floor_tokens_per_s(CONFIG, case, read) == pytest.approx(1e9 / (weights + cache))
-    assert floor_tokens_per_s(CONFIG, case, read, weight_bytes=1) == pytest.approx(1e9 / (weights / 2 + cache))
+    weights, cache = 2 * (2 * (640 + 90) + 1000), 9 * 2 * 2 * 2 * 5 * 2
+    assert floor_tokens_per_s(SPEC, case, read) == pytest.approx(1e9 / (weights + cache))
+    assert floor_tokens_per_s(SPEC, case, read, weight_bytes=1) == pytest.approx(1e9 / (weights / 2 + cache))
 
 
 def test_a_large_batch_reads_all_experts_and_is_bound_by_arithmetic_in_the_end() -> None:
     case = Case("x", 1000, 7, 3)
-    by_memory = floor_tokens_per_s(CONFIG, case, Rates(1.0, 1e9))
-    assert by_memory == pytest.approx(1000 * 1e9 / (2 * (2 * (640 + 4 * 90) + 1000) + 1000 * 8.5 * 80))
-    by_units = floor_tokens_per_s(CONFIG, case, Rates(1e9, 1.0))
-    assert by_units == pytest.approx(1e9 / (2 * (2 * 730 + 1000) + 4 * 8.5 * 4 * 5 * 2))
+    by_memory = floor_tokens_per_s(SPEC, case, Rates(1.0, 1e9))
+    assert by_memory == pytest.approx(1000 * 1e9 / (2 * (2 * (640 + 4 * 90) + 1000) + 1000 * 9 * 80))
+    by_units = floor_tokens_per_s(SPEC, case, Rates(1e9, 1.0))
+    assert by_units == pytest.approx(1e9 / (2 * (2 * 730 + 1000) + 4 * 9 * 4 * 5 * 2))
 
 
 def test_a_prefill_is_bound_by_arithmetic_without_the_head() -> None:
-    floor = floor_tokens_per_s(CONFIG, Case("x", 3, 20, 1), Rates(1e-9, 1.0))
-    assert floor == pytest.approx(1e9 / (2 * 2 * 730 + 4 * 10 * 4 * 5 * 2))
+    floor = floor_tokens_per_s(SPEC, Case("x", 3, 20, 1), Rates(1e-9, 1.0))
+    assert floor == pytest.approx(1e9 / (2 * 2 * 730 + 4 * 10.5 * 4 * 5 * 2))
+
+
+def test_a_window_bounds_what_is_read_and_what_is_computed() -> None:
+    slides = spec_of(replace(ATTENTION, rule=KVRule(window=3)))
+    decode = floor_tokens_per_s(slides, Case("x", 1, 7, 3), Rates(1.0, 1e9))
+    assert decode == pytest.approx(1e9 / (2 * (640 + 90 + 1000) + 3 * 2 * 2 * 5 * 2))
+    prefill = floor_tokens_per_s(slides, Case("x", 1, 4, 1), Rates(1.0, 1.0))
+    assert prefill == pytest.approx(1e9 / (2 * 730 + 4 * (1 + 2 + 3 + 3) / 4 * 4 * 5))
+
+
+def test_latents_are_read_once_for_all_heads_and_expanded_in_a_prefill() -> None:
+    spec = spec_of(LATENTS)
+    weights = 10 * 4 * 5 + 10 * 8 + 4 * 7 * 6 + 10 * 16 + 40 + 90
+    decode = floor_tokens_per_s(spec, Case("x", 1, 7, 3), Rates(1.0, 1e9))
+    assert decode == pytest.approx(1e9 / (2 * (weights + 1000) + 9 * 2 * 8))
+    absorbed = floor_tokens_per_s(spec, Case("x", 1, 7, 3), Rates(1e9, 1.0))
+    assert absorbed == pytest.approx(1e9 / (2 * (weights + 1000) + 2 * 9 * 4 * (8 + 6)))
+    prefill = floor_tokens_per_s(spec, Case("x", 1, 4, 1), Rates(1.0, 1.0))
+    assert prefill == pytest.approx(1e9 / (2 * weights + 2 * 2.5 * 4 * (5 + 4)))
 
 
 def test_the_machine_is_measured() -> None:

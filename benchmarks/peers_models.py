@@ -1,0 +1,112 @@
+"""Checkpoints with random weights, about a billion parameters each, for benchmarks.peers.
+
+    python -m benchmarks.peers_models DIR --shape deepseek-v2-lite
+    python -m benchmarks.peers_models DIR --shape gpt-oss --gguf FILE --llamacpp SOURCES
+
+DIR becomes a Hugging Face directory as transformers saves it, in bf16 and without a tokenizer. With --gguf llama.cpp's
+own converter writes the same weights; SOURCES is a folder with its convert_hf_to_gguf.py and conversion/, and the
+package gguf has to be there.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import parser
+
+# The published widths of heads and latents, choices of experts and kinds of layers; half as wide or less, fewer heads
+# in proportion, fewer experts.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 27,  # by which llama.cpp knows that queries are not compressed
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 2736,
+            "moe_intermediate_size": 352,
+            "n_routed_experts": 32,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
+            "scoring_func": "softmax",
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "hidden_size": 1152,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "intermediate_size": 1152,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+        },
+    ),
+}
+COMMON = {"vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False, "bos_token_id": 0}
+ENDS = {"eos_token_id": 1, "pad_token_id": 1}
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("out", type=Path, metavar="DIR")
+    flags.add_argument("--shape", choices=SHAPES, required=True)
+    flags.add_argument("--gguf", type=Path, metavar="FILE", help="the same weights for llama.cpp")
+    flags.add_argument("--llamacpp", type=Path, metavar="SOURCES", help="where its convert_hf_to_gguf.py is")
+    args = flags.parse_args()
+    if (args.gguf is None) != (args.llamacpp is None):
+        flags.error("--gguf FILE and --llamacpp SOURCES go together")
+    print(f"{args.out}: {write_checkpoint(args.shape, args.out) / 1e6:.0f} M parameters")
+    if args.gguf is not None:
+        write_gguf(args.out, args.gguf, args.llamacpp)
+
+
+def write_checkpoint(shape: str, out: Path) -> int:
+    """Writes random bf16 weights; returns their number."""
+    import transformers
+
+    family, options = SHAPES[shape]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**COMMON, **ENDS, **options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    model.save_pretrained(out)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def write_gguf(checkpoint: Path, out: Path, sources: Path) -> None:
+    """Runs llama.cpp's converter, with a vocabulary that has a size and no strings."""
+    sys.path.insert(0, str(sources))
+    from conversion.base import TextModel  # type: ignore[import-not-found]
+    from conversion.deepseek import DeepseekV2Model  # type: ignore[import-not-found]
+    from conversion.gpt_oss import GptOssModel  # type: ignore[import-not-found]
+
+    def sized(model: Any) -> None:
+        model._set_vocab_none()
+        if not isinstance(model, DeepseekV2Model):  # that one says it itself
+            model.gguf_writer.add_vocab_size(model.hparams["vocab_size"])
+
+    for kind in (TextModel, DeepseekV2Model, GptOssModel):
+        kind.set_vocab = sized
+    sys.argv = ["convert_hf_to_gguf.py", str(checkpoint), "--outfile", str(out), "--outtype", "bf16"]
+    runpy.run_path(str(sources / "convert_hf_to_gguf.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
