@@ -1,19 +1,16 @@
-// A decoder layer's two halves in one call each: between small calls, the interpreter takes longer than they do.
+// A decoder layer's two halves in one call each (latent attention is in latent.cpp).
 // moeserve/ops/native_layer.py is the only caller.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <numeric>
 #include <optional>
-#include <vector>
 
-#include "bindings/products.hpp"
+#include "bindings/layer.hpp"
 #include "bindings/rows.hpp"
 #include "core/grouping.hpp"
 #include "kernels/attention_plan.hpp"
-#include "pool/scratch.hpp"
 
 namespace py = pybind11;
 
@@ -22,40 +19,10 @@ namespace {
 
 using Counts = py::array_t<int64_t, py::array::c_style>;
 
-size_t bytes_of(Type type) { return type == Type::fp32 ? 4 : 2; }
-
 /// Of one head in a cache: int8 ones have a scale.
 int64_t entry_bytes(Type type, size_t dim) {
     return static_cast<int64_t>(type == Type::int8 ? dim + sizeof(float) : dim * bytes_of(type));
 }
-
-/// Arrays of so many bytes in the calling thread's memory, until it asks again.
-class Arrays {
-  public:
-    explicit Arrays(std::initializer_list<size_t> sizes) {
-        for (size_t bytes : sizes) {
-            starts_.push_back(total_);
-            total_ += (bytes + 63) / 64 * 64;
-        }
-        memory_ = scratch(Scratch::layer, total_);
-    }
-    Address operator[](size_t i) const { return reinterpret_cast<Address>(memory_ + starts_[i]); }
-
-  private:
-    std::vector<size_t> starts_;
-    size_t total_ = 0;
-    uint8_t* memory_;
-};
-
-/// A packed matrix and where it lies; bias 0: none.
-struct Matrix {
-    Packing packing;
-    Address weights, bias;
-
-    void times(Type type, Address x, size_t stride, size_t rows, Address y) const {
-        linear(type, packing, weights, bias, x, stride, rows, y, type);
-    }
-};
 
 /// Projection, QK-norm, RoPE and KV write, attention and, if it is given, the product behind it.
 class AttentionBlock {
@@ -182,12 +149,24 @@ class ExpertsBlock {
     Activation activation_;
 };
 
+/// down(act(gate) * up): an MLP that every row passes.
+void gated_mlp(Type type, const Matrix& gate_up, const Matrix& down, const Activation& activation, Address x,
+               size_t stride, size_t rows, Address y) {
+    const size_t inner = down.packing.depth, row_bytes = inner * bytes_of(type);
+    const Arrays arrays({rows * 2 * row_bytes, rows * row_bytes});
+    gate_up.times(type, x, stride, rows, arrays[0]);
+    const ActMulArgs args{type, inner, at<void>(arrays[0]), 2 * inner, activation, at<void>(arrays[1])};
+    over_rows(kernels()->act_mul, args, rows, inner);
+    down.times(type, arrays[1], inner, rows, y);
+}
+
 }  // namespace
 
 void bind_layer(py::module_& m) {
     py::class_<Matrix>(m, "Matrix")
         .def(py::init<Packing, Address, Address>(), py::arg("packing"), py::arg("weights"), py::arg("bias"))
-        .def_property_readonly("columns", [](const Matrix& self) { return self.packing.columns; });
+        .def_property_readonly("columns", [](const Matrix& self) { return self.packing.columns; })
+        .def_property_readonly("depth", [](const Matrix& self) { return self.packing.depth; });
     py::class_<AttentionBlock>(m, "AttentionBlock")
         .def(py::init<Type, const Matrix&, const std::optional<Matrix>&, size_t, size_t, size_t, size_t, Address, bool,
                       bool, float, float, float, Address, float>(),
@@ -200,6 +179,8 @@ void bind_layer(py::module_& m) {
              py::arg("type"), py::arg("router"), py::arg("logits"), py::arg("top_k"), py::arg("rule"),
              py::arg("on_input"), py::arg("bias"), py::arg("expert_scale"), py::arg("activation"))
         .def("run", &ExpertsBlock::run);
+    m.def("gated_mlp", &gated_mlp, Unlocked(), py::arg("type"), py::arg("gate_up"), py::arg("down"),
+          py::arg("activation"), py::arg("x"), py::arg("stride"), py::arg("rows"), py::arg("y"));
 }
 
 }  // namespace moeserve

@@ -12,6 +12,9 @@ namespace moeserve {
 void linear(Type type, const Packing& packing, Address weights, Address bias, Address x, size_t x_stride, size_t rows,
             Address y, Type y_type);
 
+void head_products(Type type, const Packing& packing, Address weights, size_t heads, Address x, size_t x_stride,
+                   size_t x_step, size_t rows, Address y, size_t y_stride, size_t y_step);
+
 void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
              const Activation& activation, bool biased, const std::vector<size_t>& counts, Address x, size_t x_stride,
              Address y, size_t y_stride);

@@ -32,20 +32,19 @@ class CompressedQueries:
     ops: Ops
     down: Linear
     norm: Tensor
-    eps: float
     up: Linear
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Returns the queries [T, H * (n + p)]."""
-        return self.up(self.ops.rms_norm(self.down(x_TD), self.norm, self.eps))
+        return self.up(self.ops.rms_norm(self.down(x_TD), self.norm, EPS))
 
 
 @dataclass(eq=False, repr=False)
 class LatentAttentionLayer:
     """Attention of this rank's heads to latents; head outputs are gathered before `out`.
 
-    queries: D -> H * (n + p). latents: D -> C. up: of queries to latents, H products n -> L. down: of summed latents to
-    values, H products L -> v.
+    queries: D -> H * (n + p), maybe compressed. latents: D -> C. up: of queries to latents, H products n -> L. down: of
+    summed latents to values, H products L -> v.
     """
 
     spec: LatentAttention
@@ -60,11 +59,22 @@ class LatentAttentionLayer:
     out: ColumnLinear
 
     def __post_init__(self) -> None:
-        self._attend = self.ops.opaque(AttentionStep.attend)
+        self._attend, self._block = self.ops.opaque(AttentionStep.attend), None
+        if self.ops.latent_block is not None and self.spec.query_scale is None:  # which would be between its steps
+            narrow, queries = None, self.queries
+            if isinstance(queries, CompressedQueries):
+                narrow, queries = (queries.down, queries.norm), queries.up
+            last = self.out.part if self.tp.size == 1 else None
+            self._block = self.ops.latent_block(
+                narrow, queries, self.latents, self.up, self.down, last, self.rule, self.ops.dtype
+            )
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes the new latents to `cache` first."""
         (latent,) = cache
+        if self._block is not None:
+            y = self._block(x_TD, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, step.plan)
+            return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         rank, heads = self.rule.rank, self.rule.num_heads
         q_THe, kv_TC = self.queries(x_TD).view(len(x_TD), heads, -1), self.latents(x_TD)
         q_THC = x_TD.new_empty((len(x_TD), heads, self.spec.entry))
@@ -94,7 +104,7 @@ def build_latent_attention(spec: LatentAttention, build: Builder, name: str, gro
         make_queries = build.linear(name + "q")
     else:
         norm = build.norm(name + "q_norm")
-        make_queries = CompressedQueries(build.ops, build.linear(name + "q_a"), norm, EPS, build.linear(name + "q_b"))
+        make_queries = CompressedQueries(build.ops, build.linear(name + "q_a"), norm, build.linear(name + "q_b"))
     # Per head W_UK [n, L] and W_UV [v, L], one below the other.
     kv_b = build.params.pop(name + "kv_b").view(heads, -1, spec.rank)
     scale = queries**-0.5 if spec.scale is None else spec.scale

@@ -3,8 +3,8 @@
 An output of a product is one fp32 chain of fused multiply-adds over the inputs in ascending order
 (csrc/kernels/product.hpp), so its bits depend only on its row and its column's weights: not on other rows, columns,
 threads, or the processor's vector width. Those of attention, one function for prefill and decode, depend on query and
-context alone (csrc/kernels/attention.hpp). `AttentionBlock` and `ExpertsBlock` (csrc/bindings/layer.cpp) have the bits
-of separate calls, without the interpreter in between, which takes longer than small calls do.
+context alone (csrc/kernels/attention.hpp). `AttentionBlock`, `GatedMLPBlock` and `ExpertsBlock` have the
+bits of separate calls (csrc/bindings/layer.cpp), without the interpreter in between: it takes longer than small calls.
 
 T tokens, D model width, H heads and G KV heads of this rank, d head width, E experts.
 """
@@ -101,7 +101,7 @@ class NativeHeads:
     x [[[1, 2]]], weight [[[3, 4]]] -> [[[11]]]
     """
 
-    __slots__ = ("_dtype", "_packed", "_packing", "_shape", "_type")
+    __slots__ = ("_dtype", "_packed", "_packing", "_shape", "_type", "matrices")
 
     def __init__(self, weight_HNK: Weight, room: Room = new_room) -> None:
         self._dtype, self._type, self._shape = weight_HNK.dtype, TYPES[weight_HNK.dtype], tuple(weight_HNK.shape)
@@ -110,6 +110,13 @@ class NativeHeads:
         for head in () if is_there else range(self._shape[0]):
             to = self._packed.data_ptr() + head * self._packing.bytes
             pack(self._packing, weight_HNK[head], to, self._packing.block_bytes, all_threads=True)
+        # For calls that do more than one product; the memory stays this object's.
+        self.matrices = _native.HeadMatrices(self._packing, self._packed.data_ptr(), self._shape[0])
+
+    @property
+    def width(self) -> int:
+        """The outputs of a head, N."""
+        return self._shape[1]
 
     def __call__(self, x_THK: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns the products [T, H, N], in `out` where it is given; the elements of a row must lie side by side."""
@@ -237,6 +244,31 @@ class AttentionBlock:
             plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1d.data_ptr(), sin_T1d.data_ptr(),
             slot_mapping_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
             self._kv_types[k_cache.dtype, width, v_cache.shape[3]], y.data_ptr(),
+        )  # fmt: skip
+        return y
+
+
+class GatedMLPBlock:
+    """Both products of a gated MLP and its activation in one call: x [T, D] -> [T, N]; rows of x may be strided."""
+
+    __slots__ = ("_activation", "_columns", "_depth", "_dtype", "_keep")
+
+    def __init__(self, gate_up: NativeLinear, down: NativeLinear, activation: Activation, dtype: torch.dtype) -> None:
+        assert gate_up.matrix.columns == 2 * down.matrix.depth, (gate_up.matrix.columns, down.matrix.depth)
+        self._keep = gate_up, down  # whose memory the call reads
+        self._activation, self._dtype = native_activation(activation), dtype
+        self._depth, self._columns = gate_up.matrix.depth, down.matrix.columns
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Returns down(act(gate(x)) * up(x))."""
+        assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
+        assert x_TD.shape[1] == self._depth, (x_TD.shape, self._depth)
+        assert x_TD.stride(1) == 1, x_TD.stride()
+        gate_up, down = self._keep
+        y = _empty((x_TD.shape[0], self._columns), dtype=self._dtype)
+        _native.gated_mlp(
+            TYPES[self._dtype], gate_up.matrix, down.matrix, self._activation, x_TD.data_ptr(), x_TD.stride(0),
+            x_TD.shape[0], y.data_ptr(),
         )  # fmt: skip
         return y
 

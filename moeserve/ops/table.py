@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise, latent, native_layer, native_rows
+from moeserve.ops import attention, elementwise, latent, native_latent, native_layer, native_rows
 from moeserve.ops.inputs import PlanAttention
 from moeserve.ops.linear import PackLinear, PlainLinear, padded_rows
 from moeserve.ops.native import native
@@ -35,13 +35,12 @@ class Ops:
 
     pad_rows(n): the number of rows that n rows of a step or of an expert are padded to; the padding may hold anything.
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout; pack_heads(weight): one
-    per head. native, triton: whether
-    these are the kernels of csrc/ or of kernels/, which have kernels for experts, too. room: where native kernels pack.
-    exact: whether a row's bits depend on nothing but the row. attention_block: joins the steps of attention in one
-    call, where such a call exists. trace(function): the function, compiled where these kernels can be joined
-    (ops/traced.py). opaque(function): the function, hidden from any trace. weight_obstacle(kind, group, inputs): why
-    quantised weights with so many inputs in all and per scale (0: all) cannot be computed with; empty if they can.
-    None: no quantised weights can.
+    per head. native, triton: whether these are the kernels of csrc/ or of kernels/, which have kernels for experts,
+    too. room: where native kernels pack. exact: whether a row's bits depend on nothing but the row. attention_block,
+    latent_block, mlp_block: join the steps of such a block in one call, where there is one. trace(function): the
+    function, compiled where these kernels can be joined (ops/traced.py). opaque(function): the function, hidden from
+    any trace. weight_obstacle(kind, group, inputs): why quantised weights with so many inputs in all and per scale (0:
+    all) cannot be computed with; empty if they can. None: no quantised weights can.
     """
 
     device: torch.device
@@ -67,6 +66,8 @@ class Ops:
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
+    latent_block: Callable[..., Callable[..., Tensor]] | None = None
+    mlp_block: Callable[..., Callable[[Tensor], Tensor]] | None = None
     trace: Callable[[Any], Any] = lambda function: function
     opaque: Callable[[Any], Any] = lambda function: function
     weight_obstacle: Callable[[str, int, int], str] | None = None
@@ -196,6 +197,8 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         plan_attention=native_layer.plan_attention,
         attention=native_layer.attention,
         attention_block=native_layer.AttentionBlock,
+        latent_block=native_latent.LatentBlock,
+        mlp_block=native_layer.GatedMLPBlock,
         weight_obstacle=lambda kind, group, inputs: "",
     )
 

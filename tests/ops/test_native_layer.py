@@ -18,9 +18,10 @@ from moeserve.moe.all2all.layout import group_rows, grouped_rows, weighted_sum
 from moeserve.moe.experts.base import ExpertWeights
 from moeserve.moe.experts.native import NativeExperts, PackedNative
 from moeserve.moe.routing import Router
-from moeserve.ops import native_layer, native_rows
+from moeserve.ops import native_latent, native_layer, native_rows
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import HeadShape, to_entries
+from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.probe import host_step
@@ -36,7 +37,8 @@ WIDTH, HEADS, KV_HEADS, DIM, BLOCK = 72, 6, 2, 24, 16
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every result also lands in memory that holds NaN."""
     module: Any = native()
-    monkeypatch.setattr(native_layer, "_empty", lambda *size, **how: torch.empty(*size, **how).fill_(math.nan))
+    for part in (native_layer, native_latent):
+        monkeypatch.setattr(part, "_empty", lambda *size, **how: torch.empty(*size, **how).fill_(math.nan))
     module.set_threads([-1] * request.param)
     yield
     module.set_threads([-1])
@@ -44,6 +46,14 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 0.5).to(dtype)
+
+
+def scattered(counts: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Returns the block tables of requests and the slots of their new tokens."""
+    blocks = (1 + torch.randperm(39, generator=torch.Generator().manual_seed(9)))[: 8 * len(counts)]
+    blocks = blocks.view(len(counts), 8).contiguous()
+    places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
+    return blocks, torch.tensor([int(blocks[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p in places])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,10 +78,7 @@ def test_attention(
     cos, sin = random(tokens, 1, DIM, seed=5), random(tokens, 1, DIM, seed=6)
     kv_dtype = torch.int8 if rounded else dtype
     caches = [to_entries(random(40, BLOCK, KV_HEADS, width, seed=width), kv_dtype) for width in (DIM, v_dim)]
-    blocks = (1 + torch.randperm(39, generator=torch.Generator().manual_seed(9)))[: 8 * len(counts)]
-    blocks = blocks.view(len(counts), 8).contiguous()
-    places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
-    slots = torch.tensor([int(blocks[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p in places])
+    blocks, slots = scattered(counts, starts)
     step = host_step(blocks, BLOCK, starts, [0, *itertools.accumulate(counts)], chunk=50 if extras else None)
     plan = native_layer.plan_attention(*step, HeadShape(HEADS, KV_HEADS, DIM, v_dim))
 
@@ -84,6 +91,54 @@ def test_attention(
         assert torch.equal(block(x, cos, sin, block_k, block_v, slots, plan), expected)
         assert torch.equal(block_k, k)
         assert torch.equal(block_v, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("counts", "starts"), [((1,), (0,)), ((1, 1, 1), (5, 40, 2)), ((70, 1), (3, 60))])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_latent_attention(
+    counts: tuple[int, ...], starts: tuple[int, ...], compressed: bool, dtype: torch.dtype
+) -> None:
+    nope, rope, rank, v_dim, tokens = 16, 8, 40, 24, sum(counts)
+    rule = LatentRule(HEADS, nope, rope, rank, 0.3, 1e-6, random(rank, seed=1))
+    latents = NativeLinear(random(rank + rope, WIDTH, dtype=dtype, seed=2), random(rank + rope, seed=3))
+    narrow = None
+    if compressed:
+        narrow = NativeLinear(random(36, WIDTH, dtype=dtype, seed=4), random(36, seed=5)), random(36, seed=6)
+    queries = NativeLinear(random(HEADS * (nope + rope), 36 if compressed else WIDTH, dtype=dtype, seed=7))
+    up = native_layer.NativeHeads(random(HEADS, rank, nope, dtype=dtype, seed=8))
+    down = native_layer.NativeHeads(random(HEADS, v_dim, rank, dtype=dtype, seed=9))
+    out = NativeLinear(random(WIDTH, HEADS * v_dim, dtype=dtype, seed=10))
+    x = random(tokens, WIDTH + 5, dtype=dtype, seed=11)[:, :WIDTH]
+    cos, sin = random(tokens, 1, rope, seed=12), random(tokens, 1, rope, seed=13)
+    cache = random(40, BLOCK, 1, rank + rope, dtype=dtype, seed=14)
+    blocks, slots = scattered(counts, starts)
+    step = host_step(blocks, BLOCK, starts, [0, *itertools.accumulate(counts)])
+    plan = native_layer.plan_attention(*step, HeadShape(HEADS, 1, rank + rope, rank))
+
+    written, q_THC = cache.clone(), torch.full((tokens, HEADS, rank + rope), math.nan, dtype=dtype)
+    q = queries(native_rows.rms_norm(narrow[0](x), narrow[1], rule.eps) if narrow else x)
+    q_THn = native_rows.latent_rope_cache(q.view(tokens, HEADS, -1), latents(x), rule, cos, sin, written, slots, q_THC)
+    up(q_THn, out=q_THC[..., :rank])
+    attended = native_layer.attention(q_THC, written, written[..., :rank], plan)
+    values = down(attended.view(tokens, HEADS, rank)).flatten(1)
+    for last, expected in ((None, values), (out, out(values))):
+        block_cache = cache.clone()
+        block = native_latent.LatentBlock(narrow, queries, latents, up, down, last, rule, dtype)
+        assert torch.equal(block(x, cos, sin, block_cache, slots, plan), expected)
+        assert torch.equal(block_cache, written)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 7, 130])
+@pytest.mark.parametrize("activation", [SWIGLU, Activation(alpha=1.7, limit=0.2, up_shift=1.0)], ids=repr)
+def test_gated_mlp(activation: Activation, tokens: int, dtype: torch.dtype) -> None:
+    inner = 40
+    gate_up = NativeLinear(random(2 * inner, WIDTH, dtype=dtype, seed=1), random(2 * inner, seed=2))
+    down = NativeLinear(random(WIDTH, inner, dtype=dtype, seed=3), random(WIDTH, seed=4))
+    x = random(tokens, WIDTH + 5, dtype=dtype, seed=5)[:, :WIDTH]
+    block = native_layer.GatedMLPBlock(gate_up, down, activation, dtype)
+    assert torch.equal(block(x), down(native_rows.act_mul(gate_up(x), activation)))
 
 
 RULES = [

@@ -1,0 +1,76 @@
+"""A latent attention block in one native call.
+
+T tokens, D model width, H heads of this rank, L rank of the latents, C width of a cache entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.inputs import HeadShape
+from moeserve.ops.latent import LatentRule
+from moeserve.ops.native import native
+from moeserve.ops.native_layer import NativeAttentionMetadata, NativeHeads, NativeLinear
+from moeserve.ops.native_rows import TYPES
+
+_native: Any = native()
+_empty = torch.empty
+
+
+class LatentBlock:
+    """The products to queries and latents, `latent_rope_cache`, attention between the heads' products and, if given,
+    the output product in one call, with the bits of separate ones (csrc/bindings/latent.cpp).
+
+    narrow: the product to compressed queries and the fp32 weights of their norm, whose epsilon is the rule's. x [T, D]
+    -> [T, D], or [T, H * v] without the output product.
+    """
+
+    __slots__ = ("_block", "_columns", "_dtype", "_keep", "_shape")
+
+    def __init__(
+        self,
+        narrow: tuple[NativeLinear, Tensor] | None,
+        queries: NativeLinear,
+        latents: NativeLinear,
+        up: NativeHeads,
+        down: NativeHeads,
+        out: NativeLinear | None,
+        rule: LatentRule,
+        dtype: torch.dtype,
+    ) -> None:
+        self._keep = narrow, queries, latents, up, down, out, rule  # whose memory the block reads
+        self._dtype, entry = dtype, rule.rank + rule.rope_dim
+        self._shape = HeadShape(rule.num_heads, 1, entry, rule.rank)
+        assert queries.matrix.columns == rule.num_heads * (rule.nope_dim + rule.rope_dim), (queries.matrix, rule)
+        assert latents.matrix.columns == entry, (latents.matrix.columns, rule)
+        self._columns = rule.num_heads * down.width if out is None else out.matrix.columns
+        self._block = _native.LatentBlock(
+            TYPES[dtype], narrow and narrow[0].matrix, narrow[1].data_ptr() if narrow else 0, queries.matrix,
+            latents.matrix, up.matrices, down.matrices, None if out is None else out.matrix, rule.nope_dim,
+            rule.rope_dim, rule.norm_L.data_ptr(), rule.eps, rule.scale,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        cos_T1p: Tensor,
+        sin_T1p: Tensor,
+        latent_cache: Tensor,
+        slot_mapping_T: Tensor,
+        plan: NativeAttentionMetadata,
+    ) -> Tensor:
+        """Takes what `latent_rope_cache` and `attention` take, all of x's dtype and contiguous but x's rows."""
+        assert x_TD.dtype is latent_cache.dtype is self._dtype, (x_TD.dtype, latent_cache.dtype, self._dtype)
+        assert x_TD.stride(1) == 1, x_TD.stride()
+        assert latent_cache.shape[1:] == (plan.block_size, 1, self._shape.dim), (latent_cache.shape, self._shape)
+        assert plan.shape == self._shape, (plan.shape, self._shape)
+        rows = x_TD.shape[0]
+        y = _empty((rows, self._columns), dtype=self._dtype)
+        self._block.run(
+            plan.pieces, x_TD.data_ptr(), x_TD.stride(0), rows, cos_T1p.data_ptr(), sin_T1p.data_ptr(),
+            slot_mapping_T.data_ptr(), latent_cache.data_ptr(), y.data_ptr(),
+        )  # fmt: skip
+        return y
