@@ -249,3 +249,5 @@ class Limits:
     depth: int = 2
     enable_prefix_caching: bool = True
     num_store_blocks: int = 0  # KV blocks that the host store can hold
+    num_states: int = 0  # blocks of recurrent layers' states, the null block included
+    num_store_states: int = 0  # those that the host store can hold

@@ -42,7 +42,8 @@ class Attention:
     shared_kv: values are what keys were before norm and rotation (Gemma 4). value_scale: of values (MiMo-V2).
     sinks: a score per head that takes weight and gives no value (gpt-oss). soft_cap: scores become
     soft_cap * tanh(score / soft_cap). gate: results are multiplied by the sigmoid of one more product, for each head
-    (Step-3.5) or each element (Trinity).
+    (Step-3.5) or each element (Trinity). gate_in_q: the checkpoint has a head's gates below its queries, in q_proj
+    (Qwen3-Next).
     """
 
     num_heads: int
@@ -64,6 +65,7 @@ class Attention:
     sinks: bool = False
     soft_cap: float = 0.0
     gate: Literal["none", "head", "element"] = "none"
+    gate_in_q: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -141,8 +143,9 @@ class Attention:
             return name, total * size, slice(first * size, (first + count) * size)
 
         kv = local.first_kv, local.count_kv, self.num_kv_heads
+        both = dim + v_dim if self.gate_in_q else dim
         rows = [
-            heads("q_proj", local.first, local.count, self.num_heads, dim),
+            heads("q_proj", local.first, local.count, self.num_heads, both),
             heads("k_proj", *kv, dim),
             heads("k_proj" if self.shared_kv else "v_proj", *kv, v_dim),
         ]
@@ -151,14 +154,14 @@ class Attention:
             plan.stack(ours + ("qkv" if ending == "weight" else "qkv_bias"), sources, *tail)
         if self.qk_norm in ("head", "full"):
             for x, n, _ in rows[:2]:
-                size = dim if self.qk_norm == "head" else n
+                size = dim if self.qk_norm == "head" else n  # of q_proj without gates
                 plan.add(f"{ours}{x[0]}_norm", (size,), plan.spell(theirs, f"self_attn.{x[0]}_norm.weight"))
         out = plan.spell(theirs, "self_attn.o_proj.weight")
         plan.add(ours + "out", (plan.width, self.num_heads * v_dim), out, sharded=True)
         if self.out_bias:
             plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "self_attn.o_proj.bias"), sharded=True)
         mine = local.first, local.count, self.num_heads
-        if self.gate != "none":
+        if self.gate != "none" and not self.gate_in_q:
             name = plan.spell(theirs, "self_attn.gate_proj.weight")
             plan.stack(ours + "gate", [heads(name, *mine, v_dim if self.gate == "element" else 1)], plan.width)
         if self.sinks:

@@ -161,6 +161,8 @@ class AttentionLayer:
 def build_attention(spec: Attention, build: Builder, name: str, group: int) -> AttentionLayer:
     """Returns the attention block of the layer whose parameters begin with `name`."""
     heads = spec.local_heads(build.world)
+    if spec.gate_in_q:
+        _part_gates(spec, heads, build, name)
     if (order := half_layout(spec.rope, spec.head_dim)) is not None:
         _reorder(spec, heads, build, name, order)
     head_norms, full_norms = None, None
@@ -190,6 +192,18 @@ def build_attention(spec: Attention, build: Builder, name: str, group: int) -> A
         build, group, spec.head_shape(build.tp.size), spec.rope, spec.head_dim, spec.query_scale
     )
     return AttentionLayer(spec, build.ops, build.tp, prepare, rule, qkv, out, full_norms, gate, sinks_H)
+
+
+def _part_gates(spec: Attention, heads: Heads, build: Builder, name: str) -> None:
+    """Moves the rows of gates out of qkv, where they follow the queries of their head."""
+    each = spec.head_dim + spec.value_dim
+    gates = [h * each + spec.head_dim + i for h in range(heads.count) for i in range(spec.value_dim)]
+    kv = range(heads.count * each, heads.count * each + heads.count_kv * (spec.head_dim + spec.value_dim))
+    queries = [h * each + i for h in range(heads.count) for i in range(spec.head_dim)]
+    for ending in ("", "_bias"):
+        if name + "qkv" + ending in build.params:
+            build.params[name + "gate" + ending] = build.params[name + "qkv" + ending][torch.tensor(gates)]
+            build.reorder(name + "qkv" + ending, [*queries, *kv])
 
 
 def prepare_attention(

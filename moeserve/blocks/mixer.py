@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """What one token leaves behind in one tensor of a layer's cache: `heads` entries of `width` elements."""
+    """What one token, or one tile of tokens, leaves behind in one tensor of a layer's cache: `heads` entries of `width`
+    elements. They are fp32 where the rule of the cache has tiles."""
 
     name: str
     heads: int
     width: int
+    per_tile: bool = False
 
 
 @dataclass(frozen=True, slots=True)

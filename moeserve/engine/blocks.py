@@ -1,4 +1,7 @@
-"""KV blocks: the groups of layers that share a block table, and the pool that all groups take blocks from.
+"""KV blocks: the groups of layers that share a block table, and the pools that groups take blocks from.
+
+Groups with a cache entry per token share one pool. A group of recurrent layers has a pool of its own: its blocks hold
+states, which are far larger, and a request needs two of them however long it is.
 
 A block is free (no content), idle (no request holds it, but its content can be found by key) or held (by one or more
 requests). Block 0 is null: it pads tables and is never given out. Free blocks are reused first, the most recently
@@ -25,6 +28,19 @@ class KVGroup:
     block_size: int
     layers: tuple[int, ...]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether its blocks hold states of recurrent layers."""
+        return self.rule.tile is not None
+
+    @property
+    def pool(self) -> int:
+        """The number of the pool that its blocks are from."""
+        return int(self.has_states)
+
+
+STATES_HELD = 2  # blocks that a request needs of a group with states: the open tile's and the one before
+
 
 def groups_of(rules: Sequence[KVRule], block_size: int) -> tuple[KVGroup, ...]:
     """Returns one group per distinct rule, in order of first appearance. rules[i] is layer i's.
@@ -42,6 +58,7 @@ def blocks_needed(group: KVGroup, num_tokens: int, chunk: int) -> int:
 
     window 4, block_size 2, 100 tokens one at a time: 4 tokens lie in at most 3 blocks -> 3
     """
+    assert not group.has_states, group
     whole = -(-num_tokens // group.block_size)
     if group.rule.is_full:
         return whole

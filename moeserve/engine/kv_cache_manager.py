@@ -7,12 +7,16 @@ The prefix cache finds blocks of equal prompt beginnings by a chained hash per f
 h_0 = sha256(root + tokens of block 0), h_i = sha256(h_{i-1} + tokens of block i); tokens as little-endian int32.
 The root hashes everything besides tokens that K/V depend on, each value tagged with its kind. A block may be
 registered as soon as the step that computes it is submitted, because steps run in order.
+
+States of recurrent layers are blocks of a pool of their own, which always has the two that every request needs. What
+that leaves holds states at further blocks' ends, where other requests may begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import TypeVar
 
@@ -20,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import BlockPool, Key, KVGroup, blocks_needed, longest_hit
+from moeserve.engine.blocks import STATES_HELD, BlockPool, Key, KVGroup, blocks_needed, longest_hit
 from moeserve.engine.plan import I32, BlockDiff, BlockMove, Slots
 from moeserve.engine.requests import InputBatch, Request
 from moeserve.engine.store import HostStore
@@ -69,18 +73,30 @@ class KVCacheManager:
     """
 
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
-        has_store = limits.num_store_blocks and limits.enable_prefix_caching
         self.groups = groups
-        self.store = HostStore(limits.num_store_blocks) if has_store else None
-        self.pool = BlockPool(limits.num_blocks, self._evicted if has_store else None)
+        self.num_kv_groups = sum(not group.has_states for group in groups)
+        sizes = [(limits.num_blocks, limits.num_store_blocks)]
+        if self.num_kv_groups < len(groups):
+            sizes.append((limits.num_states, limits.num_store_states))
+        self.stores = [HostStore(stored) if stored and limits.enable_prefix_caching else None for _, stored in sizes]
+        self.pools = [
+            BlockPool(number, None if store is None else partial(self._evicted, pool))
+            for pool, ((number, _), store) in enumerate(zip(sizes, self.stores, strict=True))
+        ]
+        self._reserved_states = STATES_HELD * limits.max_num_seqs
         self.batch = InputBatch(limits.max_num_seqs, limits.max_model_len, groups)
         self.chunk = min(limits.prefill_chunk, limits.max_num_batched_tokens)
         self._block_size = limits.block_size
         self._caches_prefixes = limits.enable_prefix_caching
         self._num_resets = 0
-        self._stores: list[BlockMove] = []
+        self._moves_out: list[BlockMove] = []
         self._loads: list[BlockMove] = []
         self._entries: list[list[tuple[I32, I32, I32]]] = [[] for _ in groups]  # slots, indices, blocks
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool of blocks with an entry per token."""
+        return self.pools[0]
 
     # ---- the prefix cache
 
@@ -133,14 +149,15 @@ class KVCacheManager:
             for g, table in enumerate(batch.tables):
                 for i, block in enumerate(table[slot, first:end].tolist(), first):
                     if block:  # the window has not passed it
-                        self.pool.cache(block, (request.hashes[i], g))
+                        self.pools[self.groups[g].pool].cache(block, (request.hashes[i], g))
 
     def reset_prefix_cache(self) -> None:
         """Drops everything: later requests find nothing that was computed until now."""
         self._num_resets += 1
-        self.pool.forget()
-        if self.store is not None:
-            self.store.clear()
+        for pool, store in zip(self.pools, self.stores, strict=True):
+            pool.forget()
+            if store is not None:
+                store.clear()
 
     def _extend(self, request: Request, tokens: I32, num_blocks: int) -> None:
         hashes = request.hashes
@@ -152,8 +169,9 @@ class KVCacheManager:
         return lambda i: self._find((request.hashes[i], g)) is not None
 
     def _find(self, key: Key) -> int | None:
-        block = self.pool.find(key)
-        if block is None and self.store is not None and self.store.lookup(key):
+        pool = self.groups[key[1]].pool
+        block, store = self.pools[pool].find(key), self.stores[pool]
+        if block is None and store is not None and store.lookup(key):
             return IN_STORE
         return block
 
@@ -177,22 +195,25 @@ class KVCacheManager:
         """Takes references to the blocks of a hit; writes new ones over IN_STORE and loads them."""
         absent: list[tuple[int, int, int]] = []
         for g, table in enumerate(tables):
+            pool, store = self.pools[self.groups[g].pool], self.stores[self.groups[g].pool]
             for i, block in enumerate(table.tolist()):
                 if block > 0:
-                    self.pool.touch(block)
+                    pool.touch(block)
                 elif block == IN_STORE:
-                    assert self.store is not None
-                    absent.append((g, i, self.store.load((request.hashes[i], g))))
-        for (g, i, host_block), block in zip(absent, self.pool.take(len(absent)).tolist(), strict=True):
+                    assert store is not None
+                    absent.append((g, i, store.load((request.hashes[i], g))))
+        for g, i, host_block in absent:
+            number = self.groups[g].pool
+            block = int(self.pools[number].take(1)[0])
             tables[g][i] = block
-            self.pool.cache(block, (request.hashes[i], g))
-            self._loads.append(BlockMove(block, host_block))
+            self.pools[number].cache(block, (request.hashes[i], g))
+            self._loads.append(BlockMove(block, host_block, number))
 
     def free(self, slot: int) -> Request:
         """Takes back the slot and its blocks and returns the request. Results in flight for it will be dropped."""
         self.register(np.array([slot], np.intp))
-        for blocks in self.batch.held(slot):
-            self.pool.release(blocks)
+        for group, blocks in zip(self.groups, self.batch.held(slot), strict=True):
+            self.pools[group.pool].release(blocks)
         return self.batch.vacate(slot)
 
     # ---- many rows at once
@@ -209,9 +230,26 @@ class KVCacheManager:
         indices = (offset + np.arange(total)).astype(np.int32)
         rows_i32 = rows.astype(np.int32)
         for g, table in enumerate(self.batch.tables):
-            blocks = self.pool.take(total)
+            blocks = self._take_states(indices, count) if self.groups[g].has_states else self.pool.take(total)
             table[rows, indices] = blocks
             self._entries[g].append((rows_i32, indices, blocks))
+
+    def _take_states(self, indices: I32, count: I32) -> I32:
+        """Returns blocks for these table entries, count[i] in the i-th row: one for the last of each row, and for as
+        many others, evenly spread, as there are beyond those that requests may need. The null block is no state's."""
+        pool = self.pools[1]
+        needed = np.zeros(len(indices), np.bool_)
+        needed[np.cumsum(count) - 1] = True
+        others, spare = len(indices) - len(count), max(0, pool.num_free - self._reserved_states)
+        if self._caches_prefixes and spare:
+            step = 1
+            while others > spare * step:
+                step *= 2
+            further = np.flatnonzero(~needed & ((indices + 1) % step == 0))[:spare]
+            needed[further] = True
+        blocks = np.zeros(len(indices), np.int32)
+        blocks[needed] = pool.take(int(needed.sum()))
+        return blocks
 
     def release_passed(self, slots: Slots, start: I32) -> None:
         """Gives up blocks that no position from start[i] on can see; the null block takes their table entries."""
@@ -224,7 +262,8 @@ class KVCacheManager:
             for i in np.flatnonzero(live > passed[slots]).tolist():
                 slot, first, end = int(slots[i]), int(passed[slots[i]]), int(live[i])
                 row = batch.tables[g][slot]
-                self.pool.release(row[first:end].copy())
+                gone = row[first:end]
+                self.pools[group.pool].release(gone[gone > 0] if group.has_states else gone.copy())
                 row[first:end] = 0
                 passed[slot] = end
                 rows, nulls = np.full(end - first, slot, np.int32), np.zeros(end - first, np.int32)
@@ -234,11 +273,17 @@ class KVCacheManager:
 
     def peak_blocks(self, num_tokens: int) -> int:
         """Returns the most blocks that a request of this many tokens holds at once."""
-        return sum(blocks_needed(group, num_tokens, self.chunk) for group in self.groups)
+        return sum(blocks_needed(group, num_tokens, self.chunk) for group in self.groups if not group.has_states)
+
+    def num_exclusive(self, slot: int) -> int:
+        """Returns how many blocks would be free without the request in this slot."""
+        held = zip(self.groups, self.batch.held(slot), strict=True)
+        return sum(self.pool.num_exclusive(blocks) for group, blocks in held if not group.has_states)
 
     def cost(self, request: Request, hit: Hit) -> int:
         """Returns the free blocks that the request takes until all its known tokens are computed."""
-        found = [block for blocks in hit.blocks for block in blocks if block > 0]
+        tables = (blocks for group, blocks in zip(self.groups, hit.blocks, strict=True) if not group.has_states)
+        found = [block for blocks in tables for block in blocks if block > 0]
         return self.peak_blocks(len(request.tokens)) - self.pool.num_shared(found)
 
     def promised(self, slots: Slots) -> int:
@@ -246,7 +291,7 @@ class KVCacheManager:
         batch = self.batch
         known, scheduled = batch.known[slots], batch.scheduled[slots]
         rest = np.maximum(batch.num_blocks(known) - batch.num_blocks(scheduled), 0)
-        caps = (blocks_needed(group, 2**31, self.chunk) for group in self.groups)
+        caps = (blocks_needed(group, 2**31, self.chunk) for group in self.groups if not group.has_states)
         return sum(int(np.minimum(rest, cap).sum()) for cap in caps)
 
     # ---- the plan
@@ -254,24 +299,28 @@ class KVCacheManager:
     def take_changes(self) -> tuple[tuple[BlockDiff, ...], tuple[BlockMove, ...], tuple[BlockMove, ...]]:
         """Returns the table entries, stores and loads since the last call, and ends the store's leases."""
         diffs = tuple(BlockDiff(*concatenate(parts)) if parts else _NO_DIFF for parts in self._entries)
-        stores, loads = tuple(self._stores), tuple(self._loads)
-        self._entries, self._stores, self._loads = [[] for _ in self.groups], [], []
-        if self.store is not None:
-            self.store.release()
+        stores, loads = tuple(self._moves_out), tuple(self._loads)
+        self._entries, self._moves_out, self._loads = [[] for _ in self.groups], [], []
+        for store in self.stores:
+            if store is not None:
+                store.release()
         return diffs, stores, loads
 
     def audit(self) -> None:
         """Raises AssertionError unless slots, tables, pool, cache and store agree."""
-        self.pool.audit()
-        self.pool.check_holds(self.batch.audit(self.pool.num_blocks))
-        if self.store is not None:
-            self.store.audit()
+        holds = self.batch.audit([pool.num_blocks for pool in self.pools])
+        for pool, store, held in zip(self.pools, self.stores, holds, strict=True):
+            pool.audit()
+            pool.check_holds(held)
+            if store is not None:
+                store.audit()
 
-    def _evicted(self, key: Key, block: int) -> None:
-        assert self.store is not None
-        host_block = self.store.store(key)
+    def _evicted(self, pool: int, key: Key, block: int) -> None:
+        store = self.stores[pool]
+        assert store is not None
+        host_block = store.store(key)
         if host_block is not None:
-            self._stores.append(BlockMove(block, host_block))
+            self._moves_out.append(BlockMove(block, host_block, pool))
 
 
 def concatenate(parts: list[tuple[NDArray[T], I32, I32]]) -> tuple[NDArray[T], I32, I32]:

@@ -48,6 +48,7 @@ class BlockMove:
 
     block: int
     host_block: int
+    pool: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,6 +136,7 @@ class InputBatch:
 
     def __init__(self, num_slots: int, max_len: int, groups: tuple[KVGroup, ...]) -> None:
         self.block_size = groups[0].block_size
+        self._groups = groups
         max_blocks = -(-max_len // self.block_size)
         self.requests: list[Request | None] = [None] * num_slots
         self.slot_of: dict[int, int] = {}
@@ -213,10 +214,11 @@ class InputBatch:
     def held(self, slot: int) -> list[I32]:
         """Returns, per group, the blocks that the slot holds, in table order."""
         end = -(-int(self.scheduled[slot]) // self.block_size)
-        return [t[slot, p[slot] : end] for t, p in zip(self.tables, self.passed, strict=True)]
+        held = [t[slot, p[slot] : end] for t, p in zip(self.tables, self.passed, strict=True)]
+        return [b[b > 0] if g.has_states else b for b, g in zip(held, self._groups, strict=True)]
 
-    def audit(self, num_blocks: int) -> I32:
-        """Checks the rows; returns how often the tables name each of num_blocks blocks."""
+    def audit(self, num_blocks: Sequence[int]) -> list[I32]:
+        """Checks the rows; returns how often the tables name each of num_blocks[p] blocks of every pool p."""
         running = [(slot, request) for slot, request in enumerate(self.requests) if request is not None]
         busy = [slot for slot, _ in running]
         assert sorted([*busy, *self._free]) == list(range(len(self.requests))), "slots do not add up"
@@ -226,8 +228,11 @@ class InputBatch:
         assert self.order.tolist() == [entry[-1] for entry in by_priority], "the order is wrong"
         assert (self.scheduled[busy] <= self.last[busy]).all(), "scheduled beyond the last position"
         assert (self.known[busy] <= self.last[busy]).all(), "a complete request still runs"
-        held = [blocks for slot in busy for blocks in self.held(slot)]
-        return np.bincount(np.concatenate([np.zeros(0, np.int32), *held]), minlength=num_blocks).astype(np.int32)
+        counts = [np.zeros(number, np.int32) for number in num_blocks]
+        for slot in busy:
+            for group, blocks in zip(self._groups, self.held(slot), strict=True):
+                np.add.at(counts[group.pool], blocks, 1)
+        return counts
 
 
 class StopTable:

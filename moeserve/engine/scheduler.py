@@ -204,7 +204,7 @@ class Scheduler:
             if batch.request(slot).priority <= head.priority:
                 return
             victims.append(slot)
-            lacking -= sum(kv_manager.pool.num_exclusive(blocks) for blocks in batch.held(slot))
+            lacking -= kv_manager.num_exclusive(slot)
             lacking -= kv_manager.promised(np.array([slot], np.intp))
         for slot in victims:
             self._preempt(slot)
@@ -224,7 +224,7 @@ class Scheduler:
                 slots, start, count = share(slots, start, count, builder.budget)
             kv_manager.release_passed(slots, start)
             new = batch.num_blocks(start + count) - batch.num_blocks(start)
-            if int(new.sum()) * len(self.groups) <= kv_manager.pool.num_free:
+            if int(new.sum()) * kv_manager.num_kv_groups <= kv_manager.pool.num_free:
                 if len(slots):
                     self._grant(builder, slots, start, count, new)
                 break

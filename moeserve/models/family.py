@@ -21,7 +21,7 @@ MAX_LAYERS = 1000
 MAX_WIDTH = 2**20
 MAX_POSITION = 2**27
 MAX_EXPERTS = 4096
-_MAX_HEADS = 4096
+MAX_HEADS = 4096
 MAX_MULTIPLIER = 1e6
 SpecFields = dict[str, Any]  # of ModelSpec, by name
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
@@ -62,11 +62,11 @@ def attention(
 ) -> Attention:
     """Reads heads and rotary embedding. layer_type, rope: for `read_rope`. options: further fields of Attention."""
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
-    num_heads = config.integer("num_attention_heads", 1, _MAX_HEADS)
+    num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = config.optional_integer("num_key_value_heads", 1, num_heads) or num_heads
     if num_heads % num_kv_heads:
         raise config.error("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
-    head_dim = config.optional_integer("head_dim", 2, _MAX_HEADS)
+    head_dim = config.optional_integer("head_dim", 2, MAX_HEADS)
     if head_dim is None:
         if hidden_size % num_heads:
             raise config.error("hidden_size", f"without head_dim, num_attention_heads ({num_heads}) must divide it")
@@ -98,15 +98,15 @@ def latent_attention(config: Fields, **options: Any) -> LatentAttention:
 
     Scores of a model with YaRN grow with what its context was stretched by.
     """
-    nope, rotated = (config.integer(f"qk_{part}_head_dim", 2, _MAX_HEADS) for part in ("nope", "rope"))
+    nope, rotated = (config.integer(f"qk_{part}_head_dim", 2, MAX_HEADS) for part in ("nope", "rope"))
     scaling, magnitude = rope_fields(config), 1.0
     if scaling.raw("rope_type") != "default" and scaling.raw("mscale_all_dim"):
         magnitude = temperature(scaling.number("factor", 1.0, 1e6), scaling.number("mscale_all_dim", 0, 100.0))
     return LatentAttention(
-        num_heads=config.integer("num_attention_heads", 1, _MAX_HEADS),
+        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
         nope_dim=nope,
         rope_dim=rotated,
-        v_dim=config.integer("v_head_dim", 1, _MAX_HEADS),
+        v_dim=config.integer("v_head_dim", 1, MAX_HEADS),
         rank=config.integer("kv_lora_rank", 1, MAX_WIDTH),
         q_rank=config.optional_integer("q_lora_rank", 1, MAX_WIDTH),
         rope=read_rope(config, rotated, partial=None, interleaved=config.boolean("rope_interleave")),

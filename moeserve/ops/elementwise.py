@@ -10,7 +10,7 @@ on the number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -132,6 +132,24 @@ def _sigmoid(x_TL: Tensor, threads: int) -> Tensor:
     for rows in row_pieces(x_TL.shape[0], x_TL.shape[1], threads):
         torch.sigmoid(x_TL[rows], out=out[rows])
     return out
+
+
+def sigmoid(x_TN: Tensor) -> Tensor:
+    """sigmoid of fp32 rows."""
+    return _whole_rows(torch.sigmoid, x_TN)
+
+
+def softplus(x_TN: Tensor) -> Tensor:
+    """log(1 + e^x) of fp32 rows; x itself above 20, as torch has it."""
+    return _whole_rows(F.softplus, x_TN)
+
+
+def _whole_rows(function: Callable[[Tensor], Tensor], x_TN: Tensor) -> Tensor:
+    """Applies an elementwise function so that an element's bits do not depend on the number of rows."""
+    width = x_TN.shape[1]
+    padded = F.pad(x_TN, (0, -width % LANES))
+    out = [function(padded[rows]) for rows in row_pieces(len(padded), padded.shape[1], torch.get_num_threads())]
+    return torch.cat(out)[:, :width] if out else x_TN
 
 
 def sigmoid_mul(x_TN: Tensor, gates_TM: Tensor, threads: int) -> Tensor:

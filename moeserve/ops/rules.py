@@ -11,6 +11,8 @@ from typing import Literal
 
 from moeserve.errors import ConfigError
 
+TILE = 16  # tokens between the borders at which recurrent layers keep states (ops/recurrence.py)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRule:

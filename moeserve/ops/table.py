@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise, latent, native_latent, native_layer, native_rows
+from moeserve.ops import attention, elementwise, latent, native_latent, native_layer, native_rows, recurrence
 from moeserve.ops.inputs import PlanAttention
 from moeserve.ops.linear import PackLinear, PlainLinear, padded_rows
 from moeserve.ops.native import native
@@ -63,6 +63,11 @@ class Ops:
     route: Callable[..., tuple[Tensor, Tensor]] = elementwise.route  # triton's: and num_tokens, on the device
     qk_norm_rope_cache: Callable[..., Tensor] = elementwise.qk_norm_rope_cache
     latent_rope_cache: Callable[..., Tensor] = latent.latent_rope_cache
+    sigmoid: Callable[[Tensor], Tensor] = elementwise.sigmoid
+    softplus: Callable[[Tensor], Tensor] = elementwise.softplus
+    plan_tiles: recurrence.PlanTiles = recurrence.plan_tiles
+    causal_conv: Callable[..., Tensor] = recurrence.causal_conv
+    recurrence: Callable[..., Tensor] = recurrence.recurrence
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None

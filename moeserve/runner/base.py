@@ -12,7 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import make_sampler
+from moeserve.runner.state_limits import check_block_size, state_room
 from moeserve.runner.step import StepExecutor
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
@@ -93,6 +94,7 @@ class ModelRunnerBase(StepExecutor, ABC):
     ) -> None:
         super().__init__()
         limits_of.check(config, spec)
+        check_block_size(config, spec)
         self.config = limits_of.with_step_tokens(config, self.busy_tokens)
         self.spec = spec
         self.model_dir = model_dir
@@ -198,10 +200,14 @@ class ModelRunnerBase(StepExecutor, ABC):
     def resolve(self, budget: int) -> Limits:
         """Returns the limits for a budget of bytes for KV blocks: in an engine of several ranks, the smallest of their
         budgets."""
-        per_block = block_bytes(self.groups, self.spec, self.kv_dtype, self.world.tp_size)
+        sizes = self.groups, self.spec, self.kv_dtype, self.world.tp_size
+        per_block, per_state = block_bytes(*sizes), block_bytes(*sizes, pool=1)
+        states = state_room(self.config, per_state, budget, fill=self.properties.own)
         limits, notes = limits_of.resolve(
-            self.config, self.spec, self.groups, per_block, budget, fill=self.properties.own
+            states.config, self.spec, self.groups, per_block, states.budget, fill=self.properties.own
         )
+        limits = replace(limits, num_states=states.num_states, num_store_states=states.num_stored)
+        notes = (*states.notes, *notes)
         self.notes += notes
         for note in notes:
             logger.warning("%s", note)
@@ -274,7 +280,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         """Allocates KV blocks and request tables for `limits`."""
         limits = self.limits
         size, device, tp_size = (limits.num_blocks, limits.num_store_blocks), self.device, self.world.tp_size
-        self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload)
+        states = {"num_states": limits.num_states, "num_state_entries": limits.num_store_states}
+        self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload, **states)
         self.tables = self.make_tables()
         kernels, is_async = self.config.device.kernels, self.device_is_async
         self.sampler = make_sampler(self.spec.vocab_size, self.tables, self.upload, kernels, is_async=is_async)

@@ -1,6 +1,6 @@
 """The device's KV blocks and the host's block store.
 
-All KV groups draw block ids from one pool, and a block belongs to one group at a time. So layers of different groups
+KV groups of one pool draw block ids from it, and a block belongs to one group at a time. So layers of different groups
 share memory: the i-th layers of all groups with the same tensors in their caches have one place, and there are as many
 places as the largest of these groups has such layers.
 
@@ -9,6 +9,7 @@ places as the largest of these groups has such layers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,19 +44,71 @@ def places_of(groups: Sequence[KVGroup], spec: ModelSpec, tp_size: int = 1) -> d
     return places
 
 
-def block_bytes(groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Returns the bytes of one KV block over all places on one of tp_size ranks."""
-    places = set(places_of(groups, spec, tp_size).values())
-    elements = sum(tensor.heads * entry_width(tensor.width, dtype) for cache, _ in places for tensor in cache)
-    return groups[0].block_size * elements * dtype.itemsize
+def _shape(tensor: CacheTensor, group: KVGroup, dtype: torch.dtype) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Returns the shape of a block of the tensor, and its type."""
+    if not group.has_states:
+        return (group.block_size, tensor.heads, entry_width(tensor.width, dtype)), dtype
+    assert group.rule.tile is not None
+    rows = group.block_size // group.rule.tile if tensor.per_tile else group.block_size
+    return (rows, tensor.heads, tensor.width), torch.float32
+
+
+def block_bytes(
+    groups: Sequence[KVGroup], spec: ModelSpec, dtype: torch.dtype, tp_size: int = 1, *, pool: int = 0
+) -> int:
+    """Returns the bytes of one block of a pool over all places on one of tp_size ranks; 0 if no group has such."""
+    mine = [group for group in groups if group.pool == pool]
+    if not mine:
+        return 0
+    shapes = [
+        _shape(tensor, mine[0], dtype) for cache, _ in set(places_of(mine, spec, tp_size).values()) for tensor in cache
+    ]
+    return sum(math.prod(shape) * kind.itemsize for shape, kind in shapes)
 
 
 class KVCache:
-    """The KV blocks on the device and the block store on the host; `layers[i]` is layer i's cache.
+    """The KV blocks on the device and the block stores on the host; `layers[i]` is layer i's cache.
 
-    Everything starts as zeros; block 0 is the null block, whose content is never used. num_entries: blocks that the
-    host store can hold. tp_size: ranks that share the heads. upload: to the device.
+    Everything starts as zeros; block 0 of a pool is the null block, whose content is never used. num_entries: blocks
+    that the host store can hold. num_states, num_state_entries: the same of recurrent layers' states. tp_size: ranks
+    that share the heads. upload: to the device.
     """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        spec: ModelSpec,
+        num_blocks: int,
+        num_entries: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp_size: int = 1,
+        upload: Upload | None = None,
+        *,
+        num_states: int = 0,
+        num_state_entries: int = 0,
+    ) -> None:
+        sizes = (num_blocks, num_entries), (num_states, num_state_entries)
+        self._pools = {
+            pool: PoolCache([g for g in groups if g.pool == pool], spec, *sizes[pool], dtype, device, tp_size, upload)
+            for pool in sorted({group.pool for group in groups})
+        }
+        layers = {layer: cache for pool in self._pools.values() for layer, cache in pool.layers.items()}
+        self.layers = tuple(layers[layer] for layer in range(len(layers)))
+
+    def clear_null_block(self) -> None:
+        """Zeroes the null blocks, where dummy steps write."""
+        for pool in self._pools.values():
+            pool.clear_null_block()
+
+    def move(self, stores: Sequence[BlockMove], loads: Sequence[BlockMove]) -> None:
+        """Copies blocks to the stores, then stored blocks back. Asynchronous, in the device's order."""
+        for number, pool in self._pools.items():
+            pool.move([move for move in stores if move.pool == number], [m for m in loads if m.pool == number])
+
+
+class PoolCache:
+    """The blocks of one pool and its block store; `layers[i]` is layer i's cache if it is in one of these groups."""
 
     def __init__(
         self,
@@ -69,16 +122,15 @@ class KVCache:
         upload: Upload | None = None,
     ) -> None:
         self._upload = upload or host_upload
-        size = groups[0].block_size
 
         def allocate(cache: Sequence[CacheTensor]) -> LayerCache:
             """Returns zeros for all blocks of one place."""
-            shapes = [(num_blocks, size, tensor.heads, entry_width(tensor.width, dtype)) for tensor in cache]
-            return tuple(lazy_zeros(shape, dtype, device) for shape in shapes)
+            shapes = [_shape(tensor, groups[0], dtype) for tensor in cache]
+            return tuple(lazy_zeros((num_blocks, *shape), kind, device) for shape, kind in shapes)
 
         by_layer = places_of(groups, spec, tp_size)
         places = {place: allocate(place[0]) for place in dict.fromkeys(by_layer.values())}
-        self.layers = tuple(places[by_layer[layer]] for layer in range(len(by_layer)))
+        self.layers = {layer: places[place] for layer, place in by_layer.items()}
         # Tensors of all places as bytes, [num_blocks, bytes of a block]: blocks are moved whatever is in them.
         self._bytes = [tensor.view(num_blocks, -1).view(torch.uint8) for cache in places.values() for tensor in cache]
         store = num_entries, sum(tensor.shape[1] for tensor in self._bytes)
@@ -87,12 +139,12 @@ class KVCache:
         )
 
     def clear_null_block(self) -> None:
-        """Zeroes the null block, where dummy steps write."""
+        """Zeroes the null block."""
         for tensor in self._bytes:
             tensor[0].zero_()
 
     def move(self, stores: Sequence[BlockMove], loads: Sequence[BlockMove]) -> None:
-        """Copies blocks to the store, then stored blocks back. Asynchronous, in the device's order."""
+        """Copies blocks to the store, then stored blocks back; see `KVCache.move`."""
         for batch in _batches(stores):
             blocks, packed, parts = self._packed(batch)
             for tensor, part in zip(self._bytes, parts, strict=True):

@@ -111,7 +111,7 @@ def check_weights_fit(weight_bytes: int, memory: MemoryFacts) -> None:
 
 def blocks_for(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
     """Returns the most blocks that one request of this length holds at once, over all groups."""
-    return sum(blocks_needed(group, num_tokens, chunk) for group in groups)
+    return sum(blocks_needed(group, num_tokens, chunk) for group in groups if not group.has_states)
 
 
 def longest_context(groups: Sequence[KVGroup], usable_blocks: int, chunk: int, limit: int) -> int:

@@ -1,0 +1,129 @@
+"""The gated delta net of a decoder: project, convolve, normalise queries and keys, recur, gate, project back.
+
+T tokens (padded rows included), D model width, G heads of queries and keys and H of values of this rank, d and v their
+widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.blocks.build import Builder
+from moeserve.blocks.gated_delta import GatedDelta
+from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.inputs import LayerCache, StepInputs
+from moeserve.ops.linear import Linear
+from moeserve.ops.rules import SWIGLU
+from moeserve.ops.table import Ops
+
+FP32 = 4  # bytes
+UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrepareTiles:
+    """Makes the plan of tiles that all recurrent layers share."""
+
+    ops: Ops
+    group: int
+
+    def __call__(self, step: StepInputs, positions_T: Tensor) -> Any:
+        """Returns what `ops.causal_conv` and `ops.recurrence` take as `plan`."""
+        return self.ops.plan_tiles(step.groups[self.group], step)
+
+
+def prepare_tiles(build: Builder, group: int) -> PrepareTiles:
+    """Returns what prepares steps for recurrent layers, one for all."""
+    prepare: PrepareTiles = build.shared(("tiles", group), partial(PrepareTiles, build.ops, group))
+    return prepare
+
+
+@dataclass(eq=False, repr=False)
+class GatedDeltaLayer:
+    """The gated delta net of this rank's heads; their outputs are gathered before `out`.
+
+    inputs: D -> queries, keys, values, then output gates. gates: D -> 2 H, of beta and of decays. unit: fp32 weights of
+    the norms that give queries and keys length 1, queries scaled by d ** -0.5.
+    """
+
+    spec: GatedDelta
+    ops: Ops
+    tp: TensorParallel
+    prepare: PrepareTiles
+    inputs: Linear
+    gates: Linear
+    conv_CK: Tensor
+    decay_H: Tensor
+    dt_bias_H: Tensor
+    unit: tuple[Tensor, Tensor]
+    norm_v: Tensor
+    eps: float
+    out: ColumnLinear
+
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        spec, ops = self.spec, self.ops
+        keys, values, qk, v = spec.local(self.tp.size)
+        both, gates = self.inputs(x_TD), self.gates(x_TD).float()
+        y_TC = ops.causal_conv(both[:, : qk + v], self.conv_CK, None, True, cache[:2], step)
+        q_TGd, k_TGd = (
+            ops.rms_norm(part.reshape(-1, spec.k_dim), weight, UNIT_EPS / spec.k_dim).view(-1, keys, spec.k_dim)
+            for part, weight in zip(y_TC[:, :qk].chunk(2, 1), self.unit, strict=True)
+        )
+        v_THv = y_TC[:, qk:].reshape(-1, values, spec.v_dim)
+        beta_TH = ops.sigmoid(gates[:, :values])
+        log_decay_TH1 = (self.decay_H * ops.softplus(gates[:, values:] + self.dt_bias_H))[:, :, None]
+        o_THv = ops.recurrence(q_TGd, k_TGd, v_THv, log_decay_TH1, beta_TH, cache[2:], step)
+        normed = ops.rms_norm(o_THv.view(-1, spec.v_dim), self.norm_v, self.eps).view(-1, v)
+        gated = ops.act_mul(torch.cat((both[:, qk + v :].float(), normed), 1), SWIGLU).to(x_TD.dtype)
+        return self.out(self.tp.gather_columns(gated, channel), channel)
+
+
+def build_gated_delta(spec: GatedDelta, build: Builder, name: str, group: int) -> GatedDeltaLayer:
+    """Returns the gated delta net of the layer whose parameters begin with `name`."""
+    keys, values, _, _ = spec.local(build.world.tp_size)
+    if spec.by_head:
+        serve, d = values // keys, spec.k_dim
+        build.reorder(name + "in", by_part([d, d, serve * spec.v_dim, serve * spec.v_dim], keys))
+        build.reorder(name + "gates", by_part([serve, serve], keys))
+    length = torch.full((spec.k_dim,), spec.k_dim**-0.5, device=build.ops.device)
+    return GatedDeltaLayer(
+        spec,
+        build.ops,
+        build.tp,
+        prepare_tiles(build, group),
+        build.linear(name + "in"),
+        build.linear(name + "gates"),
+        build.fp32(name + "conv")[:, 0],
+        -build.fp32(name + "decay").exp(),
+        build.fp32(name + "dt_bias"),
+        (length * spec.k_dim**-0.5, length),
+        build.fp32(name + "norm"),
+        build.eps,
+        build.columns(name + "out", build.width),
+    )
+
+
+def by_part(sizes: list[int], heads: int) -> list[int]:
+    """Returns the order that brings rows of heads, each with parts of these sizes, into parts with rows of all heads.
+
+    sizes [1, 2], 2 heads -> [0, 3, 1, 2, 4, 5]
+    """
+    whole, order, start = sum(sizes), list[int](), 0
+    for size in sizes:
+        order += [head * whole + start + i for head in range(heads) for i in range(size)]
+        start += size
+    return order
+
+
+def gated_delta_workspace(spec: GatedDelta, width: int, tokens: int, size: int, tp_size: int) -> int:
+    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
+    _, values, qk, v = spec.local(tp_size)
+    rows = tokens * ((qk + 2 * v) * size + (3 * (qk + v) + 5 * v + 8 * values) * FP32 + v * size)
+    return rows + gathered_bytes(tokens, spec.num_v_heads * spec.v_dim + width, size, tp_size)

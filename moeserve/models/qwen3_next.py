@@ -1,0 +1,63 @@
+"""Qwen3-Next: three layers of four are gated delta nets, the fourth is attention with an output gate of each element.
+
+Norms of the stream and of heads have their weights less one. Multi-token prediction is not loaded.
+"""
+
+from __future__ import annotations
+
+from moeserve.blocks.feed_forward import SharedExpert
+from moeserve.blocks.gated_delta import GatedDelta
+from moeserve.blocks.weights import Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.ops.rules import RouterRule
+
+MAX_CONV = 16
+
+
+def fields(config: Fields, *, by_head: bool = True) -> family.SpecFields:
+    """Reads the layers. by_head: see `GatedDelta`."""
+    options = {"rope": {"partial": True}, **family.attention_bias(config)}
+    full = family.attention(config, qk_norm="head", gate="element", gate_in_q=True, **options)
+    heads, sizes = family.MAX_HEADS, family.MAX_WIDTH
+    keys = config.integer("linear_num_key_heads", 1, heads)
+    values = config.integer("linear_num_value_heads", 1, heads)
+    if values % keys:
+        raise config.error("linear_num_value_heads", f"linear_num_key_heads ({keys}) must divide it")
+    linear = GatedDelta(
+        num_k_heads=keys,
+        num_v_heads=values,
+        k_dim=config.integer("linear_key_head_dim", 1, sizes),
+        v_dim=config.integer("linear_value_head_dim", 1, sizes),
+        conv=config.integer("linear_conv_kernel_dim", 2, MAX_CONV),
+        by_head=by_head,
+    )
+    every = config.integer("full_attention_interval", 1, family.MAX_LAYERS)
+    usual = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(family.num_layers(config))]
+    kinds = family.layer_types(config, ("linear_attention", "full_attention"), usual=usual)
+    shared = SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, sizes), gated=True)
+    experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")), shared=shared)
+    mixers = [full if kind == "full_attention" else linear for kind in kinds]
+    return {"layers": layer_specs(mixers, family.some_layers_moe(config, experts)), "norm": NormSpec(shift=1.0)}
+
+
+DEFAULTS = family.sizes(151936, 2048, 5632, 48, 16, 2, 32768) | {
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "partial_rotary_factor": 0.25,
+    "shared_expert_intermediate_size": 512,
+}
+FAMILY = family.Family("Qwen3NextForCausalLM", "qwen3_next", fields, DEFAULTS, Names(foreign=("mtp.",)))

@@ -1,0 +1,228 @@
+"""Causal convolutions and gated linear recurrences over paged states, in plain torch: the specification.
+
+T tokens (padded rows included), C channels, K inputs of a convolution, G heads of queries and keys, H of values (each
+head of queries and keys serves H / G of them side by side), d and v their widths, D widths of decays: 1 (one per head)
+or d.
+
+A recurrence has a state per head, S [d, v]. With the decay a_t = exp(log decay) of token t:
+
+    S_t = diag(a_t) S_{t-1} + k_t u_t^T        o_t = S_t^T q_t
+    u_t = v_t, or, with beta (the delta rule), beta_t (v_t - (diag(a_t) S_{t-1})^T k_t)
+
+Positions are cut into tiles of TILE tokens. What is cached of a tile is the state at its border, S_0, and, of each of
+its tokens, k, u and the sum of log decays since the border, s. One expression gives a token's results, whichever
+tokens are computed together with it and whatever was computed before, or again:
+
+    u_t = beta_t (v_t - S_0^T (k_t exp(s_t)) - sum over earlier r of ((k_t exp(s_t - s_r)) . k_r) u_r)
+    o_t =                S_0^T (q_t exp(s_t)) + sum over r <= t     of ((q_t exp(s_t - s_r)) . k_r) u_r
+    next S_0 = diag(exp(s_n)) S_0 + sum over r of (k_r exp(s_n - s_r)) u_r^T          n: the tile's last token
+
+with sums over r in ascending order, all in fp32. The first token of a tile finds the next S_0 from the tile before and
+writes it into its own block; nothing else is written twice, so that a step may run again. Tiles whose block is the
+null block leave nothing behind: their state goes on to the next tile of the same call.
+
+Sources: Gated DeltaNet (arXiv 2412.06464), Mamba-2 (2405.21060), Kimi Linear (2510.26692), Lightning Attention-2
+(2401.04658).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.rules import TILE
+
+Caches = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The tokens of a step that lie in one tile of one request.
+
+    tokens: their rows in the step; the first of them is number `first` of its tile. block, place: where the tile is
+    cached, as its block and its number there; before: likewise the tile before, None at the beginning of a request.
+    carried: whether the tile before is the plan's previous one.
+    """
+
+    tokens: range
+    first: int
+    block: int
+    place: int
+    before: tuple[int, int] | None
+    carried: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """The tiles of a step's tokens, request by request, in ascending order."""
+
+    tiles: tuple[Tile, ...]
+    num_tokens: int
+
+
+def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
+    """Cuts the step's tokens at the borders of tiles. group: that of the layers with states."""
+    assert group.block_size % TILE == 0, group.block_size
+    tiles: list[Tile] = []
+    blocks, each = group.blocks_RN.tolist(), group.block_size // TILE
+    for row, start in enumerate(step.starts_R.tolist()):
+        token, end = int(step.offsets_R1[row]), int(step.offsets_R1[row + 1])
+        position, carried = start, False
+        while token < end:
+            tile, first = divmod(position, TILE)
+            count = min(TILE - first, end - token)
+            where = [(blocks[row][t // each], t % each) for t in (tile, tile - 1) if t >= 0]
+            tiles.append(Tile(range(token, token + count), first, *where[0], where[1] if tile else None, carried))
+            token, position, carried = token + count, position + count, True
+    return TilePlan(tuple(tiles), int(step.offsets_R1[-1]))
+
+
+def causal_conv(
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, silu: bool, caches: Caches, plan: TilePlan
+) -> Tensor:
+    """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], in fp32, or SiLU of it; 0 where rows
+    are padding. Inputs before the first token of a request are 0.
+
+    weight, bias: fp32. caches: inputs of a tile's tokens [blocks, block size, 1, C], and those of the K - 1 tokens
+    before its border [blocks, tiles, K - 1, C].
+    """
+    rows, borders = caches
+    num_before = weight_CK.shape[1] - 1
+    out_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
+    inputs_nC = x_TC.new_empty((0, x_TC.shape[1]), dtype=torch.float32)
+    for tile in plan.tiles:
+        cached = rows[tile.block, tile.place * TILE : tile.place * TILE + TILE, 0]
+        if tile.first:
+            inputs_nC = torch.cat((borders[tile.block, tile.place], cached[: tile.first]))
+        else:
+            if tile.before is None:
+                before = torch.zeros_like(borders[0, 0])
+            elif tile.carried:
+                before = inputs_nC[-num_before:].clone()
+            else:
+                block, place = tile.before
+                before = rows[block, (place + 1) * TILE - num_before : (place + 1) * TILE, 0].clone()
+            if tile.block:
+                borders[tile.block, tile.place] = before
+            inputs_nC = before
+        new = x_TC[tile.tokens.start : tile.tokens.stop].float()
+        if tile.block:
+            cached[tile.first : tile.first + len(new)] = new
+        inputs_nC = torch.cat((inputs_nC, new))
+        for i, token in enumerate(tile.tokens, tile.first):
+            y_C = torch.zeros_like(new[0])
+            for j in range(num_before + 1):
+                y_C = y_C + weight_CK[:, j] * inputs_nC[i + j]
+            y_C = y_C if bias_C is None else y_C + bias_C
+            out_TC[token] = F.silu(y_C) if silu else y_C
+    return out_TC
+
+
+def recurrence(
+    q_TGd: Tensor,
+    k_TGd: Tensor,
+    v_THv: Tensor,
+    log_decay_THD: Tensor,
+    beta_TH: Tensor | None,
+    caches: Caches,
+    plan: TilePlan,
+) -> Tensor:
+    """Returns o [T, H, v] of the recurrence above; 0 where rows are padding. All are fp32.
+
+    caches: S_0 [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G, d], u [.., H, v], s [.., H, D].
+    """
+    states, *row_caches = caches
+    heads, widths = v_THv.shape[1], (q_TGd.shape[2], v_THv.shape[2])
+    out_THv = torch.zeros_like(v_THv)
+    state_Hdv, rows = v_THv.new_zeros((heads, *widths)), _Rows()
+    for tile in plan.tiles:
+        places = [cache[tile.block, tile.place * TILE : tile.place * TILE + TILE] for cache in row_caches]
+        if tile.first:
+            state_Hdv = states[tile.block, tile.place].view(heads, *widths)
+            rows = _Rows.of(places, tile.first)
+        else:
+            if tile.before is None:
+                state_Hdv = torch.zeros_like(state_Hdv)
+            elif tile.carried:
+                state_Hdv = _next_state(state_Hdv, rows)
+            else:
+                block, place = tile.before
+                before = [cache[block, place * TILE : place * TILE + TILE] for cache in row_caches]
+                state_Hdv = _next_state(states[block, place].view(heads, *widths), _Rows.of(before, TILE))
+            if tile.block:
+                states[tile.block, tile.place] = state_Hdv.flatten(1)
+            rows = _Rows()
+        for i, token in enumerate(tile.tokens, tile.first):
+            beta_H = None if beta_TH is None else beta_TH[token]
+            inputs = q_TGd[token], k_TGd[token], v_THv[token], log_decay_THD[token], beta_H
+            out_THv[token] = _one_token(*inputs, state_Hdv, rows)
+            if tile.block:
+                for cache, value in zip(places, rows.last, strict=True):
+                    cache[i] = value
+    return out_THv
+
+
+class _Rows:
+    """k [G, d], u [H, v] and s [H, D] of the tokens of a tile so far."""
+
+    def __init__(self) -> None:
+        self.k: list[Tensor] = []
+        self.u: list[Tensor] = []
+        self.s: list[Tensor] = []
+
+    @classmethod
+    def of(cls, places: list[Tensor], count: int) -> _Rows:
+        rows = cls()
+        rows.k, rows.u, rows.s = (list(place[:count].clone()) for place in places)
+        return rows
+
+    @property
+    def last(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.k[-1], self.u[-1], self.s[-1]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        return iter(zip(self.k, self.u, self.s, strict=True))
+
+
+def _one_token(
+    q_Gd: Tensor, k_Gd: Tensor, v_Hv: Tensor, decay_HD: Tensor, beta_H: Tensor | None, state_Hdv: Tensor, rows: _Rows
+) -> Tensor:
+    """Returns o [H, v] of a tile's next token, and adds the token to its rows. Shapes are those of one token, so that
+    bits depend on nothing else."""
+    serve = v_Hv.shape[0] // k_Gd.shape[0]
+    s_HD = rows.s[-1] + decay_HD if rows.s else decay_HD.clone()
+    q_Hd, k_Hd = q_Gd.repeat_interleave(serve, 0), k_Gd.repeat_interleave(serve, 0)
+    grown = s_HD.exp()
+    u_Hv, o_Hv = v_Hv, ((q_Hd * grown)[:, :, None] * state_Hdv).sum(1)
+    if beta_H is not None:
+        u_Hv = u_Hv - ((k_Hd * grown)[:, :, None] * state_Hdv).sum(1)
+    for earlier_Gd, earlier_u, earlier_s in rows:
+        weights_Hd = (s_HD - earlier_s).exp() * earlier_Gd.repeat_interleave(serve, 0)
+        if beta_H is not None:
+            u_Hv = u_Hv - (k_Hd * weights_Hd).sum(1, keepdim=True) * earlier_u
+        o_Hv = o_Hv + (q_Hd * weights_Hd).sum(1, keepdim=True) * earlier_u
+    if beta_H is not None:
+        u_Hv = u_Hv * beta_H[:, None]
+    rows.k.append(k_Gd.clone())
+    rows.u.append(u_Hv.clone())
+    rows.s.append(s_HD)
+    return o_Hv + (q_Hd * k_Hd).sum(1, keepdim=True) * u_Hv
+
+
+def _next_state(state_Hdv: Tensor, rows: _Rows) -> Tensor:
+    """Returns the state behind all tokens of a full tile."""
+    last = rows.s[-1]
+    state_Hdv = state_Hdv * last.exp()[:, :, None]
+    for k_Gd, u_Hv, s_HD in rows:
+        k_Hd = k_Gd.repeat_interleave(u_Hv.shape[0] // k_Gd.shape[0], 0) * (last - s_HD).exp()
+        state_Hdv = state_Hdv + k_Hd[:, :, None] * u_Hv[:, None]
+    return state_Hdv
+
+
+PlanTiles = Callable[[GroupInputs, StepInputs], Any]
