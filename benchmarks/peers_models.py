@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,47 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 128,
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "num_experts": 96,
+            "num_experts_per_tok": 10,
+        },
+    ),
+    "granite-4-h": (
+        "GraniteMoeHybrid",
+        {
+            "hidden_size": 768,
+            "num_hidden_layers": 20,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(20)],
+            "position_embedding_type": "nope",
+            "intermediate_size": 256,
+            "shared_intermediate_size": 512,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 6,
+            "mamba_n_heads": 24,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.015625,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+        },
+    ),
 }
+CONVERTER_FLAGS = {"qwen3-next": ["--no-mtp"]}  # which it expects in the checkpoint otherwise
 COMMON = {"vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False, "bos_token_id": 0}
 ENDS = {"eos_token_id": 1, "pad_token_id": 1}
 
@@ -75,7 +116,7 @@ def main() -> None:
         flags.error("--gguf FILE and --llamacpp SOURCES go together")
     print(f"{args.out}: {write_checkpoint(args.shape, args.out) / 1e6:.0f} M parameters")
     if args.gguf is not None:
-        write_gguf(args.out, args.gguf, args.llamacpp)
+        write_gguf(args.out, args.gguf, args.llamacpp, CONVERTER_FLAGS.get(args.shape, ()))
 
 
 def write_checkpoint(shape: str, out: Path) -> int:
@@ -90,21 +131,17 @@ def write_checkpoint(shape: str, out: Path) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def write_gguf(checkpoint: Path, out: Path, sources: Path) -> None:
-    """Runs llama.cpp's converter, with a vocabulary that has a size and no strings."""
+def write_gguf(checkpoint: Path, out: Path, sources: Path, flags: Sequence[str] = ()) -> None:
+    """Runs llama.cpp's converter, with a vocabulary that has a size and no strings. flags: more of its own."""
     sys.path.insert(0, str(sources))
     from conversion.base import TextModel  # type: ignore[import-not-found]
-    from conversion.deepseek import DeepseekV2Model  # type: ignore[import-not-found]
-    from conversion.gpt_oss import GptOssModel  # type: ignore[import-not-found]
 
-    def sized(model: Any) -> None:
+    def sized(model: Any, *_: Any) -> None:
         model._set_vocab_none()
-        if not isinstance(model, DeepseekV2Model):  # that one says it itself
-            model.gguf_writer.add_vocab_size(model.hparams["vocab_size"])
+        model.gguf_writer.add_vocab_size(model.hparams["vocab_size"])
 
-    for kind in (TextModel, DeepseekV2Model, GptOssModel):
-        kind.set_vocab = sized
-    sys.argv = ["convert_hf_to_gguf.py", str(checkpoint), "--outfile", str(out), "--outtype", "bf16"]
+    TextModel._set_vocab_gpt2 = TextModel._set_vocab_builtin = sized
+    sys.argv = ["convert_hf_to_gguf.py", str(checkpoint), "--outfile", str(out), "--outtype", "bf16", *flags]
     runpy.run_path(str(sources / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
