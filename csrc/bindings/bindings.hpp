@@ -18,6 +18,7 @@ void bind_latent(pybind11::module_& m);
 void bind_layer(pybind11::module_& m);
 void bind_pool(pybind11::module_& m);
 void bind_products(pybind11::module_& m);
+void bind_recurrence(pybind11::module_& m);
 void bind_rows(pybind11::module_& m);
 
 }  // namespace moeserve

@@ -131,6 +131,7 @@ PYBIND11_MODULE(_native, m) {
     bind_products(m);
     bind_layer(m);
     bind_latent(m);
+    bind_recurrence(m);
     bind_rows(m);
     bind_shm(m);
 }

@@ -5,9 +5,11 @@
 
 #include "kernels/activation.hpp"
 #include "kernels/attention.hpp"
+#include "kernels/causal_conv.hpp"
 #include "kernels/math.hpp"
 #include "kernels/norms.hpp"
 #include "kernels/product.hpp"
+#include "kernels/recurrence.hpp"
 #include "kernels/rotary.hpp"
 #include "kernels/routing.hpp"
 #include "kernels/sampling.hpp"
@@ -40,6 +42,8 @@ constexpr Kernels table(const char* name) {
     kernels.race = race;
     kernels.attend = attention::attend;
     kernels.merge_attention = attention::merge_attention;
+    kernels.causal_conv = causal_conv;
+    kernels.recurrence = recurrent::recurrence;
     return kernels;
 }
 

@@ -31,6 +31,8 @@ struct Kernels {
     void (*race)(const RaceArgs&, size_t begin, size_t end);
     void (*attend)(void* call, size_t begin, size_t end, int worker);           // pieces of an AttentionCall
     void (*merge_attention)(void* call, size_t begin, size_t end, int worker);  // merges of one
+    void (*causal_conv)(void* call, size_t begin, size_t end, int worker);      // pieces of CausalConvArgs
+    void (*recurrence)(void* call, size_t begin, size_t end, int worker);       // pieces of RecurrenceArgs
 };
 
 /// Names of the instruction sets that this module was compiled for and this CPU has, best last.

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise, latent, native_latent, native_layer, native_rows, recurrence
+from moeserve.ops import (
+    attention,
+    elementwise,
+    latent,
+    native_latent,
+    native_layer,
+    native_recurrence,
+    native_rows,
+    recurrence,
+)
 from moeserve.ops.inputs import PlanAttention
 from moeserve.ops.linear import PackLinear, PlainLinear, padded_rows
 from moeserve.ops.native import native
@@ -199,6 +208,9 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         route=native_rows.route,
         qk_norm_rope_cache=native_rows.qk_norm_rope_cache,
         latent_rope_cache=native_rows.latent_rope_cache,
+        plan_tiles=native_recurrence.plan_tiles,
+        causal_conv=native_recurrence.causal_conv,
+        recurrence=native_recurrence.recurrence,
         plan_attention=native_layer.plan_attention,
         attention=native_layer.attention,
         attention_block=native_layer.AttentionBlock,
