@@ -203,6 +203,21 @@ FAMILIES: dict[str, tuple[str, Options]] = {
         },
     ),
     "qwen3_next": ("Qwen3Next", {**QWEN_NEXT, "partial_rotary_factor": 0.25}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            "text_config": {
+                **QWEN_NEXT,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5,
+                                    "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            },
+            "vision_config": {
+                "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
+                "num_position_embeddings": 16,
+            },
+            "image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253,
+        },
+    ),
     "granite_moe_shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 48}),
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "solar_open": ("SolarOpen", {**ROUTED, "head_dim": 32}),
@@ -440,6 +455,8 @@ PUBLISHED: dict[str, Callable[[Options, Tensors], tuple[Options, Tensors]]] = {
     "glm4_moe": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=2),
     "ernie4_5_moe": _with_mtp("model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"),
     "kimi_k25": _kimi_k25,
+    "qwen3_5_moe": _with_mtp("mtp.fc.weight"),
+    "qwen3_next": _with_mtp("mtp.fc.weight"),
     "exaone_moe": _with_mtp("mtp.fc.weight mtp.layers.0.input_layernorm.weight"),
     "mellum": _with_mtp("mtp.fc.weight"),
     "mimo_v2_flash": _mimo_v2_flash,
