@@ -5,7 +5,8 @@ Norms of the stream and of heads have their weights less one. Multi-token predic
 
 from __future__ import annotations
 
-from moeserve.blocks.feed_forward import SharedExpert
+from moeserve.blocks.attention import Attention
+from moeserve.blocks.feed_forward import MoE, SharedExpert
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
@@ -16,8 +17,8 @@ from moeserve.ops.rules import RouterRule
 MAX_CONV = 16
 
 
-def fields(config: Fields, *, by_head: bool = True) -> family.SpecFields:
-    """Reads the layers. by_head: see `GatedDelta`."""
+def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
+    """Reads what each layer has of the two. by_head: see `GatedDelta`."""
     options = {"rope": {"partial": True}, **family.attention_bias(config)}
     full = family.attention(config, qk_norm="head", gate="element", gate_in_q=True, **options)
     heads, sizes = family.MAX_HEADS, family.MAX_WIDTH
@@ -36,14 +37,21 @@ def fields(config: Fields, *, by_head: bool = True) -> family.SpecFields:
     every = config.integer("full_attention_interval", 1, family.MAX_LAYERS)
     usual = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(family.num_layers(config))]
     kinds = family.layer_types(config, ("linear_attention", "full_attention"), usual=usual)
-    shared = SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, sizes), gated=True)
-    experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")), shared=shared)
-    mixers = [full if kind == "full_attention" else linear for kind in kinds]
-    return {"layers": layer_specs(mixers, family.some_layers_moe(config, experts)), "norm": NormSpec(shift=1.0)}
+    return [full if kind == "full_attention" else linear for kind in kinds]
 
 
-DEFAULTS = family.sizes(151936, 2048, 5632, 48, 16, 2, 32768) | {
-    "decoder_sparse_step": 1,
+def experts(config: Fields, *, renormalize: bool) -> MoE:
+    """Reads the experts and the shared one. renormalize: see `RouterRule`."""
+    shared = SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True)
+    return family.moe(config, router=RouterRule(renormalize=renormalize), shared=shared)
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    blocks = family.some_layers_moe(config, experts(config, renormalize=config.boolean("norm_topk_prob")))
+    return {"layers": layer_specs(mixers(config, by_head=True), blocks), "norm": NormSpec(shift=1.0)}
+
+
+SIZES = {
     "full_attention_interval": 4,
     "head_dim": 256,
     "layer_types": None,
@@ -52,12 +60,22 @@ DEFAULTS = family.sizes(151936, 2048, 5632, 48, 16, 2, 32768) | {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
-    "mlp_only_layers": None,
     "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
     "partial_rotary_factor": 0.25,
     "shared_expert_intermediate_size": 512,
 }
-FAMILY = family.Family("Qwen3NextForCausalLM", "qwen3_next", fields, DEFAULTS, Names(foreign=("mtp.",)))
+FAMILY = family.Family(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    _fields,
+    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768)
+    | SIZES
+    | {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
+    Names(foreign=("mtp.",)),
+)
