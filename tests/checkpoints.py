@@ -198,6 +198,14 @@ FAMILIES: dict[str, tuple[str, Options]] = {
         },
     ),
     "granite_moe_shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 48}),
+    "granite_moe_hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE, "num_hidden_layers": 3, "shared_intermediate_size": 48, "mamba_n_heads": 8, "mamba_n_groups": 2,
+            "mamba_d_state": 24, "layer_types": ["linear_attention", FULL, "linear_attention"],
+            "time_step_limit": [0.3, 2.0],
+        },
+    ),
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "solar_open": ("SolarOpen", {**ROUTED, "head_dim": 32}),
     "exaone_moe": (
@@ -288,6 +296,8 @@ def randomise(model: torch.nn.Module) -> None:
                 tensor.normal_(0, 0.1 if selects else 0.3)
             elif "norm" in name or kind in ("sinks", "scale", "per_expert_scale", "layer_scalar"):
                 tensor.uniform_(0.5, 1.5).sub_(around_zero)
+            elif kind in ("A_log", "D"):
+                tensor.normal_(0, 1)
             elif kind == "weight" and not tensor.any():  # routers of some families
                 tensor.normal_(0, 0.15)
 

@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.ops.elementwise import LANES
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.rules import TILE
 
@@ -120,8 +121,13 @@ def causal_conv(
             for j in range(num_before + 1):
                 y_C = y_C + weight_CK[:, j] * inputs_nC[i + j]
             y_C = y_C if bias_C is None else y_C + bias_C
-            out_TC[token] = F.silu(y_C) if silu else y_C
+            out_TC[token] = _silu(y_C) if silu else y_C
     return out_TC
+
+
+def _silu(y_C: Tensor) -> Tensor:
+    """SiLU, the same for a channel whichever share of the channels this is."""
+    return F.silu(F.pad(y_C, (0, -len(y_C) % LANES)))[: len(y_C)]
 
 
 def recurrence(

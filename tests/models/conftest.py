@@ -104,13 +104,16 @@ class Driver:
         self.block_size = block_size
         self.ubatch = UBatch()
         # NaN marks what no request may read, the null block included.
-        self.kv: list[LayerCache] = [
-            tuple(
-                torch.full((num_blocks, block_size, tensor.heads, tensor.width), torch.nan, dtype=dtype)
-                for tensor in layer.mixer.cache(tp.size)
-            )
-            for layer in self.spec.layers
-        ]
+        self.kv: list[LayerCache] = []
+        for layer in self.spec.layers:
+            tile, kind = layer.mixer.rule.tile, dtype if layer.mixer.rule.tile is None else torch.float32
+            self.kv.append(
+                tuple(
+                    torch.full((num_blocks, block_size // (tile or 1) if x.per_tile else block_size, x.heads, x.width),
+                               torch.nan, dtype=kind)
+                    for x in layer.mixer.cache(tp.size)
+                )
+            )  # fmt: skip
         self.rules = list(dict.fromkeys(self.spec.kv_rules))
         self.tables: dict[Any, list[int]] = {}
         self.lengths: dict[Any, int] = {}
