@@ -219,6 +219,14 @@ FAMILIES: dict[str, tuple[str, Options]] = {
         },
     ),
     "granite_moe_shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 48}),
+    "granite_moe_hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE, "num_hidden_layers": 3, "shared_intermediate_size": 48, "mamba_n_heads": 8, "mamba_n_groups": 2,
+            "mamba_d_state": 24, "layer_types": ["linear_attention", FULL, "linear_attention"],
+            "time_step_limit": [0.3, 2.0],
+        },
+    ),
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "solar_open": ("SolarOpen", {**ROUTED, "head_dim": 32}),
     "exaone_moe": (
@@ -313,6 +321,8 @@ def randomise(model: torch.nn.Module) -> None:
                 tensor.uniform_(0.5, 1.5).sub_(around_zero)
             elif kind == "A_log":  # states last: they are read long after, and sums of log decays stay accurate
                 tensor.uniform_(-5.0, 0.0)
+            elif kind == "D":
+                tensor.normal_(0, 1)
             elif kind == "weight" and not tensor.any():  # routers of some families
                 tensor.normal_(0, 0.15)
 

@@ -18,8 +18,12 @@ def _fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, scale=scale, **family.attention_bias(config))
     mixers = family.with_windows(mixer, family.no_window(config))
     experts = family.moe(config, "intermediate_size", router=RouterRule(score="softmax_selected"))
+    return {"layers": layer_specs(mixers, [experts] * len(mixers)), **multipliers(config)}
+
+
+def multipliers(config: Fields) -> family.SpecFields:
+    """Reads what multiplies embeddings and residual branches, and what divides logits."""
     return {
-        "layers": layer_specs(mixers, [experts] * len(mixers)),
         "embedding_scale": config.number("embedding_multiplier", 0, family.MAX_MULTIPLIER),
         "residual_scale": config.number("residual_multiplier", 0, family.MAX_MULTIPLIER),
         "logits_divisor": config.number("logits_scaling", 0, family.MAX_MULTIPLIER),

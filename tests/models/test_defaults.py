@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
@@ -27,6 +28,12 @@ def meaning(values: dict[str, Any], folder: Path) -> ModelSpec | None:
         return None
 
 
+def as_written(config: Any) -> dict[str, Any]:
+    """A configuration as transformers writes it, with infinities as objects."""
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values
+
+
 def configuration_of(name: str) -> Any:
     return getattr(transformers, FAMILIES[name][0] + "Config")
 
@@ -44,7 +51,10 @@ def test_an_absent_key_has_the_value_that_transformers_gives_it(
     for key in sorted(text.keys() - skipped):
         fewer = {other: value for other, value in text.items() if other != key}
         values = {**full, family.text: fewer} if family.text else fewer
-        explicit = make.from_dict(json.loads(json.dumps(values))).to_dict()
+        try:
+            explicit = as_written(make.from_dict(json.loads(json.dumps(values))))
+        except StrictDataclassClassValidationError:
+            explicit = {}
         if meaning(values, tmp_path) != meaning(explicit, tmp_path):
             differ.append(key)
     assert differ == []
@@ -55,4 +65,4 @@ def test_an_empty_config_is_the_default_model_of_transformers(name: str, tmp_pat
     family = REGISTERED[architecture(name)]
     own = {"architectures": [family.architecture], "dtype": "float32"}
     empty = own | ({family.text: {}} if family.text else {})
-    assert meaning(empty, tmp_path) == meaning(configuration_of(name)().to_dict() | own, tmp_path)
+    assert meaning(empty, tmp_path) == meaning(as_written(configuration_of(name)()) | own, tmp_path)

@@ -255,6 +255,9 @@ def test_without_a_dtype_the_first_weight_decides(write_config: WriteConfig) -> 
     assert read_model_spec(model_dir).dtype == "float16"
 
 
+HYBRID = {
+    **LLAMA, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 4,
+}  # fmt: skip
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoeV2, "),
     (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures"),
@@ -333,6 +336,14 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"attention_multiplier": None},
         "attention_multiplier",
     ),
+    (HYBRID, {"mamba_n_heads": 7}, "mamba_n_heads is 7; it must divide mamba_expand * hidden_size"),
+    (HYBRID, {"mamba_d_head": 24}, "mamba_d_head is 24; mamba_n_heads and mamba_expand make it"),
+    (HYBRID, {"mamba_n_groups": 3}, "mamba_n_groups is 3; it must divide mamba_n_heads (4)"),
+    (HYBRID, {"mamba_conv_bias": False}, "mamba_conv_bias is False; only True is supported"),
+    (HYBRID, {"time_step_limit": [0.1]}, "time_step_limit is [0.1]; it must be a list of two numbers"),
+    (HYBRID, {"time_step_limit": [2, 1.0]}, "time_step_limit"),
+    (HYBRID, {"time_step_limit": None}, "time_step_limit"),
+    (HYBRID, {"layer_types": ["mamba", "sliding_attention"]}, "layer_types"),
     (
         {**LLAMA, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"},
         {"clip_qkv": -1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
         ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
         ("gemma4_text", {"enable_moe_block": False, "attention_k_eq_v": False}),
         ("granite_moe_shared", {"shared_intermediate_size": 0}),
+        ("granite_moe_hybrid", {"position_embedding_type": "rope", "mamba_n_groups": 1, "num_local_experts": 0,
+                                "time_step_limit": [0.0, math.inf], "layer_types": ["mamba", "attention", "mamba"]}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0,
                                        "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),

@@ -1,0 +1,115 @@
+"""Mamba-2 in numbers: a linear recurrence with one decay per head, behind a short convolution (Granite 4, Nemotron 3).
+
+D model width, G groups of heads with the same B (what writes the state) and C (what reads it), H heads, d width of B
+and C, v of a head, K inputs of the convolution.
+
+Source: arXiv 2405.21060.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeserve.blocks.mixer import CacheTensor
+from moeserve.engine.kv_rule import KVRule
+from moeserve.ops.rules import TILE
+
+if TYPE_CHECKING:
+    from moeserve.blocks.build import Builder
+    from moeserve.blocks.mamba2_layer import Mamba2Layer
+    from moeserve.blocks.weights import WeightPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """A mixer: H heads with a state [d, v] each.
+
+    conv: inputs of the convolution, K. time_limit: the least and the largest step of time.
+    """
+
+    num_heads: int
+    num_groups: int
+    state_dim: int
+    head_dim: int
+    conv: int
+    time_limit: tuple[float, float]
+
+    rule = KVRule(tile=TILE)
+    rope = None
+
+    @property
+    def possible_tp(self) -> list[int]:
+        """Each rank gets equally many groups, and their heads; a norm is over all heads of a group."""
+        return [tp for tp in range(1, self.num_groups + 1) if self.num_groups % tp == 0]
+
+    @property
+    def sharing(self) -> str:
+        """See `Mixer`."""
+        return f"{self.num_groups} groups of recurrent heads"
+
+    def local(self, tp_size: int) -> tuple[int, int, int, int]:
+        """Returns one rank's groups, heads, and columns of heads and of groups."""
+        groups, heads = self.num_groups // tp_size, self.num_heads // tp_size
+        return groups, heads, heads * self.head_dim, groups * self.state_dim
+
+    def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
+        """See `Mixer`: the convolution's inputs, then the state, k, u and s of ops/recurrence.py."""
+        groups, heads, inner, shared = self.local(tp_size)
+        return (
+            CacheTensor("conv", 1, inner + 2 * shared),
+            CacheTensor("conv_border", self.conv - 1, inner + 2 * shared, per_tile=True),
+            CacheTensor("state", heads, self.state_dim * self.head_dim, per_tile=True),
+            CacheTensor("k", groups, self.state_dim),
+            CacheTensor("u", heads, self.head_dim),
+            CacheTensor("decay", heads, 1),
+        )
+
+    def head_shape(self, tp_size: int) -> None:
+        """See `Mixer`."""
+        return
+
+    def products(self, width: int) -> list[tuple[int, int]]:
+        """See `Mixer`."""
+        _, heads, inner, shared = self.local(1)
+        return [(2 * (inner + shared) + heads, width), (width, inner)]
+
+    def obstacle(self, kernels: str) -> str:
+        """See `Mixer`."""
+        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
+
+    def cache_obstacle(self, dtype: str) -> str:
+        """See `Mixer`: states are fp32 whatever the other caches are."""
+        return ""
+
+    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+        """Adds in, conv, conv_bias, decay, dt_bias, skip, norm and out."""
+        tp, rank = plan.world.tp_size, plan.world.tp_rank
+        _, heads, inner, shared = self.local(1)
+
+        def rows(name: str, *counts: int) -> list[tuple[str, int, slice]]:
+            """Returns this rank's rows of each part of a tensor; parts lie one below the other."""
+            source = plan.spell(theirs, f"mamba.{name}")
+            return [(source, count, slice(rank * count // tp, (rank + 1) * count // tp)) for count in counts]
+
+        plan.stack(ours + "in", rows("in_proj.weight", inner, inner, shared, shared, heads), plan.width)
+        convolved = inner, shared, shared
+        plan.stack(ours + "conv", rows("conv1d.weight", *convolved), 1, self.conv, fp32=True)
+        plan.stack(ours + "conv_bias", rows("conv1d.bias", *convolved), fp32=True)
+        for mine, name in (("decay", "A_log"), ("dt_bias", "dt_bias"), ("skip", "D")):
+            plan.stack(ours + mine, rows(name, heads), fp32=True)
+        plan.stack(ours + "norm", rows("norm.weight", inner))
+        out = plan.spell(theirs, "mamba.out_proj.weight")
+        plan.add(ours + "out", (plan.width, inner), out, sharded=True)
+
+    def build(self, build: Builder, name: str, group: int) -> Mamba2Layer:
+        """See `Mixer`."""
+        from moeserve.blocks.mamba2_layer import build_mamba2
+
+        return build_mamba2(self, build, name, group)
+
+    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+        """See `Mixer`."""
+        from moeserve.blocks.mamba2_layer import mamba2_workspace
+
+        return mamba2_workspace(self, width, tokens, size, tp_size)

@@ -1,0 +1,94 @@
+"""Mamba-2 of a decoder: project, convolve, recur, gate, normalise, project back.
+
+T tokens (padded rows included), D model width, G groups and H heads of this rank, d width of the state, v of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.blocks.build import Builder
+from moeserve.blocks.gated_delta_layer import PrepareTiles, prepare_tiles
+from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.mamba2 import Mamba2
+from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.inputs import LayerCache
+from moeserve.ops.linear import Linear
+from moeserve.ops.rules import SWIGLU
+from moeserve.ops.table import Ops
+
+FP32 = 4  # bytes
+
+
+@dataclass(eq=False, repr=False)
+class Mamba2Layer:
+    """Mamba-2 of this rank's heads; their outputs are gathered before `out`.
+
+    inputs: D -> output gates, x [H * v], B and C [G * d] and steps of time [H]. decay_H: A, below 0. skip_H1: what of
+    x by-passes the state. norm_I: weights of the norms of all groups; ones_i: as many ones as a group's norm has.
+    """
+
+    spec: Mamba2
+    ops: Ops
+    tp: TensorParallel
+    prepare: PrepareTiles
+    inputs: Linear
+    conv_CK: Tensor
+    conv_bias_C: Tensor
+    decay_H: Tensor
+    dt_bias_H: Tensor
+    skip_H1: Tensor
+    norm_I: Tensor
+    ones_i: Tensor
+    eps: float
+    out: ColumnLinear
+
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        spec, ops = self.spec, self.ops
+        groups, heads, inner, shared = spec.local(self.tp.size)
+        gate_TI, xBC_TC, dt_TH = torch.split(self.inputs(x_TD), [inner, inner + 2 * shared, heads], 1)
+        xBC_TC = ops.causal_conv(xBC_TC, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
+        x_TI, *parts = torch.split(xBC_TC, [inner, shared, shared], 1)
+        x_THv = x_TI.reshape(-1, heads, spec.head_dim)
+        B_TGd, C_TGd = (part.reshape(-1, groups, spec.state_dim) for part in parts)
+        dt_TH1 = ops.softplus(dt_TH.float() + self.dt_bias_H).clamp(*spec.time_limit)[:, :, None]
+        log_decay_TH1 = dt_TH1 * self.decay_H[:, None]
+        o_THv = ops.recurrence(C_TGd, B_TGd, x_THv * dt_TH1, log_decay_TH1, None, cache[2:], step)
+        o_THv = o_THv + self.skip_H1 * x_THv
+        gated_TI = ops.act_mul(torch.cat((gate_TI.float(), o_THv.flatten(1)), 1), SWIGLU)
+        normed_TI = ops.rms_norm(gated_TI.view(-1, len(self.ones_i)), self.ones_i, self.eps).view(gated_TI.shape)
+        return self.out(self.tp.gather_columns((normed_TI * self.norm_I).to(x_TD.dtype), channel), channel)
+
+
+def build_mamba2(spec: Mamba2, build: Builder, name: str, group: int) -> Mamba2Layer:
+    """Returns the Mamba-2 block of the layer whose parameters begin with `name`."""
+    groups, _, inner, _ = spec.local(build.world.tp_size)
+    return Mamba2Layer(
+        spec,
+        build.ops,
+        build.tp,
+        prepare_tiles(build, group),
+        build.linear(name + "in"),
+        build.fp32(name + "conv")[:, 0],
+        build.fp32(name + "conv_bias"),
+        -build.fp32(name + "decay").exp(),
+        build.fp32(name + "dt_bias"),
+        build.fp32(name + "skip")[:, None],
+        build.fp32(name + "norm"),
+        torch.ones(inner // groups, device=build.ops.device),
+        build.eps,
+        build.columns(name + "out", build.width),
+    )
+
+
+def mamba2_workspace(spec: Mamba2, width: int, tokens: int, size: int, tp_size: int) -> int:
+    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
+    _, heads, inner, shared = spec.local(tp_size)
+    rows = tokens * ((3 * inner + 2 * shared + heads) * size + (8 * inner + 4 * shared + 6 * heads) * FP32)
+    states = 4 * heads * spec.state_dim * spec.head_dim * FP32
+    return rows + states + gathered_bytes(tokens, spec.num_heads * spec.head_dim + width, size, tp_size)
