@@ -220,6 +220,13 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "sliding_window": 40,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            **EXPERTS, "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "moe_intermediate_size": 48,
+            "num_dense_layers": 1, "routed_scaling_factor": 1.5,
+        },
+    ),
     "qwen2": ("Qwen2", {}),
     "mistral": ("Mistral", {"sliding_window": 40, "head_dim": 32}),
 }  # fmt: skip

@@ -26,6 +26,7 @@ from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.quantised import Asked
+from moeserve.ops.rules import TILE
 from moeserve.ops.table import Choice, Ops, pick_ops
 from tests.checkpoints import FAMILIES as FAMILIES
 from tests.checkpoints import FEW as FEW
@@ -106,7 +107,11 @@ class Driver:
         # NaN marks what no request may read, the null block included.
         self.kv: list[LayerCache] = [
             tuple(
-                torch.full((num_blocks, block_size, tensor.heads, tensor.width), torch.nan, dtype=dtype)
+                torch.full(
+                    (num_blocks, block_size // (TILE if tensor.per_tile else 1), tensor.heads, tensor.width),
+                    torch.nan,
+                    dtype=dtype if layer.mixer.rule.tile is None else torch.float32,
+                )
                 for tensor in layer.mixer.cache(tp.size)
             )
             for layer in self.spec.layers

@@ -240,6 +240,18 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         25.2, 3.9,
     ),
+    "LFM2-8B-A1B": (
+        {
+            "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "vocab_size": 65536,
+            "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False, "eos_token_id": 7, "hidden_size": 2048,
+            "intermediate_size": 7168, "max_position_embeddings": 128000, "moe_intermediate_size": 1792,
+            "norm_eps": 1e-5, "norm_topk_prob": True, "num_attention_heads": 32, "num_dense_layers": 2,
+            "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+            "layer_types": [F if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)], "rope_theta": 1000000.0,
+            "routed_scaling_factor": 1.0, "tie_embedding": True, "use_expert_bias": True,
+        },
+        8.3, 1.5,
+    ),
 }  # fmt: skip
 
 
