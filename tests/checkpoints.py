@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests import lightning
+from tests.lightning import add_lightning
+
 Options = dict[str, Any]
 Tensors = dict[str, Tensor]
 SMALL: Options = {
@@ -20,6 +23,7 @@ SMALL: Options = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 EXPERTS: Options = {"num_experts": 8, "num_experts_per_tok": 3}
+LIGHTNING = {"bailing_moe_linear_v2": 32, "bailing_moe_v2_5": 16}  # rows with such layers: widths of their heads
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN: Options = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
 LLAMA3: Options = {
@@ -249,6 +253,20 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "sliding_window": 40,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            **EXPERTS, "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "moe_intermediate_size": 48,
+            "num_dense_layers": 1, "routed_scaling_factor": 1.5,
+        },
+    ),
+    "bailing_moe_v2_5": ("DeepseekV3", {**LATENT, "num_hidden_layers": 4, "n_group": 4, "topk_group": 2}),
+    "bailing_moe_linear_v2": (
+        "Glm4Moe",
+        {
+            **ROUTED, "num_hidden_layers": 3, "use_qk_norm": True, "head_dim": 32, "n_group": 4, "topk_group": 2,
+        },
+    ),
     "qwen2": ("Qwen2", {}),
     "mistral": ("Mistral", {"sliding_window": 40, "head_dim": 32}),
 }  # fmt: skip
@@ -261,6 +279,8 @@ FEW = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granite_moe", "llama", "qw
 # rows whose checkpoint does not name the class that wrote it
 ARCHITECTURES = {
     "bailing_moe": "BailingMoeV2ForCausalLM",
+    "bailing_moe_linear_v2": "BailingMoeLinearV2ForCausalLM",
+    "bailing_moe_v2_5": "BailingMoeV2_5ForCausalLM",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "mistral_large_3": "MistralLarge3ForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
@@ -293,6 +313,8 @@ def write_checkpoint(name: str, path: Path, **overrides: Any) -> Checkpoint:
     config = getattr(transformers, class_name + "Config")(**options)
     torch.manual_seed(sum(name.encode()))
     model = getattr(transformers, class_name.removesuffix("Text") + suffix)(config).eval()
+    if name in LIGHTNING:
+        add_lightning(model, LIGHTNING[name])
     randomise(model)
     model.save_pretrained(path)
     if name in PUBLISHED:
@@ -346,20 +368,36 @@ def _bailing_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
             "embed_tokens": "word_embeddings", "self_attn.q_proj": "attention.query_key_value",
             "self_attn.o_proj": "attention.dense", "self_attn.q_norm": "attention.query_layernorm",
             "self_attn.k_norm": "attention.key_layernorm", "gate.e_score_correction_bias": "gate.expert_bias",
+            "self_attn.": "attention.",
         }.items():  # fmt: skip
             name = name.replace(old, new)
         renamed[name] = tensor
     kept = (*SMALL, "n_group", "topk_group", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "dtype",
-            "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps")  # fmt: skip
+            "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps", "kv_lora_rank",
+            "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
     rope = config["rope_parameters"]
     config = {key: config[key] for key in kept if key in config} | {
         "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe", "num_experts": 8,
         "num_shared_experts": 1, "use_qk_norm": True, "use_qkv_bias": False, "use_bias": False,
-        "partial_rotary_factor": rope["partial_rotary_factor"], "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": 0.5, "rope_theta": rope["rope_theta"],
         "rope_scaling": None, "moe_router_enable_expert_bias": True, "score_function": "sigmoid",
         "auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"},
     }  # fmt: skip
     return config, renamed
+
+
+def _bailing_lightning(name: str) -> Callable[[Options, Tensors], tuple[Options, Tensors]]:
+    """Ling 2.6 and Ring-linear 2.0."""
+
+    def published(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+        config, tensors = _bailing_moe(config, tensors)
+        return config | {
+            "architectures": [ARCHITECTURES[name]], "head_dim": LIGHTNING[name],
+            "model_type": "bailing_hybrid" if "kv_lora_rank" in config else "bailing_moe_linear",
+            "layer_group_size": lightning.GROUP, "group_norm_size": lightning.NORM_GROUPS, "linear_silu": False,
+        }, tensors  # fmt: skip
+
+    return published
 
 
 def _kimi_k25(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
@@ -461,6 +499,7 @@ def _qwen3_vl_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
 
 PUBLISHED: dict[str, Callable[[Options, Tensors], tuple[Options, Tensors]]] = {
     "bailing_moe": _bailing_moe,
+    **{name: _bailing_lightning(name) for name in LIGHTNING},
     "deepseek_v3": _with_mtp("eh_proj.weight enorm.weight embed_tokens.weight shared_head.head.weight", layer=3),
     "glm4_moe": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=2),
     "ernie4_5_moe": _with_mtp("model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"),

@@ -52,16 +52,17 @@ FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_p
 class Names:
     """The names of a family's tensors, where they are not Llama's.
 
-    model, head: of the decoder and of the LM head. embed: of the embedding. spelled: tensors of a layer by the name
-    that blocks ask for, each with the spellings of its checkpoints, the usual one first; a name that is not there is
-    its own spelling. Parts of a parameter that are spelled alike lie one below the other in one tensor. experts:
-    likewise. boxed: endings of tensors that have one more dimension, of size 1. ignored, foreign: endings, and
-    beginnings, of tensors that the model does not need.
+    model, head: of the decoder and of the LM head. embed, norm: of the embedding and of the last norm. spelled: tensors
+    of a layer by the name that blocks ask for, each with the spellings of its checkpoints, the usual one first; a name
+    that is not there is its own spelling. Parts of a parameter that are spelled alike lie one below the other in one
+    tensor. experts: likewise. boxed: endings of tensors that have one more dimension, of size 1. ignored, foreign:
+    endings, and beginnings, of tensors that the model does not need.
     """
 
     model: str = "model."
     head: str = "lm_head.weight"
     embed: str = "embed_tokens.weight"
+    norm: str = "norm.weight"
     spelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
     experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)
     boxed: tuple[str, ...] = ()

@@ -34,9 +34,9 @@ def load_plan(
     names = FAMILIES[spec.architecture].names
     plan = WeightPlan(spec.hidden_size, names, present, world, placement)
     plan.add("embed", (spec.vocab_size, spec.hidden_size), names.model + names.embed)
-    plan.add("norm", (spec.hidden_size,), names.model + "norm.weight")
+    plan.add("norm", (spec.hidden_size,), names.model + names.norm)
     if spec.norm.bias:
-        plan.add("norm_bias", (spec.hidden_size,), names.model + "norm.bias")
+        plan.add("norm_bias", (spec.hidden_size,), names.model + names.norm.replace("weight", "bias"))
     if not spec.tie_embeddings:
         plan.add("lm_head", (spec.vocab_size, spec.hidden_size), names.head, sharded=True)
         if spec.head_bias:

@@ -291,6 +291,51 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         34.7, 3.0,
     ),
+    "Ling-2.6-flash": (
+        {
+            "architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid", "vocab_size": 157184,
+            "auto_map": {"AutoModelForCausalLM": "modeling_bailing_moe_v2_5.BailingMoeV2_5ForCausalLM"},
+            "embedding_dropout": 0.0, "first_k_dense_replace": 1, "group_norm_size": 4, "head_dim": 128,
+            "hidden_size": 4096, "intermediate_size": 9216, "kv_lora_rank": 512, "layer_group_size": 8,
+            "max_position_embeddings": 131072, "max_window_layers": 20, "moe_intermediate_size": 1024,
+            "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 1024, "n_group": 8,
+            "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 256, "num_experts_per_tok": 8,
+            "num_hidden_layers": 32, "num_key_value_heads": 32, "num_kv_heads_for_linear_attn": 32,
+            "num_nextn_predict_layers": 1, "num_shared_experts": 1, "partial_rotary_factor": 0.5, "q_lora_rank": 1536,
+            "qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+            "rope_interleave": True, "rope_scaling": None, "rope_theta": 6000000, "rotary_dim": 64,
+            "routed_scaling_factor": 2.5, "router_dtype": "fp32", "score_function": "sigmoid", "topk_group": 4,
+            "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "v_head_dim": 128,
+        },
+        104, 6.8,
+    ),
+    "Ring-mini-linear-2.0": (
+        {
+            "architectures": ["BailingMoeLinearV2ForCausalLM"], "model_type": "bailing_moe_linear",
+            "vocab_size": 157184, "eos_token_id": 156892, "first_k_dense_replace": 1, "group_norm_size": 4,
+            "head_dim": 128, "hidden_size": 2048, "intermediate_size": 5120, "layer_group_size": 5,
+            "linear_silu": False, "max_position_embeddings": 131072, "moe_intermediate_size": 512,
+            "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 512, "n_group": 8,
+            "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8,
+            "num_hidden_layers": 20, "num_key_value_heads": 4, "num_nextn_predict_layers": 0, "num_shared_experts": 1,
+            "partial_rotary_factor": 0.5, "rope_theta": 600000, "routed_scaling_factor": 2.5,
+            "score_function": "sigmoid", "topk_group": 4, "use_bias": False, "use_qk_norm": True,
+            "use_qkv_bias": False,
+        },
+        16.4, 1.28,
+    ),
+    "LFM2-8B-A1B": (
+        {
+            "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "vocab_size": 65536,
+            "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False, "eos_token_id": 7, "hidden_size": 2048,
+            "intermediate_size": 7168, "max_position_embeddings": 128000, "moe_intermediate_size": 1792,
+            "norm_eps": 1e-5, "norm_topk_prob": True, "num_attention_heads": 32, "num_dense_layers": 2,
+            "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+            "layer_types": [F if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)], "rope_theta": 1000000.0,
+            "routed_scaling_factor": 1.0, "tie_embedding": True, "use_expert_bias": True,
+        },
+        8.3, 1.5,
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,122 @@
+"""Lightning attention in numbers: a recurrence whose decay is a constant of each head and layer (Ling 2.6).
+
+D model width, H heads, d their width.
+
+Source: Lightning Attention-2 (arXiv 2401.04658), Ring-linear (2510.19338).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeserve.blocks.mixer import CacheTensor
+from moeserve.blocks.rope import RopeSpec
+from moeserve.engine.kv_rule import KVRule
+from moeserve.ops.rules import TILE
+
+if TYPE_CHECKING:
+    from moeserve.blocks.build import Builder
+    from moeserve.blocks.lightning_layer import LightningLayer
+    from moeserve.blocks.weights import WeightPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lightning:
+    """A mixer: H heads with a state [d, d] each, and norms of queries and keys per head.
+
+    decay: of the layer; heads' log decays are `slopes` times -decay. norm_groups: parts of the results of all heads,
+    each with an RMS norm of its own.
+    """
+
+    num_heads: int
+    head_dim: int
+    rope: RopeSpec
+    decay: float
+    norm_groups: int
+
+    rule = KVRule(tile=TILE)
+
+    @property
+    def possible_tp(self) -> list[int]:
+        """Each rank gets equally many heads and norms."""
+        heads, groups = self.num_heads, self.norm_groups
+        return [tp for tp in range(1, heads + 1) if heads % tp == 0 and groups % tp == 0]
+
+    @property
+    def sharing(self) -> str:
+        """See `Mixer`."""
+        return f"{self.num_heads} recurrent heads in {self.norm_groups} groups"
+
+    @property
+    def log_decays(self) -> list[float]:
+        """The log decay of each head: those of ALiBi (arXiv 2108.12409), times -decay.
+
+        2 heads -> [-decay / 16, -decay / 256]
+        """
+        return [-self.decay * slope for slope in slopes(self.num_heads)]
+
+    def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
+        """See `Mixer`: the state, k, u and s of ops/recurrence.py."""
+        heads, dim = self.num_heads // tp_size, self.head_dim
+        return (
+            CacheTensor("state", heads, dim * dim, per_tile=True),
+            CacheTensor("k", heads, dim),
+            CacheTensor("u", heads, dim),
+            CacheTensor("decay", heads, 1),
+        )
+
+    def head_shape(self, tp_size: int) -> None:
+        """See `Mixer`."""
+        return
+
+    def products(self, width: int) -> list[tuple[int, int]]:
+        """See `Mixer`."""
+        size = self.num_heads * self.head_dim
+        return [(3 * size, width), (size, width), (width, size)]
+
+    def obstacle(self, kernels: str) -> str:
+        """See `Mixer`."""
+        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
+
+    def cache_obstacle(self, dtype: str) -> str:
+        """See `Mixer`: states are fp32 whatever the other caches are."""
+        return ""
+
+    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+        """Adds qkv, gate, q_norm, k_norm, norm and out."""
+        size = self.num_heads * self.head_dim
+        part = plan.rows(size)
+
+        def name(name: str) -> str:
+            return plan.spell(theirs, f"attention.{name}.weight")
+
+        plan.stack(ours + "qkv", [(name("query_key_value"), size, part)] * 3, plan.width)
+        plan.stack(ours + "gate", [(name("g_proj"), size, part)], plan.width)
+        plan.stack(ours + "norm", [(name("g_norm"), size, part)])
+        for mine, norm in (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")):
+            plan.add(ours + mine, (self.head_dim,), name(norm))
+        plan.add(ours + "out", (plan.width, size), name("dense"), sharded=True)
+
+    def build(self, build: Builder, name: str, group: int) -> LightningLayer:
+        """See `Mixer`."""
+        from moeserve.blocks.lightning_layer import build_lightning
+
+        return build_lightning(self, build, name, group)
+
+    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+        """See `Mixer`."""
+        from moeserve.blocks.lightning_layer import lightning_workspace
+
+        return lightning_workspace(self, width, tokens, size, tp_size)
+
+
+def slopes(heads: int) -> list[float]:
+    """Returns ALiBi's slopes: powers of 2 ** (-8 / n) for n heads, a power of two; others take n, then every second one
+    of 2n.
+
+    2 -> [1/16, 1/256]; 3 -> [1/16, 1/256, 1/4]
+    """
+    whole = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
+    return first if whole == heads else first + slopes(2 * whole)[::2][: heads - whole]

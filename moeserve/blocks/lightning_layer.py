@@ -1,0 +1,124 @@
+"""Lightning attention of a decoder: project, normalise, rotate, recur, normalise, gate, project back.
+
+T tokens (padded rows included), D model width, H heads of this rank, d their width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.blocks.build import Builder
+from moeserve.blocks.gated_delta_layer import PrepareTiles, prepare_tiles
+from moeserve.blocks.lightning import Lightning
+from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.rope import half_layout
+from moeserve.blocks.rotary import RotaryTable
+from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.elementwise import rotary
+from moeserve.ops.inputs import LayerCache, StepInputs
+from moeserve.ops.linear import Linear
+from moeserve.ops.table import Ops
+
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LightningStep:
+    """The inputs of one step that such layers share: the plan of tiles, and angles as `rotary` takes them."""
+
+    tiles: Any
+    cos_T1d: Tensor
+    sin_T1d: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrepareLightning:
+    """Makes the `LightningStep` of layers with equal angles."""
+
+    tiles: PrepareTiles
+    table: RotaryTable
+
+    def __call__(self, step: StepInputs, positions_T: Tensor) -> LightningStep:
+        """Plans the tiles and looks the angles up."""
+        cos, sin = self.table(positions_T)
+        both = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+        return LightningStep(self.tiles(step, positions_T), *both)
+
+
+@dataclass(eq=False, repr=False)
+class LightningLayer:
+    """Lightning attention of this rank's heads; their results are gathered before `out`.
+
+    qkv: D -> 3 H * d. gate: D -> H * d. qk_norms: fp32 weights of queries' and keys' norms. scale: of queries. unit,
+    norm: fp32 ones, and the weights, of the norms of results.
+    """
+
+    ops: Ops
+    tp: TensorParallel
+    prepare: PrepareLightning
+    qkv: Linear
+    gate: Linear
+    qk_norms: tuple[Tensor, Tensor]
+    scale: float
+    log_decay_H1: Tensor
+    unit: Tensor
+    norm: Tensor
+    eps: float
+    out: ColumnLinear
+
+    def __call__(self, x_TD: Tensor, step: LightningStep, cache: LayerCache, channel: int) -> Tensor:
+        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        ops, heads, tokens = self.ops, len(self.log_decay_H1), len(x_TD)
+        q, k, v = (part.reshape(tokens * heads, -1) for part in self.qkv(x_TD).float().chunk(3, 1))
+        q_THd, k_THd = (
+            rotary(ops.rms_norm(part, weight, self.eps).view(tokens, heads, -1), step.cos_T1d, step.sin_T1d)
+            for part, weight in zip((q, k), self.qk_norms, strict=True)
+        )
+        log_decay_TH1 = self.log_decay_H1.expand(tokens, -1, -1)
+        o_THd = ops.recurrence(
+            q_THd.mul_(self.scale), k_THd, v.view(tokens, heads, -1), log_decay_TH1, None, cache, step.tiles
+        )
+        normed = ops.rms_norm(o_THd.view(-1, len(self.unit)), self.unit, self.eps).view(tokens, -1)
+        gated = ops.sigmoid_mul(normed.mul_(self.norm), self.gate(x_TD)).to(x_TD.dtype)
+        return self.out(self.tp.gather_columns(gated, channel), channel)
+
+
+def build_lightning(spec: Lightning, build: Builder, name: str, group: int) -> LightningLayer:
+    """Returns the lightning attention of the layer whose parameters begin with `name`."""
+    dim, world, device = spec.head_dim, build.world, build.ops.device
+    heads = spec.num_heads // world.tp_size
+    if (order := half_layout(spec.rope, dim)) is not None:
+        moved = [head * dim + i for head in range(2 * heads) for i in order]
+        build.reorder(name + "qkv", [*moved, *range(len(moved), 3 * heads * dim)])
+        for norm in ("q_norm", "k_norm"):
+            build.reorder(name + norm, order)
+    table = build.shared(("rotary", spec.rope, dim), lambda: RotaryTable(spec.rope, dim, build.max_position, device))
+    tiles = prepare_tiles(build, group)
+    decays = torch.tensor(spec.log_decays, dtype=torch.float64).float()
+    return LightningLayer(
+        build.ops,
+        build.tp,
+        build.shared(("lightning", group, spec.rope, dim), partial(PrepareLightning, tiles, table)),
+        build.linear(name + "qkv"),
+        build.linear(name + "gate"),
+        (build.norm(name + "q_norm"), build.norm(name + "k_norm")),
+        dim**-0.5,
+        decays[world.tp_rank * heads : (world.tp_rank + 1) * heads, None].to(device),
+        torch.ones(spec.num_heads * dim // spec.norm_groups, device=device),
+        build.norm(name + "norm"),
+        build.eps,
+        build.columns(name + "out", build.width),
+    )
+
+
+def lightning_workspace(spec: Lightning, width: int, tokens: int, size: int, tp_size: int) -> int:
+    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
+    heads, dim = spec.num_heads // tp_size, spec.head_dim
+    rows = tokens * heads * dim * (5 * size + 10 * FP32)
+    states = 3 * heads * dim * dim * FP32  # the recurrence's own
+    return rows + states + gathered_bytes(tokens, spec.num_heads * dim + width, size, tp_size)

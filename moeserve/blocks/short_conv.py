@@ -1,0 +1,90 @@
+"""The short convolution in numbers: a causal convolution of each channel between two gates (LFM2).
+
+D model width, K inputs of the convolution.
+
+Source: LFM2 Technical Report (arXiv 2511.23404).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeserve.blocks.mixer import CacheTensor
+from moeserve.engine.kv_rule import KVRule
+from moeserve.ops.rules import TILE
+
+if TYPE_CHECKING:
+    from moeserve.blocks.build import Builder
+    from moeserve.blocks.short_conv_layer import ShortConvLayer
+    from moeserve.blocks.weights import WeightPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """A mixer: D channels, each convolved over its last K inputs. conv: K. bias: of all three steps."""
+
+    channels: int
+    conv: int
+    bias: bool = False
+
+    rule = KVRule(tile=TILE)
+    rope = None
+
+    @property
+    def possible_tp(self) -> list[int]:
+        """Each rank gets equally many channels."""
+        return [tp for tp in range(1, self.channels + 1) if self.channels % tp == 0]
+
+    @property
+    def sharing(self) -> str:
+        """See `Mixer`."""
+        return f"{self.channels} channels"
+
+    def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
+        """See `Mixer`: the convolution's inputs."""
+        local = self.channels // tp_size
+        return CacheTensor("conv", 1, local), CacheTensor("conv_border", self.conv - 1, local, per_tile=True)
+
+    def head_shape(self, tp_size: int) -> None:
+        """See `Mixer`."""
+        return
+
+    def products(self, width: int) -> list[tuple[int, int]]:
+        """See `Mixer`."""
+        return [(3 * self.channels, width), (width, self.channels)]
+
+    def obstacle(self, kernels: str) -> str:
+        """See `Mixer`."""
+        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
+
+    def cache_obstacle(self, dtype: str) -> str:
+        """See `Mixer`: states are fp32 whatever the other caches are."""
+        return ""
+
+    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
+        """Adds in, conv and out with their biases."""
+        part = plan.rows(self.channels)
+
+        def rows(name: str) -> tuple[str, int, slice]:
+            return plan.spell(theirs, f"conv.{name}"), self.channels, part
+
+        for ending, width, conv in (("weight", (plan.width,), (1, self.conv)), ("bias", (), ()))[: 1 + self.bias]:
+            mine = "" if ending == "weight" else "_bias"
+            plan.stack(f"{ours}in{mine}", [rows(f"in_proj.{ending}")] * 3, *width)
+            plan.stack(f"{ours}conv{mine}", [rows(f"conv.{ending}")], *conv, fp32=True)
+        plan.add(ours + "out", (plan.width, self.channels), plan.spell(theirs, "conv.out_proj.weight"), sharded=True)
+        if self.bias:
+            plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "conv.out_proj.bias"), sharded=True)
+
+    def build(self, build: Builder, name: str, group: int) -> ShortConvLayer:
+        """See `Mixer`."""
+        from moeserve.blocks.short_conv_layer import build_short_conv
+
+        return build_short_conv(self, build, name, group)
+
+    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+        """See `Mixer`."""
+        from moeserve.blocks.short_conv_layer import short_conv_workspace
+
+        return short_conv_workspace(self, width, tokens, size, tp_size)

@@ -1,0 +1,66 @@
+"""The short convolution of a decoder: project, gate, convolve, gate, project back.
+
+T tokens (padded rows included), D model width, C channels of this rank, K inputs of the convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moeserve.blocks.build import Builder
+from moeserve.blocks.gated_delta_layer import PrepareTiles, prepare_tiles
+from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.short_conv import ShortConv
+from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.inputs import LayerCache
+from moeserve.ops.linear import Linear
+from moeserve.ops.rules import TILE
+from moeserve.ops.table import Ops
+
+FP32 = 4  # bytes
+
+
+@dataclass(eq=False, repr=False)
+class ShortConvLayer:
+    """The short convolution of this rank's channels, which are gathered before `out`.
+
+    inputs: D -> the gates of the convolution's inputs, those of its results, and the inputs.
+    """
+
+    ops: Ops
+    tp: TensorParallel
+    prepare: PrepareTiles
+    inputs: Linear
+    conv_CK: Tensor
+    bias_C: Tensor | None
+    out: ColumnLinear
+
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+        """Returns the block's output [T, D]; writes the convolution's inputs to `cache`."""
+        before_TC, behind_TC, x_TC = self.inputs(x_TD).float().chunk(3, 1)
+        y_TC = self.ops.causal_conv(before_TC * x_TC, self.conv_CK, self.bias_C, False, cache, step)
+        gated_TC = (behind_TC * y_TC).to(x_TD.dtype)
+        return self.out(self.tp.gather_columns(gated_TC, channel), channel)
+
+
+def build_short_conv(spec: ShortConv, build: Builder, name: str, group: int) -> ShortConvLayer:
+    """Returns the short convolution of the layer whose parameters begin with `name`."""
+    return ShortConvLayer(
+        build.ops,
+        build.tp,
+        prepare_tiles(build, group),
+        build.linear(name + "in"),
+        build.fp32(name + "conv")[:, 0],
+        build.fp32(name + "conv_bias") if spec.bias else None,
+        build.columns(name + "out", build.width),
+    )
+
+
+def short_conv_workspace(spec: ShortConv, width: int, tokens: int, size: int, tp_size: int) -> int:
+    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
+    local = spec.channels // tp_size
+    rows = tokens * local * (4 * size + 6 * FP32) + 4 * (TILE + spec.conv) * local * FP32
+    return rows + gathered_bytes(tokens, spec.channels + width, size, tp_size)

@@ -1,0 +1,85 @@
+"""LFM2-MoE: short convolutions with a layer of attention now and then, first layers dense, and a sigmoid router.
+
+Source: LFM2 Technical Report (arXiv 2511.23404).
+"""
+
+from __future__ import annotations
+
+from moeserve.blocks.feed_forward import Dense, MoE
+from moeserve.blocks.short_conv import ShortConv
+from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
+
+_MAX_CONV = 16
+_KINDS = ("conv", "full_attention")
+_SWIGLU = {"gate": "w1", "up": "w3", "down": "w2"}  # Llama's names of the products, and theirs
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    attention = family.attention(config, qk_norm="head")
+    conv = ShortConv(
+        channels=config.integer("hidden_size", 1, family.MAX_WIDTH),
+        conv=config.integer("conv_L_cache", 2, _MAX_CONV),
+        bias=config.boolean("conv_bias"),
+    )
+    mixers = [attention if kind == "full_attention" else conv for kind in family.layer_types(config, _KINDS)]
+    router = RouterRule(
+        score="sigmoid",
+        bias=config.boolean("use_expert_bias"),
+        renormalize=config.boolean("norm_topk_prob"),
+        epsilon=1e-6,
+        scale=config.number("routed_scaling_factor", 0, family.MAX_MULTIPLIER),
+    )
+    first = config.integer("num_dense_layers", 0, len(mixers))
+    blocks: list[Dense | MoE] = [family.dense(config)] * first
+    blocks += [family.moe(config, router=router)] * (len(mixers) - first)
+    return {"layers": layer_specs(mixers, blocks)}
+
+
+FAMILY = family.Family(
+    "Lfm2MoeForCausalLM",
+    "lfm2_moe",
+    _fields,
+    family.sizes(65536, 2048, 7168, 32, 32, 8, 128000)
+    | {
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "eos_token_id": 2,
+        "layer_types": None,
+        "moe_intermediate_size": 1792,
+        "norm_topk_prob": True,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True,
+        "use_expert_bias": True,
+    },
+    Names(
+        norm="embedding_norm.weight",
+        experts=(
+            ExpertNames(
+                gate="feed_forward.experts.{}.w1.weight",
+                up="feed_forward.experts.{}.w3.weight",
+                down="feed_forward.experts.{}.w2.weight",
+            ),
+            ExpertNames(gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
+        ),
+        spelled={
+            "input_layernorm.weight": ("operator_norm.weight",),
+            "post_attention_layernorm.weight": ("ffn_norm.weight",),
+            "self_attn.q_norm.weight": ("self_attn.q_layernorm.weight",),
+            "self_attn.k_norm.weight": ("self_attn.k_layernorm.weight",),
+            "self_attn.o_proj.weight": ("self_attn.out_proj.weight",),
+            "mlp.gate.weight": ("feed_forward.gate.weight",),
+            "mlp.gate.e_score_correction_bias": ("feed_forward.expert_bias",),
+            **{f"mlp.{x}_proj.weight": (f"feed_forward.{y}.weight",) for x, y in _SWIGLU.items()},
+        },
+    ),
+    aliases={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"},
+)
