@@ -38,6 +38,7 @@ LATENT: Options = {
     **ROUTED, "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
+INDEXED: Options = {"index_n_heads": 8, "index_head_dim": 24}
 VISION: Options = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 MISTRAL4: Options = {
     **LATENT, "routed_scaling_factor": 1.0,
@@ -93,6 +94,17 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             **LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1,
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {
+            **LATENT, **INDEXED, "n_group": 4, "topk_group": 2, "index_topk": 40,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**LATENT, **INDEXED, "index_topk": 40, "v_head_dim": 32, "indexer_types": ["full", "shared", "full"]},
     ),
     "kimi_k25": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1}),
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, "v_head_dim": 32}),
@@ -501,6 +513,8 @@ PUBLISHED: dict[str, Callable[[Options, Tensors], tuple[Options, Tensors]]] = {
     "bailing_moe": _bailing_moe,
     **{name: _bailing_lightning(name) for name in LIGHTNING},
     "deepseek_v3": _with_mtp("eh_proj.weight enorm.weight embed_tokens.weight shared_head.head.weight", layer=3),
+    "deepseek_v32": _with_mtp("eh_proj.weight enorm.weight self_attn.indexer.wk.weight", layer=3),
+    "glm_moe_dsa": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=3),
     "glm4_moe": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=2),
     "ernie4_5_moe": _with_mtp("model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"),
     "kimi_k25": _kimi_k25,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.mixer import CacheTensor, QueryScale
 from moeserve.blocks.rope import RopeSpec
 from moeserve.comm.world import World
@@ -29,7 +30,7 @@ class LatentAttention:
 
     nope_dim, rope_dim: n and p. rank: L. q_rank: of the compressed queries; None: queries are one product (V2-Lite).
     bias: of the products to latents. scale: of scores; None: (n + p) ** -0.5. query_scale: grows with the position
-    (Mistral 4).
+    (Mistral 4). indexer: chooses the tokens that a query attends to; None: all. It needs compressed queries.
     """
 
     num_heads: int
@@ -43,6 +44,7 @@ class LatentAttention:
     bias: bool = False
     scale: float | None = None
     query_scale: QueryScale | None = None
+    indexer: Indexer | None = None
 
     @property
     def entry(self) -> int:
@@ -67,7 +69,7 @@ class LatentAttention:
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`."""
-        return (CacheTensor("latent", 1, self.entry),)
+        return (CacheTensor("latent", 1, self.entry), *(self.indexer.cache() if self.indexer else ()))
 
     def head_shape(self, tp_size: int) -> HeadShape:
         """See `Mixer`."""
@@ -80,18 +82,19 @@ class LatentAttention:
         queries = self.num_heads * (self.nope_dim + self.rope_dim)
         q = [(queries, width)] if self.q_rank is None else [(self.q_rank, width), (queries, self.q_rank)]
         up_and_down = self.num_heads * (self.nope_dim + self.v_dim), self.rank
-        return [*q, (self.entry, width), up_and_down, (width, self.num_heads * self.v_dim)]
+        index = self.indexer.products(width, self.q_rank) if self.indexer and self.q_rank else []
+        return [*q, (self.entry, width), up_and_down, (width, self.num_heads * self.v_dim), *index]
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
-        return ""
+        return "Triton has no kernels for index selectors" if self.indexer and kernels == "triton" else ""
 
     def cache_obstacle(self, dtype: str) -> str:
         """See `Mixer`."""
         return "" if dtype == "auto" else "latents, which keys and values share, are kept as activations are"
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out."""
+        """Adds q (or q_a, q_norm, q_b), kv_a, kv_norm, kv_b and out, and what an indexer has."""
         heads, width = self.heads(plan.world), plan.width
 
         def rows(name: str, each: int) -> list[tuple[str, int, slice]]:
@@ -110,6 +113,8 @@ class LatentAttention:
             plan.stack(ours + "q_b", rows("q_b_proj", queries), self.q_rank)
             if self.bias:
                 whole("q_a_bias", "q_a_proj.bias", self.q_rank)
+            if self.indexer:
+                self.indexer.plan(plan, ours, theirs, self.q_rank)
         whole("kv_a", "kv_a_proj_with_mqa.weight", self.entry, width)
         if self.bias:
             whole("kv_a_bias", "kv_a_proj_with_mqa.bias", self.entry)

@@ -12,6 +12,13 @@ from torch import Tensor
 
 from moeserve.blocks.attention_layer import AttentionStep, PrepareAttention, item_bytes, prepare_attention
 from moeserve.blocks.build import Builder
+from moeserve.blocks.indexer_layer import (
+    IndexerLayer,
+    attend_to_chosen,
+    build_indexer,
+    indexer_workspace,
+    prepare_selection,
+)
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
 from moeserve.blocks.rope import half_layout
@@ -36,7 +43,11 @@ class CompressedQueries:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Returns the queries [T, H * (n + p)]."""
-        return self.up(self.ops.rms_norm(self.down(x_TD), self.norm, EPS))
+        return self.up(self.narrow(x_TD))
+
+    def narrow(self, x_TD: Tensor) -> Tensor:
+        """Returns the compressed queries [T, q_rank]."""
+        return self.ops.rms_norm(self.down(x_TD), self.norm, EPS)
 
 
 @dataclass(eq=False, repr=False)
@@ -44,7 +55,7 @@ class LatentAttentionLayer:
     """Attention of this rank's heads to latents; head outputs are gathered before `out`.
 
     queries: D -> H * (n + p), maybe compressed. latents: D -> C. up: of queries to latents, H products n -> L. down: of
-    summed latents to values, H products L -> v.
+    summed latents to values, H products L -> v. indexer: None also where another layer's choice serves.
     """
 
     spec: LatentAttention
@@ -57,9 +68,12 @@ class LatentAttentionLayer:
     up: HeadsLinear
     down: HeadsLinear
     out: ColumnLinear
+    indexer: IndexerLayer | None = None
 
     def __post_init__(self) -> None:
-        self._attend, self._block = self.ops.opaque(AttentionStep.attend), None
+        self._selects = self.spec.indexer is not None
+        self._attend = self.ops.opaque(attend_to_chosen if self._selects else AttentionStep.attend)
+        self._choose, self._block = self.ops.opaque(IndexerLayer.choose), None
         if self.ops.latent_block is not None and self.spec.query_scale is None:  # which would be between its steps
             narrow, queries = None, self.queries
             if isinstance(queries, CompressedQueries):
@@ -70,13 +84,23 @@ class LatentAttentionLayer:
             )
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
-        """Returns the block's output [T, D]; writes the new latents to `cache` first."""
-        (latent,) = cache
-        if self._block is not None:
-            y = self._block(x_TD, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, step.plan)
+        """Returns the block's output [T, D]; writes the new latents, and keys of an indexer, to `cache` first."""
+        latent, *index = cache
+        if self.indexer is not None:
+            self.indexer.write(x_TD, step, *index)
+        if self._block is not None and not (self._selects and step.plan.selection):
+            plan = step.plan.plain if self._selects else step.plan
+            y = self._block(x_TD, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         rank, heads = self.rule.rank, self.rule.num_heads
-        q_THe, kv_TC = self.queries(x_TD).view(len(x_TD), heads, -1), self.latents(x_TD)
+        if self.indexer is not None and step.plan.selection:
+            assert isinstance(self.queries, CompressedQueries)
+            narrow_TN = self.queries.narrow(x_TD)
+            self._choose(self.indexer, x_TD, narrow_TN, step, *index)
+            q_THe = self.queries.up(narrow_TN)
+        else:
+            q_THe = self.queries(x_TD)
+        q_THe, kv_TC = q_THe.view(len(x_TD), heads, -1), self.latents(x_TD)
         q_THC = x_TD.new_empty((len(x_TD), heads, self.spec.entry))
         q_THn = self.ops.latent_rope_cache(
             q_THe, kv_TC, self.rule, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, q_THC
@@ -108,18 +132,24 @@ def build_latent_attention(spec: LatentAttention, build: Builder, name: str, gro
     # Per head W_UK [n, L] and W_UV [v, L], one below the other.
     kv_b = build.params.pop(name + "kv_b").view(heads, -1, spec.rank)
     scale = queries**-0.5 if spec.scale is None else spec.scale
+    shape, indexer = spec.head_shape(build.tp.size), None
+    prepare = prepare_attention(build, group, shape, spec.rope, spec.rope_dim, spec.query_scale)
+    if spec.indexer is not None:
+        prepare = selecting = prepare_selection(build, prepare, spec.indexer.top_k)
+        indexer = build_indexer(spec.indexer, build, name, selecting, spec.rope, spec.rope_dim)
     rule = LatentRule(heads, spec.nope_dim, spec.rope_dim, spec.rank, scale, EPS, build.norm(name + "kv_norm"))
     return LatentAttentionLayer(
         spec,
         build.ops,
         build.tp,
-        prepare_attention(build, group, spec.head_shape(build.tp.size), spec.rope, spec.rope_dim, spec.query_scale),
+        prepare,
         rule,
         make_queries,
         build.linear(name + "kv_a"),
         build.ops.pack_heads(kv_b[:, : spec.nope_dim].transpose(1, 2).contiguous()),
         build.ops.pack_heads(kv_b[:, spec.nope_dim :].contiguous()),
         build.columns(name + "out", build.width),
+        indexer,
     )
 
 
@@ -131,6 +161,7 @@ def latent_workspace(spec: LatentAttention, width: int, tokens: int, max_len: in
     rows = tokens * ((queries + (spec.q_rank or 0) + spec.entry + absorbed) * size + (2 * queries + spec.entry) * FP32)
     return (
         rows
+        + (indexer_workspace(spec.indexer, width, tokens, max_len, size) if spec.indexer else 0)
         + gathered_bytes(tokens, spec.num_heads * spec.v_dim + width, size, tp_size)
         + item_bytes(shape, max_len, size)
     )

@@ -25,6 +25,7 @@ from moeserve.ops import (
     native_recurrence,
     native_rows,
     recurrence,
+    selected,
 )
 from moeserve.ops.inputs import PlanAttention
 from moeserve.ops.linear import PackLinear, PlainLinear, padded_rows
@@ -77,6 +78,7 @@ class Ops:
     plan_tiles: recurrence.PlanTiles = recurrence.plan_tiles
     causal_conv: Callable[..., Tensor] = recurrence.causal_conv
     recurrence: Callable[..., Tensor] = recurrence.recurrence
+    index_select: Callable[..., Tensor] = selected.index_select
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None

@@ -1,0 +1,69 @@
+"""DeepSeek-V3.2: DeepSeek-V3 whose queries attend to the tokens that an index selector chooses.
+
+Source: arXiv 2512.02556.
+"""
+
+from __future__ import annotations
+
+from moeserve.blocks.indexer import Indexer
+from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+
+
+def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool = False) -> LatentAttention:
+    """Reads latent attention with an indexer. interleaved, shared: see `Indexer`."""
+    config.only("indexer_rope_interleave", interleaved)
+    for key in ("q_lora_rank", "rope_interleave"):
+        if not config.raw(key):
+            raise config.error(key, "an index selector is not computed without it")
+    rotated = config.integer("qk_rope_head_dim", 2, family.MAX_HEADS)
+    indexer = Indexer(
+        num_heads=config.integer("index_n_heads", 1, family.MAX_HEADS),
+        dim=config.integer("index_head_dim", rotated, family.MAX_HEADS),
+        top_k=config.integer("index_topk", 1, family.MAX_POSITION),
+        interleaved=interleaved,
+        shared=shared,
+    )
+    return family.latent_attention(config, indexer=indexer)
+
+
+def feed_forwards(config: Fields) -> family.SpecFields:
+    """Reads what the layers have beside attention, and how many layers are not loaded."""
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    config.only("moe_layer_freq", 1)
+    experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
+    blocks = family.listed_moe(config, experts, family.dense(config))
+    return {"blocks": blocks, "num_mtp_layers": family.mtp_layers(config)}
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    fields = feed_forwards(config)
+    blocks = fields.pop("blocks")
+    return fields | {"layers": layer_specs([indexed_attention(config)] * len(blocks), blocks)}
+
+
+DEFAULTS = (
+    family.sizes(129280, 7168, 18432, 61, 128, 128, 163840)
+    | family.LATENT
+    | {
+        "eos_token_id": 1,
+        "first_k_dense_replace": 3,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 2048,
+        "mlp_layer_types": None,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    }
+)
+FAMILY = family.Family("DeepseekV32ForCausalLM", "deepseek_v32", _fields, DEFAULTS)

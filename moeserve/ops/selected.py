@@ -1,0 +1,158 @@
+"""The choice of the tokens that a query attends to, and attention to them, in plain torch (DeepSeek sparse attention).
+
+T tokens (padded rows included), S of them select, J index heads, d their width, K tokens that are chosen, L context
+padded to tiles. A query selects if it sees more than K tokens. The score of an earlier token, or of its own, is
+
+    sum over heads j, in ascending order, of weight_j * relu(q_j . k)
+
+in fp32; NaN counts as infinity. The K largest are chosen, of equal ones the earliest, so that the choice depends on
+query and context alone. A query attends to them in ascending order of their positions as if there were no others: it
+becomes a request of its own, whose K tokens lie in blocks of one. So `attention` of every table serves, its bits depend
+on the chosen entries alone, and a query that sees K tokens would have the bits of one that does not select.
+
+Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.ops.attention import DEPTH, SCORES, TILE
+from moeserve.ops.inputs import GroupInputs, StepInputs
+
+QUERIES = 16  # at once, at most
+SPAN = 1024  # keys at once, at most
+POSITION_BITS = 31
+
+
+@dataclass(frozen=True, slots=True)
+class SelectingRequest:
+    """Queries of one request that select. rows: among the S; first: the position of the first one. slots_L: int64, the
+    cache rows of all positions up to that of the last one."""
+
+    rows: range
+    first: int
+    slots_L: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The queries of a step that select, and those that do not.
+
+    tokens_S, others_N: int64, their rows in the step. others: a step of the latter and its group; None without any.
+    """
+
+    top_k: int
+    tokens_S: Tensor
+    requests: tuple[SelectingRequest, ...]
+    others_N: Tensor
+    others: tuple[GroupInputs, StepInputs] | None
+
+
+def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selection | None:
+    """Returns which queries select; None if none does. group: that of the layers, which has no window."""
+    assert group.window is None, group
+    assert group.chunk is None, group
+    offsets, size, device = step.offsets_R1.astype(np.int64), group.block_size, group.blocks_RN.device
+    counts = np.diff(offsets)
+    plain = np.clip(top_k - step.starts_R, 0, counts)  # queries of each row that do not select
+    if (plain == counts).all():
+        return None
+    selecting, requests, count = [], list[SelectingRequest](), 0
+    for row in np.flatnonzero(plain < counts):
+        tokens = np.arange(offsets[row] + plain[row], offsets[row + 1])
+        positions = torch.arange(int(step.starts_R[row] + counts[row]), device=device)
+        slots_L = group.blocks_RN[int(row)].index_select(0, positions // size) * size + positions % size
+        rows = range(count, count + len(tokens))
+        requests.append(SelectingRequest(rows, int(step.starts_R[row] + plain[row]), slots_L))
+        selecting.append(tokens)
+        count += len(tokens)
+    kept = np.flatnonzero(plain)
+    others_N = np.concatenate([np.arange(offsets[row], offsets[row] + plain[row]) for row in kept] or [plain[:0]])
+    others = None
+    if len(kept):
+        blocks = group.blocks_RN.index_select(0, torch.from_numpy(kept).to(device))
+        others = (
+            replace(group, blocks_RN=blocks),
+            _step(step, step.starts_R[kept], np.concatenate(([0], np.cumsum(plain[kept])))),
+        )
+    tokens_S = torch.from_numpy(np.concatenate(selecting)).to(device)
+    return Selection(top_k, tokens_S, tuple(requests), torch.from_numpy(others_N).to(device), others)
+
+
+def _step(step: StepInputs, starts: np.ndarray, offsets: np.ndarray) -> StepInputs:
+    """Returns a step with other rows, for planning attention."""
+    starts_R, offsets_R1 = starts.astype(np.int32), offsets.astype(np.int32)
+    device = step.ids_T.device
+    on_device = torch.from_numpy(starts_R).to(device), torch.from_numpy(offsets_R1).to(device)
+    return replace(step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=on_device)
+
+
+def chosen_as_requests(slots_SK: Tensor, group: GroupInputs, step: StepInputs) -> tuple[GroupInputs, StepInputs]:
+    """Returns a group and a step in which every selecting query is a request of its own, whose tokens are the chosen
+    ones. Its cache is that of the layer with blocks of one: cache.view(-1, 1, *cache.shape[2:])."""
+    count, top_k = slots_SK.shape
+    rows = _step(step, np.full(count, top_k - 1), np.arange(count + 1))
+    return replace(group, blocks_RN=slots_SK, block_size=1), rows
+
+
+def index_select(q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection) -> Tensor:
+    """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], in ascending order of
+    their positions.
+
+    cache: of keys [blocks, block size, 1, d]. weights: fp32.
+    """
+    k_rows = cache.view(-1, cache.shape[3])
+    out_SK = torch.empty((len(q_SJd), selection.top_k), dtype=torch.int64, device=q_SJd.device)
+    for request in selection.requests:
+        rows, step = request.rows, max(1, min(QUERIES, SCORES // (q_SJd.shape[1] * SPAN)))
+        for start in range(rows.start, rows.stop, step):
+            part = slice(start, min(start + step, rows.stop))
+            first = request.first + start - rows.start
+            slots_L = request.slots_L[: first + part.stop - part.start]
+            scores_ML = index_scores(q_SJd[part], weights_SJ[part], k_rows, slots_L)
+            out_SK[part] = slots_L[_best(scores_ML, first, selection.top_k)]
+    return out_SK
+
+
+def index_scores(q_MJd: Tensor, weights_MJ: Tensor, k_rows: Tensor, slots_L: Tensor) -> Tensor:
+    """Returns the scores of the keys in these cache rows, fp32 [M, L].
+
+    Products have a multiple of 8 rows and of TILE columns, so that torch always takes one kernel.
+    """
+    count, heads, dim = q_MJd.shape
+    rows, columns = -(-count * heads // 8) * 8, -(-len(slots_L) // TILE) * TILE
+    q_Rd = q_MJd.new_zeros((rows, dim), dtype=torch.float32)
+    q_Rd[: count * heads] = q_MJd.transpose(0, 1).reshape(-1, dim)
+    index_L = torch.nn.functional.pad(slots_L, (0, columns - len(slots_L)))
+    out_ML = q_Rd.new_empty((count, columns))
+    for start in range(0, columns, SPAN):
+        k_ld = k_rows.index_select(0, index_L[start : start + SPAN]).float()
+        dots_Rl = torch.zeros((rows, len(k_ld)), device=q_Rd.device)
+        for at in range(0, dim, DEPTH):
+            dots_Rl += torch.bmm(q_Rd[None, :, at : at + DEPTH], k_ld[None, :, at : at + DEPTH].transpose(1, 2))[0]
+        dots_JMl = dots_Rl[: count * heads].view(heads, count, -1).relu_()
+        total_Ml = dots_JMl[0] * weights_MJ[:, :1]
+        for head in range(1, heads):  # in this order, whatever torch's sums do
+            total_Ml += dots_JMl[head] * weights_MJ[:, head : head + 1]
+        out_ML[:, start : start + SPAN] = total_Ml
+    return out_ML[:, : len(slots_L)]
+
+
+def _best(scores_ML: Tensor, first: int, top_k: int) -> Tensor:
+    """Returns the positions of each query's top_k largest scores, ascending. first: the position of the first query,
+    which sees no later one.
+
+    A float's bits order as an integer, once negative ones flip; with the position below them all are different.
+    """
+    count, length = scores_ML.shape
+    bits_ML = (scores_ML.masked_fill(scores_ML.isnan(), torch.inf) + 0.0).view(torch.int32).long()
+    positions_L = torch.arange(length, device=scores_ML.device)
+    keys_ML = ((bits_ML ^ ((bits_ML >> 31) & 0x7FFFFFFF)) << POSITION_BITS) - positions_L
+    last_M1 = torch.arange(first, first + count, device=scores_ML.device)[:, None]
+    keys_ML.masked_fill_(positions_L > last_M1, torch.iinfo(torch.int64).min)
+    return keys_ML.topk(top_k, dim=-1, sorted=False).indices.sort(-1).values
