@@ -263,7 +263,9 @@ def convolve(
         offsets = [0, *torch.tensor(counts).cumsum(0).tolist()]
         plan = kernels.plan_tiles(*host_step(blocks, conv.block_size, starts, offsets))
         wide = torch.full((offsets[-1] + padding, channels + 3), torch.nan, dtype=conv.dtype)
-        wide[: offsets[-1], 1:-2] = torch.cat([x[i][s : s + n] for i, (s, n) in enumerate(zip(starts, counts, strict=True))])
+        wide[: offsets[-1], 1:-2] = torch.cat(
+            [x[i][s : s + n] for i, (s, n) in enumerate(zip(starts, counts, strict=True))]
+        )
         for _ in range(1 + more.get("twice", False)):
             y_TC = kernels.causal_conv(wide[:, 1:-2], weight, bias, conv.silu, caches, plan)
         assert not y_TC[offsets[-1] :].any()
