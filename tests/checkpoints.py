@@ -234,6 +234,14 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253,
         },
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "q_lora_rank")},
+            "num_local_experts": 8, "layer_types": ["linear_attention", FULL, "linear_attention"],
+            "linear_head_dim": 12, "linear_num_heads": 4, "n_group": 4, "topk_group": 2,
+        },
+    ),
     "granite_moe_shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 48}),
     "granite_moe_hybrid": (
         "GraniteMoeHybrid",
@@ -509,6 +517,20 @@ def _qwen3_vl_moe(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
     return config, {name: tensor.transpose(1, 2) if ".experts." in name else tensor for name, tensor in tensors.items()}
 
 
+def _kimi_linear(config: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    """The hub's spelling of the layers; transformers does not give dense ones their name back."""
+    kinds = list(enumerate(config.pop("layer_types"), 1))
+    config["linear_attn_config"] = {
+        "full_attn_layers": [layer for layer, kind in kinds if kind == FULL],
+        "kda_layers": [layer for layer, kind in kinds if kind != FULL],
+        "head_dim": config.pop("linear_head_dim"), "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }  # fmt: skip
+    config["first_k_dense_replace"] = config.pop("mlp_layer_types").count("dense")
+    dense = "layers.0.block_sparse_moe."
+    return config, {name.replace(dense, "layers.0.mlp."): tensor for name, tensor in tensors.items()}
+
+
 PUBLISHED: dict[str, Callable[[Options, Tensors], tuple[Options, Tensors]]] = {
     "bailing_moe": _bailing_moe,
     **{name: _bailing_lightning(name) for name in LIGHTNING},
@@ -518,6 +540,7 @@ PUBLISHED: dict[str, Callable[[Options, Tensors], tuple[Options, Tensors]]] = {
     "glm4_moe": _with_mtp("eh_proj.weight hnorm.weight shared_head.norm.weight", layer=2),
     "ernie4_5_moe": _with_mtp("model.mtp_block.0.input_layernorm.weight model.mtp_linear_proj.0.weight"),
     "kimi_k25": _kimi_k25,
+    "kimi_linear": _kimi_linear,
     "qwen3_5_moe": _with_mtp("mtp.fc.weight"),
     "qwen3_next": _with_mtp("mtp.fc.weight"),
     "exaone_moe": _with_mtp("mtp.fc.weight mtp.layers.0.input_layernorm.weight"),

@@ -17,6 +17,7 @@ from moeserve.blocks.build import Builder
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
 from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.ops.linear import Linear
 from moeserve.ops.rules import SWIGLU
@@ -101,7 +102,7 @@ def build_gated_delta(spec: GatedDelta, build: Builder, name: str, group: int) -
         build.linear(name + "in"),
         build.linear(name + "gates"),
         build.fp32(name + "conv")[:, 0],
-        -build.fp32(name + "decay").exp(),
+        -exp(build.fp32(name + "decay")),
         build.fp32(name + "dt_bias"),
         (length * spec.k_dim**-0.5, length),
         build.fp32(name + "norm"),

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class LatentAttention:
     """A mixer: H heads that attend to one latent per token.
 
-    nope_dim, rope_dim: n and p. rank: L. q_rank: of the compressed queries; None: queries are one product (V2-Lite).
-    bias: of the products to latents. scale: of scores; None: (n + p) ** -0.5. query_scale: grows with the position
-    (Mistral 4). indexer: chooses the tokens that a query attends to; None: all. It needs compressed queries.
+    nope_dim, rope_dim: n and p; without rope p does not rotate either (Kimi-Linear). rank: L. q_rank: of the compressed
+    queries; None: queries are one product (V2-Lite). bias: of the products to latents. scale: of scores; None:
+    (n + p) ** -0.5. query_scale: grows with the position (Mistral 4). indexer: chooses the tokens that a query attends
+    to; None: all. It needs compressed queries.
     """
 
     num_heads: int
@@ -39,7 +40,7 @@ class LatentAttention:
     v_dim: int
     rank: int
     q_rank: int | None
-    rope: RopeSpec
+    rope: RopeSpec | None
     rule: KVRule = FULL
     bias: bool = False
     scale: float | None = None

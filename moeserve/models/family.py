@@ -93,14 +93,14 @@ LATENT: dict[str, Any] = {
 }  # defaults of latent attention
 
 
-def latent_attention(config: Fields, **options: Any) -> LatentAttention:
-    """Reads DeepSeek's attention. options: further fields of LatentAttention.
+def latent_attention(config: Fields, *, rotates: bool = True, **options: Any) -> LatentAttention:
+    """Reads DeepSeek's attention. rotates: whether it has a rotary embedding. options: other fields of LatentAttention.
 
     Scores of a model with YaRN grow with what its context was stretched by.
     """
     nope, rotated = (config.integer(f"qk_{part}_head_dim", 2, MAX_HEADS) for part in ("nope", "rope"))
     scaling, magnitude = rope_fields(config), 1.0
-    if scaling.raw("rope_type") != "default" and scaling.raw("mscale_all_dim"):
+    if rotates and scaling.raw("rope_type") != "default" and scaling.raw("mscale_all_dim"):
         magnitude = temperature(scaling.number("factor", 1.0, 1e6), scaling.number("mscale_all_dim", 0, 100.0))
     return LatentAttention(
         num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
@@ -109,7 +109,9 @@ def latent_attention(config: Fields, **options: Any) -> LatentAttention:
         v_dim=config.integer("v_head_dim", 1, MAX_HEADS),
         rank=config.integer("kv_lora_rank", 1, MAX_WIDTH),
         q_rank=config.optional_integer("q_lora_rank", 1, MAX_WIDTH),
-        rope=read_rope(config, rotated, partial=None, interleaved=config.boolean("rope_interleave")),
+        rope=read_rope(config, rotated, partial=None, interleaved=config.boolean("rope_interleave"))
+        if rotates
+        else None,
         bias=config.boolean("attention_bias"),
         scale=(nope + rotated) ** -0.5 * magnitude**2,
         **options,

@@ -71,7 +71,8 @@ def workspace_bytes(
 def _plans(spec: ModelSpec, tokens: int, max_rows: int, max_len: int) -> int:
     """Bytes of the cache rows of all query blocks, of rotary angles, and of copies while planning."""
     blocks = min(tokens, max_rows + tokens // QUERY_BLOCK)
-    angles = max(tensor.width for layer in spec.layers for tensor in layer.mixer.cache(1))
+    attending = (layer.mixer for layer in spec.layers if layer.mixer.head_shape(1) is not None)
+    angles = max((tensor.width for mixer in attending for tensor in mixer.cache(1)), default=0)
     return INT64 * padded_context(max_len) * (len(set(spec.kv_rules)) * blocks + 6) + 2 * tokens * angles * FP32
 
 

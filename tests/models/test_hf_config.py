@@ -258,6 +258,13 @@ def test_without_a_dtype_the_first_weight_decides(write_config: WriteConfig) -> 
 HYBRID = {
     **LLAMA, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 4,
 }  # fmt: skip
+QWEN3_NEXT = LLAMA | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+KIMI_LINEAR = LLAMA | {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoeV2, "),
     (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures"),
@@ -349,6 +356,22 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"clip_qkv": -1},
         "clip_qkv",
     ),
+    (QWEN3_NEXT, {"linear_num_value_heads": 6}, "linear_num_value_heads is 6; linear_num_key_heads (4) must divide it"),
+    (QWEN3_NEXT, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be an integer from 2 to 16"),
+    (QWEN3_NEXT, {"layer_types": ["linear_attention", "sliding_attention"]}, "list one of linear_attention, full"),
+    (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope is False; only True is supported"),
+    (KIMI_LINEAR, {"moe_router_activation_func": "softmax"}, "only 'sigmoid' is supported"),
+    (
+        KIMI_LINEAR,
+        {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [2]}},
+        "linear_attn_config.kda_layers is [2]; it and full_attn_layers must name each of layers 1 to 2 once",
+    ),
+    (
+        KIMI_LINEAR,
+        {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [0]}},
+        "linear_attn_config.kda_layers is [0]; it must be a list of integers from 1 to 2",
+    ),
+    (KIMI_LINEAR, {"linear_attn_config": {"head_dim": "128"}}, "linear_attn_config.head_dim is '128'"),
 ]
 
 

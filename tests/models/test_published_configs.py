@@ -336,6 +336,26 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         8.3, 1.5,
     ),
+    "Kimi-Linear-48B-A3B": (
+        {
+            "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": 163840,
+            "auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"}, "first_k_dense_replace": 1,
+            "head_dim": 72, "hidden_size": 2304, "intermediate_size": 9216, "kv_lora_rank": 512,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+                "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+                "short_conv_kernel_size": 4,
+            },
+            "mla_use_nope": True, "model_max_length": 1048576, "moe_intermediate_size": 1024, "moe_layer_freq": 1,
+            "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_attention_heads": 32,
+            "num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 27,
+            "num_key_value_heads": 32, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_scaling": None,
+            "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "topk_group": 1, "use_grouped_topk": True,
+            "v_head_dim": 128,
+        },
+        49.1, 3.0,
+    ),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from moeserve.models.workspace import workspace_bytes
 
 from .conftest import Driver
 
-RECURRENT = ["qwen3_next", "qwen3_5_moe"]
+RECURRENT = ["qwen3_next", "qwen3_5_moe", "kimi_linear"]
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

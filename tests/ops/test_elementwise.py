@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 from moeserve.ops import elementwise as e
 from moeserve.ops.inputs import entry_width, from_entries, to_entries
@@ -58,6 +59,18 @@ def test_rows_of_activations_and_norms_keep_their_bits(
     gates = torch.randn(1500, e.LANES)
     assert torch.equal(e.sigmoid_gate(gates, threads)[40:41], e.sigmoid_gate(gates[40:41], threads))
     assert e.sigmoid_gate(gates, threads)[3].item() == pytest.approx(gates[3, 0].sigmoid().item())
+
+
+@pytest.mark.parametrize("function", [e.exp, e.sigmoid, e.silu, e.softplus])
+@pytest.mark.parametrize("rows", [1, 400])
+def test_shares_of_columns_keep_their_bits(function: Callable[[Tensor], Tensor], rows: int) -> None:
+    """As ranks have them, however few: none meets the scalar tail."""
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(2)) * 8
+    x[0, :5] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+    whole = function(x)
+    for tp in (2, 3, 8, 96):
+        parts = torch.cat([function(part) for part in x.chunk(tp, 1)], 1)
+        assert torch.equal(parts.view(torch.int32), whole.view(torch.int32)), tp
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)

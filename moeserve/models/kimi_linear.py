@@ -1,0 +1,91 @@
+"""Kimi-Linear: Kimi delta attention, and in each fourth layer latent attention without a rotary embedding.
+
+Source: arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+from moeserve.blocks.kda import KimiDelta
+from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.blocks.weights import Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.mixtral import EXPERTS
+from moeserve.models.qwen3_next import MAX_CONV
+from moeserve.models.spec import layer_specs
+
+FULL, LINEAR = "full_attention", "linear_attention"
+CONV = "linear_conv_kernel_dim"
+
+
+def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
+    """Reads what each layer has of the two: `layer_types`, else the two lists, which count from 1."""
+    own = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": CONV}
+    given = {"full_attn_layers": None, "kda_layers": None} | {key: config.raw(name) for key, name in own.items()}
+    fields = Fields(config.path, config.section("linear_attn_config"), given, prefix="linear_attn_config.")
+    linear = KimiDelta(
+        num_heads=fields.integer("num_heads", 1, family.MAX_HEADS),
+        head_dim=fields.integer("head_dim", 1, family.MAX_HEADS),
+        conv=fields.integer("short_conv_kernel_size", 2, MAX_CONV),
+    )
+    full = family.latent_attention(config, rotates=False)
+    count = family.num_layers(config)
+    usual = [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
+    if fields.raw("full_attn_layers") is not None and fields.raw("kda_layers") is not None:
+        listed = {key: fields.integers(key, 1, count) for key in ("full_attn_layers", "kda_layers")}
+        if sorted([*listed["full_attn_layers"], *listed["kda_layers"]]) != list(range(1, count + 1)):
+            raise fields.error("kda_layers", f"it and full_attn_layers must name each of layers 1 to {count} once")
+        usual = [FULL if i + 1 in listed["full_attn_layers"] else LINEAR for i in range(count)]
+    kinds = family.layer_types(config, (FULL, LINEAR), usual=usual)
+    return [full if kind == FULL else linear for kind in kinds]
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    for key, value in (("mla_use_nope", True), ("moe_layer_freq", 1), ("moe_router_activation_func", "sigmoid")):
+        config.only(key, value)
+    shared = family.shared_experts(config, name="block_sparse_moe.shared_experts")
+    experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
+    return {"layers": layer_specs(_mixers(config), family.listed_moe(config, experts, family.dense(config)))}
+
+
+FAMILY = family.Family(
+    "KimiLinearForCausalLM",
+    "kimi_linear",
+    _fields,
+    family.sizes(163840, 2304, 9216, 27, 32, 32, 1048576)
+    | family.LATENT
+    | {
+        "eos_token_id": 163586,
+        "first_k_dense_replace": 1,
+        "layer_types": None,
+        "linear_attn_config": None,
+        CONV: 4,
+        "linear_head_dim": 128,
+        "linear_num_heads": 32,
+        "mlp_layer_types": None,
+        "moe_intermediate_size": 1024,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.446,
+        "topk_group": 1,
+    },
+    Names(
+        experts=EXPERTS,
+        spelled={
+            "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+            "mlp.gate.e_score_correction_bias": ("block_sparse_moe.gate.e_score_correction_bias",),
+        },
+    ),
+    {
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+    },
+)
