@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class ExpertNames:
     """One spelling of the routed experts, relative to a layer; `{}` stands for the expert's id.
 
-    gate, up, down: one tensor per expert, or, without `{}`, of all experts, [E, I, D] and [E, D, I]. gate_up: both of
-    all experts, [E, 2I, D]. transposed: [E, D, 2I] and [E, I, D]. by_turns: gate and up take turns along 2I.
+    gate, up, down: one tensor per expert, or, without `{}`, of all experts, [E, I, D] and [E, D, I]; no gate where
+    experts have none. gate_up: both of all experts, [E, 2I, D]. transposed: [E, D, 2I] and [E, I, D]. by_turns: gate
+    and up take turns along 2I.
     """
 
     down: str
@@ -52,16 +53,17 @@ FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_p
 class Names:
     """The names of a family's tensors, where they are not Llama's.
 
-    model, head: of the decoder and of the LM head. embed: of the embedding. spelled: tensors of a layer by the name
-    that blocks ask for, each with the spellings of its checkpoints, the usual one first; a name that is not there is
-    its own spelling. Parts of a parameter that are spelled alike lie one below the other in one tensor. experts:
-    likewise. boxed: endings of tensors that have one more dimension, of size 1. ignored, foreign: endings, and
-    beginnings, of tensors that the model does not need.
+    model, head: of the decoder and of the LM head. embed, norm: of the embedding and of the last norm. spelled: tensors
+    of a layer by the name that blocks ask for, each with the spellings of its checkpoints, the usual one first; a name
+    that is not there is its own spelling. Parts of a parameter that are spelled alike lie one below the other in one
+    tensor. experts: likewise. boxed: endings of tensors that have one more dimension, of size 1. ignored, foreign:
+    endings, and beginnings, of tensors that the model does not need.
     """
 
     model: str = "model."
     head: str = "lm_head.weight"
     embed: str = "embed_tokens.weight"
+    norm: str = "norm.weight"
     spelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
     experts: tuple[ExpertNames, ...] = (PER_EXPERT, FUSED)
     boxed: tuple[str, ...] = ()
