@@ -251,6 +251,15 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "time_step_limit": [0.3, 2.0],
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **ROUTED, "layers_block_type": ["linear_attention", "moe", "linear_attention", FULL, "mlp"], "head_dim": 32,
+            "moe_shared_expert_intermediate_size": 80, "n_group": 4, "topk_group": 2, "mamba_num_heads": 8,
+            "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 24, "time_step_min": 0.3,
+            "num_hidden_layers": 5, "time_step_limit": [0.0, 9.0],
+        },
+    ),
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "solar_open": ("SolarOpen", {**ROUTED, "head_dim": 32}),
     "exaone_moe": (

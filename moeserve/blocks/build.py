@@ -82,6 +82,6 @@ class Builder:
             self.params[name] = self.params.pop(name)[index]
 
     def gated(self, name: str, inner_size: int, tp: TensorParallel, activation: Activation = SWIGLU) -> GatedMLP:
-        """A gated MLP of inner width `inner_size`."""
-        gate_up = self.part(name + "gate_up", inner_size, tp, parts=2)
+        """An MLP of inner width `inner_size`; without gates where the activation has none."""
+        gate_up = self.part(name + "gate_up", inner_size, tp, parts=activation.parts)
         return GatedMLP(self.ops, gate_up, self.columns(name + "down", self.width, tp), inner_size, tp, activation)

@@ -41,7 +41,8 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A gated MLP with inner width `size` that every token passes. name: of the checkpoint's module."""
+    """An MLP with inner width `size` that every token passes, gated if the activation is. name: of the checkpoint's
+    module."""
 
     size: int
     bias: bool = False
@@ -50,14 +51,15 @@ class Dense:
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `FeedForward`."""
-        return [(2 * self.size, width), (width, self.size)]
+        return [(self.activation.parts * self.size, width), (width, self.size)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, *, sharded: bool = True) -> None:
-        """Adds gate_up and down with their biases."""
+        """Adds gate_up (or up alone) and down with their biases."""
         name = self.name
         part = plan.rows(self.size, sharded)
         for ending, tail in (("weight", (plan.width,)), ("bias", ()))[: 1 + self.bias]:
-            halves = [plan.spell(theirs, f"{name}.{half}_proj.{ending}") for half in ("gate", "up")]
+            names = ("gate", "up")[-self.activation.parts :]
+            halves = [plan.spell(theirs, f"{name}.{half}_proj.{ending}") for half in names]
             ours_ending = "" if ending == "weight" else "_bias"
             plan.stack(f"{ours}gate_up{ours_ending}", [(half, self.size, part) for half in halves], *tail)
         down = plan.spell(theirs, f"{name}.down_proj.weight")
@@ -149,7 +151,7 @@ class MoE:
         if not names.in_one:
             kinds = (names.gate, names.up, names.down)
             away = set(range(self.num_experts)) - set(local)
-            plan.elsewhere.update(theirs + name.format(expert) for expert in away for name in kinds)
+            plan.elsewhere.update(theirs + name.format(expert) for expert in away for name in kinds if name)
         if self.shared:
             self.shared.mlp.plan(plan, ours + "shared_", theirs, sharded=False)
             if self.shared.gated:
@@ -159,10 +161,10 @@ class MoE:
         self, names: ExpertNames, theirs: str, experts: Sequence[int], width: int, ours: str = ""
     ) -> LoadPlan:
         """Plans some experts: 0, 1, ... of `ours` + "w13" and "w2", and their biases."""
-        inner, count = self.size, len(experts)
-        params = [Param(ours + "w13", (count, 2 * inner, width)), Param(ours + "w2", (count, width, inner))]
+        inner, count, parts = self.size, len(experts), self.activation.parts
+        params = [Param(ours + "w13", (count, parts * inner, width)), Param(ours + "w2", (count, width, inner))]
         if self.bias:
-            params += [Param(ours + "w13_bias", (count, 2 * inner)), Param(ours + "w2_bias", (count, width))]
+            params += [Param(ours + "w13_bias", (count, parts * inner)), Param(ours + "w2_bias", (count, width))]
         pieces = [
             replace(piece, source=theirs + piece.source, param=ours + piece.param, at=(local, *piece.at))
             for local, expert in enumerate(experts)
@@ -174,6 +176,10 @@ class MoE:
         """Yields what fills one expert, without its place among the local ones."""
         inner, whole = self.size, slice(None)
         one, take = ((self.num_experts,), (expert,)) if names.in_one else ((), ())
+        if self.activation.parts == 1:
+            yield Piece(names.up.format(expert), (*one, inner, width), "w13", (), take)
+            yield Piece(names.down.format(expert), (*one, width, inner), "w2", (), take)
+            return
         halves = (slice(0, inner), slice(inner, 2 * inner))
         taken = (slice(0, None, 2), slice(1, None, 2)) if names.by_turns else halves
         for half, part, name in zip(halves, taken, (names.gate, names.up), strict=True):

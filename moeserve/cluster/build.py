@@ -160,6 +160,6 @@ def _ready(config: Config, spec: ModelSpec, limits: Limits, began_s: float, *, d
         startup_s=time.monotonic() - began_s,
         num_moe_layers=len(spec.moe_layers),
         num_experts=spec.num_experts,
-        expert_bytes=int(3 * spec.hidden_size * spec.expert_size * per_weight),
+        expert_bytes=int(spec.expert_weights * per_weight),
         **facts,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import msgspec
 
 from moeserve.errors import CheckpointError
 
+_INFINITY = re.compile(rb"(?<=[\[,:\s])Infinity(?=[\],}\s])")
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_SHOWN = 80
 CONFIG, PARAMS = "config.json", "params.json"
@@ -54,12 +56,13 @@ def config_name(model_dir: Path) -> str:
 
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:
-    """Returns the JSON object in the file `name`; at most 64 MiB, plain JSON (no NaN). Raises CheckpointError."""
+    """Returns the JSON object in the file `name`; at most 64 MiB, plain JSON (no NaN). Infinity, which transformers 4
+    writes, is read as what transformers 5 writes in its place. Raises CheckpointError."""
     path = model_file(model_dir, name)
     try:
         if (num_bytes := path.stat().st_size) > _MAX_JSON_BYTES:
             raise CheckpointError(f"{model_dir / name} has {num_bytes} bytes; at most {_MAX_JSON_BYTES} are read")
-        value = msgspec.json.decode(path.read_bytes())
+        value = _decoded(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{model_dir / name} cannot be read: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -67,6 +70,16 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{model_dir / name} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _decoded(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        plain = _INFINITY.sub(b'{"__float__": "Infinity"}', text)
+        if plain == text:
+            raise
+        return msgspec.json.decode(plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ def _plan_moe(
         world_size=world.num_expert_ranks,
         tp_size=world.tp_size,
         biases=spec.moe is not None and spec.moe.bias,
+        gated=spec.moe is None or spec.moe.activation.parts == 2,
         replicas=placement.experts_per_rank * placement.num_ranks > spec.num_experts,
         ubatches=ubatches,
         exact=ops.exact,
@@ -116,7 +117,7 @@ def _layer(build: Builder, spec: ModelSpec, index: int, group: int) -> Layer:
     layer, name = spec.layers[index], f"layers.{index}."
     return Layer(
         mixer=layer.mixer.build(build, name, group),
-        feed_forward=layer.feed_forward.build(build, name),
+        feed_forward=layer.feed_forward.build(build, name) if layer.feed_forward else None,
         **{norm: _norm(build, spec, name + norm) for norm, _ in layer.norms},
         parallel=layer.parallel,
         reads_stream=isinstance(layer.feed_forward, MoE) and layer.feed_forward.beside is not None,

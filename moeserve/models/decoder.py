@@ -28,7 +28,7 @@ class Layer:
     """One decoder layer; see `LayerSpec`. reads_stream: the feed-forward block takes the residual stream, too."""
 
     mixer: MixerLayer
-    feed_forward: FeedForwardLayer
+    feed_forward: FeedForwardLayer | None
     attn_norm: Norm | None = None
     attn_post_norm: Norm | None = None
     mlp_norm: Norm | None = None
@@ -73,7 +73,9 @@ class Decoder:
         x = residual if first is None else first(residual)
         for layer, cache, norm in zip(self.layers, caches, (*others, self.norm), strict=True):
             prepare = prepared[layer.mixer.prepare]
-            if layer.parallel:
+            if layer.feed_forward is None:
+                x = layer.mixer(x, prepare, cache, ubatch.index)
+            elif layer.parallel:
                 mixed = layer.mixer(x, prepare, cache, ubatch.index)
                 x = layer.feed_forward(x, real, ubatch) + mixed
             else:

@@ -42,15 +42,18 @@ def load_plan(
         if spec.head_bias:
             plan.add("lm_head_bias", (spec.vocab_size,), names.head.replace("weight", "bias"), sharded=True)
     for index, layer in enumerate(spec.layers):
-        ours, theirs = f"layers.{index}.", f"{names.model}layers.{index}."
-        layer.mixer.plan(plan, ours, theirs)
-        layer.feed_forward.plan(plan, ours, theirs)
+        ours = f"layers.{index}."
+        mixer, feed_forward = (f"{names.model}layers.{i}." for i in layer.stored_as or (index, index))
+        layer.mixer.plan(plan, ours, mixer)
+        if layer.feed_forward is not None:
+            layer.feed_forward.plan(plan, ours, feed_forward)
         for mine, name in layer.norms:
+            theirs = mixer if mine.startswith("attn") else feed_forward
             plan.add(ours + mine, (plan.width,), plan.spell(theirs, name + ".weight"))
             if spec.norm.bias:
                 plan.add(ours + mine + "_bias", (plan.width,), plan.spell(theirs, name + ".bias"))
         if layer.scaled:
-            plan.add(ours + "scale", (1,), plan.spell(theirs, "layer_scalar"), fp32=True)
+            plan.add(ours + "scale", (1,), plan.spell(mixer, "layer_scalar"), fp32=True)
     unused = tuple(f"{names.model}layers.{spec.num_layers + i}." for i in range(spec.num_mtp_layers))
     plan.elsewhere.update(name for name in present if name.startswith(unused))
     return plan.finish([names.head] if spec.tie_embeddings else [])
@@ -60,7 +63,8 @@ def expert_load_plan(
     spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int], ours: str = ""
 ) -> LoadPlan:
     """Plans some experts of one MoE layer (counted among the MoE layers): 0, 1, ... of `ours` + "w13" and "w2"."""
-    names, layer = FAMILIES[spec.architecture].names, spec.moe_layers[moe_layer]
-    theirs, moe = f"{names.model}layers.{layer}.", spec.layers[layer].feed_forward
+    names, index = FAMILIES[spec.architecture].names, spec.moe_layers[moe_layer]
+    layer = spec.layers[index]
+    theirs, moe = f"{names.model}layers.{layer.stored_as[1] if layer.stored_as else index}.", layer.feed_forward
     assert isinstance(moe, MoE)
     return moe.plan_experts(spelling(names.experts, present, theirs), theirs, experts, spec.hidden_size, ours)

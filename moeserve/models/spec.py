@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.mixer import Mixer
@@ -20,21 +21,24 @@ class LayerSpec:
 
     Each reads the norm of the residual stream (`pre_norm`) or the stream itself (FlexOlmo), and its output, or that
     one's norm (`attn_post_norm`, `mlp_post_norm`; AFMoE), is added to the stream. parallel: both read the mixer's
-    norm (Command A+). scaled: a factor of the layer on the stream behind it (Gemma 4).
+    norm (Command A+). scaled: a factor of the layer on the stream behind it (Gemma 4). No feed_forward: the next
+    layer's mixer follows (Nemotron-H). stored_as: the numbers of mixer and feed-forward block in a checkpoint which
+    counts each as a layer.
     """
 
     mixer: Mixer
-    feed_forward: Dense | MoE
+    feed_forward: Dense | MoE | None
     pre_norm: bool = True
     attn_post_norm: bool = False
     mlp_post_norm: bool = False
     parallel: bool = False
     scaled: bool = False
+    stored_as: tuple[int, int] | None = None
 
     @property
     def norms(self) -> list[tuple[str, str]]:
         """Our name of each norm of the stream and of outputs, and that which a checkpoint gives it."""
-        own = self.pre_norm and not self.parallel
+        own = self.pre_norm and not self.parallel and self.feed_forward is not None
         there = (
             (self.pre_norm, "attn_norm", "input_layernorm"),
             (self.attn_post_norm, "attn_post_norm", "attn_post_norm"),
@@ -112,6 +116,11 @@ class ModelSpec:
         return self.moe.size if self.moe else 0
 
     @property
+    def expert_weights(self) -> int:
+        """The elements of an expert's matrices; 0 without any."""
+        return (self.moe.activation.parts + 1) * self.hidden_size * self.moe.size if self.moe else 0
+
+    @property
     def possible_tp(self) -> list[int]:
         """The numbers of tensor-parallel ranks that can share every layer."""
         first, *others = dict.fromkeys(layer.mixer for layer in self.layers)
@@ -132,7 +141,7 @@ class ModelSpec:
     def products(self) -> list[tuple[int, int]]:
         """Returns (outputs, inputs) of all products of all layers, without those of routed experts."""
         blocks = (block for layer in self.layers for block in (layer.mixer, layer.feed_forward))
-        return [product for block in blocks for product in block.products(self.hidden_size)]
+        return [product for block in blocks if block for product in block.products(self.hidden_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,7 @@ def model_size(spec: ModelSpec) -> ModelSize:
     """
     head = spec.vocab_size * spec.hidden_size
     always = sum(outputs * inputs for outputs, inputs in spec.products()) + head
-    experts = len(spec.moe_layers) * 3 * spec.hidden_size * spec.expert_size
+    experts = len(spec.moe_layers) * spec.expert_weights
     total = always + spec.num_experts * experts + (0 if spec.tie_embeddings else head)
     return ModelSize(total, always + spec.experts_per_token * experts)
 
@@ -167,7 +176,7 @@ def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float
     return 1.0 if asked == "int8" else itemsize
 
 
-def layer_specs(mixers: Sequence[Mixer], blocks: Sequence[Dense | MoE], **options: bool) -> tuple[LayerSpec, ...]:
+def layer_specs(mixers: Sequence[Mixer], blocks: Sequence[Dense | MoE], **options: Any) -> tuple[LayerSpec, ...]:
     """Returns the layers with these mixers and feed-forward blocks, in order. options: further fields of LayerSpec."""
     pairs = zip(mixers, blocks, strict=True)
     return tuple(LayerSpec(mixer=mixer, feed_forward=block, **options) for mixer, block in pairs)

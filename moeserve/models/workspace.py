@@ -58,7 +58,7 @@ def workspace_bytes(
     half = max(
         max(
             layer.mixer.workspace(spec.hidden_size, tokens, max_len, size, tp_size),
-            layer.feed_forward.workspace(spec.hidden_size, tokens, size, tp_size),
+            layer.feed_forward.workspace(spec.hidden_size, tokens, size, tp_size) if layer.feed_forward else 0,
         )
         for layer in set(spec.layers)
     )
@@ -85,5 +85,5 @@ def _received(spec: ModelSpec, inflow: Inflow, size: int) -> int:
     width = spec.hidden_size
     rows = inflow.ubatches * inflow.rows * (inflow.copies * width * size + 4 * INT64)
     alike = padded_rows(inflow.rows // spec.experts_per_token, LARGEST_PAD)
-    moving = (inflow.experts + 3) * 3 * width * spec.expert_size
+    moving = (inflow.experts + 3) * spec.expert_weights
     return rows + (alike * (4 * spec.expert_size + 2 * width) + moving) * size

@@ -26,8 +26,8 @@ class MoENeeds:
     """Requirements of the model and the settings on a backend and a kernel.
 
     max_tokens: rows of one step on one rank. world_size: ranks that the experts are sharded over. replicas: whether
-    some experts are there more than once. biases: whether experts have biases. exact: whether a request's bits may
-    depend on nothing but the request.
+    some experts are there more than once. biases: whether experts have biases. gated: whether they have gates. exact:
+    whether a request's bits may depend on nothing but the request.
     """
 
     hidden_size: int
@@ -39,6 +39,7 @@ class MoENeeds:
     tp_size: int = 1
     replicas: bool = False
     biases: bool = False
+    gated: bool = True
     ubatches: int = 1
     exact: bool = False
 
@@ -114,6 +115,7 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
         (isinstance(kernel, Fusible), f"{kernel.caps.name} has no fused form"),
         (backend.caps.in_place, f"rows travel by {backend.caps.name}, or are rounded as if they did"),
         (needs.tp_size == 1, f"{needs.tp_size} tensor-parallel ranks share the tokens out"),
+        (needs.gated, f"{kernel.caps.name} has no fused form of experts without gates"),
         (not needs.replicas, "some experts have replicas, which take tokens in turn"),
     )
     return next((why for holds, why in checks if not holds), None)
@@ -160,6 +162,7 @@ def _obstacle(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | None:
             f"{wire.name} keeps no order of sums: bits may depend on where experts are; use --determinism fast",
         ),
         (compute.biases or not needs.biases, f"{compute.name} takes no experts with biases"),
+        (compute.ungated or needs.gated, f"{compute.name} takes no experts without gates"),
         (needs.dtype in compute.dtypes, f"{compute.name} does not compute in {needs.dtype}"),
         (
             needs.device in compute.devices,

@@ -88,10 +88,12 @@ def rotary(x_THd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
 
 
 def act_mul(gate_up_MI: Tensor, activation: Activation, threads: int) -> Tensor:
-    """act(first half) * (second half + up_shift) of the last dimension; see `Activation`.
+    """act(first half) * (second half + up_shift) of the last dimension, or act of all of it; see `Activation`.
 
     [1, 2], SwiGLU -> [1 / (1 + e^-1) * 2] = [1.4621]
     """
+    if activation.parts == 1:
+        return relu2(gate_up_MI)
     gate, up = gate_up_MI.chunk(2, dim=-1)
     width = gate.shape[1]
     if extra := -width % LANES:
@@ -105,6 +107,14 @@ def act_mul(gate_up_MI: Tensor, activation: Activation, threads: int) -> Tensor:
             columns = slice(start, start + TORCH_GRAIN)
             out[rows, columns] = _gated(gate[rows, columns], up[rows, columns], activation)
     return out
+
+
+def relu2(x_MI: Tensor) -> Tensor:
+    """max(x, 0) ** 2 in fp32, rounded once to x's dtype.
+
+    [-3, 2] -> [0, 4]
+    """
+    return x_MI.float().relu().square().to(x_MI.dtype)
 
 
 def _gated(gate: Tensor, up: Tensor, rule: Activation) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.elementwise import HeadRule
+from moeserve.ops.elementwise import HeadRule, relu2
 from moeserve.ops.inputs import entry_width
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
@@ -143,7 +143,9 @@ _SWIGLU = _native_activation(SWIGLU) if AVAILABLE else None
 
 
 def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
-    """Returns act(gate) * up of [M, 2I], [M, I]; see ops/elementwise.py."""
+    """Returns act(gate) * up of [M, 2I], [M, I], or act of [M, I]; see ops/elementwise.py."""
+    if activation.parts == 1:
+        return relu2(gate_up_MI)
     rows, both = gate_up_MI.shape
     out_MI = _empty((rows, both // 2), dtype=gate_up_MI.dtype)
     _native.act_mul(

@@ -65,18 +65,24 @@ class RouterRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """The activation of a gated MLP: act(gate) * (up + up_shift), in fp32, rounded once where a kernel can.
+    """The activation of an MLP, in fp32, rounded once where a kernel can: act(gate) * (up + up_shift), or act(up).
 
-    kind: `silu`, gate * sigmoid(alpha * gate) (SwiGLU, Shazeer 2020), or `gelu_tanh`, GELU by its tanh approximation.
+    kind: `silu`, gate * sigmoid(alpha * gate) (SwiGLU, Shazeer 2020), `gelu_tanh`, GELU by its tanh approximation, or,
+    without gates, `relu2`, max(up, 0) ** 2 (Primer, So et al. 2021; Nemotron).
     limit: gate is at most, and up within plus or minus, this much (gpt-oss). limit_after: the limit is on act(gate)
     instead of on gate (Step-3.5).
     """
 
-    kind: Literal["silu", "gelu_tanh"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     alpha: float = 1.0
     limit: float = math.inf
     limit_after: bool = False
     up_shift: float = 0.0
+
+    @property
+    def parts(self) -> int:
+        """The products in front of the activation: gate and up, or up alone."""
+        return 1 if self.kind == "relu2" else 2
 
     @property
     def plain(self) -> bool:
@@ -95,3 +101,4 @@ class Activation:
 
 
 SWIGLU = Activation()
+RELU2 = Activation(kind="relu2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from torch import zeros
 
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense
+from moeserve.blocks.mamba2 import Mamba2
 from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.errors import CheckpointError
@@ -265,6 +267,7 @@ QWEN3_NEXT = LLAMA | {
     "linear_num_value_heads": 8,
 }
 KIMI_LINEAR = LLAMA | {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
+NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_act": "silu"}
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoeV2, "),
     (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures"),
@@ -351,6 +354,15 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HYBRID, {"time_step_limit": [2, 1.0]}, "time_step_limit"),
     (HYBRID, {"time_step_limit": None}, "time_step_limit"),
     (HYBRID, {"layer_types": ["mamba", "sliding_attention"]}, "layer_types"),
+    (NEMOTRON, {"hybrid_override_pattern": "EM"}, "layer 0 (moe) must follow one that reads earlier tokens"),
+    (NEMOTRON, {"hybrid_override_pattern": "M*E-"}, "hybrid_override_pattern is 'M*E-'; layer 3 (mlp)"),
+    (NEMOTRON, {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'; it must list one of"),
+    (NEMOTRON, {"hybrid_override_pattern": ""}, "hybrid_override_pattern"),
+    (NEMOTRON, {"layers_block_type": ["mamba", "mamba", "attention", 3]}, "layers_block_type"),
+    (NEMOTRON, {"n_groups": 3}, "n_groups is 3; it must divide mamba_num_heads (128)"),
+    (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; supported: relu2"),
+    (NEMOTRON, {"moe_latent_size": 32}, "moe_latent_size"),
+    (NEMOTRON, {"use_conv_bias": False}, "use_conv_bias"),
     (
         {**LLAMA, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"},
         {"clip_qkv": -1},
@@ -421,6 +433,18 @@ def test_any_value_under_any_key_is_read_or_refused(data: st.DataObject, archite
     with suppress(CheckpointError):
         spec = read_model_spec(tmp_path)
         assert len(spec.kv_rules) == spec.num_layers == values.get("num_hidden_layers", spec.num_layers)
+
+
+def test_infinity_is_read_as_both_versions_of_transformers_write_it(tmp_path: Path) -> None:
+    specs = []
+    for infinity in ("Infinity", '{"__float__": "Infinity"}'):
+        text = json.dumps(HYBRID | {"time_step_limit": [0.5, "INF"]}).replace('"INF"', infinity)
+        (tmp_path / "config.json").write_text(text)
+        specs.append(read_model_spec(tmp_path))
+    assert specs[0] == specs[1]
+    assert specs[0].layers[0].mixer == Mamba2(
+        num_heads=4, num_groups=1, state_dim=256, head_dim=specs[0].hidden_size // 2, conv=4, time_limit=(0.5, math.inf)
+    )
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:

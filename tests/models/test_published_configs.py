@@ -218,6 +218,25 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         309, 15.0,
     ),
+    "Nemotron-3-Nano-30B-A3B": (
+        {
+            "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072,
+            "auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}, "attention_bias": False,
+            "chunk_size": 128, "conv_kernel": 4, "expand": 2, "head_dim": 128, "hidden_size": 2688,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "intermediate_size": 1856, "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+            "mamba_num_heads": 64, "mamba_proj_bias": False, "max_position_embeddings": 262144, "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8,
+            "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-5, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2,
+            "num_logits_to_keep": 1, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True,
+            "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": None,
+            "ssm_state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_max": 0.1,
+            "time_step_min": 0.001, "topk_group": 1, "use_bias": False, "use_conv_bias": True,
+        },
+        31.6, 3.2,
+    ),
     "Granite-4.0-H-Small": (
         {
             "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 100352,

@@ -148,6 +148,7 @@ def test_plan_picks_the_first_pair_that_can() -> None:
         ({}, {"dtypes": frozenset({"bfloat16"})}, {}, "does not compute in float32"),
         ({}, {"devices": frozenset({"cuda"})}, {}, "does not run on cpu"),
         ({}, {"biases": False}, {"biases": True}, "quick takes no experts with biases"),
+        ({}, {"ungated": False}, {"gated": False}, "quick takes no experts without gates"),
     ],
 )
 def test_plan_says_what_is_in_the_way(

@@ -17,7 +17,7 @@ from moeserve.moe.experts.reference import ReferenceExperts
 from moeserve.ops import native_rows
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
-from moeserve.ops.rules import SWIGLU, Activation
+from moeserve.ops.rules import RELU2, SWIGLU, Activation
 from moeserve.ops.table import pick_ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -102,6 +102,31 @@ def test_biases_and_activations(activation: Activation, width: int, hidden: int,
         hidden_MI = native_rows.act_mul(both, activation).to(dtype)
         parts.append(NativeLinear(weights.w2_eDI[expert], weights.b2_eD[expert])(hidden_MI))
     assert torch.equal(run(NativeExperts().pack(weights), x, counts, activation), torch.cat(parts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "hidden"), [(64, 48), (37, 21)])
+def test_without_gates(width: int, hidden: int, dtype: torch.dtype) -> None:
+    """The bits of products written out, of hostile rows, too; experts that are moved stay what they are."""
+    gated, counts = make(dtype, width, hidden), [3, 0, 40, 1, 2]
+    weights = ExpertWeights(gated.w13_eFD[:, :hidden], gated.w2_eDI)
+    x = rows(sum(counts) + 2, width, dtype)
+    x[1, 0], x[4, 1], x[5, 2], x[6], x[7] = torch.nan, torch.inf, -torch.inf, -0.0, 0.0
+    parts = []
+    for expert, part in enumerate(torch.split(x[: sum(counts)], counts)):
+        up = NativeLinear(weights.w13_eFD[expert])(part)
+        hidden_MI = up.float().clamp(min=0).pow(2).to(dtype)
+        parts.append(NativeLinear(weights.w2_eDI[expert])(hidden_MI))
+    experts = NativeExperts(activation=RELU2)
+    packed = experts.pack(weights)
+    moved = experts.stack([experts.take(packed, expert) for expert in range(E)])
+    experts.put(moved, 2, experts.pack_expert(weights.w13_eFD[2], weights.w2_eDI[2]))
+    for each in (packed, moved):
+        out = run(each, x, counts, RELU2)
+        torch.testing.assert_close(out[: sum(counts)], torch.cat(parts), rtol=0, atol=0, equal_nan=True)
+        assert out[sum(counts) :].isnan().all()
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

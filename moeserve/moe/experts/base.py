@@ -23,8 +23,8 @@ from moeserve.ops.rules import SWIGLU, Activation
 class ExpertWeights:
     """The weights of one layer's local experts; the first dimension of every tensor is the local expert.
 
-    w13_eFD: gate rows, then up rows, [e, 2I, D]. w2_eDI: [e, D, I]. Tensors, or Quantised where the kernel takes it.
-    b13_eF, b2_eD: biases of their outputs, fp32; both or neither.
+    w13_eFD: gate rows, then up rows, [e, 2I, D], or [e, I, D] without gates. w2_eDI: [e, D, I]. Tensors, or
+    Quantised where the kernel takes it. b13_eF, b2_eD: biases of their outputs, fp32; both or neither.
     """
 
     w13_eFD: Any
@@ -53,7 +53,7 @@ class ExpertsCaps:
 
     not_on: why the kernel does not run on a device, where that needs a reason. width_step: elements that the model's
     width and an expert's must be multiples of. device_counts: whether the kernel takes row counts that only the device
-    knows, see `Inbound`. biases: whether it takes experts with biases.
+    knows, see `Inbound`. biases: whether it takes experts with biases. ungated: whether it takes experts without gates.
     """
 
     name: str
@@ -64,6 +64,7 @@ class ExpertsCaps:
     width_step: int = 1
     device_counts: bool = False
     biases: bool = True
+    ungated: bool = False
 
 
 class Experts(Protocol):

@@ -31,6 +31,7 @@ class ReferenceExperts:
         layouts=frozenset({Layout.GROUPED}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         devices=frozenset({"cpu", "cuda"}),
+        ungated=True,
     )
 
     def __init__(self, ops: Ops, activation: Activation = SWIGLU) -> None:

@@ -1,0 +1,134 @@
+"""Nemotron-H and Nemotron 3 (Nano 30B-A3B): Mamba-2, some attention without rotation, and feed-forward blocks, each of
+which a checkpoint counts as a layer. MLPs and experts have no gates. Multi-token prediction is not loaded.
+
+Sources: arXiv 2504.03624, 2512.20848.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
+from moeserve.blocks.mamba2 import Mamba2
+from moeserve.blocks.mixer import Mixer
+from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.loader.files import Fields
+from moeserve.models import family, granite_moe_hybrid
+from moeserve.models.spec import LayerSpec
+from moeserve.ops.rules import RELU2
+
+PATTERN = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+KINDS = granite_moe_hybrid.KINDS | {"moe": "moe", "mlp": "mlp"}
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    for key in ("attention_bias", "mlp_bias", "use_bias"):
+        config.only(key, False)
+    config.only("use_conv_bias", True)
+    config.choice("mlp_hidden_act", ("relu2",))
+    config.choice("mamba_hidden_act", ("silu",))
+    config.unsupported("moe_latent_size", "experts of a width of their own are not supported")
+    config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
+    mixers: dict[str, Mixer] = {
+        "linear_attention": _mamba(config),
+        "full_attention": replace(family.attention(config), rope=None),
+    }
+    blocks = {"mlp": Dense(size=config.integer("intermediate_size", 1, family.MAX_WIDTH), activation=RELU2, name="mlp")}
+    key, kinds = _kinds(config)
+    layers: list[LayerSpec] = []
+    for i, kind in enumerate(kinds):
+        if kind in mixers:
+            layers.append(LayerSpec(mixer=mixers[kind], feed_forward=None, stored_as=(i, i)))
+        elif layers and layers[-1].feed_forward is None:
+            block = blocks[kind] if kind == "mlp" else _experts(config)
+            layers[-1] = replace(layers[-1], feed_forward=block, stored_as=(i - 1, i))
+        else:
+            raise config.error(key, f"layer {i} ({kind}) must follow one that reads earlier tokens")
+    return {"layers": tuple(layers), "norm_eps": config.number("layer_norm_epsilon", 0, 1.0)}
+
+
+def _kinds(config: Fields) -> tuple[str, list[str]]:
+    """Reads the kind of each of the checkpoint's layers, and the key that says it."""
+    key, kinds = "layers_block_type", config.raw("layers_block_type")
+    if kinds is None and isinstance(config.raw("hybrid_override_pattern"), str):
+        key = "hybrid_override_pattern"
+        kinds = [PATTERN.get(str(letter), "") for letter in config.raw(key)]
+    known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in KINDS for kind in kinds)
+    if not known or not 1 <= len(kinds) <= family.MAX_LAYERS:
+        raise config.error(key, f"it must list one of {', '.join(PATTERN.values())} for each layer")
+    return key, [KINDS[kind] for kind in kinds]
+
+
+def _experts(config: Fields) -> MoE:
+    size = config.integer("moe_shared_expert_intermediate_size", 1, family.MAX_WIDTH)
+    shared = SharedExpert(size=size, activation=RELU2, name="mlp.shared_experts")
+    return family.moe(config, router=family.deepseek_router(config), shared=shared, activation=RELU2)
+
+
+def _mamba(config: Fields) -> Mamba2:
+    heads = config.integer("mamba_num_heads", 1, family.MAX_HEADS)
+    groups = config.integer("n_groups", 1, heads)
+    if heads % groups:
+        raise config.error("n_groups", f"it must divide mamba_num_heads ({heads})")
+    return Mamba2(
+        num_heads=heads,
+        num_groups=groups,
+        state_dim=config.integer("ssm_state_size", 1, family.MAX_WIDTH),
+        head_dim=config.integer("mamba_head_dim", 1, family.MAX_WIDTH),
+        conv=config.integer("conv_kernel", 2, granite_moe_hybrid.MAX_CONV),
+        time_limit=(config.number("time_step_min", 0, 1e6), math.inf),
+    )
+
+
+MAMBA = ("in_proj.weight", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias", "D", "norm.weight", "out_proj.weight")
+MLP = ("up_proj.weight", "down_proj.weight")
+SPELLED = {
+    "input_layernorm.weight": ("norm.weight",),
+    "post_attention_layernorm.weight": ("norm.weight",),
+    **{f"mamba.{name}": (f"mixer.{name}",) for name in MAMBA},
+    **{f"self_attn.{x}_proj.weight": (f"mixer.{x}_proj.weight",) for x in "qkvo"},
+    **{f"mlp.{x}": (f"mixer.{x}",) for x in (*MLP, "gate.weight", "gate.e_score_correction_bias")},
+    **{f"mlp.shared_experts.{x}": (f"mixer.shared_experts.{x}",) for x in MLP},
+}
+FAMILY = family.Family(
+    "NemotronHForCausalLM",
+    "nemotron_h",
+    _fields,
+    family.sizes(131072, 4096, 21504, 4, 32, 8, 4096)
+    | {
+        "conv_kernel": 4,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hybrid_override_pattern": "ME*-",
+        "layer_norm_epsilon": 1e-5,
+        "layers_block_type": None,
+        "mamba_head_dim": 64,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 128,
+        "mlp_hidden_act": "relu2",
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_group": 1,
+        "n_groups": 8,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "ssm_state_size": 128,
+        "time_step_min": 0.001,
+        "topk_group": 1,
+    },
+    Names(
+        model="backbone.",
+        embed="embeddings.weight",
+        norm="norm_f.weight",
+        spelled=SPELLED,
+        experts=(
+            ExpertNames(up="mixer.experts.{}.up_proj.weight", down="mixer.experts.{}.down_proj.weight"),
+            ExpertNames(up="mixer.experts.up_proj", down="mixer.experts.down_proj"),
+        ),
+        foreign=("mtp.",),
+    ),
+    aliases={"layer_types": "layers_block_type"},
+)
