@@ -32,9 +32,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.ops import elementwise
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.rules import TILE
 
@@ -119,9 +119,8 @@ def causal_conv(
             y_C = torch.zeros_like(new[0])
             for j in range(num_before + 1):
                 y_C = y_C + weight_CK[:, j] * inputs_nC[i + j]
-            y_C = y_C if bias_C is None else y_C + bias_C
-            out_TC[token] = F.silu(y_C) if silu else y_C
-    return out_TC
+            out_TC[token] = y_C if bias_C is None else y_C + bias_C
+    return elementwise.silu(out_TC) if silu else out_TC
 
 
 def recurrence(

@@ -63,6 +63,7 @@ def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
         ("gemma4_text", {"enable_moe_block": False, "attention_k_eq_v": False}),
         ("granite_moe_shared", {"shared_intermediate_size": 0}),
         ("lfm2_moe", {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False, "conv_L_cache": 4}),
+        ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_dt_rank": "auto"}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0,
                                        "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
