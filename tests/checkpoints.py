@@ -296,6 +296,13 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             **ROUTED, "num_hidden_layers": 3, "use_qk_norm": True, "head_dim": 32, "n_group": 4, "topk_group": 2,
         },
     ),
+    "jamba": (
+        "Jamba",
+        {
+            **EXPERTS, "num_hidden_layers": 3, "attn_layer_period": 5, "attn_layer_offset": 0,
+            "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 6,
+        },
+    ),
     "qwen2": ("Qwen2", {}),
     "mistral": ("Mistral", {"sliding_window": 40, "head_dim": 32}),
 }  # fmt: skip
@@ -368,7 +375,7 @@ def randomise(model: torch.nn.Module) -> None:
             if kind.endswith("bias"):
                 selects = "correction" in kind or kind == "expert_bias"
                 tensor.normal_(0, 0.1 if selects else 0.3)
-            elif "norm" in name or kind in ("sinks", "scale", "per_expert_scale", "layer_scalar"):
+            elif "norm" in name or kind in ("sinks", "scale", "per_expert_scale", "layer_scalar", "A_log", "D"):
                 tensor.uniform_(0.5, 1.5).sub_(around_zero)
             elif kind == "A_log":  # states last: they are read long after, and sums of log decays stay accurate
                 tensor.uniform_(-5.0, 0.0)

@@ -1,4 +1,4 @@
-"""Lightning attention, token by token, in place of the attention of a transformers model, which has none of Ling 2.6."""
+"""Lightning attention, token by token, in place of that of a transformers model: transformers has none of Ling 2.6."""
 
 from __future__ import annotations
 

@@ -6,15 +6,17 @@ They differ from the reference where it rounds products before it adds them, and
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeserve.ops import recurrence as recurrence_ops
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.native_rows import TYPES, address
-from moeserve.ops.recurrence import Caches
+from moeserve.ops.recurrence import Caches, Tile
 from moeserve.ops.rules import TILE
 
 _native: Any = native()
@@ -22,12 +24,16 @@ _empty = torch.empty
 
 
 class NativeTilePlan:
-    """The tiles of one step; `pieces` is the native plan."""
+    """The tiles of one step. pieces: the native plan."""
 
-    __slots__ = ("block_size", "num_tokens", "pieces")
+    def __init__(self, pieces: Any, group: GroupInputs, step: StepInputs) -> None:
+        self.pieces, self.block_size, self.num_tokens = pieces, group.block_size, int(pieces.num_tokens)
+        self._step = group, step
 
-    def __init__(self, pieces: Any, block_size: int) -> None:
-        self.pieces, self.block_size, self.num_tokens = pieces, block_size, int(pieces.num_tokens)
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles as ops/recurrence.py has them, for functions without native code."""
+        return recurrence_ops.plan_tiles(*self._step).tiles
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> NativeTilePlan:
@@ -37,7 +43,7 @@ def plan_tiles(group: GroupInputs, step: StepInputs) -> NativeTilePlan:
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
     pieces = _native.TilePlan(blocks_RN.data_ptr(), blocks_RN.shape[1], size, step.starts_R, step.offsets_R1)
-    return NativeTilePlan(pieces, size)
+    return NativeTilePlan(pieces, group, step)
 
 
 def _check_cache(cache: Tensor, *shape: int) -> None:

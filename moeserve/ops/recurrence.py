@@ -119,8 +119,7 @@ def causal_conv(
             y_C = torch.zeros_like(new[0])
             for j in range(num_before + 1):
                 y_C = y_C + weight_CK[:, j] * inputs_nC[i + j]
-            y_C = y_C if bias_C is None else y_C + bias_C
-            out_TC[token] = y_C
+            out_TC[token] = y_C if bias_C is None else y_C + bias_C
     return elementwise.silu(out_TC) if silu else out_TC
 
 

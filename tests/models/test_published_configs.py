@@ -343,6 +343,20 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         16.4, 1.28,
     ),
+    "Jamba-v0.1": (
+        {
+            "architectures": ["JambaForCausalLM"], "model_type": "jamba", "vocab_size": 65536,
+            "attention_dropout": 0.0, "attn_layer_offset": 4, "attn_layer_period": 8, "bos_token_id": 1,
+            "calc_logits_for_entire_prompt": False, "eos_token_id": 2, "expert_layer_offset": 1,
+            "expert_layer_period": 2, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+            "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_dt_rank": 256, "mamba_expand": 2,
+            "mamba_inner_layernorms": True, "mamba_proj_bias": False, "n_ctx": 262144, "num_attention_heads": 32,
+            "num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-6, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+            "use_mamba_kernels": True,
+        },
+        51.6, 11.8,
+    ),
     "LFM2-8B-A1B": (
         {
             "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "vocab_size": 65536,

@@ -66,6 +66,7 @@ def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
         ("granite_moe_hybrid", {"position_embedding_type": "rope", "mamba_n_groups": 1, "num_local_experts": 0,
                                 "time_step_limit": [0.0, math.inf], "layer_types": ["mamba", "attention", "mamba"]}),
         ("lfm2_moe", {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False, "conv_L_cache": 4}),
+        ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_dt_rank": "auto"}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0,
                                        "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),

@@ -1,0 +1,97 @@
+"""Mamba of a decoder: project, convolve, select, scan, gate, project back.
+
+T tokens (padded rows included), D model width, C channels of this rank, N numbers of a channel's state, R rank of the
+steps, K inputs of the convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.blocks.build import Builder
+from moeserve.blocks.gated_delta_layer import PrepareTiles, prepare_tiles
+from moeserve.blocks.linear import ColumnLinear, gathered_bytes, whole
+from moeserve.blocks.mamba1 import Mamba1
+from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.elementwise import exp
+from moeserve.ops.inputs import LayerCache
+from moeserve.ops.linear import Linear
+from moeserve.ops.rules import SWIGLU, TILE
+from moeserve.ops.table import Ops
+
+FP32 = 4  # bytes
+
+
+@dataclass(eq=False, repr=False)
+class Mamba1Layer:
+    """Mamba of this rank's channels. Those of all ranks are gathered before `select`, and before `out`.
+
+    inputs: D -> the convolution's inputs, then output gates. select: channels of all ranks -> steps, B and C. dt: R ->
+    C. norms: fp32 weights of the norms of steps, B and C.
+    """
+
+    spec: Mamba1
+    ops: Ops
+    tp: TensorParallel
+    prepare: PrepareTiles
+    inputs: Linear
+    conv_CK: Tensor
+    conv_bias_C: Tensor | None
+    select: Linear
+    dt: Linear
+    dt_shift_C: Tensor
+    a_NC: Tensor
+    skip_C: Tensor
+    norms: tuple[Tensor, Tensor, Tensor]
+    eps: float
+    out: ColumnLinear
+
+    def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
+        """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        spec, ops, dtype = self.spec, self.ops, x_TD.dtype
+        inputs, gates = self.inputs(x_TD).chunk(2, 1)
+        x_TC = ops.causal_conv(inputs, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
+        selected = self.select(whole(x_TC.to(dtype), spec.channels, self.tp, channel))
+        parts = selected.split([spec.rank, spec.state, spec.state], 1)
+        steps_TR, b_TN, c_TN = (
+            ops.rms_norm(part.float().contiguous(), weight, self.eps)
+            for part, weight in zip(parts, self.norms, strict=True)
+        )
+        dt_TC = ops.softplus(self.dt(steps_TR.to(dtype)).float() + self.dt_shift_C)
+        y_TC = ops.selective_scan(x_TC, dt_TC, self.a_NC, b_TN, c_TN, self.skip_C, cache[2:], step)
+        gated = ops.act_mul(torch.cat((gates.float(), y_TC), 1), SWIGLU).to(dtype)
+        return self.out(self.tp.gather_columns(gated, channel), channel)
+
+
+def build_mamba1(spec: Mamba1, build: Builder, name: str, group: int) -> Mamba1Layer:
+    """Returns the Mamba of the layer whose parameters begin with `name`."""
+    return Mamba1Layer(
+        spec,
+        build.ops,
+        build.tp,
+        prepare_tiles(build, group),
+        build.linear(name + "in"),
+        build.fp32(name + "conv")[:, 0],
+        build.fp32(name + "conv_bias") if spec.conv_bias else None,
+        build.linear(name + "select"),
+        build.linear(name + "dt"),
+        build.fp32(name + "dt_shift"),
+        -exp(build.fp32(name + "decay").T),
+        build.fp32(name + "skip"),
+        (build.norm(name + "dt_norm"), build.norm(name + "b_norm"), build.norm(name + "c_norm")),
+        build.eps,
+        build.columns(name + "out", build.width),
+    )
+
+
+def mamba1_workspace(spec: Mamba1, width: int, tokens: int, size: int, tp_size: int) -> int:
+    """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
+    local, selected = spec.channels // tp_size, spec.rank + 2 * spec.state
+    rows = tokens * (local * (5 * size + 12 * FP32) + spec.channels * size + selected * 3 * (size + FP32))
+    states = (4 * (TILE + spec.conv) + (4 * TILE + 2) * spec.state) * local * FP32  # of the convolution and the scan
+    gathered = gathered_bytes(tokens, 2 * spec.channels + width, size, tp_size)
+    return rows + states + gathered

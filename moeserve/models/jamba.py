@@ -1,0 +1,88 @@
+"""Jamba (v0.1, 1.5, 1.6, 1.7): of a few layers one has attention, without positions, the others Mamba; every second
+one has experts.
+
+Source: arXiv 2403.19887, 2408.12570.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeserve.blocks.mamba1 import Mamba1
+from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.loader.files import Fields
+from moeserve.models import family
+from moeserve.models.spec import layer_specs
+from moeserve.ops.rules import RouterRule
+
+_MAX_CONV = 16
+_MAX_STATE = 1024
+_EXPERT = "feed_forward.experts."
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    config.only("mamba_inner_layernorms", True)
+    config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
+    attention = replace(family.attention(config), rope=None)
+    width = config.integer("hidden_size", 1, family.MAX_WIDTH)
+    auto = config.raw("mamba_dt_rank") == "auto"
+    mamba = Mamba1(
+        channels=width * config.integer("mamba_expand", 1, 64),
+        state=config.integer("mamba_d_state", 1, _MAX_STATE),
+        rank=-(-width // 16) if auto else config.integer("mamba_dt_rank", 1, family.MAX_WIDTH),
+        conv=config.integer("mamba_d_conv", 2, _MAX_CONV),
+        conv_bias=config.boolean("mamba_conv_bias"),
+        bias=config.boolean("mamba_proj_bias"),
+    )
+    dense = family.dense(config)
+    experts = family.moe(config, "intermediate_size", router=RouterRule())
+    attends, routes = (_every(config, kind) for kind in ("attn", "expert"))
+    mixers = [attention if is_one else mamba for is_one in attends]
+    blocks = [experts if is_one and experts.num_experts > 1 else dense for is_one in routes]
+    return {"layers": layer_specs(mixers, blocks)}
+
+
+def _every(config: Fields, kind: str) -> list[bool]:
+    """Reads which layers are of a kind: one of each `period`, behind `offset` others."""
+    period = config.integer(f"{kind}_layer_period", 1, family.MAX_LAYERS)
+    offset = config.integer(f"{kind}_layer_offset", 0, period - 1)
+    return [i % period == offset for i in range(family.num_layers(config))]
+
+
+FAMILY = family.Family(
+    "JambaForCausalLM",
+    "jamba",
+    _fields,
+    family.sizes(65536, 4096, 14336, 32, 32, 8, 262144)
+    | {
+        "attn_layer_offset": 4,
+        "attn_layer_period": 8,
+        "eos_token_id": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": "auto",
+        "mamba_expand": 2,
+        "mamba_proj_bias": False,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+    },
+    Names(
+        norm="final_layernorm.weight",
+        experts=(
+            ExpertNames(
+                gate=_EXPERT + "{}.gate_proj.weight",
+                up=_EXPERT + "{}.up_proj.weight",
+                down=_EXPERT + "{}.down_proj.weight",
+            ),
+            ExpertNames(gate_up=_EXPERT + "gate_up_proj", down=_EXPERT + "down_proj"),
+        ),
+        spelled={
+            "post_attention_layernorm.weight": ("pre_ff_layernorm.weight",),
+            "mlp.gate.weight": ("feed_forward.router.weight",),
+            **{f"mlp.{x}_proj.weight": (f"feed_forward.{x}_proj.weight",) for x in ("gate", "up", "down")},
+        },
+    ),
+)

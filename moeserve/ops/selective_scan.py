@@ -1,0 +1,78 @@
+"""The selective scan of Mamba over paged states, in plain torch: the specification.
+
+T tokens (padded rows included), C channels, N numbers of a channel's state. With the step dt_t of token t, each channel
+has
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t        y_t = sum over n of C_t[n] h_t[n] + skip x_t
+
+A [N] of the channel, B_t and C_t [N] of the token. Tiles are those of ops/recurrence.py. What is cached of a tile is
+the state at its border and, of each of its tokens, x, dt and B: a token's result is that of the scan from the border
+over the tile's tokens, one after the other, whichever of them are computed together with it, and whichever again.
+
+All in fp32; sums over n in ascending order.
+
+Source: Mamba (arXiv 2312.00752).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.elementwise import exp
+from moeserve.ops.recurrence import Caches, TilePlan
+from moeserve.ops.rules import TILE
+
+
+def selective_scan(
+    x_TC: Tensor,
+    dt_TC: Tensor,
+    a_NC: Tensor,
+    b_TN: Tensor,
+    c_TN: Tensor,
+    skip_C: Tensor,
+    caches: Caches,
+    plan: TilePlan,
+) -> Tensor:
+    """Returns y [T, C]; 0 where rows are padding. All are fp32.
+
+    caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block size, 1, C] and B
+    [.., 1, N].
+    """
+    states, *row_caches = caches
+    out_TC, state_NC = torch.zeros_like(x_TC), torch.zeros_like(a_NC)
+    for tile in plan.tiles:
+        places = [cache[tile.block, tile.place * TILE : tile.place * TILE + TILE, 0] for cache in row_caches]
+        if tile.first:
+            rows = [place[: tile.first] for place in places]
+            state_NC = _states(states[tile.block, tile.place], rows, a_NC)[-1]
+        else:
+            if tile.before is None:
+                state_NC = torch.zeros_like(a_NC)
+            elif not tile.carried:
+                block, place = tile.before
+                rows = [cache[block, place * TILE : place * TILE + TILE, 0] for cache in row_caches]
+                state_NC = _states(states[block, place], rows, a_NC)[-1]
+            if tile.block:
+                states[tile.block, tile.place] = state_NC
+        tokens = slice(tile.tokens.start, tile.tokens.stop)
+        rows = [x_TC[tokens], dt_TC[tokens], b_TN[tokens]]
+        states_tNC = _states(state_NC, rows, a_NC)
+        y_tC = skip_C * x_TC[tokens]
+        for n in range(len(a_NC)):
+            y_tC = y_tC + c_TN[tokens, n : n + 1] * states_tNC[:, n]
+        out_TC[tokens], state_NC = y_tC, states_tNC[-1]
+        if tile.block:
+            for place, values in zip(places, rows, strict=True):
+                place[tile.first : tile.first + len(values)] = values
+    return out_TC
+
+
+def _states(state_NC: Tensor, rows: list[Tensor], a_NC: Tensor) -> Tensor:
+    """Returns the states [t, N, C] behind each of the tokens with these x, dt and B."""
+    x_tC, dt_tC, b_tN = rows
+    decays_tNC = exp((dt_tC[:, None] * a_NC).flatten(0, 1)).view(-1, *a_NC.shape)
+    states_tNC = b_tN[:, :, None] * dt_tC[:, None] * x_tC[:, None]
+    for decay_NC, new_NC in zip(decays_tNC, states_tNC, strict=True):
+        state_NC = new_NC.add_(decay_NC * state_NC)
+    return states_tNC
