@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.kernels import paged_attention
@@ -19,13 +20,16 @@ from moeserve.kernels.latent import latent_rope_cache as latent_rope_cache_kerne
 from moeserve.kernels.linear import heads_linear, linear
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
+from moeserve.kernels.recurrence import TilePlan, causal_conv, recurrence
 from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
+from moeserve.ops import elementwise
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul, soft_cap
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
 from moeserve.ops.latent import HeadsLinear, LatentRule, PlainHeads
 from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
+from moeserve.ops.rules import TILE
 from moeserve.ops.table import Ops
 from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle
 
@@ -135,6 +139,11 @@ def plan_attention(
     return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, sizes, bounds, invariant=exact)
 
 
+def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
+    """See ops/recurrence.py. The kernels find the tiles of their tokens themselves."""
+    return TilePlan(group.blocks_RN, *step.rows_on_device, group.block_size, TILE)
+
+
 def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
     """Returns the table of the Triton kernels. exact: a row's bits depend on nothing but the row."""
     products = "triton, batch-invariant" if exact else f"torch on {device.type}"
@@ -158,6 +167,13 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         route=route,
         qk_norm_rope_cache=qk_norm_rope_cache,
         latent_rope_cache=latent_rope_cache,
+        sigmoid=elementwise.sigmoid
+        if device.type == "cpu"
+        else torch.sigmoid,  # only CPUs treat last columns otherwise
+        softplus=elementwise.softplus if device.type == "cpu" else F.softplus,
+        plan_tiles=plan_tiles,
+        causal_conv=causal_conv,
+        recurrence=recurrence,
         plan_attention=partial(plan_attention, dtype=dtype, exact=exact),
         attention=attention,
     )

@@ -152,8 +152,9 @@ def _ordered_dots() -> Iterator[None]:
 @pytest.mark.full("models")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 @pytest.mark.usefixtures("_ordered_dots")
-def test_interpreted_triton_kernels(make_checkpoint: Any) -> None:
-    path = make_checkpoint("qwen2_moe").path
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_next"])
+def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
+    path = make_checkpoint(name).path
     lone = Driver(path, kernels="triton")
     expected = torch.cat([lone.prefill("needle", PROMPT[:20]), lone.step([("needle", ANSWER[:1])])[0]])
     driver = Driver(path, kernels="triton")

@@ -1,0 +1,262 @@
+"""Causal convolutions and gated linear recurrences over paged states; moeserve/ops/recurrence.py specifies them.
+
+T tokens (padded rows included), R rows (requests), N blocks per row, C channels, K inputs of a convolution, G heads of
+queries and keys, H of values, d and v their widths, D widths of decays: 1 or d. No tile is planned on the host: a
+token's tile follows from its position, which programs know from R + 1 offsets and R first positions, so that both may
+be recorded in graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 4096  # of a program's part of a state: 32 of a thread's registers
+LEAST = 16  # the side of a product's operand, at least
+CHANNELS = 1024  # of a program of the convolution
+WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """The rows of one step, for all recurrent layers of one KV group.
+
+    Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1 (int32), from position starts_R[i] on; its block table is
+    padded with 0. tile: tokens; a block is a whole number of tiles.
+    """
+
+    blocks_RN: Tensor
+    starts_R: Tensor
+    offsets_R1: Tensor
+    block_size: int
+    tile: int
+
+    def __post_init__(self) -> None:
+        assert self.block_size % self.tile == 0, self
+        assert self.blocks_RN.stride(1) == 1, self.blocks_RN.stride()
+        assert self.offsets_R1.shape == (len(self.starts_R) + 1,), (self.offsets_R1.shape, self.starts_R.shape)
+
+    def check(self, caches: tuple[Tensor, ...], *shapes: tuple[int, ...]) -> None:
+        """Asserts that each cache has this shape behind its blocks, and is fp32."""
+        for cache, shape in zip(caches, shapes, strict=True):
+            assert cache.shape[1:] == shape, (cache.shape, shape)
+            assert (cache.dtype, cache.is_contiguous()) == (torch.float32, True), (cache.dtype, cache.stride())
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
+def causal_conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, rows_ptr, borders_ptr, out_ptr, blocks_ptr, starts_ptr, offsets_ptr,
+    num_rows, x_stride, table_stride, C: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_C channels of one token, whose inputs come from the step or from what is cached before it."""
+    TILES: tl.constexpr = BLOCK_SIZE // TILE
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = columns < C
+    rows = tl.arange(0, BLOCK_R)
+    behind = (rows < num_rows) & (tl.load(offsets_ptr + 1 + rows, mask=rows < num_rows, other=0) <= token)
+    row = tl.sum(behind.to(tl.int32), 0).to(tl.int64)
+    y = tl.zeros((BLOCK_C,), tl.float32)
+    if row < num_rows:
+        start = tl.load(starts_ptr + row)
+        position = start + (token - tl.load(offsets_ptr + row)).to(tl.int32)
+        tile = position // TILE
+        held = tl.maximum(start - 1, 0) // TILE  # the tile of the last token that is cached
+        table_ptr = blocks_ptr + row * table_stride
+        block = tl.load(table_ptr + tile // TILES).to(tl.int64)
+        held_block = tl.load(table_ptr + held // TILES).to(tl.int64)
+        to_border = borders_ptr + (block * TILES + tile % TILES) * (K - 1) * C + columns
+        at_border = borders_ptr + (held_block * TILES + held % TILES) * (K - 1) * C + columns
+        kept = columns < tl.where(block > 0, C, 0)
+        first = columns < tl.where((position % TILE == 0) & (block > 0), C, 0)
+        for j in tl.static_range(K):
+            back = K - 1 - j
+            at = position - back
+            in_tile = at - held * TILE
+            is_new = at >= start
+            in_rows = (at < start) & (in_tile >= 0)
+            in_border = (at < start) & (in_tile < 0) & (at >= 0)
+            at_x = x_ptr + (token - back) * x_stride + columns
+            at_row = rows_ptr + (held_block * BLOCK_SIZE + at % BLOCK_SIZE) * C + columns
+            new = tl.load(at_x, mask=columns < tl.where(is_new, C, 0), other=0.0)
+            row_x = tl.load(at_row, mask=columns < tl.where(in_rows, C, 0), other=0.0)
+            border_x = tl.load(at_border + (in_tile + K - 1) * C, mask=columns < tl.where(in_border, C, 0), other=0.0)
+            x = tl.where(is_new, new.to(tl.float32), tl.where(in_rows, row_x, border_x))
+            y += tl.load(weight_ptr + columns * K + j, mask=inside, other=0.0) * x
+            if j < K - 1:
+                tl.store(to_border + j * C, x, mask=first)
+            else:
+                to_row = rows_ptr + (block * BLOCK_SIZE + position % BLOCK_SIZE) * C + columns
+                tl.store(to_row, x, mask=kept)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + columns, mask=inside, other=0.0)
+        if SILU:
+            y = y / (1 + tl.exp(-y))
+    tl.store(out_ptr + token * C + columns, y, mask=inside)
+
+
+def causal_conv(
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, silu: bool, caches: tuple[Tensor, ...], plan: TilePlan
+) -> Tensor:
+    """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], fp32, or SiLU of it; 0 where no row
+    owns the token. Inputs before a request's first token are 0. Rows of x may be strided.
+
+    caches: fp32 inputs of a tile's tokens [blocks, block size, 1, C], and those of the K - 1 tokens before its border
+    [blocks, tiles, K - 1, C].
+    x [1, 2, 3], weight [10, 1], bias 5 -> [6, 17, 28]
+    """
+    (tokens, channels), num_inputs, size = x_TC.shape, weight_CK.shape[1], plan.block_size
+    plan.check(caches, (size, 1, channels), (size // plan.tile, num_inputs - 1, channels))
+    assert num_inputs <= plan.tile, (num_inputs, plan.tile)
+    assert x_TC.stride(1) == 1, x_TC.stride()
+    assert weight_CK.is_contiguous(), weight_CK.stride()
+    out_TC = x_TC.new_empty((tokens, channels), dtype=torch.float32)
+    block_c = min(CHANNELS, triton.next_power_of_2(channels))
+    if tokens:
+        causal_conv_kernel[(tokens, triton.cdiv(channels, block_c))](
+            x_TC, weight_CK, bias_C, *caches, out_TC, plan.blocks_RN, plan.starts_R, plan.offsets_R1,
+            len(plan.starts_R), x_TC.stride(0), plan.blocks_RN.stride(0),
+            C=channels, K=num_inputs, SILU=silu, BLOCK_SIZE=size, TILE=plan.tile,
+            BLOCK_R=max(64, triton.next_power_of_2(len(plan.starts_R))), BLOCK_C=block_c, num_warps=WARPS,
+        )  # fmt: skip
+    return out_TC
+
+
+@triton.jit
+def _cached_rows(
+    k_ptrs, s_ptrs, u_ptrs, there, d, decays, values, D: tl.constexpr, DECAYS: tl.constexpr, V: tl.constexpr
+):
+    """k [TILE, d], s [TILE, D] and u^T [v, TILE] of a tile's tokens, zeros where there are none."""
+    k = tl.load(k_ptrs[:, None] + d, mask=there[:, None] & (d < D), other=0.0)
+    s = tl.load(s_ptrs[:, None] + decays, mask=there[:, None] & (decays < DECAYS), other=0.0)
+    u = tl.load(u_ptrs[None, :] + values[:, None], mask=there[None, :] & (values < V)[:, None], other=0.0)
+    return k, s, u
+
+
+@triton.jit
+def _read(x_t, grown, weights, state, u):
+    """What a token's query, or key, reads: from the border's state, and from the tile's earlier tokens."""
+    return tl.sum(state * (x_t * grown), 1) + tl.sum(u * tl.sum(x_t * weights, 1)[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def recurrence_kernel(
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, states_ptr, k_rows_ptr, u_rows_ptr, s_rows_ptr, out_ptr,
+    blocks_ptr, starts_ptr, offsets_ptr, q_stride, k_stride, v_stride, decay_stride, beta_stride, table_stride,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DECAYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_V values of one head of one row, token by token; the state S^T [v, d] and what is kept of the
+    open tile's tokens, k [TILE, d], u^T [v, TILE] and s [TILE, D], stay in registers."""
+    TILES: tl.constexpr = BLOCK_SIZE // TILE
+    PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    key_head = head // (HEADS // KEY_HEADS)
+    row = tl.program_id(1).to(tl.int64)
+    start, first_token = tl.load(starts_ptr + row), tl.load(offsets_ptr + row).to(tl.int64)
+    end = start + (tl.load(offsets_ptr + row + 1) - first_token).to(tl.int32)
+    table_ptr = blocks_ptr + row * table_stride
+    d, decays, rows = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_S)[None, :], tl.arange(0, TILE)
+    values = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    held = tl.maximum(start - 1, 0) // TILE  # the tile of the last token before: this one's, or the one before it
+    inside_v = values < V
+    at_state = head * D * V + d * V + values[:, None]
+    count = tl.where(start < end, start - held * TILE, 0)
+    block = tl.load(table_ptr + held // TILES).to(tl.int64)
+    slots = block * BLOCK_SIZE + held % TILES * TILE + rows
+    k, s, u = _cached_rows(
+        k_rows_ptr + (slots * KEY_HEADS + key_head) * D, s_rows_ptr + (slots * HEADS + head) * DECAYS,
+        u_rows_ptr + (slots * HEADS + head) * V, rows < count, d, decays, values, D, DECAYS, V,
+    )  # fmt: skip
+    last = tl.sum(tl.where((rows == count - 1)[:, None], s, 0.0), 0)[None, :]
+    from_state = states_ptr + (block * TILES + held % TILES) * (HEADS * D * V) + at_state
+    state = tl.load(from_state, mask=inside_v[:, None] & (d < tl.where(count > 0, D, 0)), other=0.0)
+
+    for tile in range(start // TILE, (end + TILE - 1) // TILE):
+        border = tile * TILE
+        block = tl.load(table_ptr + tile // TILES).to(tl.int64)
+        if border >= start:
+            state = tl.dot(u, k * tl.exp(last - s), state * tl.exp(last), input_precision="ieee")
+            if block > 0:
+                to_state = states_ptr + (block * TILES + tile % TILES) * (HEADS * D * V) + at_state
+                tl.store(to_state, state, mask=inside_v[:, None] & (d < D))
+            k, s, u, last = tl.zeros_like(k), tl.zeros_like(s), tl.zeros_like(u), tl.zeros_like(last)
+        for position in range(tl.maximum(border, start), tl.minimum(border + TILE, end)):
+            token = first_token + (position - start)
+            q_t = tl.load(q_ptr + token * q_stride + key_head * D + d, mask=d < D, other=0.0)
+            k_t = tl.load(k_ptr + token * k_stride + key_head * D + d, mask=d < D, other=0.0)
+            u_t = tl.load(v_ptr + token * v_stride + head * V + values, mask=inside_v, other=0.0)
+            last += tl.load(decay_ptr + token * decay_stride + head * DECAYS + decays, mask=decays < DECAYS, other=0.0)
+            grown = tl.exp(last)
+            weights = tl.exp(last - s) * k  # zeros where the tile's later tokens will be
+            if beta_ptr is not None:
+                u_t = tl.load(beta_ptr + token * beta_stride + head) * (u_t - _read(k_t, grown, weights, state, u))
+            o_t = _read(q_t, grown, weights, state, u) + tl.sum(q_t * k_t) * u_t
+            tl.store(out_ptr + (token * HEADS + head) * V + values, o_t, mask=inside_v)
+            this = rows == position - border
+            k, s = tl.where(this[:, None], k_t, k), tl.where(this[:, None], last, s)
+            u = tl.where(this[None, :], u_t[:, None], u)
+            if block > 0:
+                slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+                tl.store(u_rows_ptr + (slot * HEADS + head) * V + values, u_t, mask=inside_v)
+                if part == 0:
+                    tl.store(s_rows_ptr + (slot * HEADS + head) * DECAYS + decays, last, mask=decays < DECAYS)
+                    if head % (HEADS // KEY_HEADS) == 0:
+                        tl.store(k_rows_ptr + (slot * KEY_HEADS + key_head) * D + d, k_t, mask=d < D)
+
+
+def block_sizes(dim: int, v_dim: int, decays: int) -> dict[str, int]:
+    """The padded widths of a program's part of a state. They depend on what the model fixes, as bits depend on them.
+
+    128, 128, 1 -> 32 of the values, all keys
+    """
+    block_d = max(LEAST, triton.next_power_of_2(dim))
+    block_v = max(LEAST, min(triton.next_power_of_2(v_dim), ELEMENTS // block_d))
+    return {"BLOCK_D": block_d, "BLOCK_V": block_v, "BLOCK_S": 1 if decays == 1 else block_d}
+
+
+def recurrence(
+    q_TGd: Tensor,
+    k_TGd: Tensor,
+    v_THv: Tensor,
+    log_decay_THD: Tensor,
+    beta_TH: Tensor | None,
+    caches: tuple[Tensor, ...],
+    plan: TilePlan,
+) -> Tensor:
+    """Returns o [T, H, v] of the gated recurrence (beta None) or of the gated delta rule; 0 where no row owns the
+    token. All are fp32; tokens may be strided.
+
+    caches: borders' states [blocks, tiles, H, d * v]; of a tile's tokens k [blocks, block size, G, d], u [.., H, v] and
+    sums of decays since the border [.., H, D].
+    d 1, v 1, q and k 1, v [3, 5], log decay ln 0.5, no beta -> [3, 0.5 * 3 + 5] = [3, 6.5]
+    """
+    (_, keys, dim), (tokens, heads, v_dim), decays = q_TGd.shape, v_THv.shape, log_decay_THD.shape[2]
+    assert heads % keys == 0, (heads, keys)
+    assert decays in (1, dim), (decays, dim)
+    assert k_TGd.shape == q_TGd.shape, (k_TGd.shape, q_TGd.shape)
+    size = plan.block_size
+    plan.check(
+        caches, (size // plan.tile, heads, dim * v_dim), (size, keys, dim), (size, heads, v_dim), (size, heads, decays)
+    )
+    for x, width in ((q_TGd, dim), (k_TGd, dim), (v_THv, v_dim), (log_decay_THD, decays)):
+        assert x.stride()[1:] == (width, 1) or x.stride()[1:] == (1, 1) == (width, 1), (x.shape, x.stride())
+        assert x.dtype == torch.float32, x.dtype
+    assert beta_TH is None or beta_TH.stride(1) == 1, beta_TH
+    out_THv = v_THv.new_zeros((tokens, heads, v_dim))
+    blocks = block_sizes(dim, v_dim, decays)
+    if tokens:
+        recurrence_kernel[(heads * triton.cdiv(v_dim, blocks["BLOCK_V"]), len(plan.starts_R))](
+            q_TGd, k_TGd, v_THv, log_decay_THD, beta_TH, *caches, out_THv,
+            plan.blocks_RN, plan.starts_R, plan.offsets_R1,
+            q_TGd.stride(0), k_TGd.stride(0), v_THv.stride(0), log_decay_THD.stride(0),
+            0 if beta_TH is None else beta_TH.stride(0), plan.blocks_RN.stride(0),
+            KEY_HEADS=keys, HEADS=heads, D=dim, V=v_dim, DECAYS=decays, BLOCK_SIZE=size, TILE=plan.tile,
+            **blocks, num_warps=WARPS,
+        )  # fmt: skip
+    return out_THv
