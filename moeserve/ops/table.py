@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import ConfigError
-from moeserve.ops import attention, elementwise, latent, native_latent, native_layer, native_rows, recurrence, selected
+from moeserve.ops import attention, elementwise, latent, native_latent, native_layer, native_rows, recurrence
 from moeserve.ops.inputs import PlanAttention
 from moeserve.ops.linear import PackLinear, PlainLinear, padded_rows
 from moeserve.ops.native import native
@@ -68,7 +68,6 @@ class Ops:
     plan_tiles: recurrence.PlanTiles = recurrence.plan_tiles
     causal_conv: Callable[..., Tensor] = recurrence.causal_conv
     recurrence: Callable[..., Tensor] = recurrence.recurrence
-    index_select: Callable[..., Tensor] = selected.index_select
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
