@@ -1,4 +1,4 @@
-"""Queries that attend to what an index selector chooses: where it selects, which layers choose, what memory it needs."""
+"""Queries that attend to what an index selector chooses: where it selects, which layers choose, what it needs."""
 
 from __future__ import annotations
 
