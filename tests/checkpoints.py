@@ -38,7 +38,7 @@ LATENT: Options = {
     **ROUTED, "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
-INDEXED: Options = {"index_n_heads": 8, "index_head_dim": 24}
+INDEXED: Options = {"index_n_heads": 16, "index_head_dim": 24}  # with few heads all products of some scores are below 0
 VISION: Options = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 MISTRAL4: Options = {
     **LATENT, "routed_scaling_factor": 1.0,
@@ -98,13 +98,13 @@ FAMILIES: dict[str, tuple[str, Options]] = {
     "deepseek_v32": (
         "DeepseekV32",
         {
-            **LATENT, **INDEXED, "n_group": 4, "topk_group": 2, "index_topk": 40,
+            **LATENT, **INDEXED, "n_group": 4, "topk_group": 2, "index_topk": 48,
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
     "glm_moe_dsa": (
         "GlmMoeDsa",
-        {**LATENT, **INDEXED, "index_topk": 40, "v_head_dim": 32, "indexer_types": ["full", "shared", "full"]},
+        {**LATENT, **INDEXED, "index_topk": 48, "v_head_dim": 32, "indexer_types": ["full", "shared", "full"]},
     ),
     "kimi_k25": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1}),
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, "v_head_dim": 32}),

@@ -72,7 +72,9 @@ def default_spec(architecture: str) -> ModelSpec:
 
 def _kind(mixer: Mixer) -> str:
     if isinstance(mixer, LatentAttention):
-        return f"latent, {mixer.num_heads} heads, rank {mixer.rank} + {mixer.rope_dim}"
+        latent = f"latent, {mixer.num_heads} heads, rank {mixer.rank} + {mixer.rope_dim}"
+        index = mixer.indexer
+        return f"{latent}, {index.num_heads} index heads of {index.dim}" if index else latent
     assert isinstance(mixer, Attention)
     options = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads of {mixer.head_dim}"]
     if mixer.value_dim != mixer.head_dim:
@@ -85,6 +87,8 @@ def _kind(mixer: Mixer) -> str:
 
 
 def _sees(mixer: Mixer) -> str:
+    if isinstance(mixer, LatentAttention) and mixer.indexer:
+        return f"{mixer.indexer.top_k} chosen tokens"
     rule = mixer.rule
     return f"window {rule.window}" if rule.window else f"chunk {rule.chunk}" if rule.chunk else "all"
 

@@ -42,11 +42,16 @@ class Indexer:
         """Adds index_q, index_k, index_norm and its bias, and index_weights."""
         if self.shared:
             return
-        for name, shape, published, fp32 in (
-            ("q", (self.num_heads * self.dim, q_rank), "wq_b.weight", False),
-            ("k", (self.dim, plan.width), "wk.weight", False),
-            ("norm", (self.dim,), "k_norm.weight", False),
-            ("norm_bias", (self.dim,), "k_norm.bias", False),
-            ("weights", (self.num_heads, plan.width), "weights_proj.weight", True),
+
+        def spelled(name: str) -> str:
+            return plan.spell(theirs, f"self_attn.indexer.{name}")
+
+        for name, shape, published in (
+            ("q", (self.num_heads * self.dim, q_rank), "wq_b.weight"),
+            ("k", (self.dim, plan.width), "wk.weight"),
+            ("norm", (self.dim,), "k_norm.weight"),
+            ("norm_bias", (self.dim,), "k_norm.bias"),
         ):
-            plan.add(f"{ours}index_{name}", shape, plan.spell(theirs, f"self_attn.indexer.{published}"), fp32=fp32)
+            plan.add(f"{ours}index_{name}", shape, spelled(published))
+        heads = spelled("weights_proj.weight"), self.num_heads, slice(0, self.num_heads)
+        plan.stack(ours + "index_weights", [heads], plan.width, widened=True, fp32=True)

@@ -1,14 +1,15 @@
-"""The choice of the tokens that a query attends to, and attention to them, in plain torch (DeepSeek sparse attention).
+"""The choice of the tokens that a query attends to, and attention to them (DeepSeek sparse attention).
 
 T tokens (padded rows included), S of them select, J index heads, d their width, K tokens that are chosen, L context
 padded to tiles. A query selects if it sees more than K tokens. The score of an earlier token, or of its own, is
 
-    sum over heads j, in ascending order, of weight_j * relu(q_j . k)
+    sum over heads j of weight_j * relu(q_j . k)
 
-in fp32; NaN counts as infinity. The K largest are chosen, of equal ones the earliest, so that the choice depends on
-query and context alone. A query attends to them in ascending order of their positions as if there were no others: it
-becomes a request of its own, whose K tokens lie in blocks of one. So `attention` of every table serves, its bits depend
-on the chosen entries alone, and a query that sees K tokens would have the bits of one that does not select.
+in fp32, by the products of the table that serves; NaN counts as infinity. The K largest are chosen, of equal ones the
+earliest, so that the choice depends on query and context alone. A query attends to them in ascending order of their
+positions as if there were no others: it becomes a request of its own, whose K tokens lie in blocks of one. So
+`attention` of every table serves, and a query that sees K tokens would have the bits of one that does not select. The
+choice itself is torch's on every table.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
@@ -21,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.ops.attention import DEPTH, SCORES, TILE
+from moeserve.ops.attention import SCORES, TILE
 from moeserve.ops.inputs import GroupInputs, StepInputs
+from moeserve.ops.latent import PackHeads
 
 QUERIES = 16  # at once, at most
-SPAN = 1024  # keys at once, at most
+SPAN = 1024  # keys at once, at least where there are so many
 POSITION_BITS = 31
 
 
@@ -100,11 +102,13 @@ def chosen_as_requests(slots_SK: Tensor, group: GroupInputs, step: StepInputs) -
     return replace(group, blocks_RN=slots_SK, block_size=1), rows
 
 
-def index_select(q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection) -> Tensor:
+def index_select(
+    q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection, pack_heads: PackHeads
+) -> Tensor:
     """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], in ascending order of
     their positions.
 
-    cache: of keys [blocks, block size, 1, d]. weights: fp32.
+    cache: of keys [blocks, block size, 1, d]. weights: fp32. pack_heads: of the table that computes the scores.
     """
     k_rows = cache.view(-1, cache.shape[3])
     out_SK = torch.empty((len(q_SJd), selection.top_k), dtype=torch.int64, device=q_SJd.device)
@@ -114,33 +118,25 @@ def index_select(q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Se
             part = slice(start, min(start + step, rows.stop))
             first = request.first + start - rows.start
             slots_L = request.slots_L[: first + part.stop - part.start]
-            scores_ML = index_scores(q_SJd[part], weights_SJ[part], k_rows, slots_L)
+            scores_ML = index_scores(q_SJd[part], weights_SJ[part], k_rows, slots_L, pack_heads)
             out_SK[part] = slots_L[_best(scores_ML, first, selection.top_k)]
     return out_SK
 
 
-def index_scores(q_MJd: Tensor, weights_MJ: Tensor, k_rows: Tensor, slots_L: Tensor) -> Tensor:
+def index_scores(q_MJd: Tensor, weights_MJ: Tensor, k_rows: Tensor, slots_L: Tensor, pack_heads: PackHeads) -> Tensor:
     """Returns the scores of the keys in these cache rows, fp32 [M, L].
 
-    Products have a multiple of 8 rows and of TILE columns, so that torch always takes one kernel.
+    Both products have queries as weights and a row per key, so that a score's bits depend on its query and key alone.
     """
     count, heads, dim = q_MJd.shape
-    rows, columns = -(-count * heads // 8) * 8, -(-len(slots_L) // TILE) * TILE
-    q_Rd = q_MJd.new_zeros((rows, dim), dtype=torch.float32)
-    q_Rd[: count * heads] = q_MJd.transpose(0, 1).reshape(-1, dim)
-    index_L = torch.nn.functional.pad(slots_L, (0, columns - len(slots_L)))
-    out_ML = q_Rd.new_empty((count, columns))
-    for start in range(0, columns, SPAN):
-        k_ld = k_rows.index_select(0, index_L[start : start + SPAN]).float()
-        dots_Rl = torch.zeros((rows, len(k_ld)), device=q_Rd.device)
-        for at in range(0, dim, DEPTH):
-            dots_Rl += torch.bmm(q_Rd[None, :, at : at + DEPTH], k_ld[None, :, at : at + DEPTH].transpose(1, 2))[0]
-        dots_JMl = dots_Rl[: count * heads].view(heads, count, -1).relu_()
-        total_Ml = dots_JMl[0] * weights_MJ[:, :1]
-        for head in range(1, heads):  # in this order, whatever torch's sums do
-            total_Ml += dots_JMl[head] * weights_MJ[:, head : head + 1]
-        out_ML[:, start : start + SPAN] = total_Ml
-    return out_ML[:, : len(slots_L)]
+    by_queries, by_weights = pack_heads(q_MJd.reshape(1, -1, dim).float()), pack_heads(weights_MJ[:, None].contiguous())
+    span = max(SPAN, SCORES // max(dim, count * heads) // TILE * TILE)
+    index_L = torch.nn.functional.pad(slots_L, (0, -len(slots_L) % TILE))
+    parts = []
+    for index_l in torch.split(index_L, span):
+        dots_lMJ = by_queries(k_rows.index_select(0, index_l).float()[:, None]).view(-1, count, heads)
+        parts.append(by_weights(dots_lMJ.relu_())[:, :, 0])
+    return torch.cat(parts)[: len(slots_L)].T.contiguous()
 
 
 def _best(scores_ML: Tensor, first: int, top_k: int) -> Tensor:

@@ -25,7 +25,6 @@ from moeserve.ops import (
     native_recurrence,
     native_rows,
     recurrence,
-    selected,
     selective_scan,
 )
 from moeserve.ops.inputs import PlanAttention
@@ -79,7 +78,6 @@ class Ops:
     plan_tiles: recurrence.PlanTiles = recurrence.plan_tiles
     causal_conv: Callable[..., Tensor] = recurrence.causal_conv
     recurrence: Callable[..., Tensor] = recurrence.recurrence
-    index_select: Callable[..., Tensor] = selected.index_select
     selective_scan: Callable[..., Tensor] = selective_scan.selective_scan
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too

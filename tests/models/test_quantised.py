@@ -25,6 +25,7 @@ def cases() -> list[tuple[str, str]]:
     kinds = ["int8", "int4 with zero points", "fp8 in blocks"]
     others = [("qwen3_moe", form) for form in FORMS if form not in kinds]
     others += [("granite_moe", form) for form in FORMS if form.startswith("fp4")]  # whose experts are fused
+    others += [("deepseek_v32", "fp8 in blocks"), ("glm_moe_dsa", "fp8 in blocks")]  # as they are published
     return [(name, form) for name in FEW for form in kinds] + others
 
 

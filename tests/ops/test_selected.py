@@ -12,7 +12,7 @@ from torch import Tensor
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
 from moeserve.ops.probe import host_step
 from moeserve.ops.selected import Selection, chosen_as_requests, index_select, plan_selection
-from moeserve.ops.table import pick_ops
+from moeserve.ops.table import Choice, Ops, pick_ops
 
 SIZE, BLOCKS = 16, 200
 
@@ -22,6 +22,11 @@ def _restore_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["torch", "auto"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return pick_ops("cpu", torch.float32, request.param)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -50,7 +55,7 @@ def positions_of(slots: Tensor, blocks: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize(("heads", "dim", "top_k"), [(1, 8, 1), (3, 24, 7), (5, 136, 40), (64, 16, 100)])
-def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int) -> None:
+def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int, ops: Ops) -> None:
     """Small whole numbers: scores are exact, and many are equal."""
     rows = [(0, 60), (130, 1), (90, 33), (5, 3)]
     group, step = rows_of(*rows)
@@ -58,7 +63,7 @@ def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int) -> Non
     q, weights = random(130, heads, dim).round(), random(130, heads, seed=1).round()
     cache = random(BLOCKS, SIZE, 1, dim, seed=2).round()
     tokens = selection.tokens_S.tolist()
-    slots = index_select(q[tokens], weights[tokens], cache, selection)
+    slots = index_select(q[tokens], weights[tokens], cache, selection, ops.pack_heads)
     owners = [(row, start + i) for row, (start, count) in enumerate(rows) for i in range(count)]
     assert tokens == [token for token, (_, position) in enumerate(owners) if position >= top_k]
     assert sorted([*tokens, *selection.others_N.tolist()]) == list(range(len(owners)))
@@ -71,7 +76,7 @@ def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int) -> Non
         assert positions_of(chosen, group.blocks_RN[row]) == sorted(best)
 
 
-def test_hostile_scores() -> None:
+def test_hostile_scores(ops: Ops) -> None:
     """NaN and infinity are chosen first and minus infinity last; zeros of both signs are equal; later tokens and the
     null block do not matter."""
     group, step = rows_of((70, 1))
@@ -87,7 +92,7 @@ def test_hostile_scores() -> None:
 
     def choose(top_k: int, weights: list[float]) -> list[int]:
         selection = planned(group, step, top_k)
-        return positions_of(index_select(q, torch.tensor([weights]), cache, selection)[0], table)
+        return positions_of(index_select(q, torch.tensor([weights]), cache, selection, ops.pack_heads)[0], table)
 
     assert choose(3, [1.0, 0.0]) == [3, 9, 40]  # 0 * infinity is NaN
     assert choose(5, [1.0, -1.0]) == [0, 3, 9, 20, 30]
@@ -97,7 +102,8 @@ def test_hostile_scores() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "dim"), [(3, 24), (64, 128)])
-def test_choice_depends_on_query_and_context_alone(heads: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_choice_depends_on_query_and_context_alone(heads: int, dim: int, dtype: torch.dtype, kernels: Choice) -> None:
     """The same queries at once, in chunks and in company, with one thread and with two. Keys differ in the order of
     their elements and queries have equal ones, so that only roundings make scores differ: another order of a sum would
     choose others."""
@@ -111,7 +117,7 @@ def test_choice_depends_on_query_and_context_alone(heads: int, dim: int, dtype: 
 
     def choose(rows: list[tuple[int, int]], threads: int) -> Tensor:
         torch.set_num_threads(threads)
-        found = []
+        ops, found = pick_ops("cpu", dtype, kernels), []
         for start, count in rows:
             other = [(40, 4), (start, count), (300, 5)] if count < 20 else [(start, count)]
             _, step = rows_of(*other)
@@ -120,7 +126,8 @@ def test_choice_depends_on_query_and_context_alone(heads: int, dim: int, dtype: 
             mine = slice(start, start + count)
             parts = [others[:4], q[mine], others[4:]] if len(other) > 1 else [q[mine]]
             gates = [weights[:4], weights[mine], weights[:5]] if len(other) > 1 else [weights[mine]]
-            slots = index_select(torch.cat(parts), torch.cat(gates), cache, planned(here, step, top_k))
+            selection = planned(here, step, top_k)
+            slots = index_select(torch.cat(parts), torch.cat(gates), cache, selection, ops.pack_heads)
             found.append(slots[4:-5] if len(other) > 1 else slots)
         return torch.cat(found)
 
@@ -131,8 +138,8 @@ def test_choice_depends_on_query_and_context_alone(heads: int, dim: int, dtype: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_all_tokens_chosen_have_the_bits_of_plain_attention(kernels: str, dtype: torch.dtype) -> None:
-    ops, shape = pick_ops("cpu", dtype, kernels), HeadShape(4, 1, 40, 32)  # type: ignore[arg-type]
+def test_all_tokens_chosen_have_the_bits_of_plain_attention(kernels: Choice, dtype: torch.dtype) -> None:
+    ops, shape = pick_ops("cpu", dtype, kernels), HeadShape(4, 1, 40, 32)
     group, step = rows_of((0, 100))
     q, cache = random(100, 4, 40).to(dtype), random(BLOCKS, SIZE, 1, 40, seed=1).to(dtype)
     plain = ops.attention(q, cache, cache[..., :32], ops.plan_attention(group, step, shape))

@@ -51,8 +51,12 @@ CASES = ["qwen3_moe", "llama", "int8", "int4", *(f"stored {form}" for form in FO
 
 @pytest.mark.full("models", keep=6)
 @pytest.mark.parametrize(
-    "case", [*CASES, "deepseek_v3", "qwen2_moe", "mixtral", "olmoe", "granite_moe", "granite_moe_hybrid", "nemotron_h"]
-)
+    "case",
+    [
+        *CASES, "deepseek_v3", "glm_moe_dsa", "qwen2_moe", "mixtral", "olmoe", "granite_moe", "granite_moe_hybrid",
+        "nemotron_h",
+    ],
+)  # fmt: skip
 def test_a_second_start_reads_nothing_and_computes_the_same(
     case: str, make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
