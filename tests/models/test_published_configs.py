@@ -263,6 +263,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "sink": True, "use_moe": False, "use_rope_layers": [0, 1], "yarn_only_types": [S],
         "rope_theta": [5e6, 1e4, 1e4, 2e4] * 12, "partial_rotary_factors": [0.5] * 3,
     },
+    "MiMo-V2-Flash": {"hybrid_layer_pattern": [2] * 48, "moe_layer_freq": [0, 1, 1]},
+    "DeepSeek-V3.1": {"qk_rope_head_dim": 63},
 }  # fmt: skip
 
 
