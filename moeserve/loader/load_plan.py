@@ -17,7 +17,8 @@ SUPPORTED = ("F32", "BF16", "F16")
 _MAX_SHOWN = 5
 _MAX_NAME = 200  # characters: a name in a file may be of any length
 _MIXERS = {"in", "gates", "qkv", "out", "gate", "q", "q_a", "q_b", "kv_a"}
-LINEAR = frozenset({*_MIXERS, "gate_up", "down", "shared_gate_up", "shared_down", "w13", "w2"})
+_MLPS = {"gate_up", "down", "shared_gate_up", "shared_down", "dense_gate_up", "dense_down"}
+LINEAR = frozenset({*_MIXERS, *_MLPS, "w13", "w2"})
 
 
 def kind_of(name: str) -> str:

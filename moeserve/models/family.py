@@ -99,6 +99,8 @@ def latent_attention(config: Fields, *, rotates: bool = True, **options: Any) ->
     Scores of a model with YaRN grow with what its context was stretched by.
     """
     nope, rotated = (config.integer(f"qk_{part}_head_dim", 2, MAX_HEADS) for part in ("nope", "rope"))
+    if rotated % 2:
+        raise config.error("qk_rope_head_dim", "it must be even to be rotated")
     scaling, magnitude = rope_fields(config), 1.0
     if rotates and scaling.raw("rope_type") != "default" and scaling.raw("mscale_all_dim"):
         magnitude = temperature(scaling.number("factor", 1.0, 1e6), scaling.number("mscale_all_dim", 0, 100.0))

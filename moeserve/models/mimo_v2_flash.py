@@ -48,13 +48,15 @@ def _fields(config: Fields) -> family.SpecFields:
 def _as_transformers(config: Fields) -> dict[str, Any]:
     """The hub's own spelling, in that of transformers."""
     values = dict(config.values)
-    for key, kinds in (
-        ("layer_types", ("full_attention", "sliding_attention")),
-        ("mlp_layer_types", ("dense", "sparse")),
+    for key, own, kinds in (
+        ("layer_types", "hybrid_layer_pattern", ("full_attention", "sliding_attention")),
+        ("mlp_layer_types", "moe_layer_freq", ("dense", "sparse")),
     ):
-        own = {"layer_types": "hybrid_layer_pattern", "mlp_layer_types": "moe_layer_freq"}[key]
-        if isinstance(pattern := values.get(own), list):
-            values.setdefault(key, [kinds[bool(each)] for each in pattern])
+        if values.get(own) is not None and key not in values:
+            pattern, count = config.integers(own, 0, 1), family.num_layers(config)
+            if len(pattern) != count:
+                raise config.error(own, f"it must list 0 or 1 for each of {count} layers")
+            values[key] = [kinds[each] for each in pattern]
     if "rope_parameters" not in values and "swa_rope_theta" in values:
         share = config.values.get("partial_rotary_factor", 0.334)
         values["rope_parameters"] = {

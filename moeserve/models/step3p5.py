@@ -19,7 +19,12 @@ from moeserve.ops.rules import Activation, RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    for key, value in (("moe_router_activation", "sigmoid"), ("use_moe_router_bias", True), ("gating", True)):
+    known = {
+        "moe_router_activation": "sigmoid", "use_moe_router_bias": True, "gating": True, "norm_expert_weight": True,
+        "zero_centered": True, "use_qk_norm": True, "use_head_wise_attn_gate": True, "sink": False, "use_moe": True,
+        "use_rope_layers": [], "yarn_only_types": ["full_attention"],
+    }  # fmt: skip
+    for key, value in known.items():
         config.only(key, value)
     mtp, kinds = family.mtp_layers(config), ("full_attention", "sliding_attention")
     count = family.num_layers(config)
@@ -42,8 +47,10 @@ def _without_mtp(config: Fields, count: int) -> dict[str, object]:
 def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
     first, values = types.index(kind), dict(config.values)
     for key, old in (("rope_theta", "rope_theta"), ("partial_rotary_factor", "partial_rotary_factors")):
-        if isinstance(values.get(old), list):
-            values[key] = values[old][first]
+        if isinstance(each := values.get(old), list):
+            if len(each) != len(types) or any(x != each[first] for x, t in zip(each, types, strict=True) if t == kind):
+                raise config.error(old, f"it must list a number for each of {len(types)} layers, one for a kind")
+            values[key] = each[first]
     if kind == "sliding_attention":
         other = config.section("attention_other_setting")
         heads = values.get("num_sliding_attention_heads") or other.get("num_attention_heads")
@@ -60,13 +67,9 @@ def _attention(config: Fields, kind: str, types: list[str]) -> Attention:
 
 
 def _blocks(config: Fields, count: int) -> list[Dense | MoE]:
-    router = RouterRule(
-        score="sigmoid",
-        bias=True,
-        renormalize=True,
-        scale=config.number("moe_router_scaling_factor", 0, family.MAX_MULTIPLIER),
-        fp32=config.boolean("need_fp32_gate"),
-    )
+    scale = config.number("moe_router_scaling_factor", 0, family.MAX_MULTIPLIER)
+    fp32 = config.boolean("need_fp32_gate")
+    router = RouterRule(score="sigmoid", bias=True, renormalize=True, scale=scale, fp32=fp32)
     routed, shared = (_activations(config, key, count) for key in ("swiglu_limits", "swiglu_limits_shared"))
     size, bias = config.integer("share_expert_dim", 1, family.MAX_WIDTH), config.boolean("mlp_bias")
     sparse = _sparse(config, count)

@@ -15,6 +15,7 @@ import torch
 from moeserve.comm.world import World
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import fingerprint, open_checkpoint
+from moeserve.loader.load_plan import is_packed
 from moeserve.models.build import build_decoder
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.load_plan import load_plan
@@ -93,6 +94,16 @@ def test_the_loader_carries_out_the_plan(name: str, make_checkpoint: Any) -> Non
     expected = carry_out(path, spec, torch.bfloat16)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_matrix_is_known_as_a_products(name: str, make_checkpoint: Any) -> None:
+    """By its name: else packed_cache, --quantization and quantised checkpoints do not take it for one."""
+    path = make_checkpoint(name).path
+    params = load_plan(read_model_spec(path), open_checkpoint(path).names).params
+    matrices = {param.name for param in params if len(param.shape) > 1 and not param.name.endswith("_bias")}
+    others = {one for one in matrices if one == "embed" or one.endswith(".kv_b")}  # gathered; taken apart by heads
+    assert {param.name for param in params if is_packed(param.name)} == matrices - others
 
 
 def test_a_saved_lm_head_is_ignored_when_tied(make_checkpoint: Any) -> None:

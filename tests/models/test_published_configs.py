@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import model_size
 
@@ -432,3 +433,27 @@ def test_the_release_is_read_and_counted(name: str, tmp_path: Path) -> None:
     size = model_size(read_model_spec(tmp_path))
     assert size.total / 1e9 == pytest.approx(total, rel=0.02)
     assert size.active / 1e9 == pytest.approx(active, rel=0.08)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "MiniMax-M2": {
+        "scoring_func": "softmax", "use_routing_bias": False, "use_qk_norm": False, "qk_norm_type": "per_head",
+        "shared_intermediate_size": 8, "attn_type_list": [0] * 7 + [1] * 55,
+    },
+    "Step-3.5-Flash": {
+        "norm_expert_weight": False, "zero_centered": False, "use_qk_norm": False, "use_head_wise_attn_gate": False,
+        "sink": True, "use_moe": False, "use_rope_layers": [0, 1], "yarn_only_types": [S],
+        "rope_theta": [5e6, 1e4, 1e4, 2e4] * 12, "partial_rotary_factors": [0.5] * 3,
+    },
+    "MiMo-V2-Flash": {"hybrid_layer_pattern": [2] * 48, "moe_layer_freq": [0, 1, 1]},
+    "DeepSeek-V3.1": {"qk_rope_head_dim": 63},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, changes in CHANGES.items() for key in changes])
+def test_a_key_that_would_change_the_numbers_is_refused(name: str, key: str, tmp_path: Path) -> None:
+    """One that only the authors' own code reads, and that leaves most tensors as they are."""
+    config = {**RELEASES[name][0], "torch_dtype": "bfloat16", key: CHANGES[name][key]}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    with pytest.raises(CheckpointError, match=rf"{key} is .+; (only .* is supported|it must)"):
+        read_model_spec(tmp_path)

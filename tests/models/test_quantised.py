@@ -24,6 +24,7 @@ def cases() -> list[tuple[str, str]]:
     """Every family with every kind of format, and every format."""
     kinds = ["int8", "int4 with zero points", "fp8 in blocks"]
     others = [("qwen3_moe", form) for form in FORMS if form not in kinds]
+    others += [("gemma4", "fp8")]  # which has a dense MLP beside its experts
     others += [("granite_moe", form) for form in FORMS if form.startswith("fp4")]  # whose experts are fused
     others += [("deepseek_v32", "fp8 in blocks"), ("glm_moe_dsa", "fp8 in blocks")]  # as they are published
     return [(name, form) for name in FEW for form in kinds] + others

@@ -46,10 +46,10 @@ def same(ours: Request, theirs: Request) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
 
 
-CASES = ["qwen3_moe", "llama", "int8", "int4", *(f"stored {form}" for form in FORMS)]
+CASES = ["qwen3_moe", "gemma4", "llama", "int8", "int4", *(f"stored {form}" for form in FORMS)]
 
 
-@pytest.mark.full("models", keep=6)
+@pytest.mark.full("models", keep=7)
 @pytest.mark.parametrize(
     "case",
     [
