@@ -409,7 +409,8 @@ def test_starting_over_computes_everything_anew_and_finds_nothing_old() -> None:
     harness.in_flight.clear()
     harness.runner.catch_up()
     harness.runner.done.clear()
-    harness.runner.kv[:] = 666
+    for content in harness.runner.kv:
+        content[:] = 666
     harness.num_resets += 1
     assert not running(harness)
     harness.scheduler.audit()
