@@ -63,6 +63,11 @@ GRANITE: Options = {
     "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 6.0, "attention_multiplier": 0.1,
     "residual_multiplier": 0.3, "logits_scaling": 4.0,
 }  # fmt: skip
+QWEN_NEXT: Options = {
+    **EXPERTS, "num_hidden_layers": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+    "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, Options]] = {
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True}),
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}),
@@ -197,6 +202,7 @@ FAMILIES: dict[str, tuple[str, Options]] = {
             "image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253,
         },
     ),
+    "qwen3_next": ("Qwen3Next", {**QWEN_NEXT, "partial_rotary_factor": 0.25}),
     "granite_moe_shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 48}),
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "solar_open": ("SolarOpen", {**ROUTED, "head_dim": 32}),
@@ -279,7 +285,9 @@ def write_checkpoint(name: str, path: Path, **overrides: Any) -> Checkpoint:
 
 def randomise(model: torch.nn.Module) -> None:
     """Norms, biases, sinks and scales start as ones and zeros; make them matter."""
-    around_zero = float(type(model).__name__.startswith("Step"))  # whose norms multiply by 1 + weight
+    around_zero = float(
+        type(model).__name__.startswith(("Qwen3Next", "Qwen3_5", "Step"))
+    )  # whose norms multiply by 1 + weight
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             kind = name.rpartition(".")[2]
@@ -288,6 +296,8 @@ def randomise(model: torch.nn.Module) -> None:
                 tensor.normal_(0, 0.1 if selects else 0.3)
             elif "norm" in name or kind in ("sinks", "scale", "per_expert_scale", "layer_scalar"):
                 tensor.uniform_(0.5, 1.5).sub_(around_zero)
+            elif kind == "A_log":  # states last: they are read long after, and sums of log decays stay accurate
+                tensor.uniform_(-5.0, 0.0)
             elif kind == "weight" and not tensor.any():  # routers of some families
                 tensor.normal_(0, 0.15)
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class GatedDelta:
     """A mixer: H heads with a state [d, v] each.
 
-    conv: inputs of the convolution, K. by_head: whether the checkpoint has the parts of each query head side by side, in
-    in_proj_qkvz and in_proj_ba (Qwen3-Next), or a tensor per part (Qwen3.5).
+    conv: inputs of the convolution, K. by_head: whether the checkpoint has the parts of each query head side by side,
+    in in_proj_qkvz and in_proj_ba (Qwen3-Next), or a tensor per part (Qwen3.5).
     """
 
     num_k_heads: int

@@ -144,6 +144,17 @@ def softplus(x_TN: Tensor) -> Tensor:
     return _whole_rows(F.softplus, x_TN)
 
 
+def silu(x_TN: Tensor) -> Tensor:
+    """x * sigmoid(x) of fp32 rows."""
+    return _whole_rows(F.silu, x_TN)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x of fp32 elements of any shape, each element's bits independent of how many there are."""
+    lanes = F.pad(x.flatten(), (0, -x.numel() % LANES)).view(-1, LANES)
+    return _whole_rows(torch.exp, lanes).flatten()[: x.numel()].view(x.shape)
+
+
 def _whole_rows(function: Callable[[Tensor], Tensor], x_TN: Tensor) -> Tensor:
     """Applies an elementwise function so that an element's bits do not depend on the number of rows."""
     width = x_TN.shape[1]

@@ -27,14 +27,14 @@ Sources: Gated DeltaNet (arXiv 2412.06464), Mamba-2 (2405.21060), Kimi Linear (2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.ops import elementwise
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.rules import TILE
 
@@ -120,8 +120,8 @@ def causal_conv(
             for j in range(num_before + 1):
                 y_C = y_C + weight_CK[:, j] * inputs_nC[i + j]
             y_C = y_C if bias_C is None else y_C + bias_C
-            out_TC[token] = F.silu(y_C) if silu else y_C
-    return out_TC
+            out_TC[token] = y_C
+    return elementwise.silu(out_TC) if silu else out_TC
 
 
 def recurrence(
@@ -186,9 +186,6 @@ class _Rows:
     def last(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.k[-1], self.u[-1], self.s[-1]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        return iter(zip(self.k, self.u, self.s, strict=True))
-
 
 def _one_token(
     q_Gd: Tensor, k_Gd: Tensor, v_Hv: Tensor, decay_HD: Tensor, beta_H: Tensor | None, state_Hdv: Tensor, rows: _Rows
@@ -198,12 +195,12 @@ def _one_token(
     serve = v_Hv.shape[0] // k_Gd.shape[0]
     s_HD = rows.s[-1] + decay_HD if rows.s else decay_HD.clone()
     q_Hd, k_Hd = q_Gd.repeat_interleave(serve, 0), k_Gd.repeat_interleave(serve, 0)
-    grown = s_HD.exp()
-    u_Hv, o_Hv = v_Hv, ((q_Hd * grown)[:, :, None] * state_Hdv).sum(1)
+    grown = elementwise.exp(torch.stack([s_HD, *(s_HD - earlier for earlier in rows.s)]))
+    u_Hv, o_Hv = v_Hv, ((q_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
     if beta_H is not None:
-        u_Hv = u_Hv - ((k_Hd * grown)[:, :, None] * state_Hdv).sum(1)
-    for earlier_Gd, earlier_u, earlier_s in rows:
-        weights_Hd = (s_HD - earlier_s).exp() * earlier_Gd.repeat_interleave(serve, 0)
+        u_Hv = u_Hv - ((k_Hd * grown[0])[:, :, None] * state_Hdv).sum(1)
+    for i, (earlier_Gd, earlier_u) in enumerate(zip(rows.k, rows.u, strict=True), 1):
+        weights_Hd = grown[i] * earlier_Gd.repeat_interleave(serve, 0)
         if beta_H is not None:
             u_Hv = u_Hv - (k_Hd * weights_Hd).sum(1, keepdim=True) * earlier_u
         o_Hv = o_Hv + (q_Hd * weights_Hd).sum(1, keepdim=True) * earlier_u
@@ -218,9 +215,10 @@ def _one_token(
 def _next_state(state_Hdv: Tensor, rows: _Rows) -> Tensor:
     """Returns the state behind all tokens of a full tile."""
     last = rows.s[-1]
-    state_Hdv = state_Hdv * last.exp()[:, :, None]
-    for k_Gd, u_Hv, s_HD in rows:
-        k_Hd = k_Gd.repeat_interleave(u_Hv.shape[0] // k_Gd.shape[0], 0) * (last - s_HD).exp()
+    grown = elementwise.exp(torch.stack([last, *(last - s_HD for s_HD in rows.s)]))
+    state_Hdv = state_Hdv * grown[0, :, :, None]
+    for i, (k_Gd, u_Hv) in enumerate(zip(rows.k, rows.u, strict=True), 1):
+        k_Hd = k_Gd.repeat_interleave(u_Hv.shape[0] // k_Gd.shape[0], 0) * grown[i]
         state_Hdv = state_Hdv + k_Hd[:, :, None] * u_Hv[:, None]
     return state_Hdv
 

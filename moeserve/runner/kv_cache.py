@@ -44,7 +44,7 @@ def places_of(groups: Sequence[KVGroup], spec: ModelSpec, tp_size: int = 1) -> d
     return places
 
 
-def _shape(tensor: CacheTensor, group: KVGroup, dtype: torch.dtype) -> tuple[tuple[int, int, int], torch.dtype]:
+def block_shape(tensor: CacheTensor, group: KVGroup, dtype: torch.dtype) -> tuple[tuple[int, int, int], torch.dtype]:
     """Returns the shape of a block of the tensor, and its type."""
     if not group.has_states:
         return (group.block_size, tensor.heads, entry_width(tensor.width, dtype)), dtype
@@ -61,7 +61,9 @@ def block_bytes(
     if not mine:
         return 0
     shapes = [
-        _shape(tensor, mine[0], dtype) for cache, _ in set(places_of(mine, spec, tp_size).values()) for tensor in cache
+        block_shape(tensor, mine[0], dtype)
+        for cache, _ in set(places_of(mine, spec, tp_size).values())
+        for tensor in cache
     ]
     return sum(math.prod(shape) * kind.itemsize for shape, kind in shapes)
 
@@ -125,7 +127,7 @@ class PoolCache:
 
         def allocate(cache: Sequence[CacheTensor]) -> LayerCache:
             """Returns zeros for all blocks of one place."""
-            shapes = [_shape(tensor, groups[0], dtype) for tensor in cache]
+            shapes = [block_shape(tensor, groups[0], dtype) for tensor in cache]
             return tuple(lazy_zeros((num_blocks, *shape), kind, device) for shape, kind in shapes)
 
         by_layer = places_of(groups, spec, tp_size)

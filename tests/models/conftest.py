@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeserve.comm.tensor import ALONE, TensorParallel
 from moeserve.comm.world import World
+from moeserve.engine.blocks import KVGroup
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
@@ -27,6 +28,7 @@ from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.quantised import Asked
 from moeserve.ops.table import Choice, Ops, pick_ops
+from moeserve.runner.kv_cache import block_shape
 from tests.checkpoints import FAMILIES as FAMILIES
 from tests.checkpoints import FEW as FEW
 from tests.loader.conftest import write_config as write_config
@@ -104,14 +106,17 @@ class Driver:
         self.block_size = block_size
         self.ubatch = UBatch()
         # NaN marks what no request may read, the null block included.
+        self.rules = list(dict.fromkeys(self.spec.kv_rules))
         self.kv: list[LayerCache] = [
             tuple(
-                torch.full((num_blocks, block_size, tensor.heads, tensor.width), torch.nan, dtype=dtype)
-                for tensor in layer.mixer.cache(tp.size)
+                torch.full((num_blocks, *shape), torch.nan, dtype=kind)
+                for shape, kind in (
+                    block_shape(tensor, KVGroup(layer.mixer.rule, block_size, ()), dtype)
+                    for tensor in layer.mixer.cache(tp.size)
+                )
             )
             for layer in self.spec.layers
         ]
-        self.rules = list(dict.fromkeys(self.spec.kv_rules))
         self.tables: dict[Any, list[int]] = {}
         self.lengths: dict[Any, int] = {}
         self.free = np.random.default_rng(7).permutation(np.arange(1, num_blocks)).tolist()

@@ -240,6 +240,20 @@ RELEASES: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         25.2, 3.9,
     ),
+    "Qwen3-Next-80B-A3B": (
+        {
+            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936,
+            "attention_bias": False, "decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256,
+            "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144, "mlp_only_layers": [], "moe_intermediate_size": 512,
+            "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10,
+            "num_hidden_layers": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6,
+            "rope_scaling": None, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+            "use_sliding_window": False,
+        },
+        79.7, 3.6,
+    ),
 }  # fmt: skip
 
 

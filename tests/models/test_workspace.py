@@ -17,6 +17,8 @@ from moeserve.models.workspace import workspace_bytes
 
 from .conftest import Driver
 
+RECURRENT = ["qwen3_next"]
+
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most that torch's allocator held at once beyond what it held before."""
@@ -79,6 +81,21 @@ def test_bound_holds_on_one_of_several_ranks(
     name: str, tp_size: int, rows: int, count: int, before: int, dtype: torch.dtype, make_checkpoint: Any
 ) -> None:
     checkpoint = make_checkpoint(name, hidden_size=256, num_attention_heads=8, vocab_size=2000)
+    check_one_rank(checkpoint, tp_size, rows, count, before, dtype)
+
+
+@pytest.mark.full("models", keep="each")
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(("rows", "count", "before"), [(1, 90, 0), (20, 1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bound_holds_with_recurrent_layers(
+    name: str, rows: int, count: int, before: int, dtype: torch.dtype, make_checkpoint: Any
+) -> None:
+    """On few tokens, since the reference takes them one by one."""
+    check_one_rank(make_checkpoint(name), 2, rows, count, before, dtype)
+
+
+def check_one_rank(checkpoint: Any, tp_size: int, rows: int, count: int, before: int, dtype: torch.dtype) -> None:
     world = World(0, tp_size, tp_size, ep=False)
     driver = Driver(checkpoint.path, dtype, num_blocks=3000, world=world, tp=Echo(tp_size))
     if before:
