@@ -293,14 +293,18 @@ class KVCacheManager:
         for cold in (True, False):
             self.pools[1].release(blocks[(blocks > 0) & (is_kept != cold)], cold=cold)
 
-    def release_passed(self, slots: Slots, start: I32) -> None:
-        """Gives up blocks that no position from start[i] on can see; the null block takes their table entries."""
+    def release_passed(self, slots: Slots, start: I32, count: I32) -> None:
+        """Gives up blocks that no position from start[i] on can see; the null block takes their table entries. Of a
+        group with states, the last full block stays until count[i] positions need another one, if there is room."""
         batch = self.batch
+        grows = batch.num_blocks(start + count) > batch.num_blocks(start)
         for g, group in enumerate(self.groups):
             if group.rule.is_full:
                 continue
             passed = batch.passed[g]
             live = group.rule.first_live(start) // self._block_size
+            if group.has_states and self.pools[1].num_free > self._reserved_states:
+                live = np.where(grows, live, start // self._block_size - 1)
             for i in np.flatnonzero(live > passed[slots]).tolist():
                 slot, first, end = int(slots[i]), int(passed[slots[i]]), int(live[i])
                 row = batch.tables[g][slot]

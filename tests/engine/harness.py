@@ -15,7 +15,7 @@ from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.store import HostStore
-from moeserve.messages import FinishReason, Logprobs, StepOutput, Submit
+from moeserve.messages import FinishReason, Logprobs, StepOutput, StepRecord, Submit
 from moeserve.sampling import TokenSampling
 from tests.engine.fake_model import POISON, U64, VOCAB, FakeModelRunner, layers, oracle, score, states
 
@@ -85,6 +85,7 @@ class Harness:
         self.in_flight: deque[StepPlan] = deque()
         self.answers: dict[int, Answer] = {}
         self.plans: list[StepPlan] = []
+        self.record: StepRecord | None = None
         self.num_preempted = 0
         self.num_resets = 0
 
@@ -117,6 +118,7 @@ class Harness:
         self.take(output)
         self.scheduler.audit()
         assert output.record is not None
+        self.record = output.record
         self.num_preempted += output.record.num_preempted
         return output
 

@@ -204,7 +204,7 @@ def test_passed_states_are_cold_unless_they_are_at_a_border() -> None:
     manager = manager_of(STATES, num_states=9 + 20)
     slot = admitted(manager, request(list(range(26)), max_tokens=20))
     manager.register(np.array([slot], np.intp))
-    manager.release_passed(np.array([slot], np.intp), np.array([26], np.int32))
+    manager.release_passed(np.array([slot], np.intp), np.array([26], np.int32), np.array([9], np.int32))
     pool = manager.pools[1]
     assert states_of(manager, slot) == [6]
     assert len(pool._cold) == 5
@@ -231,7 +231,7 @@ def test_evicted_states_are_loaded_from_their_own_store_and_cold_ones_are_gone()
     manager = manager_of(STATES, num_states=9 + 20, num_store_states=30)
     slot = admitted(manager, request(list(range(26))))
     manager.register(np.array([slot], np.intp))
-    manager.release_passed(np.array([slot], np.intp), np.array([26], np.int32))
+    manager.release_passed(np.array([slot], np.intp), np.array([26], np.int32), np.array([9], np.int32))
     manager.free(slot)
     pool = manager.pools[1]
     pool.release(pool.take(pool.num_free))
