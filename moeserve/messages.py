@@ -177,6 +177,9 @@ class StepRecord(msgspec.Struct, kw_only=True, array_like=True):
     ubatches: int = 1
     vote_us: int = 0
     dp_rank: int = 0
+    num_states: int = 0  # blocks of recurrent layers' states, the null block included; 0: the model has none
+    num_free_states: int = 0
+    num_cached_states: int = 0  # held ones included
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -5,7 +5,8 @@ states, which are far larger, and a request needs two of them however long it is
 
 A block is free (no content), idle (no request holds it, but its content can be found by key) or held (by one or more
 requests). Block 0 is null: it pads tables and is never given out. Free blocks are reused first, the most recently
-freed one first because it is warm; idle ones are evicted in the order in which they were freed.
+freed one first because it is warm; idle ones are evicted in the order in which they were freed, those released as
+`cold` before all others.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ Key = tuple[bytes, int]  # (chained content hash, KV group)
 
 
 class BlockPool:
-    """num_blocks blocks, the null block included. `on_evict(key, block)` is called before content is lost."""
+    """num_blocks blocks, the null block included. `on_evict(key, block)` is called before content is lost, unless it
+    is cold."""
 
     def __init__(self, num_blocks: int, on_evict: Callable[[Key, int], None] | None = None) -> None:
         assert num_blocks > 1, num_blocks
@@ -97,6 +99,7 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack, its top is at _num_free
         self._num_free = num_blocks - 1
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._cold: OrderedDict[int, None] = OrderedDict()  # likewise
         self._refs = np.zeros(num_blocks, np.int32)
         self._keyed = np.zeros(num_blocks, np.bool_)
         self._keys: dict[int, Key] = {}
@@ -105,7 +108,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of blocks that `take` can give: free and idle ones."""
-        return self._num_free + len(self._idle)
+        return self.num_spare + len(self._idle)
+
+    @property
+    def num_spare(self) -> int:
+        """Number of blocks that `take` gives before it evicts anything but cold ones."""
+        return self._num_free + len(self._cold)
 
     @property
     def num_cached(self) -> int:
@@ -125,16 +133,17 @@ class BlockPool:
     def touch(self, block: int) -> None:
         """Adds one holder to a cached block."""
         if self._refs[block] == 0:
-            del self._idle[block]
+            del (self._cold if block in self._cold else self._idle)[block]
         self._refs[block] += 1
 
-    def release(self, blocks: I32) -> None:
+    def release(self, blocks: I32, *, cold: bool = False) -> None:
         """Removes one holder from each of these distinct blocks, in table order: the last is evicted first."""
         self._refs[blocks] -= 1
         gone = blocks[self._refs[blocks] == 0]
         keyed = self._keyed[gone]
+        idle = self._cold if cold else self._idle
         for block in gone[keyed][::-1].tolist():
-            self._idle[block] = None
+            idle[block] = None
         self._push(gone[~keyed][::-1])
 
     def num_shared(self, blocks: list[int]) -> int:
@@ -159,8 +168,9 @@ class BlockPool:
 
     def forget(self) -> None:
         """Drops every key: idle blocks become free, and held ones stay with their holders."""
-        idle = np.fromiter(self._idle, np.int32, len(self._idle))
+        idle = self._all_idle()
         self._idle.clear()
+        self._cold.clear()
         self._keys.clear()
         self._by_key.clear()
         self._keyed[:] = False
@@ -169,7 +179,7 @@ class BlockPool:
     def audit(self) -> None:
         """Raises AssertionError unless each block is in exactly one state and each key leads to its block and back."""
         free = self._free[: self._num_free]
-        idle = np.fromiter(self._idle, np.int32, len(self._idle))
+        idle = self._all_idle()
         times = np.bincount(np.concatenate((free, idle)), minlength=self.num_blocks) + (self._refs > 0)
         assert int(self._refs[0]) + int(times[0]) == 0, "the null block was given out"
         assert (times[1:] == 1).all(), f"blocks not in exactly one state: {np.flatnonzero(times != 1)[:8]}"
@@ -184,12 +194,17 @@ class BlockPool:
         wrong = np.flatnonzero(holds[1:] != self._refs[1:]) + 1
         assert not len(wrong), f"blocks {wrong[:8]}: tables {holds[wrong[:8]]}, pool {self._refs[wrong[:8]]}"
 
+    def _all_idle(self) -> I32:
+        return np.array([*self._cold, *self._idle], np.int32)
+
     def _evict(self, count: int) -> None:
-        blocks = [self._idle.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
+        num_cold = min(count, len(self._cold))
+        blocks = [self._cold.popitem(last=False)[0] for _ in range(num_cold)]
+        blocks += [self._idle.popitem(last=False)[0] for _ in range(count - num_cold)]
+        for i, block in enumerate(blocks):
             key = self._keys.pop(block)
             del self._by_key[key]
-            if self._on_evict is not None:
+            if self._on_evict is not None and i >= num_cold:
                 self._on_evict(key, block)
         self._keyed[blocks] = False
         self._push(np.array(blocks[::-1], np.int32))

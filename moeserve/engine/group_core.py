@@ -70,6 +70,7 @@ class GroupCore(EngineCore):
         self._pause_deadline_s = math.inf
         self._watching: asyncio.Task[None]  # the DP coordinator's connection
         self._no_rows = _no_rows(len(scheduler.groups))
+        self._has_states = any(group.has_states for group in scheduler.groups)
 
     @property
     def busy(self) -> bool:
@@ -194,7 +195,7 @@ class GroupCore(EngineCore):
             epoch=self._join.epoch,
             has_work=plan is not None,
             tokens=plan.num_tokens if plan is not None else 0,
-            split_at=best_split(plan.counts_R) if plan is not None and ubatches_ok else 0,
+            split_at=best_split(plan.counts_R, whole=self._has_states) if plan is not None and ubatches_ok else 0,
             requests=len(plan.slots_R) if plan is not None else 0,
             ubatches_ok=ubatches_ok,
             pause=self._next_join is not None and not self._in_flight,

@@ -9,12 +9,15 @@ The root hashes everything besides tokens that K/V depend on, each value tagged 
 registered as soon as the step that computes it is submitted, because steps run in order.
 
 States of recurrent layers are blocks of a pool of their own, which always has the two that every request needs. What
-that leaves holds states at further blocks' ends, where other requests may begin.
+that leaves holds states where other requests may go on: first at a request's borders, the ends of its prompt and of
+what it shares with an earlier one, then at further blocks. A request that has passed a state gives it up as cold
+unless it is at a border; the last one that it computed is kept as well. A state is found from the next plan on, so that
+no row reads what another row of its step writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -38,11 +41,13 @@ _NO_DIFF = BlockDiff(*(np.zeros(0, np.int32) for _ in range(3)))
 class Hit:
     """The cached beginning of a request: blocks[g][i] for the first num_blocks blocks of group g.
 
-    A block of 0 was passed by the window and is never read; IN_STORE is to be loaded into a new block.
+    A block of 0 was passed by the window and is never read; IN_STORE is to be loaded into a new block. border: the
+    blocks that would be found if all their states were cached.
     """
 
     num_blocks: int
     blocks: tuple[tuple[int, ...], ...]
+    border: int = 0
 
 
 def root_of(salt: str, num_resets: int = 0) -> bytes:
@@ -75,6 +80,7 @@ class KVCacheManager:
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
         self.groups = groups
         self.num_kv_groups = sum(not group.has_states for group in groups)
+        assert self.num_kv_groups >= max(1, len(groups) - 1), groups  # at most one has states
         sizes = [(limits.num_blocks, limits.num_store_blocks)]
         if self.num_kv_groups < len(groups):
             sizes.append((limits.num_states, limits.num_store_states))
@@ -92,6 +98,7 @@ class KVCacheManager:
         self._moves_out: list[BlockMove] = []
         self._loads: list[BlockMove] = []
         self._entries: list[list[tuple[I32, I32, I32]]] = [[] for _ in groups]  # slots, indices, blocks
+        self._new_states: set[int] = set()  # taken since the last plan
 
     @property
     def pool(self) -> BlockPool:
@@ -114,22 +121,28 @@ class KVCacheManager:
         if not self._caches_prefixes or request.sampling.prompt_logprobs is not None:  # these need all positions
             return Hit(0, ((),) * len(self.groups))
         self._extend(request, request.tokens, limit)
-        length, before = limit, -1
-        for g, group in enumerate(self.groups):
-            if group.rule.is_full:
-                length = longest_hit(group, self._finder(request, g), length)
-        # A shorter hit stays good for full groups but not for others: repeat these until they all agree.
-        while length != before:
-            before = length
-            for g, group in enumerate(self.groups):
-                if not group.rule.is_full:
-                    length = longest_hit(group, self._finder(request, g), length)
+        border = self._common_hit(request, limit, [g for g, group in enumerate(self.groups) if not group.has_states])
+        length = self._common_hit(request, border, range(len(self.groups))) if len(self.pools) > 1 else border
         blocks = []
         for g, group in enumerate(self.groups):
             first = int(group.rule.first_live(length * self._block_size)) // self._block_size
             found = [self._find((key, g)) for key in request.hashes[first:length]]
             blocks.append((*(0,) * first, *(block for block in found if block is not None)))
-        return Hit(length, tuple(blocks))
+        return Hit(length, tuple(blocks), border)
+
+    def _common_hit(self, request: Request, limit: int, numbers: Iterable[int]) -> int:
+        """Returns the longest hit that the groups of these numbers share."""
+        length, before = limit, -1
+        for g in numbers:
+            if self.groups[g].rule.is_full:
+                length = longest_hit(self.groups[g], self._finder(request, g), length)
+        # A shorter hit stays good for full groups but not for others: repeat these until they all agree.
+        while length != before:
+            before = length
+            for g in numbers:
+                if not self.groups[g].rule.is_full:
+                    length = longest_hit(self.groups[g], self._finder(request, g), length)
+        return length
 
     def register(self, slots: Slots) -> None:
         """Makes blocks findable in the prefix cache that are full and scheduled and whose tokens are known."""
@@ -171,6 +184,8 @@ class KVCacheManager:
     def _find(self, key: Key) -> int | None:
         pool = self.groups[key[1]].pool
         block, store = self.pools[pool].find(key), self.stores[pool]
+        if pool and block in self._new_states:
+            return None
         if block is None and store is not None and store.lookup(key):
             return IN_STORE
         return block
@@ -181,6 +196,8 @@ class KVCacheManager:
         """Gives the request a slot, which is returned, and the blocks of its cache hit."""
         batch, tables = self.batch, [np.array(blocks, np.int32) for blocks in hit.blocks]
         self._claim(request, tables)
+        ends = (request.num_prompt - 1) // self._block_size, request.num_prompt // self._block_size
+        request.borders = tuple(dict.fromkeys((hit.border, *ends, hit.num_blocks)))
         num_hit = hit.num_blocks * self._block_size
         slot = batch.admit(request, num_hit)
         indices = np.arange(hit.num_blocks, dtype=np.int32)
@@ -212,9 +229,13 @@ class KVCacheManager:
     def free(self, slot: int) -> Request:
         """Takes back the slot and its blocks and returns the request. Results in flight for it will be dropped."""
         self.register(np.array([slot], np.intp))
-        for group, blocks in zip(self.groups, self.batch.held(slot), strict=True):
-            self.pools[group.pool].release(blocks)
-        return self.batch.vacate(slot)
+        batch, end = self.batch, -(-int(self.batch.scheduled[slot]) // self._block_size)
+        for g, (group, blocks) in enumerate(zip(self.groups, batch.held(slot), strict=True)):
+            if group.has_states:
+                self._release_states(g, slot, end, (*batch.request(slot).borders, int(batch.hashed[slot])))
+            else:
+                self.pool.release(blocks)
+        return batch.vacate(slot)
 
     # ---- many rows at once
 
@@ -230,40 +251,67 @@ class KVCacheManager:
         indices = (offset + np.arange(total)).astype(np.int32)
         rows_i32 = rows.astype(np.int32)
         for g, table in enumerate(self.batch.tables):
-            blocks = self._take_states(indices, count) if self.groups[g].has_states else self.pool.take(total)
+            has_states = self.groups[g].has_states
+            blocks = self._take_states(rows, indices, count) if has_states else self.pool.take(total)
             table[rows, indices] = blocks
             self._entries[g].append((rows_i32, indices, blocks))
 
-    def _take_states(self, indices: I32, count: I32) -> I32:
-        """Returns blocks for these table entries, count[i] in the i-th row: one for the last of each row, and for as
-        many others, evenly spread, as there are beyond those that requests may need. The null block is no state's."""
-        pool = self.pools[1]
-        needed = np.zeros(len(indices), np.bool_)
-        needed[np.cumsum(count) - 1] = True
-        others, spare = len(indices) - len(count), max(0, pool.num_free - self._reserved_states)
-        if self._caches_prefixes and spare:
-            step = 1
-            while others > spare * step:
+    def _take_states(self, rows: Slots, indices: I32, count: I32) -> I32:
+        """Returns blocks for the table entries indices[i] of slots rows[i]; of the n-th row there are count[n].
+
+        The last of each row needs one. Beyond those that requests may need, one each goes to borders, then to further
+        entries, evenly spread, as far as nothing but cold states is lost. All others get the null block.
+        """
+        pool, last = self.pools[1], np.cumsum(count) - 1
+        taken = np.zeros(len(indices), np.bool_)
+        taken[last] = True
+        room = pool.num_free - self._reserved_states
+        if self._caches_prefixes and len(indices) > len(count) and room > 0:
+            borders = []
+            for first, end in zip((last - count + 1).tolist(), last.tolist(), strict=True):
+                if first < end:
+                    offset = first - int(indices[first]) - 1
+                    at = (border + offset for border in self.batch.request(int(rows[first])).borders)
+                    borders += [i for i in at if first <= i < end]
+            taken[borders[:room]] = True
+            room = min(room, pool.num_spare - len(count)) - len(borders)
+            others, step = len(indices) - int(taken.sum()), 1
+            while others // step > max(room, 0):
                 step *= 2
-            further = np.flatnonzero(~needed & ((indices + 1) % step == 0))[:spare]
-            needed[further] = True
+            taken[np.flatnonzero(~taken & ((indices + 1) % step == 0))[: max(room, 0)]] = True
         blocks = np.zeros(len(indices), np.int32)
-        blocks[needed] = pool.take(int(needed.sum()))
+        blocks[taken] = pool.take(int(taken.sum()))
+        self._new_states.update(blocks[taken].tolist())
         return blocks
 
-    def release_passed(self, slots: Slots, start: I32) -> None:
-        """Gives up blocks that no position from start[i] on can see; the null block takes their table entries."""
+    def _release_states(self, g: int, slot: int, end: int, kept: tuple[int, ...]) -> None:
+        """Gives up the states of a slot's entries before `end`; those behind so many blocks as are in `kept` not as
+        cold."""
+        first = int(self.batch.passed[g][slot])
+        blocks = self.batch.tables[g][slot, first:end].copy()
+        is_kept = np.isin(np.arange(first + 1, end + 1), kept)
+        for cold in (True, False):
+            self.pools[1].release(blocks[(blocks > 0) & (is_kept != cold)], cold=cold)
+
+    def release_passed(self, slots: Slots, start: I32, count: I32) -> None:
+        """Gives up blocks that no position from start[i] on can see; the null block takes their table entries. Of a
+        group with states, the last full block stays until count[i] positions need another one, if there is room."""
         batch = self.batch
+        grows = batch.num_blocks(start + count) > batch.num_blocks(start)
         for g, group in enumerate(self.groups):
             if group.rule.is_full:
                 continue
             passed = batch.passed[g]
             live = group.rule.first_live(start) // self._block_size
+            if group.has_states and self.pools[1].num_free > self._reserved_states:
+                live = np.where(grows, live, start // self._block_size - 1)
             for i in np.flatnonzero(live > passed[slots]).tolist():
                 slot, first, end = int(slots[i]), int(passed[slots[i]]), int(live[i])
                 row = batch.tables[g][slot]
-                gone = row[first:end]
-                self.pools[group.pool].release(gone[gone > 0] if group.has_states else gone.copy())
+                if group.has_states:
+                    self._release_states(g, slot, end, batch.request(slot).borders)
+                else:
+                    self.pool.release(row[first:end].copy())
                 row[first:end] = 0
                 passed[slot] = end
                 rows, nulls = np.full(end - first, slot, np.int32), np.zeros(end - first, np.int32)
@@ -301,6 +349,7 @@ class KVCacheManager:
         diffs = tuple(BlockDiff(*concatenate(parts)) if parts else _NO_DIFF for parts in self._entries)
         stores, loads = tuple(self._moves_out), tuple(self._loads)
         self._entries, self._moves_out, self._loads = [[] for _ in self.groups], [], []
+        self._new_states.clear()
         for store in self.stores:
             if store is not None:
                 store.release()

@@ -18,6 +18,7 @@ from moeserve.sampling import TokenSampling
 I32 = NDArray[np.int32]
 Slots = NDArray[np.intp]
 UNEVEN = 0.15  # share of all tokens by which two micro-batches may differ before a request is split
+UNEVEN_WHOLE = 0.5  # likewise, before requests that cannot be split run in one
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +140,12 @@ class Runner(Protocol):
         ...
 
 
-def best_split(counts_R: I32) -> int:
+def best_split(counts_R: I32, *, whole: bool = False) -> int:
     """Returns the tokens of the first of two micro-batches; 0 when there is nothing to split.
 
-    The split falls between two requests if the halves are even enough, otherwise inside one. counts_R: tokens of each
-    row, at least one. [1, 1, 1, 1] -> 2, [100] -> 50, [3, 90, 3] -> 48
+    The split falls between two requests if the halves are even enough, otherwise inside one. whole: never inside one,
+    as a recurrence needs it, which goes on from tile to tile of a call without a block for each. counts_R: tokens of
+    each row, at least one. [1, 1, 1, 1] -> 2, [100] -> 50, [3, 90, 3] -> 48; whole: [30, 70] -> 30, [3, 90, 3] -> 0
     """
     total = int(counts_R.sum())
     if total < 2:
@@ -151,9 +153,9 @@ def best_split(counts_R: I32) -> int:
     ends = np.cumsum(counts_R)[:-1]
     if len(ends):
         best = int(ends[np.abs(2 * ends - total).argmin()])
-        if abs(2 * best - total) <= UNEVEN * total:
+        if abs(2 * best - total) <= (UNEVEN_WHOLE if whole else UNEVEN) * total:
             return best
-    return total // 2
+    return 0 if whole else total // 2
 
 
 def _pack(value: Any) -> tuple[str, bytes]:

@@ -55,6 +55,9 @@ class Request:
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     was_sent: bool = False  # its first token was sent, and num_cached with it
     num_scored: int = 1  # prompt positions whose logprobs were sent (position 0 has none)
+    borders: tuple[
+        int, ...
+    ] = ()  # numbers of leading blocks behind which others may well go on, most likely ones first
 
     @property
     def order(self) -> tuple[int, int]:

@@ -222,7 +222,7 @@ class Scheduler:
             np.minimum(count, kv_manager.chunk, out=count)
             if int(count.min()) <= 0 or int(count.sum()) > builder.budget:
                 slots, start, count = share(slots, start, count, builder.budget)
-            kv_manager.release_passed(slots, start)
+            kv_manager.release_passed(slots, start, count)
             new = batch.num_blocks(start + count) - batch.num_blocks(start)
             if int(new.sum()) * kv_manager.num_kv_groups <= kv_manager.pool.num_free:
                 if len(slots):
@@ -377,7 +377,7 @@ class Scheduler:
 
     def _record(self, in_flight: InFlightStep, result: StepResult) -> StepRecord:
         """Returns the step's numbers; the core, which has a clock, sets the others."""
-        pool, builder = self.kv_manager.pool, in_flight.builder
+        pool, builder, states = self.kv_manager.pool, in_flight.builder, self.kv_manager.pools[1:]
         return StepRecord(
             step=result.step,
             num_tokens=self.limits.max_num_batched_tokens - builder.budget,
@@ -392,6 +392,9 @@ class Scheduler:
             device_us=result.device_us,
             comm_us=result.comm_us,
             exposed_comm_us=result.exposed_comm_us,
+            num_states=sum(pool.num_blocks for pool in states),
+            num_free_states=sum(pool.num_free for pool in states),
+            num_cached_states=sum(pool.num_cached for pool in states),
         )
 
 

@@ -118,6 +118,9 @@ class FrontStats:
             num_waiting=sum(record.num_waiting for record in records),
             num_free_blocks=sum(record.num_free_blocks for record in records),
             num_blocks=1 + sum(record.num_blocks - 1 for record in records),  # each has a null block
+            num_states=newest.num_states and 1 + sum(record.num_states - 1 for record in records),
+            num_free_states=sum(record.num_free_states for record in records),
+            num_cached_states=sum(record.num_cached_states for record in records),
         )
 
     def end(self, reason: str, age_s: float, num_prompt: int, num_generated: int) -> None:

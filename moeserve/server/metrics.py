@@ -81,6 +81,13 @@ def _front_metrics(front: FrontEnd) -> Iterator[Metric]:
             (Gauge, "expert_placement_version", "placement in force", shown.placement.version),
             (Counter, "expert_moved_bytes", "expert weights that ranks fetched", shown.moved_bytes),
         ]
+    if last is not None and last.num_states:
+        states = last.num_states - 1
+        singles += [
+            (Gauge, "num_states", "blocks of recurrent layers' states", states),
+            (Gauge, "num_states_running", "those that requests in the batch hold", states - last.num_free_states),
+            (Gauge, "num_states_cached", "those that the prefix cache can find", last.num_cached_states),
+        ]
     for kind, suffix, help, value in singles:
         yield _family(kind, suffix, help, ["model_name"], [([name], value)])
     reasons = sorted({"stop", "length", "abort", "error"} | stats.finished.keys())

@@ -3,6 +3,10 @@
 Layer g belongs to KV group g. The KV entry of a position is a hash of the layer's input there; a layer's output is a
 hash of all entries that its group lets the position see. So a token depends on every entry ever read: one wrong block,
 one block reused too early, one missing copy, and the tokens differ from `oracle`, which knows no blocks at all.
+
+A recurrent layer's block has an entry per token and the state at the border of each of its tiles: a hash of the state
+at the border before and of the sum of the entries between them. An output is a hash of the state at the border of its
+tile and of the sum of the tile's entries so far. What is read that is in no block must come from the same row.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ VOCAB = 50
 POISON = 13  # a prompt that begins with this token fails in sampling
 U64 = NDArray[np.uint64]
 _GARBAGE = np.uint64(0xDEAD)
+ONE = np.uint64(1)
 
 
 def mix(values: U64) -> U64:
@@ -60,14 +65,27 @@ def states(groups: tuple[KVGroup, ...], tokens: list[int]) -> U64:
 
 
 def layers(groups: tuple[KVGroup, ...], tokens: list[int]) -> tuple[U64, list[U64]]:
-    """The last layer's outputs, and the KV entries of every layer."""
-    values, kv = first_input(np.array(tokens, np.int32)), []
+    """The last layer's outputs, and the full blocks of every layer."""
+    values, blocks = first_input(np.array(tokens, np.int32)), []
     for group in groups:
-        kv.append(kv_entry(values, positions(0, len(tokens))))
-        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(kv[-1])))
+        entries = kv_entry(values, positions(0, len(tokens)))
+        full, size = len(tokens) // group.block_size, group.block_size
+        content = entries[: full * size].reshape(-1, size)
+        if group.rule.tile is not None:
+            tile, borders, parts = group.rule.tile, [np.zeros(1, np.uint64)], []
+            for at in range(0, len(tokens), tile):
+                sums = np.cumsum(entries[at : at + tile])
+                parts.append(mix(borders[-1] + sums))
+                borders.append(mix(borders[-1] + sums[-1:] + ONE))
+            values = np.concatenate(parts)
+            borders_M = np.concatenate(borders)[: full * size // tile]
+            blocks.append(np.concatenate((content, borders_M.reshape(full, size // tile)), 1))
+            continue
+        blocks.append(content)
+        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(entries)))
         first = np.array([first_seen(group, p) for p in range(len(tokens))])
         values = mix(sums[1:] - sums[first])
-    return values, kv
+    return values, blocks
 
 
 def oracle(
@@ -91,9 +109,12 @@ class FakeModelRunner:
     def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
         self.groups = groups
         self.block_size = limits.block_size
-        shape = (len(groups), limits.num_blocks, limits.block_size)
-        self.kv = np.full(shape, _GARBAGE, np.uint64)
-        self.host_blocks = np.full((len(groups), limits.num_store_blocks, limits.block_size), _GARBAGE, np.uint64)
+        pools = (limits.num_blocks, limits.num_store_blocks), (limits.num_states, limits.num_store_states)
+        widths = [group.block_size + group.block_size // (group.rule.tile or 2**31) for group in groups]
+        self.kv, self.host_blocks = (
+            [np.full((pools[g.pool][i], w), _GARBAGE, np.uint64) for g, w in zip(groups, widths, strict=True)]
+            for i in range(2)
+        )
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self.tables = np.full((len(groups), limits.max_num_seqs, max_blocks), -1, np.int32)
         self.tokens = np.full((limits.max_num_seqs, limits.max_model_len), -1, np.int32)
@@ -110,6 +131,20 @@ class FakeModelRunner:
         while self.todo:
             self.done.append(self.execute(self.todo.popleft()))
 
+    def spoil(self, slot: int, where: NDArray[np.int64]) -> None:
+        """Overwrites what a step writes at these positions."""
+        for g, group in enumerate(self.groups):
+            blocks, places = self.tables[g, slot, where // self.block_size], where % self.block_size
+            self.kv[g][blocks, places] = 666
+            if group.rule.tile is not None:
+                begins = where % group.rule.tile == 0
+                self.kv[g][blocks[begins], self.block_size + places[begins] // group.rule.tile] = 666
+
+    def start_over(self) -> None:
+        """Forgets the plans that nobody waits for any more; some of them may have run, and some not."""
+        self.todo.clear()
+        self.done.clear()
+
     def result(self) -> StepResult:
         if not self.done:
             self.done.append(self.execute(self.todo.popleft()))
@@ -124,15 +159,26 @@ class FakeModelRunner:
             assert (tokens >= 0).all(), f"slot {slot} reads tokens {start}..{start + count} before they exist"
             values.append(first_input(tokens))
         for g, group in enumerate(self.groups):
+            self._check_writes(g, rows)
+            if group.rule.tile is not None:
+                before = self.kv[g].copy()  # rows run at once
+                values = [
+                    self._recur(g, group.rule.tile, before, *row, value)
+                    for row, value in zip(rows, values, strict=True)
+                ]
+                continue
             self._write(g, rows, values)
             values = [self._attend(g, group, *row) for row in rows]
         return self._sample(plan, rows, values)
 
     def _apply(self, plan: StepPlan) -> None:
-        for move in plan.stores:
-            self.host_blocks[:, move.host_block] = self.kv[:, move.block]
-        for move in plan.loads:
-            self.kv[:, move.block] = self.host_blocks[:, move.host_block]
+        for g, group in enumerate(self.groups):
+            for move in plan.stores:
+                if move.pool == group.pool:
+                    self.host_blocks[g][move.host_block] = self.kv[g][move.block]
+            for move in plan.loads:
+                if move.pool == group.pool:
+                    self.kv[g][move.block] = self.host_blocks[g][move.host_block]
         self.num_stored += len(plan.stores)
         self.num_loaded += len(plan.loads)
         for request in plan.new_requests:
@@ -146,23 +192,58 @@ class FakeModelRunner:
             assert len(set(where)) == len(where), "one table entry is written twice in a step"
             self.tables[g, diff.slots_N, diff.indices_N] = diff.blocks_N
 
-    def _write(self, g: int, rows: list[tuple[int, int, int]], values: list[U64]) -> None:
+    def _check_writes(self, g: int, rows: list[tuple[int, int, int]]) -> None:
         written: set[tuple[int, int]] = set()
+        for slot, start, count in rows:
+            where = np.arange(start, start + count)
+            blocks = self.tables[g, slot, where // self.block_size]
+            assert (blocks >= 0).all(), f"slot {slot} has no table entry"
+            places = {
+                place for place in zip(blocks.tolist(), (where % self.block_size).tolist(), strict=True) if place[0]
+            }
+            assert not places & written, "two rows write one KV entry in the same step"
+            written |= places
+
+    def _write(self, g: int, rows: list[tuple[int, int, int]], values: list[U64]) -> None:
         for (slot, start, count), value in zip(rows, values, strict=True):
             where = np.arange(start, start + count)
             blocks = self.tables[g, slot, where // self.block_size]
             assert (blocks > 0).all(), f"slot {slot} writes K/V to no block"
-            places = set(zip(blocks.tolist(), (where % self.block_size).tolist(), strict=True))
-            assert not places & written, "two rows write one KV entry in the same step"
-            written |= places
-            self.kv[g, blocks, where % self.block_size] = kv_entry(value, where.astype(np.uint64))
+            self.kv[g][blocks, where % self.block_size] = kv_entry(value, where.astype(np.uint64))
+
+    def _recur(self, g: int, tile: int, before: U64, slot: int, start: int, count: int, value: U64) -> U64:
+        """before: the blocks' content when the step began."""
+        kv, size, end = self.kv[g], self.block_size, start + count
+        entries, out = kv_entry(value, positions(start, end)), []
+        border, rows = np.zeros(1, np.uint64), np.zeros(0, np.uint64)  # of the tile before
+        for at in range(start // tile * tile, end, tile):
+            first, last = max(at, start), min(at + tile, end)
+            block, place = int(self.tables[g, slot, at // size]), at % size
+            if first > at:
+                assert block > 0, f"slot {slot} goes on with a tile that is nowhere"
+                border, rows = before[block, size + place // tile, None], before[block, place : place + first - at]
+            else:
+                if first == start and at:
+                    other, there = int(self.tables[g, slot, (at - 1) // size]), (at - tile) % size
+                    assert other > 0, f"slot {slot} begins behind a tile that is nowhere"
+                    border, rows = before[other, size + there // tile, None], before[other, there : there + tile]
+                border = mix(border + rows.sum(dtype=np.uint64) + ONE) if at else border
+                rows = np.zeros(0, np.uint64)
+                if block:
+                    kv[block, size + place // tile] = border[0]
+            new = entries[first - start : last - start]
+            if block:
+                kv[block, first % size : first % size + len(new)] = new
+            rows = np.concatenate((rows, new))
+            out.append(mix(border + np.cumsum(rows)[first - at :]))
+        return np.concatenate(out)
 
     def _attend(self, g: int, group: KVGroup, slot: int, start: int, count: int) -> U64:
         first = first_seen(group, start)
         where = np.arange(first, start + count)
         blocks = self.tables[g, slot, where // self.block_size]
         assert (blocks > 0).all(), f"slot {slot} reads K/V from no block"
-        entries = self.kv[g, blocks, where % self.block_size]
+        entries = self.kv[g][blocks, where % self.block_size]
         sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(entries)))
         ends = np.arange(start, start + count)
         firsts = np.array([first_seen(group, p) for p in ends])

@@ -134,8 +134,7 @@ class GroupModel:
                 if plan.samples_R[plan.slots_R.tolist().index(slot)]:
                     self.model.tokens[slot, start + count] = 3 if self.ahead else -1  # a wrong one, or none
                 where = np.arange(start, start + count)
-                blocks = self.model.tables[:, slot, where // self.model.block_size]
-                self.model.kv[:, blocks, where % self.model.block_size] = 666
+                self.model.spoil(int(slot), where)
         return result
 
     async def join(self, join: Join) -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeserve.config import Limits
-from moeserve.engine.blocks import Key, KVGroup, groups_of
+from moeserve.engine.blocks import STATES_HELD, Key, KVGroup, groups_of
 from moeserve.engine.kv_cache_manager import chain, root_of
 from moeserve.engine.kv_rule import KVRule
 from moeserve.engine.plan import StepPlan
 from moeserve.engine.scheduler import Scheduler
 from moeserve.engine.store import HostStore
-from moeserve.messages import FinishReason, Logprobs, StepOutput, Submit
+from moeserve.messages import FinishReason, Logprobs, StepOutput, StepRecord, Submit
 from moeserve.sampling import TokenSampling
 from tests.engine.fake_model import POISON, U64, VOCAB, FakeModelRunner, layers, oracle, score, states
 
@@ -23,6 +23,8 @@ EOS = 1
 FULL = groups_of((KVRule(),), 4)
 HYBRID = groups_of((KVRule(), KVRule(6)), 4)
 WINDOWS = groups_of((KVRule(6), KVRule(11)), 4)
+STATES = groups_of((KVRule(), KVRule(tile=4)), 4)
+ALL_KINDS = groups_of((KVRule(tile=2), KVRule(), KVRule(6)), 4)
 
 
 def limits_of(**changes: int | bool) -> Limits:
@@ -36,6 +38,7 @@ def limits_of(**changes: int | bool) -> Limits:
         "num_blocks": 60,
         **changes,
     }
+    values.setdefault("num_states", STATES_HELD * values["max_num_seqs"] + 1)
     return Limits(**values)  # type: ignore[arg-type]
 
 
@@ -82,6 +85,7 @@ class Harness:
         self.in_flight: deque[StepPlan] = deque()
         self.answers: dict[int, Answer] = {}
         self.plans: list[StepPlan] = []
+        self.record: StepRecord | None = None
         self.num_preempted = 0
         self.num_resets = 0
 
@@ -114,6 +118,7 @@ class Harness:
         self.take(output)
         self.scheduler.audit()
         assert output.record is not None
+        self.record = output.record
         self.num_preempted += output.record.num_preempted
         return output
 
@@ -160,7 +165,8 @@ class Harness:
             self._check_answer(answer)
         self.scheduler.audit()
         self._check_cache()
-        assert self.num_free == self.limits.num_blocks - 1
+        for pool in self.scheduler.kv_manager.pools:
+            assert pool.num_free == pool.num_blocks - 1
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def _check_answer(self, answer: Answer) -> None:
@@ -194,20 +200,26 @@ class Harness:
         size = self.limits.block_size
         for answer in self.answers.values():
             tokens = answer.prompt + answer.tokens
-            _, kv = layers(self.groups, tokens)
+            _, blocks = layers(self.groups, tokens)
             for epoch in range(self.num_resets + 1):
                 hashes = chain(root_of(answer.msg.salt, epoch), np.array(tokens, np.int32), size)
-                blocks = [entries[: len(hashes) * size].reshape(-1, size) for entries in kv]
-                expected |= {(h, g): blocks[g][i] for g in range(len(kv)) for i, h in enumerate(hashes)}
+                expected |= {(h, g): content[i] for g, content in enumerate(blocks) for i, h in enumerate(hashes)}
         kv_manager = self.scheduler.kv_manager
-        for key, block in kv_manager.pool._by_key.items():
-            assert (expected[key] == self.runner.kv[key[1], block]).all(), (key, block)
-        if isinstance(kv_manager.store, HostStore):
-            for key, place in kv_manager.store._blocks.items():
-                assert (expected[key] == self.runner.host_blocks[key[1], place]).all(), (key, place)
+        for pool, store in zip(kv_manager.pools, kv_manager.stores, strict=True):
+            for key, block in pool._by_key.items():
+                assert (expected[key] == self.runner.kv[key[1]][block]).all(), (key, block)
+            for key, place in store._blocks.items() if isinstance(store, HostStore) else ():
+                assert (expected[key] == self.runner.host_blocks[key[1]][place]).all(), (key, place)
 
     def reset(self) -> None:
         self.scheduler.reset_prefix_cache()
+        self.num_resets += 1
+
+    def start_over(self) -> None:
+        """The group broke: steps in flight are lost."""
+        self.scheduler.start_over()
+        self.in_flight.clear()
+        self.runner.start_over()
         self.num_resets += 1
 
     def _check(self, plan: StepPlan) -> None:
@@ -256,4 +268,6 @@ def random_traffic(harness: Harness, rng: random.Random, num_requests: int) -> N
             harness.abort(*rng.sample(open_rids, min(len(open_rids), 2)), 999_999)
         if rng.random() < 0.01:
             harness.reset()
+        if rng.random() < 0.01:
+            harness.start_over()
         harness.step()

@@ -88,6 +88,21 @@ def test_forget_frees_idle_blocks_and_leaves_held_ones() -> None:
     assert pool.find(key(0)) is None
 
 
+def test_cold_blocks_go_first_and_nobody_is_told() -> None:
+    evicted: list[Key] = []
+    pool = BlockPool(5, lambda k, _: evicted.append(k))
+    blocks = pool.take(4)
+    for i, block in enumerate(blocks.tolist()):
+        pool.cache(block, key(i))
+    pool.release(blocks[:2])
+    pool.release(blocks[2:], cold=True)
+    assert (pool.num_spare, pool.num_free) == (2, 4)
+    pool.touch(int(blocks[3]))
+    pool.release(blocks[3:])  # found by another: no longer cold
+    assert pool.take(3).tolist() == blocks[[2, 1, 0]].tolist()
+    assert evicted == [key(1), key(0)]
+
+
 @pytest.mark.parametrize("damage", ["leak", "double", "lost key"])
 def test_audit_finds_damage(damage: str) -> None:
     pool = BlockPool(6)
@@ -117,6 +132,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.refs: dict[int, int] = {}
         self.content: dict[Key, int] = {}
         self.idle: list[int] = []  # oldest first
+        self.cold: list[int] = []
 
     @rule(target=holds, count=st.integers(0, 4))
     def take(self, count: int) -> object:
@@ -126,10 +142,13 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.pool.take(count).tolist()
         assert len(set(blocks)) == count
         assert not set(blocks) & set(self.refs)
-        for k, block in self.evicted:
-            assert self.idle.pop(0) == block, "eviction is least recently freed first"
-            assert self.content.pop(k) == block
-        assert not set(blocks) & set(self.idle)
+        told = [block for _, block in self.evicted]
+        lost = sorted(set(self.content.values()) & set(blocks) - set(told))
+        assert lost == sorted(self.cold[: len(lost)]), "cold blocks go least recently freed first"
+        assert not told or len(lost) == len(self.cold), "cold blocks go before others"
+        assert told == self.idle[: len(told)], "eviction is least recently freed first"
+        self.cold, self.idle = self.cold[len(lost) :], self.idle[len(told) :]
+        self.content = {k: block for k, block in self.content.items() if block not in blocks}
         self.refs.update(dict.fromkeys(blocks, 1))
         return multiple(*blocks)
 
@@ -148,24 +167,26 @@ class PoolMachine(RuleBasedStateMachine):
             return multiple()
         self.pool.touch(block)
         self.refs[block] = self.refs.get(block, 0) + 1
-        if block in self.idle:
-            self.idle.remove(block)
+        for idle in (self.idle, self.cold):
+            if block in idle:
+                idle.remove(block)
         return block
 
-    @rule(block=consumes(holds))
-    def release(self, block: int) -> None:
-        self.pool.release(as_blocks([block]))
+    @rule(block=consumes(holds), cold=st.booleans())
+    def release(self, block: int, cold: bool) -> None:
+        self.pool.release(as_blocks([block]), cold=cold)
         self.refs[block] -= 1
         if not self.refs[block]:
             del self.refs[block]
             if block in self.content.values():
-                self.idle.append(block)
+                (self.cold if cold else self.idle).append(block)
 
     @rule()
     def forget(self) -> None:
         self.pool.forget()
         self.content.clear()
         self.idle.clear()
+        self.cold.clear()
 
     @invariant()
     def books_balance(self) -> None:
@@ -176,6 +197,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_holds(holds)
         assert self.pool.num_free == NUM_BLOCKS - 1 - len(self.refs)
         assert self.pool.num_cached == len(self.content)
+        assert self.pool.num_free - self.pool.num_spare == len(self.idle)
 
 
 TestPoolMachine = PoolMachine.TestCase

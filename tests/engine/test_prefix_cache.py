@@ -14,6 +14,7 @@ from moeserve.engine.requests import Request, request_of
 from tests.engine.harness import limits_of, submit_of
 
 FULL = groups_of((KVRule(),), 4)
+STATES = groups_of((KVRule(), KVRule(tile=2)), 4)
 
 
 def request(prompt: list[int], **fields: object) -> Request:
@@ -39,6 +40,7 @@ def computed(manager: KVCacheManager, prompt: list[int], **fields: object) -> li
     slot = admitted(manager, request(prompt, **fields))
     blocks = [table[slot, : len(prompt) // 4].tolist() for table in manager.batch.tables]
     manager.free(slot)
+    manager.take_changes()
     return blocks
 
 
@@ -158,3 +160,87 @@ def test_evicted_blocks_are_found_in_the_store_and_loaded() -> None:
     assert stored[load.host_block] == blocks[1]
     assert manager.batch.tables[0][slot, :2].tolist() == [blocks[0], load.block]
     assert manager.pool.find((follower.hashes[1], 0)) == load.block
+
+
+# ---- states of recurrent layers
+
+
+def states_of(manager: KVCacheManager, slot: int) -> list[int]:
+    """The table entries that have a state."""
+    return np.flatnonzero(manager.batch.tables[1][slot]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("spare", "entries"),
+    [
+        (0, [6]),
+        (1, [5, 6]),  # the end of the prompt's full blocks
+        (2, [3, 5, 6]),
+        (3, [1, 3, 5, 6]),
+        (9, [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_states_beyond_the_needed_are_at_borders_then_evenly_spread(spare: int, entries: list[int]) -> None:
+    manager = manager_of(STATES, num_states=9 + spare)
+    assert states_of(manager, admitted(manager, request(list(range(26))))) == entries
+
+
+def test_a_hit_ends_where_a_state_is_and_the_next_like_it_finds_all() -> None:
+    """The second request shares 5 blocks with the first, which left a state at the end of its 8; the third shares as
+    much with the second."""
+    manager = manager_of(STATES, num_states=9 + 1)
+    stem = list(range(20))
+    computed(manager, [*stem, *range(30, 43)])
+    hit = manager.match(request([*stem, *range(50, 63)]))
+    assert (hit.num_blocks, hit.border) == (0, 5)
+    computed(manager, [*stem, *range(50, 63)])
+    hit = manager.match(request([*stem, *range(70, 83)]))
+    assert (hit.num_blocks, hit.border) == (5, 5)
+    assert len(hit.blocks[0]) == 5
+    assert hit.blocks[1][:4] == (0, 0, 0, 0) != hit.blocks[1][4]
+
+
+def test_passed_states_are_cold_unless_they_are_at_a_border() -> None:
+    manager = manager_of(STATES, num_states=9 + 20)
+    slot = admitted(manager, request(list(range(26)), max_tokens=20))
+    manager.register(np.array([slot], np.intp))
+    manager.release_passed(np.array([slot], np.intp), np.array([26], np.int32), np.array([9], np.int32))
+    pool = manager.pools[1]
+    assert states_of(manager, slot) == [6]
+    assert len(pool._cold) == 5
+    assert len(pool._idle) == 1
+    manager.free(slot)
+    manager.audit()
+    assert pool.num_free == pool.num_blocks - 1
+
+
+def test_a_state_is_not_found_in_the_plan_that_computes_it() -> None:
+    manager = manager_of(STATES, num_states=40)
+    first, second = request(list(range(13))), request(list(range(13)))
+    slots = np.array([manager.admit(first, manager.match(first))], np.intp)
+    start, end = np.zeros(1, np.int32), np.full(1, 13, np.int32)
+    manager.grow(slots, start, manager.batch.num_blocks(end))
+    manager.batch.scheduled[slots] = end
+    manager.register(slots)
+    assert (manager.match(second).num_blocks, manager.match(second).border) == (0, 3)
+    manager.take_changes()
+    assert manager.match(second).num_blocks == 3
+
+
+def test_evicted_states_are_loaded_from_their_own_store_and_cold_ones_are_gone() -> None:
+    manager = manager_of(STATES, num_states=9 + 20, num_store_states=30)
+    slot = admitted(manager, request(list(range(26))))
+    manager.register(np.array([slot], np.intp))
+    manager.release_passed(np.array([slot], np.intp), np.array([26], np.int32), np.array([9], np.int32))
+    manager.free(slot)
+    pool = manager.pools[1]
+    pool.release(pool.take(pool.num_free))
+    moves = manager.take_changes()[1]
+    assert [move.pool for move in moves] == [1]
+    follower = request(list(range(26)))
+    hit = manager.match(follower)
+    assert (hit.num_blocks, hit.blocks[1][-1]) == (6, IN_STORE)
+    manager.admit(follower, hit)
+    (load,) = manager.take_changes()[2]
+    assert (load.pool, load.host_block) == (1, moves[0].host_block)
+    manager.audit()

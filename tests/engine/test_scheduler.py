@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moeserve.engine.blocks import STATES_HELD
 from moeserve.engine.scheduler import share
 from moeserve.errors import InvalidRequest
 from moeserve.messages import FinishReason
 from tests.engine.fake_model import POISON, oracle
-from tests.engine.harness import EOS, FULL, HYBRID, Answer, Harness, limits_of, submit_of
+from tests.engine.harness import EOS, FULL, HYBRID, STATES, Answer, Harness, limits_of, submit_of
 
 
 def prompt_of(length: int, first: int = 20) -> list[int]:
@@ -351,6 +352,25 @@ def test_a_window_group_holds_no_more_than_its_window() -> None:
     harness.check_answers()
 
 
+def test_a_running_request_holds_no_more_than_two_states() -> None:
+    harness = Harness(limits_of(depth=1, num_states=40), STATES)
+    harness.submit(submit_of(0, prompt_of(8), max_tokens=50))
+    batch = harness.scheduler.kv_manager.batch
+    most = 0
+    while harness.scheduler.has_work:
+        before = len(harness.in_flight)
+        harness.step()
+        if len(harness.in_flight) < before and harness.scheduler.num_running:
+            assert harness.record is not None
+            held = len(batch.held(batch.slot_of[0])[1])
+            assert (harness.record.num_states, harness.record.num_free_states) == (40, 39 - held)
+            assert harness.record.num_cached_states > 0
+        if harness.scheduler.num_running and not harness.in_flight and len(harness.plans) > 5:
+            most = max(most, len(batch.held(batch.slot_of[0])[1]))
+    assert most == STATES_HELD
+    harness.check_answers()
+
+
 # ---- refusals
 
 
@@ -409,7 +429,8 @@ def test_starting_over_computes_everything_anew_and_finds_nothing_old() -> None:
     harness.in_flight.clear()
     harness.runner.catch_up()
     harness.runner.done.clear()
-    harness.runner.kv[:] = 666
+    for content in harness.runner.kv:
+        content[:] = 666
     harness.num_resets += 1
     assert not running(harness)
     harness.scheduler.audit()

@@ -8,21 +8,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.engine.harness import FULL, HYBRID, WINDOWS, Harness, limits_of, submit_of
+from moeserve.engine.blocks import STATES_HELD
+from tests.engine.harness import ALL_KINDS, FULL, HYBRID, STATES, WINDOWS, Harness, limits_of, submit_of
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     harness: Harness
 
     @initialize(
-        groups=st.sampled_from([FULL, HYBRID, WINDOWS]),
+        groups=st.sampled_from([FULL, HYBRID, WINDOWS, STATES, ALL_KINDS]),
         depth=st.integers(1, 3),
         slots=st.integers(1, 3),
         spare=st.sampled_from([0, 1, 4, 30]),
         chunk=st.sampled_from([1, 3, 8, 40]),
         host_blocks=st.sampled_from([0, 3, 20]),
+        spare_states=st.sampled_from([0, 1, 20]),
     )
-    def start(self, groups: object, depth: int, slots: int, spare: int, chunk: int, host_blocks: int) -> None:
+    def start(
+        self, groups: object, depth: int, slots: int, spare: int, chunk: int, host_blocks: int, spare_states: int
+    ) -> None:
         limits = limits_of(
             max_model_len=40,
             num_blocks=11 * len(groups) + spare,  # type: ignore[arg-type]
@@ -31,6 +35,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=chunk + 2,
             prefill_chunk=chunk,
             num_store_blocks=host_blocks,
+            num_states=STATES_HELD * slots + 1 + spare_states,
+            num_store_states=host_blocks // 2,
         )
         self.harness = Harness(limits, groups, random.Random(1))  # type: ignore[arg-type]
         self.next_rid = 0
@@ -76,6 +82,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.harness.reset()
+
+    @rule()
+    def start_over(self) -> None:
+        self.harness.start_over()
 
     def teardown(self) -> None:
         if hasattr(self, "harness"):

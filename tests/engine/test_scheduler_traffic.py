@@ -6,21 +6,28 @@ import random
 
 import pytest
 
-from tests.engine.harness import FULL, HYBRID, WINDOWS, Harness, limits_of, random_traffic
+from moeserve.engine.blocks import STATES_HELD
+from tests.engine.harness import ALL_KINDS, FULL, HYBRID, STATES, WINDOWS, Harness, limits_of, random_traffic
 
-GROUPS = {"full": FULL, "hybrid": HYBRID, "windows": WINDOWS}
+GROUPS = {"full": FULL, "hybrid": HYBRID, "windows": WINDOWS, "states": STATES, "all kinds": ALL_KINDS}
+WITH_STATES = "states", "all kinds"
 
 
-@pytest.mark.parametrize("seed", range(5))
+CASES = [(groups, seed) for groups in GROUPS for seed in range(2 if groups in WITH_STATES else 5)]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_store_blocks", [0, 30])
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(("groups", "seed"), CASES)
 def test_random_traffic_equals_plain_replay(groups: str, num_store_blocks: int, depth: int, seed: int) -> None:
     rng = random.Random(f"{groups} {num_store_blocks} {depth} {seed}")
     budget = rng.choice([3, 8, 24, 100])
+    slots = rng.choice([1, 3, 6])
     limits = limits_of(
-        max_num_seqs=rng.choice([1, 3, 6]),
-        num_blocks=(18 if groups == "full" else 36) + rng.choice([0, 5, 30]),
+        max_num_seqs=slots,
+        num_blocks=(18 if groups in ("full", "states") else 36) + rng.choice([0, 5, 30]),
+        num_states=STATES_HELD * slots + 1 + rng.choice([0, 1, 5, 30]),
+        num_store_states=num_store_blocks // 3,
         depth=depth,
         num_store_blocks=num_store_blocks,
         max_num_batched_tokens=budget,

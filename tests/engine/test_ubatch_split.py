@@ -32,6 +32,14 @@ def test_examples(counts: list[int], split_at: int) -> None:
     assert best_split(np.array(counts, np.int32)) == split_at
 
 
+@pytest.mark.parametrize(
+    ("counts", "split_at"),
+    [([1], 0), ([100], 0), ([1, 1], 1), ([30, 70], 30), ([3, 90, 3], 0), ([20, 80], 0), ([40, 20, 40], 40)],
+)
+def test_rows_of_models_with_states_stay_whole(counts: list[int], split_at: int) -> None:
+    assert best_split(np.array(counts, np.int32), whole=True) == split_at
+
+
 def test_halves_are_even_and_requests_whole_where_that_allows() -> None:
     rng = np.random.default_rng(0)
     for _ in range(2000):

@@ -19,7 +19,7 @@ from .test_faults import until
 PROMPTS = [[3 + (7 * i + j) % 250 for j in range(40 + 9 * i)] for i in range(4)]
 NUM_TOKENS = 60
 FORMATS = [name for name in FORMS if name.startswith(("fp4", "int4, ", "int8, ", "fp8"))]
-CASES = [("deepseek_v3", ""), ("gpt_oss", ""), *(("qwen3_moe", form) for form in FORMATS)]
+CASES = [("deepseek_v3", ""), ("gpt_oss", ""), ("qwen3_next", ""), *(("qwen3_moe", form) for form in FORMATS)]
 
 
 def body(index: int) -> dict[str, Any]:
