@@ -135,6 +135,7 @@ def build_latent_attention(spec: LatentAttention, build: Builder, name: str, gro
     shape, indexer = spec.head_shape(build.tp.size), None
     prepare = prepare_attention(build, group, shape, spec.rope, spec.rope_dim, spec.query_scale)
     if spec.indexer is not None:
+        assert spec.rope is not None, "an index selector rotates"
         prepare = selecting = prepare_selection(build, prepare, spec.indexer.top_k)
         indexer = build_indexer(spec.indexer, build, name, selecting, spec.rope, spec.rope_dim)
     rule = LatentRule(heads, spec.nope_dim, spec.rope_dim, spec.rank, scale, EPS, build.norm(name + "kv_norm"))

@@ -56,7 +56,7 @@ class Mamba1Layer:
         inputs, gates = self.inputs(x_TD).chunk(2, 1)
         x_TC = ops.causal_conv(inputs, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
         selected = self.select(whole(x_TC.to(dtype), spec.channels, self.tp, channel))
-        parts = selected.split([spec.rank, spec.state, spec.state], 1)
+        parts = torch.split(selected, [spec.rank, spec.state, spec.state], 1)
         steps_TR, b_TN, c_TN = (
             ops.rms_norm(part.float().contiguous(), weight, self.eps)
             for part, weight in zip(parts, self.norms, strict=True)

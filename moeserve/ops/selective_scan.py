@@ -63,8 +63,8 @@ def selective_scan(
             y_tC = y_tC + c_TN[tokens, n : n + 1] * states_tNC[:, n]
         out_TC[tokens], state_NC = y_tC, states_tNC[-1]
         if tile.block:
-            for place, values in zip(places, rows, strict=True):
-                place[tile.first : tile.first + len(values)] = values
+            for cached, values in zip(places, rows, strict=True):
+                cached[tile.first : tile.first + len(values)] = values
     return out_TC
 
 
