@@ -35,9 +35,10 @@ implementation, tokens and logits, in `tests/models`, and its bits alone with it
 family. Weights may be quantised in every format of README.md ("Your own model").
 
 Sizes are those of the default configuration in transformers. **KV**: elements that one token leaves behind in one
-layer. **int8 KV**: whether `kv_cache_dtype: int8` is possible.
+layer, or those of a recurrent layer's state ([recurrent.md](recurrent.md)). **int8 KV**: whether `kv_cache_dtype: int8`
+is possible; states stay fp32.
 
-| architecture | attention | KV | layers see | experts | router | int8 KV |
+| architecture | mixers | KV | layers see | experts | router | int8 KV |
 |---|---|---|---|---|---|---|
 """
 
@@ -59,6 +60,16 @@ PUBLISHED: dict[str, dict[str, object]] = {
 }
 
 
+RECURRENT = {
+    "GatedDelta": "gated delta net",
+    "KimiDelta": "Kimi delta attention",
+    "Lightning": "lightning attention",
+    "Mamba1": "Mamba",
+    "Mamba2": "Mamba-2",
+    "ShortConv": "short convolution",
+}
+
+
 def default_spec(architecture: str) -> ModelSpec:
     """Returns the spec of the default configuration."""
     keys: dict[str, object] = PUBLISHED.get(architecture, {})
@@ -75,7 +86,8 @@ def _kind(mixer: Mixer) -> str:
         latent = f"latent, {mixer.num_heads} heads, rank {mixer.rank} + {mixer.rope_dim}"
         index = mixer.indexer
         return f"{latent}, {index.num_heads} index heads of {index.dim}" if index else latent
-    assert isinstance(mixer, Attention)
+    if not isinstance(mixer, Attention):
+        return f"{RECURRENT[type(mixer).__name__]}, {mixer.sharing}"
     options = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads of {mixer.head_dim}"]
     if mixer.value_dim != mixer.head_dim:
         options[0] += f", values of {mixer.value_dim}"
@@ -90,7 +102,14 @@ def _sees(mixer: Mixer) -> str:
     if isinstance(mixer, LatentAttention) and mixer.indexer:
         return f"{mixer.indexer.top_k} chosen tokens"
     rule = mixer.rule
+    if rule.tile:
+        return "a state"
     return f"window {rule.window}" if rule.window else f"chunk {rule.chunk}" if rule.chunk else "all"
+
+
+def _kept(mixer: Mixer) -> str:
+    tensors = [tensor for tensor in mixer.cache(1) if tensor.per_tile or not mixer.rule.tile]
+    return ("state " if mixer.rule.tile else "") + str(sum(tensor.heads * tensor.width for tensor in tensors))
 
 
 def _distinct(words: Sequence[str]) -> str:
@@ -109,7 +128,7 @@ def row(architecture: str) -> str:
     """Returns a family's line of the table."""
     spec = default_spec(architecture)
     mixers = [layer.mixer for layer in spec.layers]
-    kv = _distinct([str(sum(t.heads * t.width for t in mixer.cache(1))) for mixer in mixers])
+    kv = _distinct([_kept(mixer) for mixer in mixers])
     experts, router = "-", "-"
     if spec.moe:
         experts = f"{spec.moe.top_k} of {spec.moe.num_experts}"
