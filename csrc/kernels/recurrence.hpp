@@ -3,6 +3,8 @@
 // vectors nor on the tokens that it is computed together with.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/elements.hpp"
 #include "kernels/math.hpp"
 #include "kernels/recurrence_args.hpp"
@@ -11,65 +13,74 @@ namespace moeserve::MOESERVE_ISA::recurrent {
 
 constexpr size_t kTile = kStateTile;
 
-/// y[r][c] = sum over i of x[r][i] * a[i][c], for `vectors` vectors of columns; whole: none of them is a row's last part.
-template <int rows, int vectors, bool whole>
-MOESERVE_INLINE void chains(const float* x, size_t x_stride, const float* a, size_t a_stride, size_t depth, size_t left,
-                            float* y, size_t y_stride) {
-    f32 sums[rows][vectors];
-    for (int r = 0; r < rows; ++r)
-        for (int v = 0; v < vectors; ++v) sums[r][v] = zero();
-    for (size_t i = 0; i < depth; ++i) {
+/// From the columns of a tile's queries and keys to the next ones: 16 of queries, then 16 of keys.
+constexpr size_t kBoth = 2 * kTile;
+
+/// y[16 n + t][c] = sum over i of x[i][16 n + t] * a[i][c] for n < kinds and t < tokens, in `vectors` vectors of columns.
+/// whole: none of them is a row's last part. x: [depth, 32].
+template <int kinds, int tokens, int vectors, bool whole>
+MOESERVE_INLINE void chains(const float* x, const float* a, size_t a_stride, size_t depth, size_t left, float* y,
+                            size_t y_stride) {
+    f32 sums[kinds][tokens][vectors];
+    for (auto& kind : sums)
+        for (auto& token : kind)
+            for (f32& sum : token) sum = zero();
+    for (size_t i = 0; i < depth; ++i, x += kBoth, a += a_stride) {
         f32 columns[vectors];
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; ++v) {
-            columns[v] = whole ? load(a + i * a_stride + v * kWidth) : load_at<Float32>(bytes_of(a + i * a_stride), 0, left);
-        }
+        for (int v = 0; v < vectors; ++v) columns[v] = whole ? load(a + v * kWidth) : load_at<Float32>(bytes_of(a), 0, left);
+#pragma GCC unroll 2
+        for (int n = 0; n < kinds; ++n) {
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) {
-            const f32 factor = all(x + r * x_stride + i);
+            for (int t = 0; t < tokens; ++t) {
+                const f32 factor = all(x + n * kTile + t);
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; ++v) sums[r][v] = fma(factor, columns[v], sums[r][v]);
+                for (int v = 0; v < vectors; ++v) sums[n][t][v] = fma(factor, columns[v], sums[n][t][v]);
+            }
         }
     }
-    for (int r = 0; r < rows; ++r)
-        for (int v = 0; v < vectors; ++v) store(y + r * y_stride + v * kWidth, sums[r][v]);
+    for (int n = 0; n < kinds; ++n)
+        for (int t = 0; t < tokens; ++t)
+            for (int v = 0; v < vectors; ++v) store(y + (n * kTile + t) * y_stride + v * kWidth, sums[n][t][v]);
 }
 
 /// `chains` of all columns: as many vectors at a time as are there.
-template <int rows, int vectors>
-inline void chains_of(const float* x, size_t x_stride, const float* a, size_t a_stride, size_t depth, size_t width,
-                      float* y, size_t y_stride) {
+template <int kinds, int tokens, int vectors>
+inline void chains_of(const float* x, const float* a, size_t a_stride, size_t depth, size_t width, float* y,
+                      size_t y_stride) {
     size_t c = 0;
     for (; c + vectors * kWidth <= width; c += vectors * kWidth) {
-        chains<rows, vectors, true>(x, x_stride, a + c, a_stride, depth, 0, y + c, y_stride);
+        chains<kinds, tokens, vectors, true>(x, a + c, a_stride, depth, 0, y + c, y_stride);
     }
     if (c == width) return;
     if constexpr (vectors > 1) {
-        chains_of<rows, vectors / 2>(x, x_stride, a + c, a_stride, depth, width - c, y + c, y_stride);
+        chains_of<kinds, tokens, vectors / 2>(x, a + c, a_stride, depth, width - c, y + c, y_stride);
     } else {
-        chains<rows, 1, false>(x, x_stride, a + c, a_stride, depth, width - c, y + c, y_stride);
+        chains<kinds, tokens, 1, false>(x, a + c, a_stride, depth, width - c, y + c, y_stride);
     }
 }
 
-/// y = x A for x [rows, depth] and A [depth, width]; y has room for whole vectors.
-inline void product(const float* x, size_t x_stride, size_t rows, const float* a, size_t a_stride, size_t depth,
-                    size_t width, float* y, size_t y_stride) {
-    constexpr int kSums = kRegisters / 2, kMost = kRegisters / 4;  // of registers; rows that share a load of A
-    size_t r = 0;
-    const auto next = [&]<int count>(std::integral_constant<int, count>) {
-        constexpr int kVectors = kSums / count < 8 ? kSums / count : 8;
-        for (; r + count <= rows; r += count) {
-            chains_of<count, kVectors>(x + r * x_stride, x_stride, a, a_stride, depth, width, y + r * y_stride, y_stride);
+/// Products of so many tokens' queries, or queries and keys, x [depth, 32], with A [depth, width]: y [32, width], which has
+/// room for whole vectors.
+template <int kinds>
+inline void product(const float* x, size_t count, const float* a, size_t a_stride, size_t depth, size_t width, float* y,
+                    size_t y_stride) {
+    constexpr int kMost = kRegisters / 4 / kinds;  // tokens that share a load of A
+    size_t t = 0;
+    const auto next = [&]<int tokens>(std::integral_constant<int, tokens>) {
+        constexpr int kFree = kRegisters / 2 / kinds / tokens, kVectors = kFree < 8 ? kFree : 8;
+        for (; t + tokens <= count; t += tokens) {
+            chains_of<kinds, tokens, kVectors>(x + t, a, a_stride, depth, width, y + t * y_stride, y_stride);
         }
     };
     if constexpr (kMost >= 8) next(std::integral_constant<int, 8>());
-    next(std::integral_constant<int, 4>());
+    if constexpr (kMost >= 4) next(std::integral_constant<int, 4>());
     next(std::integral_constant<int, 2>());
     next(std::integral_constant<int, 1>());
 }
 
-/// to[i][r] = rows[r][i], up to whole 16 of i; 0 beyond the width and where there is no row.
-inline void transposed(const float* const (&rows)[kTile], size_t width, float* to) {
+/// to[i][r] = rows[r][i], up to whole 16 of i; 0 beyond the width and where there is no row. Of `to`, 16 of `stride`.
+inline void transposed(const float* const (&rows)[kTile], size_t width, float* to, size_t stride) {
     for (size_t r = 0; r < kTile; r += kWidth) {
         for (size_t i = 0; i < width; i += kWidth) {
             f32 square[kWidth];
@@ -79,7 +90,7 @@ inline void transposed(const float* const (&rows)[kTile], size_t width, float* t
             }
             transpose(square);
 #pragma GCC unroll 16
-            for (size_t j = 0; j < kWidth; ++j) store(to + (i + j) * kTile + r, square[j]);
+            for (size_t j = 0; j < kWidth; ++j) store(to + (i + j) * stride + r, square[j]);
         }
     }
 }
@@ -106,29 +117,32 @@ template <bool delta>
 struct Piece {
     const RecurrenceArgs& args;
     const size_t head, group, from, width;  // columns [from, from + width) of the values
-    const size_t deep, decays, wide;        // d, D and width, rounded up
+    const size_t deep, wide;                // d and the width, rounded up
+    const size_t decays;                    // of sum_rows: from one to the next
     const bool keeps;                       // what all pieces of a head have in common
     const bool keeps_keys;                  // and all heads of a group
-    float *keys, *since_keys, *sums, *sum_rows, *updates;  // of a tile: k and s by columns [.., 16], s and u by rows
-    float *rows, *products;                 // queries and keys from the border on, and their products with the state
-    float *weights, *key_weights;           // of each token's queries and keys with the tile's keys, [16, 16]
-    float *growth, *own;                    // of the state up to the tile's last token; a state that no cache keeps
+    float *both, *grown;       // columns of a tile's q and k [d, 32], and those that meet the state
+    float *sum_rows, *sums;    // s by rows, and by columns [D, 16]
+    float *updates;            // u [16, width]
+    float *products;           // of queries and keys with the state, [32, width]
+    float *weights;            // and with the tile's keys, [32, 16]
+    float *since, *growth;     // keys and the state up to the tile's last token, [d, 16] and [d]
+    float *own;                // a state that no cache keeps
 
     Piece(const RecurrenceArgs& args, size_t head, size_t part, float* memory)
         : args(args), head(head), group(head / (args.heads / args.groups)), from(part * args.columns),
           width(args.v - from < args.columns ? args.v - from : args.columns), deep(args.padded(args.d)),
-          decays(args.padded(args.decays)), wide(args.columns), keeps(part == 0),
+          wide(args.columns), decays(args.decays == 1 ? 1 : args.padded(args.decays)), keeps(part == 0),
           keeps_keys(keeps && head % (args.heads / args.groups) == 0) {
         const auto take = [&](size_t count) { return memory += count, memory - count; };
-        keys = take(kTile * deep);
-        since_keys = take(kTile * deep);
-        sums = take(kTile * decays);
+        both = take(kBoth * deep);
+        grown = take(kBoth * deep);
         sum_rows = take(kTile * decays);
+        sums = args.decays == 1 ? sum_rows : take(kTile * decays);
         updates = take(kTile * wide);
-        rows = take(2 * kTile * deep);
-        products = take(2 * kTile * wide);
-        weights = take(kTile * kTile);
-        key_weights = take(kTile * kTile);
+        products = take(kBoth * wide);
+        weights = take(kBoth * kTile);
+        since = take(kTile * deep);
         growth = take(deep);
         own = take(deep * wide);
     }
@@ -146,9 +160,9 @@ struct Piece {
         return args.updates + (token * args.heads + head) * args.v + from;
     }
 
-    /// Takes the first `cached` rows of a tile from the cache, and `fresh` keys and decays of the call from `step` on.
+    /// Takes the first `cached` rows of a tile from the cache, and `fresh` ones of the call from `step` on.
     void take_rows(int64_t block, int64_t place, size_t cached, size_t step, size_t fresh) const {
-        const float *key_at[kTile] = {}, *sum_at[kTile] = {};
+        const float *query_at[kTile] = {}, *key_at[kTile] = {}, *sum_at[kTile] = {};
         for (size_t r = 0; r < cached + fresh; ++r) {
             float* s = sum_rows + r * decays;
             sum_at[r] = s;
@@ -160,12 +174,14 @@ struct Piece {
             } else {
                 const size_t at = step + r - cached;
                 const float* decay = args.log_decay + at * args.decay_stride + head * args.decays;
+                query_at[r] = args.q + at * args.q_stride + group * args.d;
                 key_at[r] = args.k + at * args.k_stride + group * args.d;
                 for (size_t i = 0; i < args.decays; ++i) s[i] = r ? (s - decays)[i] + decay[i] : decay[i];
             }
         }
-        transposed(key_at, args.d, keys);
-        transposed(sum_at, args.decays, sums);
+        if (fresh) transposed(query_at, args.d, both, kBoth);
+        transposed(key_at, args.d, both + kTile, kBoth);
+        if (args.decays > 1) transposed(sum_at, args.decays, sums, kTile);
     }
 
     /// The state at the next border from a full tile and the state at its own; `from` and `to` may be the same.
@@ -177,8 +193,8 @@ struct Piece {
         for (size_t i = 0; i < args.d; ++i) {
             const size_t decay = args.decays == 1 ? 0 : i;
             for (size_t r = 0; r < kTile; r += kWidth) {
-                const f32 since = exp(sub(all(last + decay), load(sums + decay * kTile + r)));
-                store(since_keys + i * kTile + r, mul(load(keys + i * kTile + r), since));
+                const f32 factor = exp(sub(all(last + decay), load(sums + decay * kTile + r)));
+                store(since + i * kTile + r, mul(load(both + i * kBoth + kTile + r), factor));
             }
         }
         constexpr int kVectors = kRegisters / 8;
@@ -206,7 +222,7 @@ struct Piece {
             f32 u[vectors];
             for (int v = 0; v < vectors; ++v) u[v] = load(updates + r * wide + c + v * kWidth);
             for (int n = 0; n < count; ++n) {
-                const f32 key = all(since_keys + (i + n) * kTile + r);
+                const f32 key = all(since + (i + n) * kTile + r);
                 for (int v = 0; v < vectors; ++v) state[n][v] = fma(key, u[v], state[n][v]);
             }
         }
@@ -222,72 +238,98 @@ struct Piece {
         }
     }
 
-    /// x exp(s): what a query or key meets the state with.
-    MOESERVE_INLINE void grown(const float* x, const float* s, float* to) const {
-        for (size_t i = 0; i < args.d; i += kWidth) {
-            const f32 factor = exp(args.decays == 1 ? all(s) : load_at<Float32>(bytes_of(s), i, args.decays));
-            store(to + i, mul(load_at<Float32>(bytes_of(x), i, args.d), factor));
+    /// The queries and keys times exp(s): what meets the state.
+    void grow() const {
+        const size_t step = args.decays == 1 ? 0 : kTile;
+        for (size_t r = 0; r < kTile; r += kWidth) {
+            f32 factor = zero();
+            for (size_t i = 0; i < args.d; ++i) {
+                if (i == 0 || step) factor = exp(load(sums + i * step + r));
+                const float* x = both + i * kBoth + r;
+                float* to = grown + i * kBoth + r;
+                store(to, mul(load(x), factor));
+                if (delta) store(to + kTile, mul(load(x + kTile), factor));
+            }
         }
     }
 
-    /// The weights of the tile's tokens up to each of the call's; those of later ones mean nothing.
-    void weigh(const StateTile& tile, const float* q, const float* k) const {
+    /// The weights of the tile's tokens for each of the call's: what its query, or key, makes of their keys. Those of later
+    /// tokens mean nothing.
+    void weigh(const StateTile& tile) const {
+        const float* keys = both + kTile;
         if (args.decays == 1) {
-            product(q, args.q_stride, tile.count, keys, kTile, args.d, kTile, weights, kTile);
-            if (delta) product(k, args.k_stride, tile.count, keys, kTile, args.d, kTile, key_weights, kTile);
+            product<delta ? 2 : 1>(both + tile.first, tile.count, keys, kBoth, args.d, kTile, weights, kTile);
         }
         for (size_t t = 0; t < tile.count; ++t) {
-            const float *s = sum_rows + (tile.first + t) * decays, *query = q + t * args.q_stride, *key = k + t * args.k_stride;
-            float *of_query = weights + t * kTile, *of_key = key_weights + t * kTile;
-            for (size_t r = 0; r <= tile.first + t; r += kWidth) {
+            const size_t row = tile.first + t;
+            const float *s = sum_rows + row * decays, *x = both + row;
+            float *of_query = weights + t * kTile, *of_key = of_query + kTile * kTile;
+            float own = of_query[row];  // no time lies between them
+            if (args.decays > 1) {
+                const size_t at = tile.token + t;
+                own = dot(args.q + at * args.q_stride + group * args.d, args.k + at * args.k_stride + group * args.d, args.d);
+            }
+            for (size_t r = 0; r <= row; r += kWidth) {
                 f32 sum = zero(), key_sum = zero();
                 if (args.decays == 1) {
-                    const f32 since = exp(sub(all(s), load(sums + r)));
-                    sum = mul(load(of_query + r), since);
-                    if (delta) key_sum = mul(load(of_key + r), since);
+                    const f32 factor = exp(sub(all(s), load(sums + r)));
+                    sum = mul(load(of_query + r), factor);
+                    if (delta) key_sum = mul(load(of_key + r), factor);
                 } else {
                     for (size_t i = 0; i < args.d; ++i) {
-                        const f32 since = exp(sub(all(s + i), load(sums + i * kTile + r)));
-                        const f32 weight = mul(since, load(keys + i * kTile + r));
-                        sum = fma(all(query + i), weight, sum);
-                        if (delta) key_sum = fma(all(key + i), weight, key_sum);
+                        const f32 factor = exp(sub(all(s + i), load(sums + i * kTile + r)));
+                        const f32 weight = mul(factor, load(keys + i * kBoth + r));
+                        sum = fma(all(x + i * kBoth), weight, sum);
+                        if (delta) key_sum = fma(all(x + i * kBoth + kTile), weight, key_sum);
                     }
                 }
                 store(of_query + r, sum);
                 if (delta) store(of_key + r, key_sum);
             }
-            of_query[tile.first + t] = dot(query, key, args.d);
+            of_query[row] = own;
         }
     }
 
     /// u and o of the call's tokens, one after the other, in `vectors` vectors of columns.
-    template <int vectors>
+    template <int vectors, bool whole>
     MOESERVE_INLINE void recur(const StateTile& tile, size_t c) const {
+        const auto get = [&](const float* row, int v) __attribute__((always_inline)) {
+            return whole ? load(row + c + v * kWidth) : load_at<Float32>(bytes_of(row), c, width);
+        };
+        const auto put = [&](float* row, int v, f32 x) __attribute__((always_inline)) {
+            if (whole) return store(row + c + v * kWidth, x);
+            store_at<Float32>(bytes_of(row), c, width, x);
+        };
         for (size_t t = 0; t < tile.count; ++t) {
             const size_t row = tile.first + t, step = tile.token + t;
-            const char* value = bytes_of(args.values + step * args.v_stride + head * args.v + from);
-            const float *weight = weights + t * kTile, *key_weight = key_weights + t * kTile;
+            const float* value = args.values + step * args.v_stride + head * args.v + from;
+            const float *weight = weights + t * kTile, *key_weight = weight + kTile * kTile;
             f32 u[vectors], o[vectors];
+#pragma GCC unroll 4
             for (int v = 0; v < vectors; ++v) {
-                const size_t at = c + v * kWidth;
-                u[v] = load_at<Float32>(value, at, width);
-                if (delta) u[v] = sub(u[v], load(products + (tile.count + t) * wide + at));
-                o[v] = load(products + t * wide + at);
+                const float* product = products + t * wide + c + v * kWidth;
+                u[v] = get(value, v);
+                if (delta) u[v] = sub(u[v], load(product + kTile * wide));
+                o[v] = load(product);
             }
-            for (size_t r = 0; r < row; ++r) {
+            const float* earlier = updates + c;
+            for (size_t r = 0; r < row; ++r, earlier += wide) {
+                const f32 of_query = all(weight + r), of_key = all(key_weight + r);
+#pragma GCC unroll 4
                 for (int v = 0; v < vectors; ++v) {
-                    const f32 earlier = load(updates + r * wide + c + v * kWidth);
-                    if (delta) u[v] = fnma(all(key_weight + r), earlier, u[v]);
-                    o[v] = fma(all(weight + r), earlier, o[v]);
+                    const f32 update = load(earlier + v * kWidth);
+                    if (delta) u[v] = fnma(of_key, update, u[v]);
+                    o[v] = fma(of_query, update, o[v]);
                 }
             }
+            const f32 beta = delta ? all(args.beta + step * args.beta_stride + head) : zero();
+            float* out = args.out + (step * args.heads + head) * args.v + from;
+#pragma GCC unroll 4
             for (int v = 0; v < vectors; ++v) {
-                const size_t at = c + v * kWidth;
-                if (delta) u[v] = mul(u[v], all(args.beta + step * args.beta_stride + head));
-                store(updates + row * wide + at, u[v]);
-                if (tile.block) store_at<Float32>(bytes_of(update_of(token(tile.block, tile.place, row))), at, width, u[v]);
-                o[v] = fma(all(weight + row), u[v], o[v]);
-                store_at<Float32>(bytes_of(args.out + (step * args.heads + head) * args.v + from), at, width, o[v]);
+                if (delta) u[v] = mul(u[v], beta);
+                store(updates + row * wide + c + v * kWidth, u[v]);
+                if (tile.block) put(update_of(token(tile.block, tile.place, row)), v, u[v]);
+                put(out, v, fma(all(weight + row), u[v], o[v]));
             }
         }
     }
@@ -309,23 +351,19 @@ struct Piece {
     }
 
     void compute(const StateTile& tile, State state) const {
-        const float* q = args.q + tile.token * args.q_stride + group * args.d;
-        const float* k = args.k + tile.token * args.k_stride + group * args.d;
         take_rows(tile.block, tile.place, tile.first, tile.token, tile.count);
-        for (size_t t = 0; t < tile.count; ++t) {
-            const float* s = sum_rows + (tile.first + t) * decays;
-            grown(q + t * args.q_stride, s, rows + t * deep);
-            if (delta) grown(k + t * args.k_stride, s, rows + (tile.count + t) * deep);
-            if (!tile.block) continue;
+        for (size_t t = 0; t < (tile.block ? tile.count : 0); ++t) {
             const size_t at = token(tile.block, tile.place, tile.first + t);
-            if (keeps) memcpy(sum_of(at), s, args.decays * sizeof(float));
-            if (keeps_keys) memcpy(key_of(at), k + t * args.k_stride, args.d * sizeof(float));
+            const float* k = args.k + (tile.token + t) * args.k_stride + group * args.d;
+            if (keeps) memcpy(sum_of(at), sum_rows + (tile.first + t) * decays, args.decays * sizeof(float));
+            if (keeps_keys) memcpy(key_of(at), k, args.d * sizeof(float));
         }
-        product(rows, deep, tile.count * (delta ? 2 : 1), state.at, state.stride, args.d, width, products, wide);
-        weigh(tile, q, k);
+        grow();
+        product<delta ? 2 : 1>(grown + tile.first, tile.count, state.at, state.stride, args.d, width, products, wide);
+        weigh(tile);
         size_t c = 0;
-        for (; c + 4 * kWidth <= width; c += 4 * kWidth) recur<4>(tile, c);
-        for (; c < width; c += kWidth) recur<1>(tile, c);
+        for (; c + 4 * kWidth <= width; c += 4 * kWidth) recur<4, true>(tile, c);
+        for (; c < width; c += kWidth) recur<1, false>(tile, c);
     }
 
     void run(size_t begin_tile, size_t end_tile) const {

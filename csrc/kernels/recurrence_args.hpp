@@ -70,7 +70,7 @@ struct RecurrenceArgs {
     [[gnu::always_inline]] size_t pieces() const { return plan.num_runs * heads * parts(); }
     /// A tile's k, s and u, and what is made of them; see `Piece` in recurrence.hpp.
     [[gnu::always_inline]] size_t scratch_floats() const {
-        return kStateTile * (4 * padded(d) + 2 * padded(decays) + 3 * columns + 2 * kStateTile) + padded(d) * (columns + 1);
+        return kStateTile * (5 * padded(d) + 2 * padded(decays) + 3 * columns + 2 * kStateTile) + padded(d) * (columns + 1);
     }
 };
 
