@@ -22,6 +22,13 @@ PROMPT = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(1)
 ANSWER = [3, 141, 59, 26]
 
 
+# Few heads and layers, as each token of a head is a program's turn.
+RECURRENT = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+}  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def _restore_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -152,9 +159,9 @@ def _ordered_dots() -> Iterator[None]:
 @pytest.mark.full("models")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 @pytest.mark.usefixtures("_ordered_dots")
-@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_next"])
-def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
-    path = make_checkpoint(name).path
+@pytest.mark.parametrize(("name", "overrides"), [("qwen2_moe", {}), ("qwen3_next", RECURRENT)])
+def test_interpreted_triton_kernels(name: str, overrides: dict[str, Any], make_checkpoint: Any) -> None:
+    path = make_checkpoint(name, **overrides).path
     lone = Driver(path, kernels="triton")
     expected = torch.cat([lone.prefill("needle", PROMPT[:20]), lone.step([("needle", ANSWER[:1])])[0]])
     driver = Driver(path, kernels="triton")

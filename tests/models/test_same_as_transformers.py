@@ -12,6 +12,7 @@ from moeserve.models.hf_config import read_model_spec
 from tests.checkpoints import architecture
 
 from .conftest import FAMILIES, Driver
+from .test_bits import RECURRENT
 
 MIXED = ("gemma4", "deepseek_v3", "mimo_v2_flash", "step3p5")  # that need most of what mixers can
 PROMPT = torch.randint(0, 250, (150,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -45,7 +46,8 @@ def test_fp32_logits_and_greedy_tokens(name: str, make_checkpoint: Any) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/runner has this on the GPU")
 @pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "granite_moe", "llama", "qwen3_next", *MIXED])
 def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
-    compare(make_checkpoint(name), PROMPT[:64], 2, kernels="triton")
+    overrides = RECURRENT if name == "qwen3_next" else {}
+    compare(make_checkpoint(name, **overrides), PROMPT[:64], 2, kernels="triton")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords
 from moeserve.loader.load_plan import LINEAR
@@ -84,8 +86,8 @@ class ByTriton(OnHere):  # type: ignore[misc]
             cache[0][0], cache[1][0] = torch.nan, torch.nan
 
 
-def by_triton(graphs: str) -> Driver:
-    runner = ByTriton(config_of(None, graphs=graphs, **SETTINGS), spec_of(**SPEC), Path())
+def by_triton(graphs: str, spec: ModelSpec | None = None) -> Driver:
+    runner = ByTriton(config_of(None, graphs=graphs, **SETTINGS), spec or spec_of(**SPEC), Path())
     runner.prepare()
     return Driver(runner)
 
@@ -137,6 +139,17 @@ def test_replays_change_no_bit(graphs: str, eager: list[Request], monkeypatch: p
     assert_same(serve(driver), eager)
     sizes = {"full": {1, 2, 4}, "piecewise": {1, 2, 4, 8, 16}}[graphs]
     assert {descriptor.num_tokens for descriptor in driver.runner.graphs._recordings} == sizes
+
+
+@pytest.mark.full("graphs")
+@pytest.mark.parametrize("graphs", ["full", "piecewise"])
+def test_replays_of_recurrent_layers(graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels find the tiles of a step on the device; padding leaves no state behind."""
+    monkeypatch.setattr(GraphManager, "capture", lambda manager: None)
+    mixer = GatedDelta(num_k_heads=1, num_v_heads=2, k_dim=8, v_dim=8, conv=4, by_head=True)
+    attention, other = spec_of(**SPEC).layers
+    spec = replace(spec_of(**SPEC), layers=(attention, replace(other, mixer=mixer)))
+    assert_same(serve(by_triton(graphs, spec)), serve(by_triton("off", spec)))
 
 
 LIMITS = Limits(
