@@ -56,10 +56,10 @@ class Mamba1Layer:
         inputs, gates = self.inputs(x_TD).chunk(2, 1)
         x_TC = ops.causal_conv(inputs, self.conv_CK, self.conv_bias_C, True, cache[:2], step)
         selected = self.select(whole(x_TC.to(dtype), spec.channels, self.tp, channel))
-        parts = torch.split(selected, [spec.rank, spec.state, spec.state], 1)
+        ends = spec.rank, spec.rank + spec.state
         steps_TR, b_TN, c_TN = (
             ops.rms_norm(part.float().contiguous(), weight, self.eps)
-            for part, weight in zip(parts, self.norms, strict=True)
+            for part, weight in zip(selected.tensor_split(ends, 1), self.norms, strict=True)
         )
         dt_TC = ops.softplus(self.dt(steps_TR.to(dtype)).float() + self.dt_shift_C)
         y_TC = ops.selective_scan(x_TC, dt_TC, self.a_NC, b_TN, c_TN, self.skip_C, cache[2:], step)

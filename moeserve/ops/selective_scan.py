@@ -50,9 +50,9 @@ def selective_scan(
             if tile.before is None:
                 state_NC = torch.zeros_like(a_NC)
             elif not tile.carried:
-                block, place = tile.before
-                rows = [cache[block, place * TILE : place * TILE + TILE, 0] for cache in row_caches]
-                state_NC = _states(states[block, place], rows, a_NC)[-1]
+                block, number = tile.before
+                rows = [cache[block, number * TILE : number * TILE + TILE, 0] for cache in row_caches]
+                state_NC = _states(states[block, number], rows, a_NC)[-1]
             if tile.block:
                 states[tile.block, tile.place] = state_NC
         tokens = slice(tile.tokens.start, tile.tokens.stop)
