@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.ops import elementwise as e
 from moeserve.ops.inputs import entry_width, from_entries, to_entries
-from moeserve.ops.rules import SWIGLU, Activation, RouterRule
+from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 
 Score = Literal["softmax", "softmax_selected", "sigmoid", "sparsemixer"]
 SCORES = get_args(Score)
@@ -37,6 +37,9 @@ def test_examples() -> None:
     cos, sin = torch.cat((quarter[0], quarter[0]))[None, None], torch.cat((-quarter[1], quarter[1]))[None, None]
     assert e.rotary(torch.tensor([[[1.0, 0.0]]]), cos, sin)[0, 0].tolist() == [0.0, 1.0]
     assert e.act_mul(torch.tensor([[1.0, 2.0]]), SWIGLU, 1).item() == pytest.approx(1.4621, abs=1e-4)
+    hostile = torch.tensor([[-3.0, 2.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30]])
+    expected = torch.tensor([[0.0, 4.0, 0.0, torch.inf, 0.0, torch.nan, 0.0]])
+    torch.testing.assert_close(e.act_mul(hostile, RELU2, 1), expected, rtol=0, atol=0, equal_nan=True)
     assert list(e.row_pieces(5, 32_768, 2)) == [slice(0, 4), slice(4, 5)]
     ids, weights = e.route(torch.tensor([[0.0, math.log(3), 0.0]]), 2, RouterRule())
     assert ids.tolist() == [[1, 0]]
