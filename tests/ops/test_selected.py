@@ -100,6 +100,7 @@ def test_hostile_scores(ops: Ops) -> None:
     assert choose(7, [-0.0, -0.0]) == [0, 1, 2, 3, 4, 9, 40]
 
 
+@pytest.mark.full("kernels", keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "dim"), [(3, 24), (64, 128)])
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
