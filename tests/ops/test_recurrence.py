@@ -1,5 +1,5 @@
-"""Recurrent layers' kernels: the reference is the recurrence, chunks of any sizes have its bits, and native ones are close
-to it and have one set of bits on every instruction set and any number of threads.
+"""Recurrent layers' kernels: the reference is the recurrence, and chunks of any sizes have its bits; native ones are
+close to it, and have the same bits on every instruction set and any number of threads.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 def sequential(shape: Shape, length: int, seed: int) -> Tensor:
     """The recurrence as it is written, in double precision."""
-    q, k, v, decay, beta = (None if x is None else x.double() for x in inputs_of(shape, length, seed))
-    assert q is not None and k is not None and v is not None and decay is not None
+    *first, beta = inputs_of(shape, length, seed)
+    q, k, v, decay = (x.double() for x in first)
     serve, out = shape.heads // shape.groups, []
     state = torch.zeros(shape.heads, shape.d, shape.v, dtype=torch.float64)
     for t in range(length):
@@ -146,7 +146,7 @@ def sequential(shape: Shape, length: int, seed: int) -> Tensor:
         state = state * decay[t].exp()[:, :, None]
         u = v[t]
         if beta is not None:
-            u = beta[t][:, None] * (u - torch.einsum("hdv,hd->hv", state, k_Hd))
+            u = beta[t].double()[:, None] * (u - torch.einsum("hdv,hd->hv", state, k_Hd))
         state = state + k_Hd[:, :, None] * u[:, None]
         out.append(torch.einsum("hdv,hd->hv", state, q_Hd))
     return torch.stack(out)
@@ -217,7 +217,7 @@ def test_inputs_may_be_parts_of_wider_rows_and_expanded() -> None:
     def wide(x: Tensor) -> Tensor:
         padded = torch.full((20, x[0].numel() + 5), torch.nan)
         padded[:, 2:-3] = x.flatten(1)
-        return padded[:, 2:-3].view(x.shape) if x.dim() == 2 else padded[:, 2:-3].unflatten(1, x.shape[1:])
+        return padded[:, 2:-3].view(x.shape)
 
     caches = [caches_of(shape, 3) for _ in range(2)]
     strided = native_recurrence.recurrence(wide(q), wide(k), wide(v), decay, wide(beta), caches[0], plan)
