@@ -269,7 +269,7 @@ QWEN3_NEXT = LLAMA | {
 KIMI_LINEAR = LLAMA | {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_act": "silu"}
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoeV2, "),
+    (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoe"),
     (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures"),
     (LLAMA, {"architectures": []}, "architectures"),
     (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, "architectures"),
