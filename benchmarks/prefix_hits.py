@@ -1,5 +1,5 @@
-"""Prefix hits of models with recurrent layers: how much of the prompts is found in the cache, beside the same model with
-full attention alone, in a trace of conversations.
+"""Prefix hits of models with recurrent layers: how much of the prompts is found in the cache, beside full attention
+alone, in a trace of conversations.
 
     python -m benchmarks.prefix_hits
 

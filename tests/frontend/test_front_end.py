@@ -444,10 +444,11 @@ async def test_gauges_are_the_sums_over_engines(front, engine):
     for rank, running in ((0, 3), (1, 2), (0, 4)):
         record = StepRecord(
             step=1, at_s=0.0, num_tokens=1, num_requests=1, num_running=running, num_waiting=1, num_free_blocks=10,
-            num_blocks=20, dp_rank=rank,
+            num_blocks=20, dp_rank=rank, num_states=9, num_free_states=5, num_cached_states=rank + 1,
         )  # fmt: skip
         await engine.tell(StepOutput(rids=b"", tokens=b"", finish=b"", record=record))
     last = front.stats.last
     assert (last.num_running, last.num_free_blocks, last.num_blocks) == (6, 20, 39)  # one null block
+    assert (last.num_states, last.num_free_states, last.num_cached_states) == (17, 10, 3)
     await engine.tell(RequestsLost(rids=(), engine=1, died=False, cause=""))
     assert front.stats.last.num_running == 4

@@ -181,6 +181,9 @@ class ScriptedEngine:
             num_waiting=0,
             num_free_blocks=99 - len(self.rows),
             num_blocks=100,
+            num_states=9,
+            num_free_states=6,
+            num_cached_states=2,
         )
         out = StepOutput(
             rids=np.array(rids, np.int64).tobytes(),

@@ -210,6 +210,8 @@ async def test_metrics_are_what_prometheus_reads(live):
     assert values["moeserve:e2e_request_latency_seconds_bucket", "+Inf", "org/tiny"] == 1
     assert values["moeserve:http_responses_total", "404", "other"] == 1
     assert 0 <= values["moeserve:kv_cache_usage_perc", "org/tiny"] <= 1
+    states = [values["moeserve:num_states" + which, "org/tiny"] for which in ("", "_running", "_cached")]
+    assert states == [8, 2, 2]
     # One rank: no rows travel.
     for name in ("comm_seconds_total", "exposed_comm_seconds_total"):
         assert values[f"moeserve:{name}", "org/tiny"] == 0
