@@ -56,8 +56,10 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "Gemma4ForConditionalGeneration": _GEMMA,
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"num_experts": 64, "moe_topk": 8, "num_key_value_heads": 8},
-    "Lfm2MoeForCausalLM": {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
-                           "num_hidden_layers": 24},
+    "Lfm2MoeForCausalLM": {
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        "num_hidden_layers": 24,
+    },
     "Mistral3ForConditionalGeneration": {"model_type": "mistral4"},
 }
 
