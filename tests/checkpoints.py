@@ -375,12 +375,10 @@ def randomise(model: torch.nn.Module) -> None:
             if kind.endswith("bias"):
                 selects = "correction" in kind or kind == "expert_bias"
                 tensor.normal_(0, 0.1 if selects else 0.3)
-            elif "norm" in name or kind in ("sinks", "scale", "per_expert_scale", "layer_scalar", "A_log", "D"):
+            elif "norm" in name or kind in ("sinks", "scale", "per_expert_scale", "layer_scalar", "D"):
                 tensor.uniform_(0.5, 1.5).sub_(around_zero)
             elif kind == "A_log":  # states last: they are read long after, and sums of log decays stay accurate
                 tensor.uniform_(-5.0, 0.0)
-            elif kind == "D":
-                tensor.normal_(0, 1)
             elif kind == "weight" and not tensor.any():  # routers of some families
                 tensor.normal_(0, 0.15)
 

@@ -16,7 +16,7 @@ Index = tuple[int | slice, ...]
 SUPPORTED = ("F32", "BF16", "F16")
 _MAX_SHOWN = 5
 _MAX_NAME = 200  # characters: a name in a file may be of any length
-_MIXERS = {"in", "gates", "qkv", "out", "gate", "q", "q_a", "q_b", "kv_a"}
+_MIXERS = {"in", "narrow", "decays", "gates", "select", "dt", "qkv", "out", "gate", "q", "q_a", "q_b", "kv_a"}
 _MLPS = {"gate_up", "down", "shared_gate_up", "shared_down", "dense_gate_up", "dense_down"}
 LINEAR = frozenset({*_MIXERS, *_MLPS, "w13", "w2"})
 

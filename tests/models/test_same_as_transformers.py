@@ -30,7 +30,8 @@ def compare(checkpoint: Any, prompt: list[int], new_tokens: int, **options: Any)
     with torch.no_grad():
         theirs = checkpoint.reference(torch.tensor([tokens])).logits[0]
     error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    assert error.max() <= 1e-5, error.max()
+    recurs = any(rule.tile for rule in driver.spec.kv_rules)  # transformers sums over 64 tokens there
+    assert error.max() <= (2e-5 if recurs else 1e-5), error.max()
     # the same 64 tokens: transformers, fed our tokens, would have chosen each of them
     assert theirs.argmax(-1)[len(prompt) - 1 : -1].tolist() == tokens[len(prompt) :]
 
