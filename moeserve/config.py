@@ -65,6 +65,13 @@ class CacheConfig:
         0.9, "share of the memory limit that weights, work space and KV may use", low=0.01, high=1
     )
     enable_prefix_caching: bool = _opt(True, "reuse the KV blocks of equal prompt beginnings")
+    state_share: float = _opt(
+        0.5,
+        "share of the memory for KV blocks that states of recurrent layers may take",
+        flag=None,
+        low=0.01,
+        high=0.99,
+    )
     host_store_bytes: int = _opt(0, "host memory that keeps evicted prefix blocks, e.g. 1GiB; 0: off")
 
 

@@ -9,7 +9,6 @@ from moeserve.engine.blocks import STATES_HELD
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.models.spec import ModelSpec
 
-SHARE = 0.5  # of the memory for KV blocks, at most
 USUAL_LEN = 4096  # tokens per request whose states a shared host keeps
 
 
@@ -48,12 +47,13 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
         return StateRoom(0, 0, config, budget)
     asked = config.cache.kv_cache_bytes
     total = budget if asked is None else min(asked, budget)
-    affordable = int(SHARE * total) // state_bytes
+    room = int(config.cache.state_share * total)
+    affordable = room // state_bytes
     fits = (affordable - 1) // STATES_HELD
     if fits < 1:
         raise DoesNotFit(
             f"states of recurrent layers take {state_bytes:,} bytes a block, a request needs {STATES_HELD}, and "
-            f"{int(SHARE * total):,} bytes are there for them. Raise --memory-utilization or --kv-cache-bytes."
+            f"{room:,} bytes are there for them. Raise --memory-utilization, --kv-cache-bytes or state_share."
         )
     running = config.scheduler.max_num_seqs
     notes: tuple[str, ...] = ()
@@ -67,6 +67,6 @@ def state_room(config: Config, state_bytes: int, budget: int, *, fill: bool) -> 
         scheduler=replace(config.scheduler, max_num_seqs=running),
         cache=replace(config.cache, kv_cache_bytes=None if asked is None else asked - number * state_bytes),
     )
-    stored = int(SHARE * config.cache.host_store_bytes) // state_bytes
+    stored = int(config.cache.state_share * config.cache.host_store_bytes) // state_bytes
     left = replace(left, cache=replace(left.cache, host_store_bytes=left.cache.host_store_bytes - stored * state_bytes))
     return StateRoom(number, stored, left, budget - number * state_bytes, notes)

@@ -123,7 +123,7 @@ def check(path: Any, dtype: str, **more: Any) -> None:
     for name, crowd in CROWDS.items():
         settings = crowd.settings() | more
         if crowd.kv_blocks is not None:
-            settings["kv_cache_bytes"] = crowd.kv_blocks * block_bytes(path, dtype, more.get("kv_cache_dtype", "auto"))
+            settings |= memory_of(crowd.kv_blocks, 2 * 64 + 1, path, dtype, more.get("kv_cache_dtype", "auto"))
         with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
             for _ in range(crowd.repeats):
                 prompt_lens, answer_lens = crowd.lengths(rng)
@@ -138,7 +138,14 @@ def check(path: Any, dtype: str, **more: Any) -> None:
                 assert llm.stats.preemptions > 0, "nothing was preempted: the test tries less than it says"
 
 
-def block_bytes(path: Any, dtype: str, kv_cache_dtype: str = "auto") -> int:
+def block_bytes(path: Any, dtype: str, kv_cache_dtype: str = "auto", pool: int = 0) -> int:
     spec = read_model_spec(path)
     cells = torch.int8 if kv_cache_dtype == "int8" else DTYPES[dtype]
-    return kv_cache.block_bytes(groups_of(spec.kv_rules, 16), spec, cells)
+    return kv_cache.block_bytes(groups_of(spec.kv_rules, 16), spec, cells, pool=pool)
+
+
+def memory_of(num_blocks: int, num_states: int, *model: Any) -> dict[str, Any]:
+    """Settings that give a model so many KV blocks, and blocks of states if it has any."""
+    blocks, states = num_blocks * block_bytes(*model), num_states * block_bytes(*model, pool=1)
+    share = {"state_share": (states + 0.5) / (blocks + states)} if states else {}
+    return {"kv_cache_bytes": blocks + states, **share}
