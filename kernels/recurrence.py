@@ -22,7 +22,7 @@ WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan:
+class TileMetadata:
     """The rows of one step, for all recurrent layers of one KV group.
 
     Row i owns tokens offsets_R1[i] .. offsets_R1[i+1]-1 (int32), from position starts_R[i] on; its block table is
@@ -101,7 +101,7 @@ def causal_conv_kernel(
 
 
 def causal_conv(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, silu: bool, caches: tuple[Tensor, ...], plan: TilePlan
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, silu: bool, caches: tuple[Tensor, ...], plan: TileMetadata
 ) -> Tensor:
     """Returns y[t, c] = sum over j of weight[c, j] x[t - K + 1 + j, c] + bias[c], fp32, or SiLU of it; 0 where no row
     owns the token. Inputs before a request's first token are 0. Rows of x may be strided.
@@ -227,7 +227,7 @@ def recurrence(
     log_decay_THD: Tensor,
     beta_TH: Tensor | None,
     caches: tuple[Tensor, ...],
-    plan: TilePlan,
+    plan: TileMetadata,
 ) -> Tensor:
     """Returns o [T, H, v] of the gated recurrence (beta None) or of the gated delta rule; 0 where no row owns the
     token. All are fp32; tokens may be strided.

@@ -80,8 +80,7 @@ class PrepareAttention:
 
     def __call__(self, step: StepInputs, positions_T: Tensor) -> AttentionStep:
         """Looks the angles up and plans attention."""
-        cos, sin = self.rotary(positions_T)
-        cos_T1d, sin_T1d = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+        cos_T1d, sin_T1d = self.rotary.of_heads(positions_T)
         plan = self.plan_rows if step.cut else self.plan_rows(step)
         scale_T11 = None if self.scales is None else self.scales(positions_T)
         slot_mapping_T, width = step.groups[self.group].slot_mapping_T, self.shape.num_heads * self.shape.v_dim

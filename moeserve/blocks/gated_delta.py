@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.engine.kv_rule import KVRule
-from moeserve.ops.rules import TILE
+from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
     from moeserve.blocks.build import Builder
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDelta:
+class GatedDelta(RecurrentMixer):
     """A mixer: H heads with a state [d, v] each.
 
     conv: inputs of the convolution, K. by_head: whether the checkpoint has the parts of each query head side by side,
@@ -35,13 +34,12 @@ class GatedDelta:
     conv: int
     by_head: bool
 
-    rule = KVRule(tile=TILE)
     rope = None
 
     @property
     def possible_tp(self) -> list[int]:
         """Each rank gets equally many query heads, and the value heads that these serve."""
-        return [tp for tp in range(1, self.num_k_heads + 1) if self.num_k_heads % tp == 0]
+        return divisors(self.num_k_heads)
 
     @property
     def sharing(self) -> str:
@@ -56,18 +54,8 @@ class GatedDelta:
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs, then the state, k, u and s of ops/recurrence.py."""
         keys, values, qk, v = self.local(tp_size)
-        return (
-            CacheTensor("conv", 1, qk + v),
-            CacheTensor("conv_border", self.conv - 1, qk + v, per_tile=True),
-            CacheTensor("state", values, self.k_dim * self.v_dim, per_tile=True),
-            CacheTensor("k", keys, self.k_dim),
-            CacheTensor("u", values, self.v_dim),
-            CacheTensor("decay", values, 1),
-        )
-
-    def head_shape(self, tp_size: int) -> None:
-        """See `Mixer`."""
-        return
+        state = recurrence_cache(keys, values, self.k_dim, self.v_dim)
+        return *conv_cache(qk + v, self.conv), *state
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
@@ -76,10 +64,6 @@ class GatedDelta:
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
-        return ""
-
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`: states are fp32 whatever the other caches are."""
         return ""
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:

@@ -7,7 +7,6 @@ widths.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,33 +15,13 @@ from torch import Tensor
 from moeserve.blocks.build import Builder
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles, unit_heads, unit_weights
 from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import exp
-from moeserve.ops.inputs import LayerCache, StepInputs
+from moeserve.ops.inputs import LayerCache
 from moeserve.ops.linear import Linear
 from moeserve.ops.rules import SWIGLU
 from moeserve.ops.table import Ops
-
-FP32 = 4  # bytes
-UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrepareTiles:
-    """Makes the plan of tiles that all recurrent layers share."""
-
-    ops: Ops
-    group: int
-
-    def __call__(self, step: StepInputs, positions_T: Tensor) -> Any:
-        """Returns what `ops.causal_conv` and `ops.recurrence` take as `plan`."""
-        return self.ops.plan_tiles(step.groups[self.group], step)
-
-
-def prepare_tiles(build: Builder, group: int) -> PrepareTiles:
-    """Returns what prepares steps for recurrent layers, one for all."""
-    prepare: PrepareTiles = build.shared(("tiles", group), partial(PrepareTiles, build.ops, group))
-    return prepare
 
 
 @dataclass(eq=False, repr=False)
@@ -70,12 +49,11 @@ class GatedDeltaLayer:
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
         spec, ops = self.spec, self.ops
-        keys, values, qk, v = spec.local(self.tp.size)
+        _, values, qk, v = spec.local(self.tp.size)
         both, gates = self.inputs(x_TD), self.gates(x_TD).float()
         y_TC = ops.causal_conv(both[:, : qk + v], self.conv_CK, None, True, cache[:2], step)
         q_TGd, k_TGd = (
-            ops.rms_norm(part.reshape(-1, spec.k_dim), weight, UNIT_EPS / spec.k_dim).view(-1, keys, spec.k_dim)
-            for part, weight in zip(y_TC[:, :qk].chunk(2, 1), self.unit, strict=True)
+            unit_heads(ops, x, weight) for x, weight in zip(y_TC[:, :qk].chunk(2, 1), self.unit, strict=True)
         )
         v_THv = y_TC[:, qk:].reshape(-1, values, spec.v_dim)
         beta_TH = ops.sigmoid(gates[:, :values])
@@ -93,7 +71,6 @@ def build_gated_delta(spec: GatedDelta, build: Builder, name: str, group: int) -
         serve, d = values // keys, spec.k_dim
         build.reorder(name + "in", by_part([d, d, serve * spec.v_dim, serve * spec.v_dim], keys))
         build.reorder(name + "gates", by_part([serve, serve], keys))
-    length = torch.full((spec.k_dim,), spec.k_dim**-0.5, device=build.ops.device)
     return GatedDeltaLayer(
         spec,
         build.ops,
@@ -104,7 +81,7 @@ def build_gated_delta(spec: GatedDelta, build: Builder, name: str, group: int) -
         build.fp32(name + "conv")[:, 0],
         -exp(build.fp32(name + "decay")),
         build.fp32(name + "dt_bias"),
-        (length * spec.k_dim**-0.5, length),
+        unit_weights(spec.k_dim, build.ops.device),
         build.fp32(name + "norm"),
         build.eps,
         build.columns(name + "out", build.width),

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.engine.kv_rule import KVRule
-from moeserve.ops.rules import TILE
+from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
     from moeserve.blocks.build import Builder
@@ -22,20 +21,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KimiDelta:
+class KimiDelta(RecurrentMixer):
     """A mixer: H heads with a state [d, d] each. conv: inputs of the convolutions, K."""
 
     num_heads: int
     head_dim: int
     conv: int
 
-    rule = KVRule(tile=TILE)
     rope = None
 
     @property
     def possible_tp(self) -> list[int]:
         """Each rank gets equally many heads."""
-        return [tp for tp in range(1, self.num_heads + 1) if self.num_heads % tp == 0]
+        return divisors(self.num_heads)
 
     @property
     def sharing(self) -> str:
@@ -49,32 +47,14 @@ class KimiDelta:
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolutions' inputs, then the state, k, u and s of ops/recurrence.py."""
-        heads, width, part = self.num_heads // tp_size, self.head_dim, self.size // tp_size
-        return (
-            CacheTensor("conv", 1, 3 * part),
-            CacheTensor("conv_border", self.conv - 1, 3 * part, per_tile=True),
-            CacheTensor("state", heads, width * width, per_tile=True),
-            CacheTensor("k", heads, width),
-            CacheTensor("u", heads, width),
-            CacheTensor("decay", heads, width),
-        )
-
-    def head_shape(self, tp_size: int) -> None:
-        """See `Mixer`."""
-        return
+        heads, width = self.num_heads // tp_size, self.head_dim
+        state = recurrence_cache(heads, heads, width, width, decays=width)
+        return *conv_cache(3 * heads * width, self.conv), *state
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
         up = self.size, self.head_dim
         return [(3 * self.size, width), (2 * self.head_dim + self.num_heads, width), up, up, (width, self.size)]
-
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
-
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`: states are fp32 whatever the other caches are."""
-        return ""
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, narrow, conv, decays, gates, decay, dt_bias, norm and out."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.gated_delta_layer import FP32, UNIT_EPS, PrepareTiles, prepare_tiles
 from moeserve.blocks.kda import KimiDelta
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles, unit_heads, unit_weights
 from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
@@ -53,10 +53,7 @@ class KimiDeltaLayer:
         narrow = self.narrow(x_TD)
         y_TC = ops.causal_conv(self.inputs(x_TD), self.conv_CK, None, True, cache[:2], step)
         q_TC, k_TC, v_TC = y_TC.chunk(3, 1)
-        q_THd, k_THd = (
-            ops.rms_norm(part.reshape(-1, d), weight, UNIT_EPS / d).view(-1, heads, d)
-            for part, weight in zip((q_TC, k_TC), self.unit, strict=True)
-        )
+        q_THd, k_THd = (unit_heads(ops, x, weight) for x, weight in zip((q_TC, k_TC), self.unit, strict=True))
         rates_TC = ops.softplus(self.decays(narrow[:, :d].contiguous()).float() + self.dt_bias_C)
         log_decay_THd = rates_TC.view(-1, heads, d) * self.decay_H1
         beta_TH = ops.sigmoid(narrow[:, 2 * d :].float())
@@ -69,9 +66,8 @@ class KimiDeltaLayer:
 
 def build_kimi_delta(spec: KimiDelta, build: Builder, name: str, group: int) -> KimiDeltaLayer:
     """Returns the Kimi delta attention of the layer whose parameters begin with `name`."""
-    heads, d = spec.num_heads // build.world.tp_size, spec.head_dim
+    heads = spec.num_heads // build.world.tp_size
     first = build.world.tp_rank * heads
-    length = torch.full((d,), d**-0.5, device=build.ops.device)
     return KimiDeltaLayer(
         spec,
         build.ops,
@@ -82,9 +78,9 @@ def build_kimi_delta(spec: KimiDelta, build: Builder, name: str, group: int) -> 
         build.linear(name + "decays"),
         build.linear(name + "gates"),
         build.fp32(name + "conv")[:, 0],
-        -build.fp32(name + "decay")[0, 0].exp()[first : first + heads],
+        -exp(build.fp32(name + "decay")[0, 0])[first : first + heads],
         build.fp32(name + "dt_bias"),
-        (length * d**-0.5, length),
+        unit_weights(spec.head_dim, build.ops.device),
         build.fp32(name + "norm"),
         build.eps,
         build.columns(name + "out", build.width),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeserve.blocks.indexer import Indexer
-from moeserve.blocks.mixer import CacheTensor, QueryScale
+from moeserve.blocks.mixer import CacheTensor, QueryScale, divisors
 from moeserve.blocks.rope import RopeSpec
 from moeserve.comm.world import World
 from moeserve.engine.kv_rule import FULL, KVRule
@@ -55,7 +55,7 @@ class LatentAttention:
     @property
     def possible_tp(self) -> list[int]:
         """Each rank gets equally many heads."""
-        return [tp for tp in range(1, self.num_heads + 1) if self.num_heads % tp == 0]
+        return divisors(self.num_heads)
 
     @property
     def sharing(self) -> str:

@@ -8,12 +8,12 @@ Source: Lightning Attention-2 (arXiv 2401.04658), Ring-linear (2510.19338).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
+from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.recurrent import RecurrentMixer, recurrence_cache
 from moeserve.blocks.rope import RopeSpec
-from moeserve.engine.kv_rule import KVRule
-from moeserve.ops.rules import TILE
 
 if TYPE_CHECKING:
     from moeserve.blocks.build import Builder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lightning:
+class Lightning(RecurrentMixer):
     """A mixer: H heads with a state [d, d] each, and norms of queries and keys per head.
 
     decay: of the layer; heads' log decays are `slopes` times -decay. norm_groups: parts of the results of all heads,
@@ -35,13 +35,10 @@ class Lightning:
     decay: float
     norm_groups: int
 
-    rule = KVRule(tile=TILE)
-
     @property
     def possible_tp(self) -> list[int]:
         """Each rank gets equally many heads and norms."""
-        heads, groups = self.num_heads, self.norm_groups
-        return [tp for tp in range(1, heads + 1) if heads % tp == 0 and groups % tp == 0]
+        return divisors(gcd(self.num_heads, self.norm_groups))
 
     @property
     def sharing(self) -> str:
@@ -58,30 +55,13 @@ class Lightning:
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the state, k, u and s of ops/recurrence.py."""
-        heads, dim = self.num_heads // tp_size, self.head_dim
-        return (
-            CacheTensor("state", heads, dim * dim, per_tile=True),
-            CacheTensor("k", heads, dim),
-            CacheTensor("u", heads, dim),
-            CacheTensor("decay", heads, 1),
-        )
-
-    def head_shape(self, tp_size: int) -> None:
-        """See `Mixer`."""
-        return
+        heads = self.num_heads // tp_size
+        return recurrence_cache(heads, heads, self.head_dim, self.head_dim)
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
         size = self.num_heads * self.head_dim
         return [(3 * size, width), (size, width), (width, size)]
-
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
-
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`: states are fp32 whatever the other caches are."""
-        return ""
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds qkv, gate, q_norm, k_norm, norm and out."""

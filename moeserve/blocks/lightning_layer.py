@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.gated_delta_layer import PrepareTiles, prepare_tiles
 from moeserve.blocks.lightning import Lightning
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles
 from moeserve.blocks.rope import half_layout
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.comm.tensor import TensorParallel
@@ -23,8 +23,6 @@ from moeserve.ops.elementwise import rotary
 from moeserve.ops.inputs import LayerCache, StepInputs
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
-
-FP32 = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +43,7 @@ class PrepareLightning:
 
     def __call__(self, step: StepInputs, positions_T: Tensor) -> LightningStep:
         """Plans the tiles and looks the angles up."""
-        cos, sin = self.table(positions_T)
-        both = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-        return LightningStep(self.tiles(step, positions_T), *both)
+        return LightningStep(self.tiles(step, positions_T), *self.table.of_heads(positions_T))
 
 
 @dataclass(eq=False, repr=False)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.engine.kv_rule import KVRule
-from moeserve.ops.rules import TILE
+from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
 
 if TYPE_CHECKING:
     from moeserve.blocks.build import Builder
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba1:
+class Mamba1(RecurrentMixer):
     """A mixer: C channels with a state [N] each.
 
     rank: of the product that gives each channel its step. conv: inputs of the convolution, K. conv_bias: of it. bias:
@@ -35,13 +34,12 @@ class Mamba1:
     conv_bias: bool = True
     bias: bool = False
 
-    rule = KVRule(tile=TILE)
     rope = None
 
     @property
     def possible_tp(self) -> list[int]:
         """Each rank gets equally many channels."""
-        return [tp for tp in range(1, self.channels + 1) if self.channels % tp == 0]
+        return divisors(self.channels)
 
     @property
     def sharing(self) -> str:
@@ -52,31 +50,18 @@ class Mamba1:
         """See `Mixer`: the convolution's inputs, then the state, x, dt and B of ops/selective_scan.py."""
         local = self.channels // tp_size
         return (
-            CacheTensor("conv", 1, local),
-            CacheTensor("conv_border", self.conv - 1, local, per_tile=True),
+            *conv_cache(local, self.conv),
             CacheTensor("state", self.state, local, per_tile=True),
             CacheTensor("x", 1, local),
             CacheTensor("dt", 1, local),
             CacheTensor("b", 1, self.state),
         )
 
-    def head_shape(self, tp_size: int) -> None:
-        """See `Mixer`."""
-        return
-
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
         channels = self.channels
         selected = self.rank + 2 * self.state
         return [(2 * channels, width), (selected, channels), (channels, self.rank), (width, channels)]
-
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
-
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`: states are fp32 whatever the other caches are."""
-        return ""
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, conv, select, dt, their biases, decay, skip, the norms of dt, B and C, and out."""

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.gated_delta_layer import PrepareTiles, prepare_tiles
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes, whole
 from moeserve.blocks.mamba1 import Mamba1
+from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles
 from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.linear import Linear
 from moeserve.ops.rules import SWIGLU, TILE
 from moeserve.ops.table import Ops
-
-FP32 = 4  # bytes
 
 
 @dataclass(eq=False, repr=False)

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.engine.kv_rule import KVRule
-from moeserve.ops.rules import TILE
+from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
     from moeserve.blocks.build import Builder
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2:
+class Mamba2(RecurrentMixer):
     """A mixer: H heads with a state [d, v] each.
 
     conv: inputs of the convolution, K. time_limit: the least and the largest step of time.
@@ -35,13 +34,12 @@ class Mamba2:
     conv: int
     time_limit: tuple[float, float]
 
-    rule = KVRule(tile=TILE)
     rope = None
 
     @property
     def possible_tp(self) -> list[int]:
         """Each rank gets equally many groups, and their heads; a norm is over all heads of a group."""
-        return [tp for tp in range(1, self.num_groups + 1) if self.num_groups % tp == 0]
+        return divisors(self.num_groups)
 
     @property
     def sharing(self) -> str:
@@ -56,31 +54,13 @@ class Mamba2:
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs, then the state, k, u and s of ops/recurrence.py."""
         groups, heads, inner, shared = self.local(tp_size)
-        return (
-            CacheTensor("conv", 1, inner + 2 * shared),
-            CacheTensor("conv_border", self.conv - 1, inner + 2 * shared, per_tile=True),
-            CacheTensor("state", heads, self.state_dim * self.head_dim, per_tile=True),
-            CacheTensor("k", groups, self.state_dim),
-            CacheTensor("u", heads, self.head_dim),
-            CacheTensor("decay", heads, 1),
-        )
-
-    def head_shape(self, tp_size: int) -> None:
-        """See `Mixer`."""
-        return
+        state = recurrence_cache(groups, heads, self.state_dim, self.head_dim)
+        return *conv_cache(inner + 2 * shared, self.conv), *state
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
         _, heads, inner, shared = self.local(1)
         return [(2 * (inner + shared) + heads, width), (width, inner)]
-
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
-
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`: states are fp32 whatever the other caches are."""
-        return ""
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, conv, conv_bias, decay, dt_bias, skip, norm and out."""

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.gated_delta_layer import PrepareTiles, prepare_tiles
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
 from moeserve.blocks.mamba2 import Mamba2
+from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles
 from moeserve.comm.tensor import TensorParallel
+from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.linear import Linear
 from moeserve.ops.rules import SWIGLU
 from moeserve.ops.table import Ops
-
-FP32 = 4  # bytes
 
 
 @dataclass(eq=False, repr=False)
@@ -76,7 +75,7 @@ def build_mamba2(spec: Mamba2, build: Builder, name: str, group: int) -> Mamba2L
         build.linear(name + "in"),
         build.fp32(name + "conv")[:, 0],
         build.fp32(name + "conv_bias"),
-        -build.fp32(name + "decay").exp(),
+        -exp(build.fp32(name + "decay")),
         build.fp32(name + "dt_bias"),
         build.fp32(name + "skip")[:, None],
         build.fp32(name + "norm"),

@@ -118,3 +118,11 @@ class Mixer(Protocol):
         tokens: padded, of a step. max_len: of a context. size: bytes of an element.
         """
         ...
+
+
+def divisors(number: int) -> list[int]:
+    """Returns what a number can be shared out to evenly, in order.
+
+    6 -> [1, 2, 3, 6]
+    """
+    return [tp for tp in range(1, number + 1) if number % tp == 0]

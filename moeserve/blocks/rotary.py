@@ -77,3 +77,8 @@ class RotaryTable:
         """Returns cos and sin of positions, fp32 [T, d / 2] each."""
         rows_T = torch.zeros_like(positions_T) if self._same else positions_T
         return self.cos.index_select(0, rows_T), self.sin.index_select(0, rows_T)
+
+    def of_heads(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of positions as `rotary` of ops/elementwise.py takes them, fp32 [T, 1, d] each."""
+        cos, sin = self(positions_T)
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeserve.blocks.mixer import CacheTensor
-from moeserve.engine.kv_rule import KVRule
-from moeserve.ops.rules import TILE
+from moeserve.blocks.mixer import CacheTensor, divisors
+from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
 
 if TYPE_CHECKING:
     from moeserve.blocks.build import Builder
@@ -21,20 +20,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConv:
+class ShortConv(RecurrentMixer):
     """A mixer: D channels, each convolved over its last K inputs. conv: K. bias: of all three steps."""
 
     channels: int
     conv: int
     bias: bool = False
 
-    rule = KVRule(tile=TILE)
     rope = None
 
     @property
     def possible_tp(self) -> list[int]:
         """Each rank gets equally many channels."""
-        return [tp for tp in range(1, self.channels + 1) if self.channels % tp == 0]
+        return divisors(self.channels)
 
     @property
     def sharing(self) -> str:
@@ -43,24 +41,11 @@ class ShortConv:
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
         """See `Mixer`: the convolution's inputs."""
-        local = self.channels // tp_size
-        return CacheTensor("conv", 1, local), CacheTensor("conv_border", self.conv - 1, local, per_tile=True)
-
-    def head_shape(self, tp_size: int) -> None:
-        """See `Mixer`."""
-        return
+        return conv_cache(self.channels // tp_size, self.conv)
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Mixer`."""
         return [(3 * self.channels, width), (width, self.channels)]
-
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
-
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`: states are fp32 whatever the other caches are."""
-        return ""
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, conv and out with their biases."""

@@ -11,16 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.gated_delta_layer import PrepareTiles, prepare_tiles
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
+from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles
 from moeserve.blocks.short_conv import ShortConv
 from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.linear import Linear
 from moeserve.ops.rules import TILE
 from moeserve.ops.table import Ops
-
-FP32 = 4  # bytes
 
 
 @dataclass(eq=False, repr=False)

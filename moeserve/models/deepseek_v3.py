@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moeserve.blocks.feed_forward import MoE
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.spec import layer_specs
 
 
-def _fields(config: Fields) -> family.SpecFields:
+def experts_of(config: Fields) -> MoE:
+    """Reads the experts, which V3.2 and GLM-5 share."""
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     config.only("moe_layer_freq", 1)
-    experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
-    blocks = family.first_dense(config, experts, family.dense(config))
+    return family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    blocks = family.first_dense(config, experts_of(config), family.dense(config))
     return {
         "layers": layer_specs([family.latent_attention(config)] * len(blocks), blocks),
         "num_mtp_layers": family.mtp_layers(config),

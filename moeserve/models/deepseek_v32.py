@@ -5,10 +5,12 @@ Source: arXiv 2512.02556.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.loader.files import Fields
-from moeserve.models import family
+from moeserve.models import deepseek_v3, family
 from moeserve.models.spec import layer_specs
 
 
@@ -29,20 +31,14 @@ def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool
     return family.latent_attention(config, indexer=indexer)
 
 
-def feed_forwards(config: Fields) -> family.SpecFields:
-    """Reads what the layers have beside attention, and how many layers are not loaded."""
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
-    experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
-    blocks = family.listed_moe(config, experts, family.dense(config))
-    return {"blocks": blocks, "num_mtp_layers": family.mtp_layers(config)}
+def indexed_layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
+    """Reads what the layers with these mixers have beside them, and how many layers are not loaded."""
+    blocks = family.listed_moe(config, deepseek_v3.experts_of(config), family.dense(config))
+    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    fields = feed_forwards(config)
-    blocks = fields.pop("blocks")
-    return fields | {"layers": layer_specs([indexed_attention(config)] * len(blocks), blocks)}
+    return indexed_layers(config, [indexed_attention(config)] * family.num_layers(config))
 
 
 DEFAULTS = (

@@ -22,6 +22,7 @@ MAX_WIDTH = 2**20
 MAX_POSITION = 2**27
 MAX_EXPERTS = 4096
 MAX_HEADS = 4096
+MAX_CONV = 16  # inputs of a convolution
 MAX_MULTIPLIER = 1e6
 SpecFields = dict[str, Any]  # of ModelSpec, by name
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}

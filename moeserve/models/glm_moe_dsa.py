@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import deepseek_v32, family
-from moeserve.models.spec import layer_specs
 
 _KINDS = {"F": "full", "S": "shared"}
 
@@ -32,11 +31,9 @@ def _indexer_types(config: Fields) -> list[str]:
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    fields = deepseek_v32.feed_forwards(config)
     kinds = _indexer_types(config)
     mixers = [deepseek_v32.indexed_attention(config, interleaved=True, shared=kind == "shared") for kind in kinds]
-    blocks = fields.pop("blocks")
-    return fields | {"layers": layer_specs(mixers, blocks)}
+    return deepseek_v32.indexed_layers(config, mixers)
 
 
 FAMILY = family.Family(

@@ -16,7 +16,6 @@ from moeserve.models import family, granite_moe, granite_moe_shared
 from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
-MAX_CONV = 16
 KINDS = {  # as releases and transformers 5 have them
     "mamba": "linear_attention",
     "linear_attention": "linear_attention",
@@ -65,7 +64,7 @@ def _mamba(config: Fields) -> Mamba2:
         num_groups=groups,
         state_dim=config.integer("mamba_d_state", 1, family.MAX_WIDTH),
         head_dim=inner // heads,
-        conv=config.integer("mamba_d_conv", 2, MAX_CONV),
+        conv=config.integer("mamba_d_conv", 2, family.MAX_CONV),
         time_limit=time_limit(config),
     )
 

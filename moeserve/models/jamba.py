@@ -15,7 +15,6 @@ from moeserve.models import family
 from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
-_MAX_CONV = 16
 _MAX_STATE = 1024
 _EXPERT = "feed_forward.experts."
 
@@ -30,7 +29,7 @@ def _fields(config: Fields) -> family.SpecFields:
         channels=width * config.integer("mamba_expand", 1, 64),
         state=config.integer("mamba_d_state", 1, _MAX_STATE),
         rank=-(-width // 16) if auto else config.integer("mamba_dt_rank", 1, family.MAX_WIDTH),
-        conv=config.integer("mamba_d_conv", 2, _MAX_CONV),
+        conv=config.integer("mamba_d_conv", 2, family.MAX_CONV),
         conv_bias=config.boolean("mamba_conv_bias"),
         bias=config.boolean("mamba_proj_bias"),
     )

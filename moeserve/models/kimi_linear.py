@@ -11,7 +11,6 @@ from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
-from moeserve.models.qwen3_next import MAX_CONV
 from moeserve.models.spec import layer_specs
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -26,7 +25,7 @@ def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
     linear = KimiDelta(
         num_heads=fields.integer("num_heads", 1, family.MAX_HEADS),
         head_dim=fields.integer("head_dim", 1, family.MAX_HEADS),
-        conv=fields.integer("short_conv_kernel_size", 2, MAX_CONV),
+        conv=fields.integer("short_conv_kernel_size", 2, family.MAX_CONV),
     )
     full = family.latent_attention(config, rotates=False)
     count = family.num_layers(config)

@@ -13,7 +13,6 @@ from moeserve.models import family
 from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
-_MAX_CONV = 16
 _KINDS = ("conv", "full_attention")
 _SWIGLU = {"gate": "w1", "up": "w3", "down": "w2"}  # Llama's names of the products, and theirs
 
@@ -22,7 +21,7 @@ def _fields(config: Fields) -> family.SpecFields:
     attention = family.attention(config, qk_norm="head")
     conv = ShortConv(
         channels=config.integer("hidden_size", 1, family.MAX_WIDTH),
-        conv=config.integer("conv_L_cache", 2, _MAX_CONV),
+        conv=config.integer("conv_L_cache", 2, family.MAX_CONV),
         bias=config.boolean("conv_bias"),
     )
     mixers = [attention if kind == "full_attention" else conv for kind in family.layer_types(config, _KINDS)]

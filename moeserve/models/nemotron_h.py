@@ -53,7 +53,7 @@ def _kinds(config: Fields) -> tuple[str, list[str]]:
     key, kinds = "layers_block_type", config.raw("layers_block_type")
     if kinds is None and isinstance(config.raw("hybrid_override_pattern"), str):
         key = "hybrid_override_pattern"
-        kinds = [PATTERN.get(str(letter), "") for letter in config.raw(key)]
+        kinds = [PATTERN.get(str(kind), "") for kind in config.raw(key)]
     known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in KINDS for kind in kinds)
     if not known or not 1 <= len(kinds) <= family.MAX_LAYERS:
         raise config.error(key, f"it must list one of {', '.join(PATTERN.values())} for each layer")
@@ -76,7 +76,7 @@ def _mamba(config: Fields) -> Mamba2:
         num_groups=groups,
         state_dim=config.integer("ssm_state_size", 1, family.MAX_WIDTH),
         head_dim=config.integer("mamba_head_dim", 1, family.MAX_WIDTH),
-        conv=config.integer("conv_kernel", 2, granite_moe_hybrid.MAX_CONV),
+        conv=config.integer("conv_kernel", 2, family.MAX_CONV),
         time_limit=(config.number("time_step_min", 0, 1e6), math.inf),
     )
 

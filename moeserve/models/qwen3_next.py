@@ -14,8 +14,6 @@ from moeserve.models import family
 from moeserve.models.spec import NormSpec, layer_specs
 from moeserve.ops.rules import RouterRule
 
-MAX_CONV = 16
-
 
 def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
     """Reads what each layer has of the two. by_head: see `GatedDelta`."""
@@ -31,7 +29,7 @@ def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
         num_v_heads=values,
         k_dim=config.integer("linear_key_head_dim", 1, sizes),
         v_dim=config.integer("linear_value_head_dim", 1, sizes),
-        conv=config.integer("linear_conv_kernel_dim", 2, MAX_CONV),
+        conv=config.integer("linear_conv_kernel_dim", 2, family.MAX_CONV),
         by_head=by_head,
     )
     every = config.integer("full_attention_interval", 1, family.MAX_LAYERS)

@@ -20,7 +20,7 @@ from moeserve.kernels.latent import latent_rope_cache as latent_rope_cache_kerne
 from moeserve.kernels.linear import heads_linear, linear
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache_kernel
-from moeserve.kernels.recurrence import TilePlan, causal_conv, recurrence
+from moeserve.kernels.recurrence import TileMetadata, causal_conv, recurrence
 from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.ops import elementwise
@@ -139,13 +139,14 @@ def plan_attention(
     return paged_attention.plan_attention(group.blocks_RN, *step.rows_on_device, sizes, bounds, invariant=exact)
 
 
-def plan_tiles(group: GroupInputs, step: StepInputs) -> TilePlan:
+def plan_tiles(group: GroupInputs, step: StepInputs) -> TileMetadata:
     """See ops/recurrence.py. The kernels find the tiles of their tokens themselves."""
-    return TilePlan(group.blocks_RN, *step.rows_on_device, group.block_size, TILE)
+    return TileMetadata(group.blocks_RN, *step.rows_on_device, group.block_size, TILE)
 
 
 def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
     """Returns the table of the Triton kernels. exact: a row's bits depend on nothing but the row."""
+    on_cpu = device.type == "cpu"  # interpreted: only there do torch's last columns need care
     products = "triton, batch-invariant" if exact else f"torch on {device.type}"
     return Ops(
         device=device,
@@ -167,10 +168,8 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         route=route,
         qk_norm_rope_cache=qk_norm_rope_cache,
         latent_rope_cache=latent_rope_cache,
-        sigmoid=elementwise.sigmoid
-        if device.type == "cpu"
-        else torch.sigmoid,  # only CPUs treat last columns otherwise
-        softplus=elementwise.softplus if device.type == "cpu" else F.softplus,
+        sigmoid=elementwise.sigmoid if on_cpu else torch.sigmoid,
+        softplus=elementwise.softplus if on_cpu else F.softplus,
         plan_tiles=plan_tiles,
         causal_conv=causal_conv,
         recurrence=recurrence,

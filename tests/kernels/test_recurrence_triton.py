@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.kernels.recurrence import CHANNELS, TilePlan, block_sizes, causal_conv, recurrence
+from moeserve.kernels.recurrence import CHANNELS, TileMetadata, block_sizes, causal_conv, recurrence
 from moeserve.ops import recurrence as plain
 from moeserve.ops.probe import host_step
 from moeserve.ops.rules import TILE
@@ -96,7 +96,7 @@ class Layer:
             plan: Any = plain.plan_tiles(group, host)
             operations: Any = plain.causal_conv, plain.recurrence
         else:
-            plan = TilePlan(group.blocks_RN, *on_device, BLOCK, TILE)
+            plan = TileMetadata(group.blocks_RN, *on_device, BLOCK, TILE)
             operations = causal_conv, recurrence
         conv = operations[0](x, self.weight, self.bias, self.sizes.beta, self.conv_caches, plan)
         out = operations[1](*heads, beta if self.sizes.beta else None, self.caches, plan)
@@ -172,7 +172,7 @@ def test_examples() -> None:
         return torch.tensor(values, device=DEVICE)
 
     on_device = device(0).int(), device(0, 3).int()
-    plan = TilePlan(torch.zeros((1, 1), dtype=torch.int64, device=DEVICE), *on_device, TILE, TILE)
+    plan = TileMetadata(torch.zeros((1, 1), dtype=torch.int64, device=DEVICE), *on_device, TILE, TILE)
     caches = tuple(torch.zeros((1, rows, 1, 1), device=DEVICE)[:, :, :1] for rows in (TILE, 1))
     y = causal_conv(device(1, 2, 3)[:, None], device(10, 1)[None], device(5), False, caches, plan)
     assert y[:, 0].tolist() == [6, 17, 28]

@@ -124,5 +124,5 @@ def test_steps_of_recurrent_layers_are_not_recorded_and_the_model_is_named() -> 
     spec = recurrent(True, False)
     runner = SimpleNamespace(config=config(graphs="full"), groups=groups_of(spec.kv_rules, 16), spec=spec)
     assert ModelRunnerBase.graph_obstacle.fget(runner) == (  # type: ignore[attr-defined]
-        "the recurrent layers of Fake cut steps into tiles on the host"
+        "steps with the recurrent layers of Fake are not recorded yet"
     )

@@ -1,0 +1,42 @@
+"""What the recurrent mixers have in common, in numbers: the rule of their caches, and the tensors in them."""
+
+from __future__ import annotations
+
+from moeserve.blocks.mixer import CacheTensor
+from moeserve.engine.kv_rule import KVRule
+from moeserve.ops.rules import TILE
+
+
+class RecurrentMixer:
+    """The part of `Mixer` that is alike for all blocks with a state."""
+
+    __slots__ = ()
+
+    rule = KVRule(tile=TILE)
+
+    def head_shape(self, tp_size: int) -> None:
+        """See `Mixer`."""
+        return
+
+    def obstacle(self, kernels: str) -> str:
+        """See `Mixer`."""
+        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
+
+    def cache_obstacle(self, dtype: str) -> str:
+        """See `Mixer`: states are fp32 whatever the other caches are."""
+        return ""
+
+
+def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
+    """Returns what `ops.causal_conv` keeps: a tile's inputs, and those before its border that it still reads."""
+    return CacheTensor("conv", 1, channels), CacheTensor("conv_border", inputs - 1, channels, per_tile=True)
+
+
+def recurrence_cache(groups: int, heads: int, dim: int, v_dim: int, decays: int = 1) -> tuple[CacheTensor, ...]:
+    """Returns what `ops.recurrence` keeps: the state at a tile's border, and k, u and s of its tokens."""
+    return (
+        CacheTensor("state", heads, dim * v_dim, per_tile=True),
+        CacheTensor("k", groups, dim),
+        CacheTensor("u", heads, v_dim),
+        CacheTensor("decay", heads, decays),
+    )

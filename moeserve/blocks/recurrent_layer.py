@@ -1,0 +1,47 @@
+"""What the recurrent blocks of a decoder have in common: the plan of a step's tiles, queries and keys of length 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.blocks.build import Builder
+from moeserve.ops.inputs import StepInputs
+from moeserve.ops.table import Ops
+
+FP32 = 4  # bytes
+_UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrepareTiles:
+    """Makes the plan of tiles that all recurrent layers share."""
+
+    ops: Ops
+    group: int
+
+    def __call__(self, step: StepInputs, positions_T: Tensor) -> Any:
+        """Returns what `ops.causal_conv` and `ops.recurrence` take as `plan`."""
+        return self.ops.plan_tiles(step.groups[self.group], step)
+
+
+def prepare_tiles(build: Builder, group: int) -> PrepareTiles:
+    """Returns what prepares steps for recurrent layers, one for all."""
+    prepare: PrepareTiles = build.shared(("tiles", group), partial(PrepareTiles, build.ops, group))
+    return prepare
+
+
+def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns fp32 weights [d] for `unit_heads`: of queries, which are scaled by d ** -0.5, and of keys."""
+    length = torch.full((dim,), dim**-0.5, device=device)
+    return length * dim**-0.5, length
+
+
+def unit_heads(ops: Ops, x_TC: Tensor, weight_d: Tensor) -> Tensor:
+    """Returns heads [T, H, d] of length 1, queries scaled: an RMS norm whose weight takes out the root of d."""
+    dim = len(weight_d)
+    return ops.rms_norm(x_TC.reshape(-1, dim), weight_d, _UNIT_EPS / dim).view(len(x_TC), -1, dim)
