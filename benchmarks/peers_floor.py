@@ -83,7 +83,7 @@ def floor_tokens_per_s(
     position = case.prompt_tokens + case.new_tokens // 2
     pairs = [seen(mixer, position) for mixer in layers]
     touched = spec.num_experts * (1 - (1 - spec.experts_per_token / max(spec.num_experts, 1)) ** case.batch)
-    experts = (touched - spec.experts_per_token) * len(spec.moe_layers) * 3 * spec.hidden_size * spec.expert_size
+    experts = (touched - spec.experts_per_token) * len(spec.moe_layers) * spec.expert_weights
     step_bytes: float = weight_bytes * (size.active + experts)
     step_bytes += kv_bytes * case.batch * sum(map(mul, map(entry_elements, layers), pairs))
     step_flops: float = case.batch * (2 * size.active + sum(map(mul, map(decode_operations, layers), pairs)))
