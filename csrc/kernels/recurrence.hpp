@@ -378,6 +378,7 @@ struct Piece {
 
 /// Computes pieces of RecurrenceArgs.
 inline void recurrence(void* call, size_t begin, size_t end, int worker) {
+    const FlushSubnormals flush;
     const auto& args = *static_cast<const RecurrenceArgs*>(call);
     float* memory = args.scratch + worker * args.scratch_floats();
     for (size_t piece = begin; piece < end; ++piece) {
