@@ -19,6 +19,7 @@ void bind_layer(pybind11::module_& m);
 void bind_pool(pybind11::module_& m);
 void bind_products(pybind11::module_& m);
 void bind_recurrence(pybind11::module_& m);
+void bind_recurrent_block(pybind11::module_& m);
 void bind_rows(pybind11::module_& m);
 
 }  // namespace moeserve

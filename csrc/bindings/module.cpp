@@ -132,6 +132,7 @@ PYBIND11_MODULE(_native, m) {
     bind_layer(m);
     bind_latent(m);
     bind_recurrence(m);
+    bind_recurrent_block(m);
     bind_rows(m);
     bind_shm(m);
 }

@@ -10,6 +10,7 @@
 #include "kernels/norms.hpp"
 #include "kernels/product.hpp"
 #include "kernels/recurrence.hpp"
+#include "kernels/recurrent_gates.hpp"
 #include "kernels/rotary.hpp"
 #include "kernels/routing.hpp"
 #include "kernels/sampling.hpp"
@@ -44,6 +45,8 @@ constexpr Kernels table(const char* name) {
     kernels.merge_attention = attention::merge_attention;
     kernels.causal_conv = causal_conv;
     kernels.recurrence = recurrent::recurrence;
+    kernels.decays = decays;
+    kernels.gated_norm = gated_norm;
     return kernels;
 }
 

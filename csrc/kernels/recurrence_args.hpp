@@ -74,4 +74,29 @@ struct RecurrenceArgs {
     }
 };
 
+/// What a token's projections say of time: log decays of each head, and steps of time or factors of the delta rule.
+struct DecayArgs {
+    Type type;
+    size_t heads;
+    const void *dt, *beta;  // [T, H]; beta null: no delta rule
+    size_t stride;          // of both
+    const float *bias, *decay;  // [H]: log decays are decay * steps, steps softplus(dt + bias) within the limits
+    float least, most;
+    float *log_decay, *steps, *betas;  // [T, H]; the last two where they are not null
+};
+
+/// What follows a recurrence: x times SiLU of its gate, and an RMS norm of each part, before it or behind it.
+struct GatedNormArgs {
+    Type type;
+    size_t parts, width;  // of a row
+    const void* gate;     // [T, parts * width]; rows are `stride` elements apart
+    size_t stride;
+    float* x;             // likewise, contiguous; overwritten
+    const float* weight;  // of part p: from p * weight_stride on
+    size_t weight_stride;
+    float eps;
+    bool gate_first;
+    void* out;  // [T, parts * width]
+};
+
 }  // namespace moeserve

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/product_args.hpp"
+#include "kernels/recurrence_args.hpp"
 #include "kernels/row_args.hpp"
 #include "pool/pool.hpp"
 
@@ -33,6 +34,8 @@ struct Kernels {
     void (*merge_attention)(void* call, size_t begin, size_t end, int worker);  // merges of one
     void (*causal_conv)(void* call, size_t begin, size_t end, int worker);      // pieces of CausalConvArgs
     void (*recurrence)(void* call, size_t begin, size_t end, int worker);       // pieces of RecurrenceArgs
+    void (*decays)(const DecayArgs&, size_t begin, size_t end);
+    void (*gated_norm)(const GatedNormArgs&, size_t begin, size_t end);
 };
 
 /// Names of the instruction sets that this module was compiled for and this CPU has, best last.

@@ -15,11 +15,12 @@ from torch import Tensor
 from moeserve.blocks.build import Builder
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.linear import ColumnLinear, gathered_bytes
-from moeserve.blocks.recurrent_layer import FP32, PrepareTiles, prepare_tiles, unit_heads, unit_weights
+from moeserve.blocks.recurrent_layer import FP32, UNIT_EPS, PrepareTiles, prepare_tiles, unit_heads, unit_weights
 from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.linear import Linear
+from moeserve.ops.native_recurrence import RecurrentRule
 from moeserve.ops.rules import SWIGLU
 from moeserve.ops.table import Ops
 
@@ -46,8 +47,22 @@ class GatedDeltaLayer:
     eps: float
     out: ColumnLinear
 
+    def __post_init__(self) -> None:
+        self._block = None
+        if self.ops.recurrent_block is not None:
+            keys, values, _, _ = self.spec.local(self.tp.size)
+            rule = RecurrentRule(
+                keys, values, self.conv_CK, None, self.decay_H, self.dt_bias_H, self.norm_v, self.spec.v_dim, self.eps,
+                unit=(*self.unit, UNIT_EPS / self.spec.k_dim),
+            )  # fmt: skip
+            out, sizes = self.out.part if self.tp.size == 1 else None, (self.spec.k_dim, self.spec.v_dim)
+            self._block = self.ops.recurrent_block(self.inputs, self.gates, out, rule, *sizes, self.ops.dtype)
+
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        if self._block is not None:
+            y = self._block(x_TD, cache, step)
+            return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         spec, ops = self.spec, self.ops
         _, values, qk, v = spec.local(self.tp.size)
         both, gates = self.inputs(x_TD), self.gates(x_TD).float()

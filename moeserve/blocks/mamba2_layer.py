@@ -19,6 +19,7 @@ from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.linear import Linear
+from moeserve.ops.native_recurrence import RecurrentRule
 from moeserve.ops.rules import SWIGLU
 from moeserve.ops.table import Ops
 
@@ -46,8 +47,22 @@ class Mamba2Layer:
     eps: float
     out: ColumnLinear
 
+    def __post_init__(self) -> None:
+        self._block = None
+        if self.ops.recurrent_block is not None:
+            groups, heads, _, _ = self.spec.local(self.tp.size)
+            rule = RecurrentRule(
+                groups, heads, self.conv_CK, self.conv_bias_C, self.decay_H, self.dt_bias_H, self.norm_I.float(),
+                len(self.ones_i), self.eps, skip_H1=self.skip_H1, time_limit=self.spec.time_limit,
+            )  # fmt: skip
+            out, sizes = self.out.part if self.tp.size == 1 else None, (self.spec.state_dim, self.spec.head_dim)
+            self._block = self.ops.recurrent_block(self.inputs, None, out, rule, *sizes, self.ops.dtype)
+
     def __call__(self, x_TD: Tensor, step: Any, cache: LayerCache, channel: int) -> Tensor:
         """Returns the block's output [T, D]; writes what the tokens leave behind to `cache`."""
+        if self._block is not None:
+            y = self._block(x_TD, cache, step)
+            return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         spec, ops = self.spec, self.ops
         groups, heads, inner, shared = spec.local(self.tp.size)
         gate_TI, xBC_TC, dt_TH = torch.split(self.inputs(x_TD), [inner, inner + 2 * shared, heads], 1)

@@ -14,7 +14,7 @@ from moeserve.ops.inputs import StepInputs
 from moeserve.ops.table import Ops
 
 FP32 = 4  # bytes
-_UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
+UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,4 +44,4 @@ def unit_weights(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def unit_heads(ops: Ops, x_TC: Tensor, weight_d: Tensor) -> Tensor:
     """Returns heads [T, H, d] of length 1, queries scaled: an RMS norm whose weight takes out the root of d."""
     dim = len(weight_d)
-    return ops.rms_norm(x_TC.reshape(-1, dim), weight_d, _UNIT_EPS / dim).view(len(x_TC), -1, dim)
+    return ops.rms_norm(x_TC.reshape(-1, dim), weight_d, UNIT_EPS / dim).view(len(x_TC), -1, dim)

@@ -47,7 +47,7 @@ class Ops:
     pack_linear(weight, bias): a matrix product with a constant weight, in this table's layout; pack_heads(weight): one
     per head. native, triton: whether these are the kernels of csrc/ or of kernels/, which have kernels for experts,
     too. room: where native kernels pack. exact: whether a row's bits depend on nothing but the row. attention_block,
-    latent_block, mlp_block: join the steps of such a block in one call, where there is one. trace(function): the
+    latent_block, recurrent_block, mlp_block: join the steps of such a block in one call, where there is one. trace(function): the
     function, compiled where these kernels can be joined (ops/traced.py). opaque(function): the function, hidden from
     any trace. weight_obstacle(kind, group, inputs): why quantised weights with so many inputs in all and per scale (0:
     all) cannot be computed with; empty if they can. None: no quantised weights can.
@@ -83,6 +83,7 @@ class Ops:
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
     latent_block: Callable[..., Callable[..., Tensor]] | None = None
+    recurrent_block: Callable[..., Callable[..., Tensor]] | None = None
     mlp_block: Callable[..., Callable[[Tensor], Tensor]] | None = None
     trace: Callable[[Any], Any] = lambda function: function
     opaque: Callable[[Any], Any] = lambda function: function
@@ -217,6 +218,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         attention=native_layer.attention,
         attention_block=native_layer.AttentionBlock,
         latent_block=native_latent.LatentBlock,
+        recurrent_block=native_recurrence.RecurrentBlock,
         mlp_block=native_layer.GatedMLPBlock,
         weight_obstacle=lambda kind, group, inputs: "",
     )
