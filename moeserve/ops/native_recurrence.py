@@ -168,7 +168,16 @@ class RecurrentBlock:
         self._keep = inputs, gates, out, rule  # whose memory the block reads
         (channels, num_inputs), (unit_q, unit_k, unit_eps) = rule.conv_CK.shape, rule.unit or (None, None, 0.0)
         assert channels == 2 * rule.groups * dim + rule.heads * v_dim, (rule.conv_CK.shape, dim, v_dim)
-        for part in (rule.conv_CK, rule.conv_bias_C, rule.decay_H, rule.dt_bias_H, unit_q, unit_k, rule.skip_H1, rule.norm):
+        for part in (
+            rule.conv_CK,
+            rule.conv_bias_C,
+            rule.decay_H,
+            rule.dt_bias_H,
+            unit_q,
+            unit_k,
+            rule.skip_H1,
+            rule.norm,
+        ):
             assert part is None or (part.dtype, part.is_contiguous()) == (torch.float32, True), (part.dtype, part.shape)
         self._dtype, self._sizes = dtype, (channels, num_inputs, rule.groups, rule.heads, dim, v_dim)
         self._columns = rule.heads * v_dim if out is None else out.matrix.columns

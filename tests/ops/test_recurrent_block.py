@@ -1,0 +1,143 @@
+"""Gated delta nets and Mamba-2 in one native call: close to the layers of separate steps in plain torch, and the same bits
+in chunks, in company, beside padding, on every instruction set and any number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.blocks.gated_delta import GatedDelta
+from moeserve.blocks.gated_delta_layer import GatedDeltaLayer
+from moeserve.blocks.linear import ColumnLinear
+from moeserve.blocks.mamba2 import Mamba2
+from moeserve.blocks.mamba2_layer import Mamba2Layer
+from moeserve.blocks.recurrent_layer import PrepareTiles, unit_weights
+from moeserve.comm.tensor import ALONE
+from moeserve.ops.probe import host_step
+from moeserve.ops.rules import TILE
+from moeserve.ops.table import Ops, pick_ops
+
+from .test_recurrence import CHUNKS, ISAS, LENGTHS, MODULE, cached, equal, needs_native, steps, tables, values
+
+pytestmark = needs_native
+WIDTH, SIZE = 24, 32
+KINDS: dict[str, GatedDelta | Mamba2] = {
+    "gated delta": GatedDelta(num_k_heads=2, num_v_heads=4, k_dim=19, v_dim=40, conv=4, by_head=False),
+    "one group": Mamba2(num_heads=3, num_groups=1, state_dim=24, head_dim=17, conv=4, time_limit=(0.0, float("inf"))),
+    "two groups": Mamba2(num_heads=4, num_groups=2, state_dim=16, head_dim=32, conv=3, time_limit=(0.3, 0.9)),
+}
+by_kind = pytest.mark.parametrize("kind", KINDS)
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    MODULE.use_isa(ISAS[-1])
+    MODULE.set_threads([-1])
+
+
+def layer(kind: str, ops: Ops) -> GatedDeltaLayer | Mamba2Layer:
+    """A layer with the same weights whatever the operations; some of its heads decay by e^-50 and more in a token."""
+    spec, prepare = KINDS[kind], PrepareTiles(ops, 0)
+
+    def linear(columns: int, width: int, seed: int) -> Any:
+        return ops.pack_linear((values(columns, width, seed=seed) * width**-0.5).to(ops.dtype), None)
+
+    if isinstance(spec, GatedDelta):
+        _, heads, qk, v = spec.local(1)
+        return GatedDeltaLayer(
+            spec, ops, ALONE, prepare, linear(qk + 2 * v, WIDTH, 1), linear(2 * heads, WIDTH, 2),
+            values(qk + v, spec.conv, seed=3), -torch.logspace(-3, 2, heads), values(heads, seed=4),
+            unit_weights(spec.k_dim, ops.device), 1 + values(spec.v_dim, seed=5), 1e-6,
+            ColumnLinear(linear(WIDTH, v, 6), WIDTH, ALONE),
+        )  # fmt: skip
+    groups, heads, inner, shared = spec.local(1)
+    channels = inner + 2 * shared
+    return Mamba2Layer(
+        spec, ops, ALONE, prepare, linear(inner + channels + heads, WIDTH, 1), values(channels, spec.conv, seed=3),
+        values(channels, seed=7), -torch.logspace(-3, 2, heads), values(heads, seed=4), values(heads, 1, seed=8),
+        1 + values(inner, seed=5), torch.ones(inner // groups), 1e-6, ColumnLinear(linear(WIDTH, inner, 6), WIDTH, ALONE),
+    )  # fmt: skip
+
+
+def caches_of(kind: str, num_blocks: int) -> tuple[Tensor, ...]:
+    """The caches of a layer's convolution and recurrence, full of NaN but for the null block."""
+    parts = [
+        cached(num_blocks, SIZE, rows=(tensor.heads, tensor.width), tiles=(tensor.heads, tensor.width))[tensor.per_tile]
+        for tensor in KINDS[kind].cache(1)
+    ]
+    assert [part.shape[1] for part in parts[:3]] == [SIZE, SIZE // TILE, SIZE // TILE]
+    return tuple(parts)
+
+
+def run(
+    kind: str, ops: Ops, lengths: Sequence[int], chunks: Sequence[int], *, padding: int = 0, spoilt: int | None = None,
+    first: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """Returns each request's outputs and then the caches, computed in steps from strided rows.
+
+    spoilt: a token of the first request that is NaN. first: the seed of the first request.
+    """
+    block = layer(kind, ops)
+    x = [values(length, WIDTH, seed=20 + first + i).to(ops.dtype) for i, length in enumerate(lengths)]
+    if spoilt is not None:
+        x[0][spoilt] = torch.nan
+    blocks = tables(lengths, SIZE)
+    caches, out = caches_of(kind, int(blocks.max()) + 1), [list[Tensor]() for _ in lengths]
+    for starts, counts in steps(lengths, chunks):
+        offsets = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        plan = ops.plan_tiles(*host_step(blocks, SIZE, starts, offsets))
+        wide = torch.full((offsets[-1] + padding, WIDTH + 8), torch.nan, dtype=ops.dtype)
+        wide[: offsets[-1], 8:] = torch.cat(
+            [x[i][s : s + n] for i, (s, n) in enumerate(zip(starts, counts, strict=True))]
+        )
+        y_TD = block(wide[:, 8:], plan, caches, 0)
+        for request_out, part in zip(out, y_TD[: offsets[-1]].split(counts), strict=True):
+            request_out.append(part)
+    return [*(torch.cat(parts) for parts in out), *caches]
+
+
+@by_kind
+@by_dtype
+def test_it_is_the_layer_of_separate_steps(kind: str, dtype: torch.dtype) -> None:
+    ours, theirs = (run(kind, pick_ops("cpu", dtype, name), LENGTHS, (64,)) for name in ("native", "torch"))
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.isnan(), reference.isnan())
+        mine, reference = mine.nan_to_num().double(), reference.nan_to_num().double()
+        assert (mine - reference).abs().max() <= tolerance * reference.abs().max()
+
+
+@by_kind
+@by_dtype
+def test_bits_depend_on_the_request_alone(kind: str, dtype: torch.dtype) -> None:
+    ops = pick_ops("cpu", dtype, "native")
+    whole = run(kind, ops, LENGTHS, (64,))
+    for chunks in CHUNKS[1:]:
+        assert equal(run(kind, ops, LENGTHS, chunks, padding=3), whole), chunks
+    for i, length in enumerate(LENGTHS):
+        assert equal(run(kind, ops, [length], (9,), first=i)[:1], whole[i : i + 1])
+    spoilt = run(kind, ops, LENGTHS, (20,), spoilt=18)
+    assert equal(spoilt[1:3], whole[1:3])
+    assert equal([spoilt[0][:18]], [whole[0][:18]])
+    assert spoilt[0][18:].isnan().any(1).all()
+
+
+@by_kind
+def test_bits_are_those_of_any_instruction_set_and_threads(kind: str) -> None:
+    lengths, found = [200, *LENGTHS], list[list[Tensor]]()  # enough for threads to share
+    ops = pick_ops("cpu", torch.float32, "native")
+    for isa in ISAS:
+        if "bf16" in isa:
+            continue  # it is AVX-512 in fp32
+        MODULE.use_isa(isa)
+        for threads in (1, 2, 3):
+            MODULE.set_threads([-1] * threads)
+            found.append(run(kind, ops, lengths, (128,)))
+            assert equal(found[-1], found[0]), (isa, threads)
