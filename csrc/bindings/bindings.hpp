@@ -20,5 +20,6 @@ void bind_pool(pybind11::module_& m);
 void bind_products(pybind11::module_& m);
 void bind_recurrence(pybind11::module_& m);
 void bind_rows(pybind11::module_& m);
+void bind_selected(pybind11::module_& m);
 
 }  // namespace moeserve

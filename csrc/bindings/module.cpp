@@ -133,5 +133,6 @@ PYBIND11_MODULE(_native, m) {
     bind_latent(m);
     bind_recurrence(m);
     bind_rows(m);
+    bind_selected(m);
     bind_shm(m);
 }

@@ -6,6 +6,7 @@
 #include "kernels/activation.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/causal_conv.hpp"
+#include "kernels/index_scores.hpp"
 #include "kernels/math.hpp"
 #include "kernels/norms.hpp"
 #include "kernels/product.hpp"
@@ -13,6 +14,7 @@
 #include "kernels/rotary.hpp"
 #include "kernels/routing.hpp"
 #include "kernels/sampling.hpp"
+#include "kernels/selective_scan.hpp"
 
 namespace moeserve::MOESERVE_ISA {
 
@@ -44,6 +46,8 @@ constexpr Kernels table(const char* name) {
     kernels.merge_attention = attention::merge_attention;
     kernels.causal_conv = causal_conv;
     kernels.recurrence = recurrent::recurrence;
+    kernels.selective_scan = selective_scan;
+    kernels.index_scores = index_scores;
     return kernels;
 }
 

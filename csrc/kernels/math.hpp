@@ -1,6 +1,8 @@
 // Functions of whole vectors: every lane has the same bits whatever lies beside it. Include after a vec_*.hpp.
 #pragma once
 
+#include <xmmintrin.h>
+
 namespace moeserve::MOESERVE_ISA {
 
 /// e^x, within 2 units in the last place; exactly 0 from -104 down (-infinity included), infinity above 88.7, NaN for NaN.
@@ -22,5 +24,19 @@ MOESERVE_INLINE f32 exp(f32 x) {
 
 /// x / (1 + e^-x).
 MOESERVE_INLINE f32 silu(f32 x) { return div(x, add(all(1.0f), exp(sub(zero(), x)))); }
+
+/// While one lives, this thread takes numbers below the smallest normal one as 0, and gives 0 for them. States that decay
+/// fast are full of such numbers, and arithmetic with one takes a hundred cycles.
+class FlushSubnormals {
+  public:
+    FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kSubnormalsAreZero); }
+    ~FlushSubnormals() { _mm_setcsr(saved_); }
+    FlushSubnormals(const FlushSubnormals&) = delete;
+    FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+  private:
+    static constexpr unsigned kFlushToZero = 0x8000, kSubnormalsAreZero = 0x0040;  // bits of MXCSR
+    const unsigned saved_;
+};
 
 }  // namespace moeserve::MOESERVE_ISA

@@ -33,6 +33,8 @@ struct Kernels {
     void (*merge_attention)(void* call, size_t begin, size_t end, int worker);  // merges of one
     void (*causal_conv)(void* call, size_t begin, size_t end, int worker);      // pieces of CausalConvArgs
     void (*recurrence)(void* call, size_t begin, size_t end, int worker);       // pieces of RecurrenceArgs
+    void (*selective_scan)(void* call, size_t begin, size_t end, int worker);   // pieces of SelectiveScanArgs
+    void (*index_scores)(void* call, size_t begin, size_t end, int worker);     // pieces of IndexScoresArgs
 };
 
 /// Names of the instruction sets that this module was compiled for and this CPU has, best last.

@@ -1,22 +1,20 @@
-"""The functions of ops/recurrence.py in native code (csrc/kernels/causal_conv.hpp and recurrence.hpp), with the same
-signatures and meanings; CPU tensors only.
+"""The functions of ops/recurrence.py and ops/selective_scan.py in native code (csrc/kernels/causal_conv.hpp,
+recurrence.hpp and selective_scan.hpp), with the same signatures and meanings; CPU tensors only.
 
 They differ from the reference where it rounds products before it adds them, and where it adds in another order.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeserve.ops import recurrence as recurrence_ops
 from moeserve.ops.inputs import GroupInputs, StepInputs
 from moeserve.ops.native import native
 from moeserve.ops.native_rows import TYPES, address
-from moeserve.ops.recurrence import Caches, Tile
+from moeserve.ops.recurrence import Caches
 from moeserve.ops.rules import TILE
 
 _native: Any = native()
@@ -26,14 +24,8 @@ _empty = torch.empty
 class NativeTilePlan:
     """The tiles of one step. pieces: the native plan."""
 
-    def __init__(self, pieces: Any, group: GroupInputs, step: StepInputs) -> None:
-        self.pieces, self.block_size, self.num_tokens = pieces, group.block_size, int(pieces.num_tokens)
-        self._step = group, step
-
-    @cached_property
-    def tiles(self) -> tuple[Tile, ...]:
-        """The tiles as ops/recurrence.py has them, for functions without native code."""
-        return recurrence_ops.plan_tiles(*self._step).tiles
+    def __init__(self, pieces: Any, block_size: int) -> None:
+        self.pieces, self.block_size, self.num_tokens = pieces, block_size, int(pieces.num_tokens)
 
 
 def plan_tiles(group: GroupInputs, step: StepInputs) -> NativeTilePlan:
@@ -43,7 +35,7 @@ def plan_tiles(group: GroupInputs, step: StepInputs) -> NativeTilePlan:
     assert blocks_RN.dtype == torch.int64, blocks_RN.dtype
     assert blocks_RN.is_contiguous(), blocks_RN.stride()
     pieces = _native.TilePlan(blocks_RN.data_ptr(), blocks_RN.shape[1], size, step.starts_R, step.offsets_R1)
-    return NativeTilePlan(pieces, group, step)
+    return NativeTilePlan(pieces, size)
 
 
 def _check_cache(cache: Tensor, *shape: int) -> None:
@@ -118,3 +110,38 @@ def recurrence(
         states.data_ptr(), keys.data_ptr(), updates.data_ptr(), sums.data_ptr(), out_THv.data_ptr(),
     )  # fmt: skip
     return out_THv
+
+
+def selective_scan(
+    x_TC: Tensor,
+    dt_TC: Tensor,
+    a_NC: Tensor,
+    b_TN: Tensor,
+    c_TN: Tensor,
+    skip_C: Tensor,
+    caches: Caches,
+    plan: NativeTilePlan,
+) -> Tensor:
+    """Returns y [T, C] of the scan; see ops/selective_scan.py."""
+    (num_rows, channels), state = x_TC.shape, len(a_NC)
+    assert plan.num_tokens <= num_rows, (plan.num_tokens, num_rows)
+    shapes = (
+        (num_rows, channels),
+        (num_rows, channels),
+        (state, channels),
+        (num_rows, state),
+        (num_rows, state),
+        (channels,),
+    )
+    inputs = [x.contiguous() for x in (x_TC, dt_TC, a_NC, b_TN, c_TN, skip_C)]
+    for x, shape in zip(inputs, shapes, strict=True):
+        assert (x.dtype, x.shape) == (torch.float32, shape), (x.dtype, x.shape, shape)
+    states, xs, dts, bs = caches
+    _check_cache(states, plan.block_size // TILE, state, channels)
+    _check_cache(xs, plan.block_size, 1, channels)
+    _check_cache(dts, plan.block_size, 1, channels)
+    _check_cache(bs, plan.block_size, 1, state)
+    out_TC = _empty((num_rows, channels))
+    addresses = (x.data_ptr() for x in (*inputs, *caches, out_TC))
+    plan.pieces.selective_scan(num_rows, channels, state, *addresses)
+    return out_TC
