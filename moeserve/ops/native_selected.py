@@ -1,4 +1,4 @@
-"""`index_select` of ops/selected.py in native code (csrc/kernels/index_scores.hpp and csrc/core/top_k.cpp), with the same
+"""`index_select` of ops/selected.py in native code (csrc/kernels/index_scores.hpp, csrc/core/top_k.cpp), with the same
 signature and meaning; CPU tensors only.
 """
 
