@@ -21,5 +21,6 @@ void bind_products(pybind11::module_& m);
 void bind_recurrence(pybind11::module_& m);
 void bind_recurrent_block(pybind11::module_& m);
 void bind_rows(pybind11::module_& m);
+void bind_selected(pybind11::module_& m);
 
 }  // namespace moeserve

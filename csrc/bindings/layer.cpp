@@ -149,13 +149,13 @@ class ExpertsBlock {
     Activation activation_;
 };
 
-/// down(act(gate) * up): an MLP that every row passes.
+/// down(act(gate) * up), or down(act(up)): an MLP that every row passes.
 void gated_mlp(Type type, const Matrix& gate_up, const Matrix& down, const Activation& activation, Address x,
                size_t stride, size_t rows, Address y) {
-    const size_t inner = down.packing.depth, row_bytes = inner * bytes_of(type);
-    const Arrays arrays({rows * 2 * row_bytes, rows * row_bytes});
+    const size_t inner = down.packing.depth, into = activation.parts() * inner;
+    const Arrays arrays({rows * into * bytes_of(type), rows * inner * bytes_of(type)});
     gate_up.times(type, x, stride, rows, arrays[0]);
-    const ActMulArgs args{type, inner, at<void>(arrays[0]), 2 * inner, activation, at<void>(arrays[1])};
+    const ActMulArgs args{type, inner, at<void>(arrays[0]), into, activation, at<void>(arrays[1])};
     over_rows(kernels()->act_mul, args, rows, inner);
     down.times(type, arrays[1], inner, rows, y);
 }

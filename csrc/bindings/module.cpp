@@ -134,5 +134,6 @@ PYBIND11_MODULE(_native, m) {
     bind_recurrence(m);
     bind_recurrent_block(m);
     bind_rows(m);
+    bind_selected(m);
     bind_shm(m);
 }

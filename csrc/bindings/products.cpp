@@ -106,8 +106,9 @@ void head_products(Type type, const Packing& packing, Address weights, size_t he
     multiply(args, parts);
 }
 
-/// Gated experts over rows in the order of their physical experts. An expert is gate and up in alternating blocks (each
-/// as `gate_up` says), then `down`, then, if biased, the biases of all these blocks.
+/// Experts over rows in the order of their physical experts. An expert is gate and up in alternating blocks (each as
+/// `gate_up` says), or up alone where the activation has no gates, then `down`, then, if biased, the biases of all these
+/// blocks.
 void experts(Type type, const Packing& gate_up, const Packing& down, Address weights, size_t expert_bytes,
              const Activation& activation, bool biased, const std::vector<size_t>& counts, Address x, size_t x_stride,
              Address y, size_t y_stride) {
@@ -120,11 +121,12 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     }
     const size_t element = type == Type::fp32 ? 4 : 2;
     uint8_t* hidden = scratch(Scratch::hidden, rows * gate_up.columns * element);
-    const float* bias = biased ? at<float>(weights + 2 * gate_up.bytes() + down.bytes()) : nullptr;
+    const size_t into_bytes = activation.parts() * gate_up.bytes();
+    const float* bias = biased ? at<float>(weights + into_bytes + down.bytes()) : nullptr;
 
     ProductArgs first = product_args(type, gate_up, at<uint8_t>(weights));
-    first.gated = true;
-    first.num_blocks *= 2;
+    first.acts = true;
+    first.num_blocks *= activation.parts();
     first.expert_bytes = expert_bytes;
     first.activation = activation;
     first.bias = bias;
@@ -134,7 +136,7 @@ void experts(Type type, const Packing& gate_up, const Packing& down, Address wei
     first.y_stride = gate_up.columns;
     multiply(first, into);
 
-    ProductArgs second = product_args(type, down, at<uint8_t>(weights) + 2 * gate_up.bytes());
+    ProductArgs second = product_args(type, down, at<uint8_t>(weights) + into_bytes);
     second.expert_bytes = expert_bytes;
     if (biased) second.bias = bias + first.num_blocks * Packing::kBlock;
     second.x = hidden;

@@ -34,6 +34,15 @@ void run_recurrence(const TilePlan& plan, size_t num_rows, size_t groups, size_t
     recur(args, plan, num_rows);
 }
 
+void run_selective_scan(const TilePlan& plan, size_t num_rows, size_t channels, size_t state, Address x, Address dt,
+                        Address a, Address b, Address c, Address skip, Address states, Address xs, Address dts, Address bs,
+                        Address out) {
+    SelectiveScanArgs args{plan.tiles(), channels, state, at<float>(x), at<float>(dt), at<float>(a), at<float>(b),
+                           at<float>(c), at<float>(skip), at<float>(states), at<float>(xs), at<float>(dts), at<float>(bs),
+                           at<float>(out), nullptr};
+    compute(kernels()->selective_scan, args, plan, num_rows, channels, plan.num_tokens() * channels * state);
+}
+
 }  // namespace
 
 void bind_recurrence(py::module_& m) {
@@ -41,7 +50,8 @@ void bind_recurrence(py::module_& m) {
         .def(py::init<Address, size_t, size_t, const TilePlan::Ints&, const TilePlan::Ints&>())
         .def_property_readonly("num_tokens", &TilePlan::num_tokens)
         .def("causal_conv", &run_causal_conv)
-        .def("recurrence", &run_recurrence);
+        .def("recurrence", &run_recurrence)
+        .def("selective_scan", &run_selective_scan);
 }
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// A recurrent block with one decay per head in one call. moeserve/ops/native_recurrence.py is the only caller.
+// A recurrent block with one decay per head in one call. moeserve/ops/native_recurrent_block.py is the only caller.
 #include <pybind11/stl.h>
 
 #include <optional>

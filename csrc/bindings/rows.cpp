@@ -32,7 +32,8 @@ void bind_dense(py::module_& m) {
     py::enum_<Activation::Kind>(m, "ActivationKind")
         .value("swiglu", Activation::Kind::swiglu)
         .value("silu", Activation::Kind::silu)
-        .value("gelu_tanh", Activation::Kind::gelu_tanh);
+        .value("gelu_tanh", Activation::Kind::gelu_tanh)
+        .value("relu2", Activation::Kind::relu2);
     py::class_<Activation>(m, "Activation")
         .def(py::init([](Activation::Kind kind, float alpha, float gate_limit, float act_limit, float up_limit,
                          float up_shift) { return Activation{kind, alpha, gate_limit, act_limit, up_limit, up_shift}; }),

@@ -1,4 +1,4 @@
-// The products of gated MLPs (SwiGLU, Shazeer 2020, and its kin), and the gate of a shared expert.
+// The activations of MLPs (SwiGLU, Shazeer 2020, and its kin), and the gate of a shared expert.
 #pragma once
 
 #include "kernels/elements.hpp"
@@ -31,6 +31,16 @@ struct Gated {
     }
 };
 
+/// max(up, 0)^2.
+struct Relu2 {
+    static constexpr bool kGated = false;
+
+    MOESERVE_INLINE f32 operator()(f32 up) const {
+        const f32 x = max(zero(), up);  // returns its second operand if one is NaN
+        return mul(x, x);
+    }
+};
+
 /// Calls body with the one that computes this activation.
 template <class Body>
 MOESERVE_INLINE void with_activation(const Activation& activation, const Body& body) {
@@ -38,6 +48,7 @@ MOESERVE_INLINE void with_activation(const Activation& activation, const Body& b
         case Activation::Kind::swiglu: return body(SwiGlu(activation));
         case Activation::Kind::silu: return body(Gated<false>(activation));
         case Activation::Kind::gelu_tanh: return body(Gated<true>(activation));
+        case Activation::Kind::relu2: return body(Relu2());
     }
 }
 
@@ -49,7 +60,12 @@ void act_mul_by(const ActMulArgs& args, const Gate& act_mul, size_t begin, size_
         const char* up = gate + width * E::bytes;
         char* out = static_cast<char*>(args.out) + r * width * E::bytes;
         for (size_t i = 0; i < width; i += kWidth) {
-            store_at<E>(out, i, width, act_mul(load_at<E>(gate, i, width), load_at<E>(up, i, width)));
+            const f32 x = load_at<E>(gate, i, width);
+            if constexpr (Gate::kGated) {
+                store_at<E>(out, i, width, act_mul(x, load_at<E>(up, i, width)));
+            } else {
+                store_at<E>(out, i, width, act_mul(x));
+            }
         }
     }
 }

@@ -6,6 +6,7 @@
 #include "kernels/activation.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/causal_conv.hpp"
+#include "kernels/index_scores.hpp"
 #include "kernels/math.hpp"
 #include "kernels/norms.hpp"
 #include "kernels/product.hpp"
@@ -14,6 +15,7 @@
 #include "kernels/rotary.hpp"
 #include "kernels/routing.hpp"
 #include "kernels/sampling.hpp"
+#include "kernels/selective_scan.hpp"
 
 namespace moeserve::MOESERVE_ISA {
 
@@ -47,6 +49,8 @@ constexpr Kernels table(const char* name) {
     kernels.recurrence = recurrent::recurrence;
     kernels.decays = decays;
     kernels.gated_norm = gated_norm;
+    kernels.selective_scan = selective_scan;
+    kernels.index_scores = index_scores;
     return kernels;
 }
 

@@ -1,4 +1,4 @@
-// Matrix products over parts of the rows: linear layers, and both products of gated experts.
+// Matrix products over parts of the rows: linear layers, and both products of experts.
 #pragma once
 
 #include <unistd.h>
@@ -210,8 +210,10 @@ void take_rows(const ProductArgs& args, const Part& part, const Workspace& space
 }
 
 /// In the place of an activation, where there is none.
-struct Ungated {
+struct Plain {
     static constexpr bool kGated = false;
+
+    MOESERVE_INLINE f32 operator()(f32 sum) const { return sum; }
 };
 
 template <class E, bool biased, class Gate>
@@ -231,6 +233,8 @@ void finish_as(const ProductArgs& args, const Part& part, const Workspace& space
                     f32 up = load(c + kColumns + v * kWidth);
                     if constexpr (biased) up = add(up, load(bias + kColumns + v * kWidth));
                     value = gate(value, up);
+                } else {
+                    value = gate(value);
                 }
                 store_at<E>(y, column + v * kWidth, args.columns, value);
             }
@@ -246,8 +250,8 @@ void finish(const ProductArgs& args, const Part& part, const Workspace& space, s
         if (args.bias) return finish_as<E, true>(args, part, space, first, blocks, gate);
         finish_as<E, false>(args, part, space, first, blocks, gate);
     };
-    if (args.gated) return with_activation(args.activation, as);
-    as(Ungated());
+    if (args.acts) return with_activation(args.activation, as);
+    as(Plain());
 }
 
 template <class E>

@@ -38,7 +38,7 @@ struct Part {
 };
 
 /// y = x times weights (+ bias): one fp32 chain of fused multiply-adds per output, rounded once to y's type.
-/// Gated: blocks come in pairs, gate and up, and y = act(gate) * up, `columns` wide.
+/// acts: y is the activation of the sums. Before one with gates, blocks come in pairs, gate and up; y is `columns` wide.
 struct ProductArgs {
     static constexpr size_t kUnit = 4;  // blocks of one task
 
@@ -50,8 +50,8 @@ struct ProductArgs {
     size_t expert_bytes;
     Type weight_type;
     size_t depth, columns, num_blocks, block_bytes, group;
-    bool zero_points, gated;
-    Activation activation;  // where gated
+    bool zero_points, acts;
+    Activation activation;
     const float* bias;      // or null; [num_blocks, 16], of expert e `expert_bytes` times e further
     void* y;
     size_t y_stride;

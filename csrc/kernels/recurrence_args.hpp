@@ -1,5 +1,6 @@
-// What the kernels of recurrent layers take. moeserve/ops/recurrence.py says what they compute, and names the shapes: T
-// tokens, C channels, K inputs of a convolution, G heads of queries and keys, H of values, d and v their widths, D of decays.
+// What the kernels of recurrent layers take. moeserve/ops/recurrence.py and selective_scan.py say what they compute, and
+// name the shapes: T tokens, C channels, K inputs of a convolution, N numbers of a channel's state, G heads of queries and
+// keys, H of values, d and v their widths, D of decays.
 #pragma once
 
 #include <cstddef>
@@ -48,6 +49,27 @@ struct CausalConvArgs {
     [[gnu::always_inline]] size_t pieces() const { return (channels + kPiece - 1) / kPiece; }
     /// Of weights and bias, and of the inputs that the tokens of a tile need.
     [[gnu::always_inline]] size_t scratch_floats() const { return (2 * inputs + kStateTile) * kPiece; }
+};
+
+/// Pieces of kPiece channels, each over all tiles. All is fp32.
+struct SelectiveScanArgs {
+    static constexpr size_t kPiece = 128;
+
+    StateTiles plan;
+    size_t channels, state;
+    const float *x, *dt;  // [T, C]
+    const float* a;       // [N, C]
+    const float *b, *c;   // [T, N]
+    const float* skip;    // [C]
+    float* states;        // [blocks, tiles, N, C]: those at borders
+    float *xs, *dts;      // [blocks, block size, C]: x and dt of a tile's tokens
+    float* bs;            // [blocks, block size, N]
+    float* out;           // [T, C]
+    float* scratch;       // scratch_floats() per worker
+
+    [[gnu::always_inline]] size_t pieces() const { return (channels + kPiece - 1) / kPiece; }
+    /// Of states.
+    [[gnu::always_inline]] size_t scratch_floats() const { return state * kPiece; }
 };
 
 /// Pieces of a request, a head and `columns` of its values, in this order. A token's heads lie side by side.

@@ -36,6 +36,8 @@ struct Kernels {
     void (*recurrence)(void* call, size_t begin, size_t end, int worker);       // pieces of RecurrenceArgs
     void (*decays)(const DecayArgs&, size_t begin, size_t end);
     void (*gated_norm)(const GatedNormArgs&, size_t begin, size_t end);
+    void (*selective_scan)(void* call, size_t begin, size_t end, int worker);   // pieces of SelectiveScanArgs
+    void (*index_scores)(void* call, size_t begin, size_t end, int worker);     // pieces of IndexScoresArgs
 };
 
 /// Names of the instruction sets that this module was compiled for and this CPU has, best last.

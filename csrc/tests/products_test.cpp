@@ -134,8 +134,11 @@ void linear(const Packing& packing, size_t rows, size_t offset) {
     const auto x = random<E>((rows - 1) * x_stride + depth, offset);
     auto bias = random<float>(packing.num_blocks() * Packing::kBlock, offset);
     Exact<E> y((rows - 1) * y_stride + columns, 1 - offset), expected(y);
-    for (bool biased : {false, true}) {
+    for (int way = 0; way < 4; ++way) {
+        const bool biased = way & 1, acts = way & 2;
         ProductArgs args = arguments(packing, packing.num_blocks());
+        args.acts = acts;
+        args.activation.kind = Activation::Kind::relu2;
         args.type = kType<E>;
         args.x = x.data(), args.x_stride = x_stride;
         args.y = y.data(), args.y_stride = y_stride;
@@ -147,8 +150,8 @@ void linear(const Packing& packing, size_t rows, size_t offset) {
         for (size_t r = 0; r < rows; ++r) {
             for (size_t k = 0; k < depth; ++k) row[k] = static_cast<float>(x[r * x_stride + k]);
             for (size_t n = 0; n < columns; ++n) {
-                const float sum = matrix.sum(row.data(), n);
-                expected[r * y_stride + n] = E(biased ? sum + bias[n] : sum);
+                const float sum = matrix.sum(row.data(), n), y_n = biased ? sum + bias[n] : sum, rest = std::max(y_n, 0.0f);
+                expected[r * y_stride + n] = E(acts ? rest * rest : y_n);
             }
         }
         CHECK(same(y, expected));
@@ -182,7 +185,7 @@ void gated(const Packing& packing, size_t offset) {
     Exact<E> y(rows * columns, 1 - offset), expected(rows * columns);
     ProductArgs args = arguments(packing, num_blocks);
     args.type = kType<E>;
-    args.gated = true;
+    args.acts = true;
     args.expert_bytes = expert_bytes;
     args.x = x.data(), args.x_stride = depth;
     args.y = y.data(), args.y_stride = columns;

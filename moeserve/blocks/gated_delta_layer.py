@@ -20,7 +20,7 @@ from moeserve.comm.tensor import TensorParallel
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.linear import Linear
-from moeserve.ops.native_recurrence import RecurrentRule
+from moeserve.ops.native_recurrent_block import RecurrentRule
 from moeserve.ops.rules import SWIGLU
 from moeserve.ops.table import Ops
 

@@ -76,7 +76,7 @@ class GatedMLP:
 
     def __post_init__(self) -> None:
         self._run, self._block = self.ops.trace(self._all), None
-        if self.ops.mlp_block is not None and self.tp.size == 1 and self.activation.parts == 2:
+        if self.ops.mlp_block is not None and self.tp.size == 1:
             self._block = self.ops.mlp_block(self.gate_up, self.down.part, self.activation, self.ops.dtype)
 
     def __call__(self, x_TD: Tensor, channel: int) -> Tensor:

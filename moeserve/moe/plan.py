@@ -115,7 +115,7 @@ def _why_not_fused(needs: MoENeeds, backend: All2All, kernel: Experts) -> str | 
         (isinstance(kernel, Fusible), f"{kernel.caps.name} has no fused form"),
         (backend.caps.in_place, f"rows travel by {backend.caps.name}, or are rounded as if they did"),
         (needs.tp_size == 1, f"{needs.tp_size} tensor-parallel ranks share the tokens out"),
-        (needs.gated, f"{kernel.caps.name} has no fused form of experts without gates"),
+        (needs.gated or kernel.caps.fuses_ungated, f"{kernel.caps.name} has no fused form of experts without gates"),
         (not needs.replicas, "some experts have replicas, which take tokens in turn"),
     )
     return next((why for holds, why in checks if not holds), None)

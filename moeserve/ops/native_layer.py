@@ -249,18 +249,19 @@ class AttentionBlock:
 
 
 class GatedMLPBlock:
-    """Both products of a gated MLP and its activation in one call: x [T, D] -> [T, N]; rows of x may be strided."""
+    """Both products of an MLP and its activation in one call: x [T, D] -> [T, N]; rows of x may be strided."""
 
     __slots__ = ("_activation", "_columns", "_depth", "_dtype", "_keep")
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear, activation: Activation, dtype: torch.dtype) -> None:
-        assert gate_up.matrix.columns == 2 * down.matrix.depth, (gate_up.matrix.columns, down.matrix.depth)
+        columns, inner = gate_up.matrix.columns, down.matrix.depth
+        assert columns == activation.parts * inner, (columns, inner, activation)
         self._keep = gate_up, down  # whose memory the call reads
         self._activation, self._dtype = native_activation(activation), dtype
         self._depth, self._columns = gate_up.matrix.depth, down.matrix.columns
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Returns down(act(gate(x)) * up(x))."""
+        """Returns down(act(gate(x)) * up(x)), or down(act(up(x)))."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         assert x_TD.shape[1] == self._depth, (x_TD.shape, self._depth)
         assert x_TD.stride(1) == 1, x_TD.stride()

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.ops.elementwise import HeadRule, relu2
+from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import entry_width
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
@@ -144,12 +144,10 @@ _SWIGLU = _native_activation(SWIGLU) if AVAILABLE else None
 
 def act_mul(gate_up_MI: Tensor, activation: Activation) -> Tensor:
     """Returns act(gate) * up of [M, 2I], [M, I], or act of [M, I]; see ops/elementwise.py."""
-    if activation.parts == 1:
-        return relu2(gate_up_MI)
-    rows, both = gate_up_MI.shape
-    out_MI = _empty((rows, both // 2), dtype=gate_up_MI.dtype)
+    rows, width = gate_up_MI.shape[0], gate_up_MI.shape[1] // activation.parts
+    out_MI = _empty((rows, width), dtype=gate_up_MI.dtype)
     _native.act_mul(
-        TYPES[gate_up_MI.dtype], rows, both // 2, gate_up_MI.data_ptr(), _stride(gate_up_MI),
+        TYPES[gate_up_MI.dtype], rows, width, gate_up_MI.data_ptr(), _stride(gate_up_MI),
         native_activation(activation), out_MI.data_ptr(),
     )  # fmt: skip
     return out_MI

@@ -8,8 +8,7 @@ padded to tiles. A query selects if it sees more than K tokens. The score of an 
 in fp32, by the products of the table that serves; NaN counts as infinity. The K largest are chosen, of equal ones the
 earliest, so that the choice depends on query and context alone. A query attends to them in ascending order of their
 positions as if there were no others: it becomes a request of its own, whose K tokens lie in blocks of one. So
-`attention` of every table serves, and a query that sees K tokens would have the bits of one that does not select. The
-choice itself is torch's on every table.
+`attention` of every table serves, and a query that sees K tokens would have the bits of one that does not select.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """

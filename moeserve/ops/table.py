@@ -23,8 +23,11 @@ from moeserve.ops import (
     native_latent,
     native_layer,
     native_recurrence,
+    native_recurrent_block,
     native_rows,
+    native_selected,
     recurrence,
+    selected,
     selective_scan,
 )
 from moeserve.ops.inputs import PlanAttention
@@ -79,6 +82,7 @@ class Ops:
     causal_conv: Callable[..., Tensor] = recurrence.causal_conv
     recurrence: Callable[..., Tensor] = recurrence.recurrence
     selective_scan: Callable[..., Tensor] = selective_scan.selective_scan
+    index_select: Callable[..., Tensor] = selected.index_select
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None
@@ -214,11 +218,13 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
         plan_tiles=native_recurrence.plan_tiles,
         causal_conv=native_recurrence.causal_conv,
         recurrence=native_recurrence.recurrence,
+        selective_scan=native_recurrence.selective_scan,
+        index_select=native_selected.index_select,
         plan_attention=native_layer.plan_attention,
         attention=native_layer.attention,
         attention_block=native_layer.AttentionBlock,
         latent_block=native_latent.LatentBlock,
-        recurrent_block=native_recurrence.RecurrentBlock,
+        recurrent_block=native_recurrent_block.RecurrentBlock,
         mlp_block=native_layer.GatedMLPBlock,
         weight_obstacle=lambda kind, group, inputs: "",
     )

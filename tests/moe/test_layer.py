@@ -23,7 +23,7 @@ from moeserve.moe.plan import MoENeeds, plan_moe
 from moeserve.moe.routing import Router
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.native import native
-from moeserve.ops.rules import SWIGLU, Activation, RouterRule
+from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 from moeserve.ops.table import pick_ops
 
 E, D, I, K = 7, 32, 40, 3  # noqa: E741
@@ -170,13 +170,15 @@ def test_world() -> None:
 
 
 @pytest.mark.skipif(native() is None, reason="needs the compiled extension")
-def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits() -> None:
+@pytest.mark.parametrize("activation", [SWIGLU, RELU2], ids=repr)
+def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits(activation: Activation) -> None:
     torch.manual_seed(0)
     ops = pick_ops("cpu", torch.float32)
-    kernel = NativeExperts()
-    plan = plan_moe(NEEDS, [LocalAll2All(E)], [kernel])
+    kernel = NativeExperts(activation=activation)
+    needs = dataclasses.replace(NEEDS, gated=activation.parts == 2)
+    plan = plan_moe(needs, [LocalAll2All(E)], [kernel])
     assert plan.reasons[-1] == ("fused", "native", "picked: router, dispatch, experts and combine are one call")
-    packed = kernel.pack(ExpertWeights(torch.randn(E, 2 * I, D), torch.randn(E, D, I)))
+    packed = kernel.pack(ExpertWeights(torch.randn(E, activation.parts * I, D), torch.randn(E, D, I)))
     router = Router(ops.pack_linear(torch.randn(E, D), None), K, RouterRule(), ops)
     parts: list[Any] = [packed, LogicalToPhysical(Placement.initial(1, E, 1), 0), lambda x: 3 * x]
     layers = plan.layer(router, *parts), dataclasses.replace(plan, fused=None).layer(router, *parts)
@@ -188,14 +190,19 @@ def test_one_rank_runs_all_steps_in_one_call_with_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "backend", "why"),
+    ("needs", "backend", "kernel", "why"),
     [
-        ({"tp_size": 2}, {}, "2 tensor-parallel ranks share the tokens out"),
-        ({"replicas": True}, {}, "some experts have replicas"),
-        ({}, {"in_place": False}, "rows travel by other, or are rounded"),
+        ({"tp_size": 2}, {}, {}, "2 tensor-parallel ranks share the tokens out"),
+        ({"replicas": True}, {}, {}, "some experts have replicas"),
+        ({}, {"in_place": False}, {}, "rows travel by other, or are rounded"),
+        ({"gated": False}, {}, {"fuses_ungated": False}, "native has no fused form of experts without gates"),
     ],
 )
-def test_why_steps_are_not_fused(needs: dict[str, Any], backend: dict[str, object], why: str) -> None:
-    plan = plan_moe(dataclasses.replace(NEEDS, **needs), [_Backend(**backend)], [NativeExperts()])
+def test_why_steps_are_not_fused(
+    needs: dict[str, Any], backend: dict[str, object], kernel: dict[str, Any], why: str
+) -> None:
+    experts = NativeExperts()
+    experts.caps = dataclasses.replace(experts.caps, **kernel)
+    plan = plan_moe(dataclasses.replace(NEEDS, **needs), [_Backend(**backend)], [experts])
     assert plan.reasons[-1][2].startswith(why)
     assert not plan.fused

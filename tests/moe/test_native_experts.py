@@ -114,8 +114,8 @@ def test_without_gates(width: int, hidden: int, dtype: torch.dtype) -> None:
     x[1, 0], x[4, 1], x[5, 2], x[6], x[7] = torch.nan, torch.inf, -torch.inf, -0.0, 0.0
     parts = []
     for expert, part in enumerate(torch.split(x[: sum(counts)], counts)):
-        up = NativeLinear(weights.w13_eFD[expert])(part)
-        hidden_MI = up.float().clamp(min=0).pow(2).to(dtype)
+        up = NativeLinear(weights.w13_eFD[expert].float())(part.float())
+        hidden_MI = up.clamp(min=0).pow(2).to(dtype)
         parts.append(NativeLinear(weights.w2_eDI[expert])(hidden_MI))
     experts = NativeExperts(activation=RELU2)
     packed = experts.pack(weights)

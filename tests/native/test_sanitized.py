@@ -54,6 +54,7 @@ ROWS = Program("rows", ("core/grouping.cpp", "core/pairs.cpp"), tuple(AVX2))
 ATTENTION = Program(
     "attention", ("kernels/attention_plan.cpp", "kernels/reference_attention.cpp", "pool/pool.cpp"), tuple(AVX2)
 )
+SCANS = Program("scans", ("core/top_k.cpp",), tuple(AVX2))
 PRODUCTS = ("kernels/pack.cpp", "pool/pool.cpp")
 
 
@@ -71,6 +72,11 @@ def test_pool(flags: list[str], tmp_path: Path) -> None:
 
 def test_rows(tmp_path: Path) -> None:
     ROWS.run(tmp_path, MEMORY)
+
+
+@pytest.mark.parametrize("isa", [AVX2, AVX512], ids=["avx2", "avx512"])
+def test_scans(isa: list[str], tmp_path: Path) -> None:
+    replace(SCANS, isa=tuple(isa)).run(tmp_path, MEMORY)
 
 
 def test_attention(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from moeserve.ops.latent import LatentRule
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeLinear
 from moeserve.ops.probe import host_step
-from moeserve.ops.rules import SWIGLU, Activation, RouterRule
+from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 from moeserve.ops.table import pick_ops
 
 pytestmark = pytest.mark.skipif(not native_rows.AVAILABLE, reason="needs the compiled extension")
@@ -131,10 +131,11 @@ def test_latent_attention(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [0, 1, 7, 130])
-@pytest.mark.parametrize("activation", [SWIGLU, Activation(alpha=1.7, limit=0.2, up_shift=1.0)], ids=repr)
-def test_gated_mlp(activation: Activation, tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", [SWIGLU, Activation(alpha=1.7, limit=0.2, up_shift=1.0), RELU2], ids=repr)
+def test_mlp(activation: Activation, tokens: int, dtype: torch.dtype) -> None:
     inner = 40
-    gate_up = NativeLinear(random(2 * inner, WIDTH, dtype=dtype, seed=1), random(2 * inner, seed=2))
+    both = activation.parts * inner
+    gate_up = NativeLinear(random(both, WIDTH, dtype=dtype, seed=1), random(both, seed=2))
     down = NativeLinear(random(WIDTH, inner, dtype=dtype, seed=3), random(WIDTH, seed=4))
     x = random(tokens, WIDTH + 5, dtype=dtype, seed=5)[:, :WIDTH]
     block = native_layer.GatedMLPBlock(gate_up, down, activation, dtype)
@@ -159,12 +160,13 @@ def test_experts(tokens: int, rule: RouterRule, dtype: torch.dtype) -> None:
     gate = NativeLinear(random(experts, WIDTH, dtype=torch.float32 if rule.fp32 else dtype))
     bias, scale = (random(experts, seed=4).abs(), random(experts, seed=5)) if rule.bias else (None, None)
     router = Router(gate, top_k, rule, pick_ops("cpu", dtype, "native"), bias, scale)
-    kernel = NativeExperts(activation=Activation(alpha=1.7, limit=1.0, up_shift=1.0) if rule.bias else SWIGLU)
+    activation = Activation(alpha=1.7, limit=1.0, up_shift=1.0) if rule.bias else RELU2 if rule.renormalize else SWIGLU
+    kernel, both = NativeExperts(activation=activation), activation.parts * hidden
     w13, w2 = (
-        random(experts, 2 * hidden, WIDTH, dtype=dtype, seed=1),
+        random(experts, both, WIDTH, dtype=dtype, seed=1),
         random(experts, WIDTH, hidden, dtype=dtype, seed=2),
     )
-    biases = (random(experts, 2 * hidden, seed=6), random(experts, WIDTH, seed=7)) if rule.bias else (None, None)
+    biases = (random(experts, both, seed=6), random(experts, WIDTH, seed=7)) if rule.bias else (None, None)
     packed = kernel.pack(ExpertWeights(w13, w2, *biases))
     x = random(tokens, WIDTH, dtype=dtype, seed=3)
     expected, counts = separately(x, router, kernel, packed)

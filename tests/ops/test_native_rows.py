@@ -21,7 +21,7 @@ from moeserve.ops import elementwise, native_rows
 from moeserve.ops.elementwise import HeadRule, qk_norm_rope_cache
 from moeserve.ops.inputs import from_entries, to_entries
 from moeserve.ops.native import native
-from moeserve.ops.rules import SWIGLU, Activation, RouterRule
+from moeserve.ops.rules import RELU2, SWIGLU, Activation, RouterRule
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.sampler import row_keys
 
@@ -119,6 +119,9 @@ def test_rows_with_nan_and_infinity_stay_alone(dtype: torch.dtype) -> None:
     assert found[0][1].isnan().all()
     assert torch.equal(found[0].isnan(), elementwise.rms_norm(x, weight, 1e-6).isnan())
     assert torch.equal(found[1].isnan(), elementwise.act_mul(x, SWIGLU, 1).isnan())
+    torch.testing.assert_close(
+        native_rows.act_mul(x, RELU2), elementwise.act_mul(x, RELU2, 1), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_threads_and_batch_change_no_bit(threads: None) -> None:

@@ -1,8 +1,11 @@
-"""Index selectors: the choice against a plain sort, hostile scores, and bits that belong to the query."""
+"""Index selectors: the choice against a plain sort, hostile scores, and bits that belong to the query; native ones are
+those of the reference.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +13,17 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
+from moeserve.ops.native import native
+from moeserve.ops.native_layer import NativeHeads
+from moeserve.ops.native_selected import index_select as native_index_select
 from moeserve.ops.probe import host_step
 from moeserve.ops.selected import Selection, chosen_as_requests, index_select, plan_selection
 from moeserve.ops.table import Choice, Ops, pick_ops
 
 SIZE, BLOCKS = 16, 200
+MODULE: Any = native()
+ISAS = MODULE.supported_isas() if hasattr(MODULE, "index_select") else []
+needs_native = pytest.mark.skipif(not ISAS, reason="no native kernels for this machine")
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +31,9 @@ def _restore_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+    if ISAS:
+        MODULE.use_isa(ISAS[-1])
+        MODULE.set_threads([-1])
 
 
 @pytest.fixture(params=["torch", "auto"])
@@ -63,7 +75,7 @@ def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int, ops: O
     q, weights = random(130, heads, dim).round(), random(130, heads, seed=1).round()
     cache = random(BLOCKS, SIZE, 1, dim, seed=2).round()
     tokens = selection.tokens_S.tolist()
-    slots = index_select(q[tokens], weights[tokens], cache, selection, ops.pack_heads)
+    slots = ops.index_select(q[tokens], weights[tokens], cache, selection, ops.pack_heads)
     owners = [(row, start + i) for row, (start, count) in enumerate(rows) for i in range(count)]
     assert tokens == [token for token, (_, position) in enumerate(owners) if position >= top_k]
     assert sorted([*tokens, *selection.others_N.tolist()]) == list(range(len(owners)))
@@ -92,12 +104,52 @@ def test_hostile_scores(ops: Ops) -> None:
 
     def choose(top_k: int, weights: list[float]) -> list[int]:
         selection = planned(group, step, top_k)
-        return positions_of(index_select(q, torch.tensor([weights]), cache, selection, ops.pack_heads)[0], table)
+        return positions_of(ops.index_select(q, torch.tensor([weights]), cache, selection, ops.pack_heads)[0], table)
 
     assert choose(3, [1.0, 0.0]) == [3, 9, 40]  # 0 * infinity is NaN
     assert choose(5, [1.0, -1.0]) == [0, 3, 9, 20, 30]
     assert choose(69, [1.0, -1.0]) == [i for i in range(71) if i not in (40, 70)]
     assert choose(7, [-0.0, -0.0]) == [0, 1, 2, 3, 4, 9, 40]
+
+
+@needs_native
+def test_native_choice_among_any_scores() -> None:
+    """Two heads of one element make a key its own score."""
+    q, weights = torch.tensor([[[1.0], [-1.0]]]), torch.tensor([[1.0, -1.0]])
+    hostile = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-45, 1e38, -1e38, 3.0])
+    for seed, length in enumerate((2, 17, 100, 1000, 3100)):
+        group, step = rows_of((length - 1, 1))
+        choices = {
+            "hostile": hostile[
+                torch.randint(len(hostile), (BLOCKS, SIZE), generator=torch.Generator().manual_seed(seed))
+            ],
+            "equal": torch.full((BLOCKS, SIZE), -2.5),
+            "near": 1 + random(BLOCKS, SIZE, seed=seed).round() * 2**-23,
+            "any": random(BLOCKS, SIZE, seed=seed).exp() * random(BLOCKS, SIZE, seed=seed + 1).sign(),
+        }
+        for name, keys in choices.items():
+            for top_k in {1, length // 2, length - 1}:
+                args = q, weights, keys[:, :, None, None].contiguous(), planned(group, step, top_k), NativeHeads
+                assert torch.equal(native_index_select(*args), index_select(*args)), (name, length, top_k)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 24), (16, 128), (9, 5)])
+def test_native_scores_have_the_bits_of_the_products(heads: int, dim: int, dtype: torch.dtype) -> None:
+    """On any instruction set and any number of threads. Only roundings make scores differ, as below."""
+    group, step = rows_of((0, 20), (1000, 40), (320, 1))
+    cache = random(dim, seed=4)[random(BLOCKS * SIZE, dim, seed=2).argsort(-1)].view(BLOCKS, SIZE, 1, dim).to(dtype)
+    selection = planned(group, step, 19)
+    count = len(selection.tokens_S)
+    q, weights = random(count, heads, 1).expand(-1, -1, dim).to(dtype), random(count, heads, seed=1)
+    expected = index_select(q, weights, cache, selection, NativeHeads)
+    for isa in ISAS:
+        MODULE.use_isa(isa)
+        for threads in (1, 2, 3):
+            MODULE.set_threads([-1] * threads)
+            found = native_index_select(q, weights, cache, selection, NativeHeads)
+            assert torch.equal(found, expected), (isa, threads)
 
 
 @pytest.mark.full("kernels", keep="each")
@@ -128,7 +180,7 @@ def test_choice_depends_on_query_and_context_alone(heads: int, dim: int, dtype: 
             parts = [others[:4], q[mine], others[4:]] if len(other) > 1 else [q[mine]]
             gates = [weights[:4], weights[mine], weights[:5]] if len(other) > 1 else [weights[mine]]
             selection = planned(here, step, top_k)
-            slots = index_select(torch.cat(parts), torch.cat(gates), cache, selection, ops.pack_heads)
+            slots = ops.index_select(torch.cat(parts), torch.cat(gates), cache, selection, ops.pack_heads)
             found.append(slots[4:-5] if len(other) > 1 else slots)
         return torch.cat(found)
 

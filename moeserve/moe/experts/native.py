@@ -3,7 +3,7 @@ the fp32 sums.
 
 An expert is one piece of memory, gate and up in alternating blocks (up alone where there are no gates), then down, then
 the biases of all these blocks, if there are any. So moving an expert copies a row of bytes. A row costs what its
-expert's weights and its own products cost, whatever the number of rows. Experts without gates run one after another.
+expert's weights and its own products cost, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from moeserve.moe.experts.base import ExpertsCaps, ExpertWeights, StackedExperts
 from moeserve.moe.routing import Router
 from moeserve.ops.native import native
 from moeserve.ops.native_layer import BLOCK, ExpertsBlock, NativeLinear, Room, new_room, pack, packing_of
-from moeserve.ops.native_rows import TYPES, act_mul, native_activation
+from moeserve.ops.native_rows import TYPES, native_activation
 from moeserve.ops.quantised import Weight
 from moeserve.ops.rules import SWIGLU, Activation
 
 
 @dataclass(frozen=True, slots=True)
 class PackedNative:
-    """bytes_eB: [e, bytes of an expert]. width, hidden: D, I. gate_up: how each of the two is packed. halves: how many
-    of them there are, 1 without gates. biased: with biases."""
+    """bytes_eB: [e, bytes of an expert]. width: D. gate_up: how each of the two is packed. halves: how many of them
+    there are, 1 without gates. biased: with biases."""
 
     bytes_eB: Tensor
     width: int
@@ -37,7 +37,6 @@ class PackedNative:
     gate_up: Any
     down: Any
     biased: bool
-    hidden: int
     halves: int
 
     @staticmethod
@@ -49,10 +48,10 @@ class PackedNative:
         gate_up, down, halves = packing_of(w13, hidden), packing_of(w2), w13.shape[-2] // hidden
         num_bytes = halves * gate_up.bytes + down.bytes
         if biased:
-            num_bytes += 4 * (2 * padded(hidden) + padded(width))
+            num_bytes += 4 * (halves * padded(hidden) + padded(width))
         memory, is_there = room(num_experts * num_bytes)
         bytes_eB = memory.view(num_experts, num_bytes)
-        return PackedNative(bytes_eB, width, w2.dtype, TYPES[w2.dtype], gate_up, down, biased, hidden, halves), is_there
+        return PackedNative(bytes_eB, width, w2.dtype, TYPES[w2.dtype], gate_up, down, biased, halves), is_there
 
     @property
     def parts(self) -> tuple[Tensor]:
@@ -74,8 +73,8 @@ class PackedNative:
         pack(self.down, w2_DI, to + self.halves * self.gate_up.bytes, self.down.block_bytes, all_threads)
         if b13_F is None or b2_D is None:
             return
-        gate, up = (filled_up(half).view(-1, BLOCK) for half in b13_F.chunk(2))
-        biases = torch.cat((torch.stack((gate, up), 1).flatten(), filled_up(b2_D)))
+        by_block = [filled_up(half).view(-1, BLOCK) for half in b13_F.chunk(self.halves)]
+        biases = torch.cat((torch.stack(by_block, 1).flatten(), filled_up(b2_D)))
         self.bytes_eB[index, -biases.nbytes :] = biases.view(torch.uint8)
 
 
@@ -89,14 +88,6 @@ def filled_up(bias_N: Tensor) -> Tensor:
     return torch.nn.functional.pad(bias_N.float(), (0, -len(bias_N) % BLOCK))
 
 
-def _product(weights: PackedNative, packing: Any, packed: int, x_MK: Tensor, columns: int) -> Tensor:
-    """Returns x W^T, [M, columns], for the weight at the address `packed`."""
-    module: Any = native()
-    y_MN = x_MK.new_empty(len(x_MK), columns)
-    module.linear(weights.type, packing, packed, 0, x_MK.data_ptr(), x_MK.stride(0), len(x_MK), y_MN.data_ptr())
-    return y_MN
-
-
 class NativeExperts(StackedExperts):
     """Experts over grouped rows."""
 
@@ -106,6 +97,7 @@ class NativeExperts(StackedExperts):
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         devices=frozenset({"cpu"}),
         ungated=True,
+        fuses_ungated=True,
     )
 
     def __init__(self, room: Room = new_room, activation: Activation = SWIGLU) -> None:
@@ -140,26 +132,13 @@ class NativeExperts(StackedExperts):
         assert x_PD.shape[1] == out.shape[1] == weights.width
         assert x_PD.stride(1) == out.stride(1) == 1
         assert len(inbound.counts_e) == len(weights.bytes_eB)
-        if self._activation.parts == 1:
-            self._run_ungated(inbound, weights, out)
-            return
+        assert weights.halves == self._activation.parts
         module: Any = native()
         module.experts(
             weights.type, weights.gate_up, weights.down, weights.bytes_eB.data_ptr(), weights.bytes_eB.shape[1],
             native_activation(self._activation), weights.biased, inbound.host_counts_e, x_PD.data_ptr(),
             x_PD.stride(0), out.data_ptr(), out.stride(0),
         )  # fmt: skip
-
-    def _run_ungated(self, inbound: Inbound, weights: PackedNative, out: Tensor) -> None:
-        assert not weights.biased
-        assert weights.halves == 1
-        start = 0
-        for expert in inbound.host_counts_e.nonzero()[0].tolist():
-            end, at = start + int(inbound.host_counts_e[expert]), weights.bytes_eB[expert].data_ptr()
-            up_MI = _product(weights, weights.gate_up, at, inbound.x[start:end], weights.hidden)
-            hidden_MI = act_mul(up_MI, self._activation)
-            out[start:end] = _product(weights, weights.down, at + weights.gate_up.bytes, hidden_MI, weights.width)
-            start = end
 
     def fuse(self, router: Router) -> ExpertsBlock:
         """See `Fusible`."""
