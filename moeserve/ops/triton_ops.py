@@ -23,6 +23,7 @@ from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_ro
 from moeserve.kernels.recurrence import TileMetadata, causal_conv, recurrence
 from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
+from moeserve.kernels.selective_scan import selective_scan
 from moeserve.ops import elementwise
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul, soft_cap
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
@@ -173,6 +174,7 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         plan_tiles=plan_tiles,
         causal_conv=causal_conv,
         recurrence=recurrence,
+        selective_scan=selective_scan,
         plan_attention=partial(plan_attention, dtype=dtype, exact=exact),
         attention=attention,
     )
