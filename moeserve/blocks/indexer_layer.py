@@ -22,7 +22,7 @@ from moeserve.ops.attention import SCORES, padded_context
 from moeserve.ops.elementwise import rotary
 from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.ops.linear import Linear
-from moeserve.ops.selected import QUERIES, SPAN, Selection, chosen_as_requests, index_select, plan_selection
+from moeserve.ops.selected import QUERIES, SPAN, Selection, chosen_as_requests, plan_selection
 from moeserve.ops.table import Ops
 
 FP32, INT64 = 4, 8  # bytes
@@ -112,7 +112,7 @@ class IndexerLayer:
         q_SJd = self.queries(narrow_TN.index_select(0, tokens_S)).view(len(tokens_S), -1, self.spec.dim)
         q_SJd = _rotate(q_SJd.float(), cos, sin).to(x_TD.dtype)
         weights_SJ = self.weights(x_TD.index_select(0, tokens_S).float())
-        slots_SK = index_select(q_SJd, weights_SJ, cache, rows.selection, self.ops.pack_heads)
+        slots_SK = self.ops.index_select(q_SJd, weights_SJ, cache, rows.selection, self.ops.pack_heads)
         inputs = chosen_as_requests(slots_SK, rows.group, rows.step)
         rows.chosen = self.ops.plan_attention(*inputs, self.prepare.shape)
 

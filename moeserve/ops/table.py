@@ -25,6 +25,7 @@ from moeserve.ops import (
     native_recurrence,
     native_rows,
     recurrence,
+    selected,
     selective_scan,
 )
 from moeserve.ops.inputs import PlanAttention
@@ -79,6 +80,7 @@ class Ops:
     causal_conv: Callable[..., Tensor] = recurrence.causal_conv
     recurrence: Callable[..., Tensor] = recurrence.recurrence
     selective_scan: Callable[..., Tensor] = selective_scan.selective_scan
+    index_select: Callable[..., Tensor] = selected.index_select
     plan_attention: PlanAttention = attention.plan_attention
     attention: Callable[..., Tensor] = attention.attention  # takes this table's own plans; triton's: `out`, too
     attention_block: Callable[..., Callable[..., Tensor]] | None = None

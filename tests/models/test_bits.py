@@ -164,7 +164,9 @@ def _ordered_dots() -> Iterator[None]:
 @pytest.mark.full("models")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 @pytest.mark.usefixtures("_ordered_dots")
-@pytest.mark.parametrize(("name", "overrides"), [("qwen2_moe", {}), *RECURRENT.items()])
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("qwen2_moe", {}), ("deepseek_v32", {"index_topk": 8}), *RECURRENT.items()]
+)
 def test_interpreted_triton_kernels(name: str, overrides: dict[str, Any], make_checkpoint: Any) -> None:
     path = make_checkpoint(name, **overrides).path
     lone = Driver(path, kernels="triton")

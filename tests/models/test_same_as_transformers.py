@@ -45,7 +45,7 @@ def test_fp32_logits_and_greedy_tokens(name: str, make_checkpoint: Any) -> None:
 
 @pytest.mark.full("models", keep=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/runner has this on the GPU")
-@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "granite_moe", "llama", *MIXED, *RECURRENT])
+@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "granite_moe", "llama", "glm_moe_dsa", *MIXED, *RECURRENT])
 def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
     compare(make_checkpoint(name, **RECURRENT.get(name, {})), PROMPT[:64], 2, kernels="triton")
 

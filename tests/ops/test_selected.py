@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
 from moeserve.ops.probe import host_step
-from moeserve.ops.selected import Selection, chosen_as_requests, index_select, plan_selection
+from moeserve.ops.selected import Selection, chosen_as_requests, plan_selection
 from moeserve.ops.table import Choice, Ops, pick_ops
 
 SIZE, BLOCKS = 16, 200
@@ -24,7 +24,10 @@ def _restore_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["torch", "auto"])
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
+
+
+@pytest.fixture(params=["torch", "auto", pytest.param("triton", marks=INTERPRETED)])
 def ops(request: pytest.FixtureRequest) -> Ops:
     return pick_ops("cpu", torch.float32, request.param)
 
@@ -63,7 +66,7 @@ def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int, ops: O
     q, weights = random(130, heads, dim).round(), random(130, heads, seed=1).round()
     cache = random(BLOCKS, SIZE, 1, dim, seed=2).round()
     tokens = selection.tokens_S.tolist()
-    slots = index_select(q[tokens], weights[tokens], cache, selection, ops.pack_heads)
+    slots = ops.index_select(q[tokens], weights[tokens], cache, selection, ops.pack_heads)
     owners = [(row, start + i) for row, (start, count) in enumerate(rows) for i in range(count)]
     assert tokens == [token for token, (_, position) in enumerate(owners) if position >= top_k]
     assert sorted([*tokens, *selection.others_N.tolist()]) == list(range(len(owners)))
@@ -76,6 +79,7 @@ def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int, ops: O
         assert positions_of(chosen, group.blocks_RN[row]) == sorted(best)
 
 
+@pytest.mark.filterwarnings("ignore:invalid")  # by the interpreter
 def test_hostile_scores(ops: Ops) -> None:
     """NaN and infinity are chosen first and minus infinity last; zeros of both signs are equal; later tokens and the
     null block do not matter."""
@@ -92,7 +96,7 @@ def test_hostile_scores(ops: Ops) -> None:
 
     def choose(top_k: int, weights: list[float]) -> list[int]:
         selection = planned(group, step, top_k)
-        return positions_of(index_select(q, torch.tensor([weights]), cache, selection, ops.pack_heads)[0], table)
+        return positions_of(ops.index_select(q, torch.tensor([weights]), cache, selection, ops.pack_heads)[0], table)
 
     assert choose(3, [1.0, 0.0]) == [3, 9, 40]  # 0 * infinity is NaN
     assert choose(5, [1.0, -1.0]) == [0, 3, 9, 20, 30]
@@ -128,7 +132,7 @@ def test_choice_depends_on_query_and_context_alone(heads: int, dim: int, dtype: 
             parts = [others[:4], q[mine], others[4:]] if len(other) > 1 else [q[mine]]
             gates = [weights[:4], weights[mine], weights[:5]] if len(other) > 1 else [weights[mine]]
             selection = planned(here, step, top_k)
-            slots = index_select(torch.cat(parts), torch.cat(gates), cache, selection, ops.pack_heads)
+            slots = ops.index_select(torch.cat(parts), torch.cat(gates), cache, selection, ops.pack_heads)
             found.append(slots[4:-5] if len(other) > 1 else slots)
         return torch.cat(found)
 
