@@ -153,7 +153,7 @@ def index_select(
 ) -> Tensor:
     """See ops/selected.py."""
     queries = selection.rows_S, selection.positions_S, selection.blocks_RN
-    most = max(QUERIES, SCORES // selection.context)
+    most = max(QUERIES, SCORES // selection.context // QUERIES * QUERIES)
     return index_select_kernel(q_SJd, weights_SJ, cache, *queries, selection.context, selection.top_k, most)
 
 
