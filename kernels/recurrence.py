@@ -122,7 +122,7 @@ def causal_conv(
             x_TC, weight_CK, bias_C, *caches, out_TC, plan.blocks_RN, plan.starts_R, plan.offsets_R1,
             len(plan.starts_R), x_TC.stride(0), plan.blocks_RN.stride(0),
             C=channels, K=num_inputs, SILU=silu, BLOCK_SIZE=size, TILE=plan.tile,
-            BLOCK_R=max(64, triton.next_power_of_2(len(plan.starts_R))), BLOCK_C=block_c, num_warps=WARPS,
+            BLOCK_R=max(256, triton.next_power_of_2(len(plan.starts_R))), BLOCK_C=block_c, num_warps=WARPS,
         )  # fmt: skip
     return out_TC
 

@@ -62,10 +62,6 @@ class GatedDelta(RecurrentMixer):
         _, _, qk, v = self.local(1)
         return [(qk + 2 * v, width), (2 * self.num_v_heads, width), (width, v)]
 
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return ""
-
     def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
         """Adds in, gates, conv, decay, dt_bias, norm and out."""
         tp, rank = plan.world.tp_size, plan.world.tp_rank

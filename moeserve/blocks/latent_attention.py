@@ -88,7 +88,7 @@ class LatentAttention:
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
-        return "Triton has no kernels for index selectors" if self.indexer and kernels == "triton" else ""
+        return ""
 
     def cache_obstacle(self, dtype: str) -> str:
         """See `Mixer`."""

@@ -20,7 +20,7 @@ class RecurrentMixer:
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
-        return "" if kernels == "native" else f"{kernels.capitalize()} has no kernels for recurrent layers"
+        return ""
 
     def cache_obstacle(self, dtype: str) -> str:
         """See `Mixer`: states are fp32 whatever the other caches are."""

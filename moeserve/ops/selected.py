@@ -16,9 +16,12 @@ Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.ops.attention import SCORES, TILE
@@ -30,35 +33,48 @@ SPAN = 1024  # keys at once, at least where there are so many
 POSITION_BITS = 31
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class SelectingRequest:
-    """Queries of one request that select. rows: among the S; first: the position of the first one. slots_L: int64, the
-    cache rows of all positions up to that of the last one."""
+    """Queries of one request that select. rows: among the S; first: the position of the first one. blocks_N: the
+    request's."""
 
     rows: range
     first: int
-    slots_L: Tensor
+    blocks_N: Tensor
+    block_size: int
+
+    @cached_property
+    def slots_L(self) -> Tensor:
+        """The cache rows of all positions up to that of the last query."""
+        positions = torch.arange(self.first + len(self.rows), device=self.blocks_N.device)
+        blocks_L = self.blocks_N.index_select(0, positions // self.block_size)
+        return blocks_L * self.block_size + positions % self.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The queries of a step that select, and those that do not.
 
-    tokens_S, others_N: int64, their rows in the step. others: a step of the latter and its group; None without any.
+    blocks_RN: of the step. others: a step of those that do not select; None without any. context: the most that a query
+    sees. tokens_S, others_N: int64, their tokens in the step. rows_S, positions_S: int64, of those that select.
     """
 
     top_k: int
-    tokens_S: Tensor
+    blocks_RN: Tensor
     requests: tuple[SelectingRequest, ...]
-    others_N: Tensor
     others: tuple[GroupInputs, StepInputs] | None
+    context: int
+    tokens_S: Tensor
+    rows_S: Tensor
+    positions_S: Tensor
+    others_N: Tensor
 
 
 def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selection | None:
     """Returns which queries select; None if none does. group: that of the layers, which has no window."""
     assert group.window is None, group
     assert group.chunk is None, group
-    offsets, size, device = step.offsets_R1.astype(np.int64), group.block_size, group.blocks_RN.device
+    offsets, blocks_RN = step.offsets_R1.astype(np.int64), group.blocks_RN
     counts = np.diff(offsets)
     plain = np.clip(top_k - step.starts_R, 0, counts)  # queries of each row that do not select
     if (plain == counts).all():
@@ -66,30 +82,36 @@ def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selectio
     selecting, requests, count = [], list[SelectingRequest](), 0
     for row in np.flatnonzero(plain < counts):
         tokens = np.arange(offsets[row] + plain[row], offsets[row + 1])
-        positions = torch.arange(int(step.starts_R[row] + counts[row]), device=device)
-        slots_L = group.blocks_RN[int(row)].index_select(0, positions // size) * size + positions % size
-        rows = range(count, count + len(tokens))
-        requests.append(SelectingRequest(rows, int(step.starts_R[row] + plain[row]), slots_L))
+        rows, first = range(count, count + len(tokens)), int(step.starts_R[row] + plain[row])
+        requests.append(SelectingRequest(rows, first, blocks_RN[int(row)], group.block_size))
         selecting.append(tokens)
         count += len(tokens)
+    tokens_S, rows_S = np.concatenate(selecting), np.repeat(np.arange(len(counts)), counts - plain)
+    positions_S = tokens_S + (step.starts_R - offsets[:-1])[rows_S]
     kept = np.flatnonzero(plain)
     others_N = np.concatenate([np.arange(offsets[row], offsets[row] + plain[row]) for row in kept] or [plain[:0]])
     others = None
     if len(kept):
-        blocks = group.blocks_RN.index_select(0, torch.from_numpy(kept).to(device))
+        blocks = blocks_RN.index_select(0, _to(kept, blocks_RN.device))
         others = (
             replace(group, blocks_RN=blocks),
             _step(step, step.starts_R[kept], np.concatenate(([0], np.cumsum(plain[kept])))),
         )
-    tokens_S = torch.from_numpy(np.concatenate(selecting)).to(device)
-    return Selection(top_k, tokens_S, tuple(requests), torch.from_numpy(others_N).to(device), others)
+    on_device = [_to(x, blocks_RN.device) for x in (tokens_S, rows_S, positions_S, others_N)]
+    return Selection(top_k, blocks_RN, tuple(requests), others, int(positions_S.max()) + 1, *on_device)
+
+
+def _to(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copies to the device without a wait for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _step(step: StepInputs, starts: np.ndarray, offsets: np.ndarray) -> StepInputs:
     """Returns a step with other rows, for planning attention."""
     starts_R, offsets_R1 = starts.astype(np.int32), offsets.astype(np.int32)
     device = step.ids_T.device
-    on_device = torch.from_numpy(starts_R).to(device), torch.from_numpy(offsets_R1).to(device)
+    on_device = _to(starts_R, device), _to(offsets_R1, device)
     return replace(step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=on_device)
 
 

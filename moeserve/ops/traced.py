@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from moeserve.kernels.configs import cache_folder
 from moeserve.ops import elementwise
@@ -22,6 +23,9 @@ from moeserve.ops.table import Ops
 
 logger = logging.getLogger(__name__)
 opaque: Callable[[Any], Any] = torch.compiler.disable
+OPAQUE = (  # to any trace
+    "qk_norm_rope_cache", "latent_rope_cache", "causal_conv", "recurrence", "selective_scan", "attention",
+)  # fmt: skip
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it from the environment alone
 
 
@@ -44,9 +48,9 @@ def traced(ops: Ops) -> Ops:
         add_rms_norm=elementwise.add_rms_norm,
         act_mul=partial(elementwise.act_mul, threads=1),  # generated code treats all columns alike
         sigmoid_gate=elementwise.plain_sigmoid_gate,
-        qk_norm_rope_cache=opaque(ops.qk_norm_rope_cache),
-        latent_rope_cache=opaque(ops.latent_rope_cache),
-        attention=opaque(ops.attention),
+        sigmoid=torch.sigmoid,
+        softplus=F.softplus,
+        **{name: opaque(getattr(ops, name)) for name in OPAQUE},
     )
 
 

@@ -16,6 +16,7 @@ from moeserve.kernels import paged_attention
 from moeserve.kernels.activation import act_mul
 from moeserve.kernels.align import align_rows
 from moeserve.kernels.attention_plan import Bounds
+from moeserve.kernels.index_select import index_select as index_select_kernel
 from moeserve.kernels.latent import latent_rope_cache as latent_rope_cache_kernel
 from moeserve.kernels.linear import heads_linear, linear
 from moeserve.kernels.paged_attention import AttentionMetadata, AttentionShape, attention
@@ -23,13 +24,16 @@ from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_ro
 from moeserve.kernels.recurrence import TileMetadata, causal_conv, recurrence
 from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
+from moeserve.kernels.selective_scan import selective_scan
 from moeserve.ops import elementwise
+from moeserve.ops.attention import SCORES
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul, soft_cap
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
-from moeserve.ops.latent import HeadsLinear, LatentRule, PlainHeads
+from moeserve.ops.latent import HeadsLinear, LatentRule, PackHeads, PlainHeads
 from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
 from moeserve.ops.rules import TILE
+from moeserve.ops.selected import QUERIES, Selection
 from moeserve.ops.table import Ops
 from moeserve.ops.triton_weights import WEIGHT_ONLY, obstacle
 
@@ -144,6 +148,15 @@ def plan_tiles(group: GroupInputs, step: StepInputs) -> TileMetadata:
     return TileMetadata(group.blocks_RN, *step.rows_on_device, group.block_size, TILE)
 
 
+def index_select(
+    q_SJd: Tensor, weights_SJ: Tensor, cache: Tensor, selection: Selection, pack_heads: PackHeads
+) -> Tensor:
+    """See ops/selected.py."""
+    queries = selection.rows_S, selection.positions_S, selection.blocks_RN
+    most = max(QUERIES, SCORES // selection.context // QUERIES * QUERIES)
+    return index_select_kernel(q_SJd, weights_SJ, cache, *queries, selection.context, selection.top_k, most)
+
+
 def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
     """Returns the table of the Triton kernels. exact: a row's bits depend on nothing but the row."""
     on_cpu = device.type == "cpu"  # interpreted: only there do torch's last columns need care
@@ -173,6 +186,8 @@ def triton_table(device: torch.device, dtype: torch.dtype, exact: bool) -> Ops:
         plan_tiles=plan_tiles,
         causal_conv=causal_conv,
         recurrence=recurrence,
+        selective_scan=selective_scan,
+        index_select=index_select,
         plan_attention=partial(plan_attention, dtype=dtype, exact=exact),
         attention=attention,
     )

@@ -184,6 +184,23 @@ def test_examples() -> None:
     )
 
 
+def test_tokens_may_be_any_distance_apart() -> None:
+    """Mamba-2's B and C are parts of wider rows; lightning attention has the same decays for all tokens."""
+    sizes = SIZES[2]
+    plan = TileMetadata(torch.tensor([[3, 1]]), torch.tensor([0]).int(), torch.tensor([0, 18]).int(), BLOCK, TILE)
+    plan = replace(plan, **{name: getattr(plan, name).to(DEVICE) for name in ("blocks_RN", "starts_R", "offsets_R1")})
+    some = Inputs(sizes, 18, 0)
+    q, k, v = (x.to(DEVICE) for x in (some.q, some.k, some.v))
+    decay = some.decay[:1].to(DEVICE).expand(18, -1, -1)
+    wide_q, wide_k = torch.cat((q.flatten(1), k.flatten(1)), 1).chunk(2, 1)
+    parts = wide_q.view(q.shape), wide_k.view(k.shape), v, decay
+    assert parts[0].stride(0) == 2 * q.stride(0)
+    whole = q, k, v, decay.contiguous()
+    found, expected = (recurrence(*inputs, None, sizes.caches(5), plan) for inputs in (parts, whole))
+    assert torch.equal(found, expected)
+    assert expected.any()
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the table is made for the processor here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_table_s_operations(dtype: torch.dtype) -> None:
@@ -212,10 +229,10 @@ def _case(keys: int, heads: int, d: int, v: int, decays: int, beta: bool) -> Cas
 
 @pytest.mark.full("aot")
 def test_recurrence_compiles_for_hopper() -> None:
-    """Qwen3-Next, Kimi Linear, and Mamba-2 with one and with eight groups."""
+    """Qwen3-Next, Kimi Linear, Ling 2.6, and Mamba-2 with one and with eight groups."""
     qwen3_next, kimi = _case(16, 32, 128, 128, 1, True), _case(32, 32, 128, 128, 128, True)
     mamba = [_case(groups, 64, 128, 64, 1, False) for groups in (1, 8)]
-    reports = compile_all([qwen3_next, kimi, *mamba])
+    reports = compile_all([qwen3_next, kimi, _case(32, 32, 128, 128, 1, False), *mamba])
     # A few of what loops do not change wait in memory: the state, 32 numbers of a thread, does not.
     assert all(report.stack_bytes <= 112 and report.shared_bytes <= 32 << 10 for report in reports), reports
 

@@ -22,11 +22,16 @@ PROMPT = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(1)
 ANSWER = [3, 141, 59, 26]
 
 
-# Few heads and layers, as each token of a head is a program's turn.
-RECURRENT = {
-    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 1, "linear_num_value_heads": 2,
-}  # fmt: skip
+# For interpreted kernels: few heads and layers, as each token of a head is a program's turn. One family per mixer.
+BOTH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**BOTH, "linear_num_key_heads": 1, "linear_num_value_heads": 2},
+    "kimi_linear": {**BOTH, "linear_num_heads": 1},
+    "granite_moe_hybrid": {**BOTH, "mamba_n_heads": 4, "mamba_n_groups": 2},
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "bailing_moe_linear_v2": {"num_hidden_layers": 3},
+    "jamba": {"num_hidden_layers": 2},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +164,9 @@ def _ordered_dots() -> Iterator[None]:
 @pytest.mark.full("models")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
 @pytest.mark.usefixtures("_ordered_dots")
-@pytest.mark.parametrize(("name", "overrides"), [("qwen2_moe", {}), ("qwen3_next", RECURRENT)])
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("qwen2_moe", {}), ("deepseek_v32", {"index_topk": 8}), *RECURRENT.items()]
+)
 def test_interpreted_triton_kernels(name: str, overrides: dict[str, Any], make_checkpoint: Any) -> None:
     path = make_checkpoint(name, **overrides).path
     lone = Driver(path, kernels="triton")

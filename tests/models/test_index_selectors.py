@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 import transformers
 
 from moeserve.blocks.latent_attention import LatentAttention
-from moeserve.errors import CheckpointError, ConfigError
+from moeserve.config import config_of
+from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec
 from moeserve.models.workspace import workspace_bytes
 from moeserve.ops.native import native
-from moeserve.ops.table import Choice, pick_ops
+from moeserve.ops.table import Choice
+from moeserve.runner.base import ModelRunnerBase
 
 from .conftest import Driver
 from .test_bits import alone, in_company
@@ -129,8 +132,11 @@ def test_bad_config_is_refused(architecture: str, keys: dict[str, Any], says: st
         read_model_spec(tmp_path)
 
 
-def test_triton_is_refused_by_name(make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def test_steps_are_not_recorded_and_the_reason_is_named(make_checkpoint: Any) -> None:
     spec = read_model_spec(make_checkpoint("deepseek_v32").path)
-    with pytest.raises(ConfigError, match="Triton has no kernels for index selectors"):
-        pick_ops("cpu", torch.float32, "triton", obstacle=spec.obstacle)
+    runner = SimpleNamespace(tp=SimpleNamespace(size=1), shards_experts=False, config=config_of(None, graphs="full"))
+    runner.spec = spec
+    assert ModelRunnerBase.graph_obstacle.fget(runner) == (  # type: ignore[attr-defined]
+        "the index selectors of DeepseekV32ForCausalLM choose by what the host knows of a step"
+    )
+    assert [spec.obstacle(kernels) for kernels in ("native", "triton")] == ["", ""]

@@ -45,10 +45,9 @@ def test_fp32_logits_and_greedy_tokens(name: str, make_checkpoint: Any) -> None:
 
 @pytest.mark.full("models", keep=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/runner has this on the GPU")
-@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "granite_moe", "llama", "qwen3_next", *MIXED])
+@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe", "granite_moe", "llama", "glm_moe_dsa", *MIXED, *RECURRENT])
 def test_interpreted_triton_kernels(name: str, make_checkpoint: Any) -> None:
-    overrides = RECURRENT if name == "qwen3_next" else {}
-    compare(make_checkpoint(name, **overrides), PROMPT[:64], 2, kernels="triton")
+    compare(make_checkpoint(name, **RECURRENT.get(name, {})), PROMPT[:64], 2, kernels="triton")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeHeads
 from moeserve.ops.native_selected import index_select as native_index_select
 from moeserve.ops.probe import host_step
-from moeserve.ops.selected import Selection, chosen_as_requests, index_select, plan_selection
+from moeserve.ops.selected import Selection, chosen_as_requests, plan_selection
 from moeserve.ops.table import Choice, Ops, pick_ops
 
 SIZE, BLOCKS = 16, 200
@@ -36,7 +36,10 @@ def _restore_threads() -> Iterator[None]:
         MODULE.set_threads([-1])
 
 
-@pytest.fixture(params=["torch", "auto"])
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")
+
+
+@pytest.fixture(params=["torch", "auto", pytest.param("triton", marks=INTERPRETED)])
 def ops(request: pytest.FixtureRequest) -> Ops:
     return pick_ops("cpu", torch.float32, request.param)
 
@@ -88,6 +91,7 @@ def test_choice_is_that_of_a_plain_sort(heads: int, dim: int, top_k: int, ops: O
         assert positions_of(chosen, group.blocks_RN[row]) == sorted(best)
 
 
+@pytest.mark.filterwarnings("ignore:invalid")  # by the interpreter
 def test_hostile_scores(ops: Ops) -> None:
     """NaN and infinity are chosen first and minus infinity last; zeros of both signs are equal; later tokens and the
     null block do not matter."""

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from moeserve.blocks.kda import KimiDelta
+from moeserve.blocks.mamba1 import Mamba1
+from moeserve.blocks.mixer import Mixer
 from moeserve.engine.blocks import groups_of
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
@@ -38,10 +41,12 @@ MODEL: dict[str, Any] = {
 }
 
 
-def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None) -> torch.Tensor:
-    """What a model with random weights makes of one request's first tokens; every other layer has experts."""
+def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None, mixers: tuple[Mixer, ...] = ()) -> torch.Tensor:
+    """What a model with random weights makes of one request's first tokens; every other layer has experts. mixers: of
+    further layers."""
     moe_layers = tuple(i % 2 == 0 for i in range(layers))
     spec = spec_of(**MODEL, num_layers=layers, moe_layers=moe_layers)
+    spec = replace(spec, layers=(*spec.layers, *(replace(spec.layers[1], mixer=mixer) for mixer in mixers)))
     generator = torch.Generator().manual_seed(0)
     params = {
         param.name: torch.randn(param.shape, generator=generator) * 0.15 + ("norm" in param.name)
@@ -49,12 +54,12 @@ def hidden(ops: Ops, layers: int, tokens: int, cut: Cut | None = None) -> torch.
     }
     model = build_decoder(spec, params, ops)
     groups = groups_of(spec.kv_rules, 16)
-    kv = KVCache(groups, spec, 4, 0, torch.float32, CPU)
+    kv = KVCache(groups, spec, 4, 0, torch.float32, CPU, num_states=4)
     starts_R, offsets_R1 = np.zeros(1, np.int32), np.array([0, tokens], np.int32)
     step = StepInputs(
         ids_T=torch.arange(tokens) % 50,
         positions_T=torch.arange(tokens),
-        groups=(GroupInputs(torch.arange(tokens) + 16, torch.tensor([[1, 2]]), 16, None),),
+        groups=(GroupInputs(torch.arange(tokens) + 16, torch.tensor([[1, 2]]), 16, None),) * len(groups),
         sample_S=torch.tensor([tokens - 1]),
         offsets_R1=offsets_R1,
         starts_R=starts_R,
@@ -109,3 +114,21 @@ def test_no_trace_looks_into_what_cuts_a_recording(tmp_path: Path, monkeypatch: 
     hidden(compiled, 2, 7, cut_of("recording"))
     assert calls == ["warm-up"] * 2 + ["recording"] * 2
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.full("graphs")
+@pytest.mark.parametrize(
+    "mixer", [KimiDelta(num_heads=1, head_dim=8, conv=4), Mamba1(channels=20, state=4, rank=3, conv=4)]
+)
+def test_no_trace_looks_into_recurrences(mixer: Mixer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their loops over the tiles of one step are those of no other."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    torch._dynamo.reset()
+    counters.clear()
+    plain, graphs = pick_ops(CPU, torch.float32, "torch"), []
+    compiled = replace(traced(plain), trace=partial(torch.compile, dynamic=True, backend="eager"))
+    for tokens in (7, 20, 13, 18):
+        expected = hidden(plain, 2, tokens, mixers=(mixer,))
+        torch.testing.assert_close(hidden(compiled, 2, tokens, mixers=(mixer,)), expected)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[1] == graphs[2] == graphs[3], graphs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from moeserve.blocks.mixer import Mixer
 from moeserve.config import config_of
 from moeserve.models.build import build_decoder
 from moeserve.models.load_plan import load_plan
@@ -72,9 +74,14 @@ def random_model(runner: ModelRunnerBase) -> Any:
     return build_decoder(runner.spec, params, ops)
 
 
-def driver_of(model: str, dtype: str, cls: type[ModelRunnerBase] = RandomWeights, **settings: Any) -> Driver:
+def driver_of(
+    model: str, dtype: str, cls: type[ModelRunnerBase] = RandomWeights, mixers: Sequence[Mixer] = (), **settings: Any
+) -> Driver:
+    """mixers: of the layers in front of the model's own."""
     config = config_of(None, dtype=dtype, max_num_seqs=65, kv_cache_bytes=1 << 24, block_size=16, **settings)
-    runner = cls(config, spec_of(**MODELS[model]), Path())
+    spec = spec_of(**MODELS[model])
+    spec = replace(spec, layers=(*(replace(spec.layers[0], mixer=mixer) for mixer in mixers), *spec.layers))
+    runner = cls(config, spec, Path())
     runner.prepare()
     return Driver(runner)
 

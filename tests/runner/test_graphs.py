@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.gated_delta import GatedDelta
+from moeserve.blocks.mamba1 import Mamba1
+from moeserve.blocks.mixer import Mixer
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords
 from moeserve.loader.load_plan import LINEAR
@@ -141,15 +143,44 @@ def test_replays_change_no_bit(graphs: str, eager: list[Request], monkeypatch: p
     assert {descriptor.num_tokens for descriptor in driver.runner.graphs._recordings} == sizes
 
 
+def serve_tiles(driver: Driver) -> list[Request]:
+    """Requests that cross a tile's border in a chunk, between two, and decoding."""
+    rng = np.random.default_rng(3)
+    a, b, c = requests = [
+        Request(rng.integers(1, VOCAB, n).tolist(), greedy(logit_bias={0: -100.0})) for n in (31, 16, 3)
+    ]
+    for request in requests:
+        driver.add(request)
+    for chunks in (
+        [(a, 14)],
+        [(a, 3), (b, 11)],
+        [(b, 5), (c, 3)],
+        [(a, 14)],
+        [(a, 1), (b, 1), (c, 1)],
+        [(b, 1), (a, 1)],
+    ):
+        driver.run(chunks)
+    return requests
+
+
 @pytest.mark.full("graphs")
 @pytest.mark.parametrize("graphs", ["full", "piecewise"])
-def test_replays_of_recurrent_layers(graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        GatedDelta(num_k_heads=1, num_v_heads=2, k_dim=8, v_dim=8, conv=4, by_head=True),
+        Mamba1(channels=20, state=4, rank=3, conv=4),
+    ],
+)
+def test_replays_of_recurrent_layers(mixer: Mixer, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their kernels find the tiles of a step on the device; padding leaves no state behind."""
     monkeypatch.setattr(GraphManager, "capture", lambda manager: None)
-    mixer = GatedDelta(num_k_heads=1, num_v_heads=2, k_dim=8, v_dim=8, conv=4, by_head=True)
     attention, other = spec_of(**SPEC).layers
     spec = replace(spec_of(**SPEC), layers=(attention, replace(other, mixer=mixer)))
-    assert_same(serve(by_triton(graphs, spec)), serve(by_triton("off", spec)))
+    driver = by_triton(graphs, spec)
+    assert_same(serve_tiles(driver), serve_tiles(by_triton("off", spec)))
+    sizes = {"full": {2, 4}, "piecewise": {2, 4, 8, 16}}[graphs]
+    assert {descriptor.num_tokens for descriptor in driver.runner.graphs._recordings} == sizes
 
 
 LIMITS = Limits(

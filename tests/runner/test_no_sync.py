@@ -10,6 +10,16 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
+from moeserve.blocks.gated_delta import GatedDelta
+from moeserve.blocks.indexer import Indexer
+from moeserve.blocks.kda import KimiDelta
+from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.blocks.lightning import Lightning
+from moeserve.blocks.mamba1 import Mamba1
+from moeserve.blocks.mamba2 import Mamba2
+from moeserve.blocks.mixer import Mixer
+from moeserve.blocks.rope import RopeSpec
+from moeserve.blocks.short_conv import ShortConv
 from moeserve.engine.plan import Agreed
 from moeserve.runner import gpu, recorder
 from moeserve.runner.base import DeviceProperties
@@ -29,6 +39,18 @@ MANY_WAYS = (
     TokenSampling(seed=3, max_tokens=9, repetition_penalty=1.2, presence_penalty=0.1),
     TokenSampling(seed=4, max_tokens=9, logprobs=2, prompt_logprobs=1),
 )
+
+STATES: list[Mixer] = [
+    GatedDelta(num_k_heads=1, num_v_heads=2, k_dim=8, v_dim=8, conv=4, by_head=True),
+    KimiDelta(num_heads=1, head_dim=8, conv=4),
+    Mamba1(channels=20, state=4, rank=3, conv=4),
+    Mamba2(num_heads=2, num_groups=1, state_dim=8, head_dim=8, conv=4, time_limit=(0.1, 9.0)),
+    Lightning(num_heads=2, head_dim=8, rope=RopeSpec(), decay=0.5, norm_groups=1),
+    ShortConv(channels=64, conv=3),
+]
+INDEXER = Indexer(num_heads=2, dim=16, top_k=3)
+HEADS = {"num_heads": 2, "nope_dim": 8, "rope_dim": 8, "v_dim": 8, "rank": 24, "q_rank": 16}
+SELECTS = LatentAttention(**HEADS, rope=RopeSpec(), indexer=INDEXER)  # type: ignore[arg-type]
 
 
 class Waits(AssertionError):
@@ -93,9 +115,13 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
 
 @pytest.mark.full("graphs", keep=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there test_gpu.py asks the driver")
-@pytest.mark.parametrize("model", ["windows", "llama"])
-def test_no_step_asks_the_device(model: str, guard: Guard) -> None:
-    driver = driver_of(model, "float32", OnHere, kernels="triton", determinism="batch", graphs="off")
+@pytest.mark.parametrize(
+    ("model", "mixers"),
+    [("windows", []), ("llama", []), ("llama", STATES), ("llama", [SELECTS])],
+    ids=["windows", "llama", "states", "selects"],
+)
+def test_no_step_asks_the_device(model: str, mixers: list[Mixer], guard: Guard) -> None:
+    driver = driver_of(model, "float32", OnHere, mixers, kernels="triton", determinism="batch", graphs="off")
     requests = [driver.add(Request([5 + i, 6, 7, 8], sampling)) for i, sampling in enumerate(MANY_WAYS)]
     newcomer = Request([9] * 12, MANY_WAYS[0])
     a, b, c, d = requests

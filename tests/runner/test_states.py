@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from moeserve.engine.blocks import STATES_HELD, groups_of
 from moeserve.engine.plan import BlockMove
 from moeserve.errors import ConfigError, DoesNotFit
 from moeserve.models.spec import ModelSpec
-from moeserve.runner.base import ModelRunnerBase
 from moeserve.runner.kv_cache import KVCache, block_bytes
 from moeserve.runner.state_limits import StateRoom, check_block_size, state_room
 from tests.runner.harness import spec_of
@@ -118,11 +116,3 @@ def test_moves_of_either_pool_leave_the_other_alone() -> None:
         assert {int(tensor[4].unique()) for tensor in cache.layers[layer]} == {4}
     cache.clear_null_block()
     assert not any(tensor[0].any() for layer in cache.layers for tensor in layer)
-
-
-def test_steps_of_recurrent_layers_are_not_recorded_and_the_model_is_named() -> None:
-    spec = recurrent(True, False)
-    runner = SimpleNamespace(config=config(graphs="full"), groups=groups_of(spec.kv_rules, 16), spec=spec)
-    assert ModelRunnerBase.graph_obstacle.fget(runner) == (  # type: ignore[attr-defined]
-        "steps with the recurrent layers of Fake are not recorded yet"
-    )

@@ -1,0 +1,97 @@
+"""The selective scan of Mamba over paged states; moeserve/ops/selective_scan.py specifies it.
+
+T tokens (padded rows included), C channels, N numbers of a channel's state.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.kernels.recurrence import TileMetadata
+
+CHANNELS = 32  # of a program, with any number of ranks, since sums over n may depend on it
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def selective_scan_kernel(
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, x_rows_ptr, dt_rows_ptr, b_rows_ptr, out_ptr,
+    blocks_ptr, starts_ptr, offsets_ptr, x_stride, dt_stride, b_stride, c_stride, table_stride,
+    C: tl.constexpr, N: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_C channels of one row, token by token; their states stay in registers. The scan begins at the
+    border of the tile of the last token before the step: one loop, so that what is cached is computed alike again."""
+    TILES: tl.constexpr = BLOCK_SIZE // TILE
+    row = tl.program_id(1).to(tl.int64)
+    start, first_token = tl.load(starts_ptr + row), tl.load(offsets_ptr + row).to(tl.int64)
+    end = start + (tl.load(offsets_ptr + row + 1) - first_token).to(tl.int32)
+    columns, n = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
+    inside, inside_n = columns < C, n < N
+    whole = inside_n[:, None] & inside[None, :]
+    at_state = n[:, None] * C + columns[None, :]
+    a = tl.load(a_ptr + at_state, mask=whole, other=0.0)
+    skip = tl.load(skip_ptr + columns, mask=inside, other=0.0)
+    state = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    begin = tl.where(start < end, tl.maximum(start - 1, 0) // TILE * TILE, end)
+    for position in range(begin, end):
+        tile, is_new = position // TILE, position >= start
+        block = tl.load(blocks_ptr + row * table_stride + tile // TILES).to(tl.int64)
+        if position % TILE == 0:
+            border_ptr = states_ptr + (block * TILES + tile % TILES) * (N * C) + at_state
+            if position < start:
+                state = tl.load(border_ptr, mask=whole, other=0.0)
+            elif block > 0:
+                tl.store(border_ptr, state, mask=whole)
+        token, slot = first_token + (position - start), block * BLOCK_SIZE + position % BLOCK_SIZE
+        x_row, dt_row, b_row = x_rows_ptr + slot * C, dt_rows_ptr + slot * C, b_rows_ptr + slot * N
+        x = tl.load(tl.where(is_new, x_ptr + token * x_stride, x_row) + columns, mask=inside, other=0.0)
+        dt = tl.load(tl.where(is_new, dt_ptr + token * dt_stride, dt_row) + columns, mask=inside, other=0.0)
+        b = tl.load(tl.where(is_new, b_ptr + token * b_stride, b_row) + n, mask=inside_n, other=0.0)
+        state = tl.fma(tl.exp(dt[None, :] * a), state, b[:, None] * dt[None, :] * x[None, :])
+        if position >= start:
+            c = tl.load(c_ptr + token * c_stride + n, mask=inside_n, other=0.0)
+            # What is beyond n is not always 0: an infinite step has no product with 0.
+            y = tl.sum(tl.where(inside_n[:, None], c[:, None] * state, 0.0), 0) + skip * x
+            tl.store(out_ptr + token * C + columns, y, mask=inside)
+            if block > 0:
+                tl.store(x_row + columns, x, mask=inside)
+                tl.store(dt_row + columns, dt, mask=inside)
+                if tl.program_id(0) == 0:
+                    tl.store(b_row + n, b, mask=inside_n)
+
+
+def selective_scan(
+    x_TC: Tensor,
+    dt_TC: Tensor,
+    a_NC: Tensor,
+    b_TN: Tensor,
+    c_TN: Tensor,
+    skip_C: Tensor,
+    caches: tuple[Tensor, ...],
+    plan: TileMetadata,
+) -> Tensor:
+    """Returns y [T, C] of the scan; 0 where no row owns the token. All are fp32; tokens may be strided.
+
+    caches: states at borders [blocks, tiles, N, C]; of a tile's tokens x and dt [blocks, block size, 1, C] and B
+    [.., 1, N].
+    C 1, N 1, x [3, 5], dt 1, a ln 0.5, b and c 1, skip 10 -> [3 + 30, 0.5 * 3 + 5 + 50] = [33, 56.5]
+    """
+    (tokens, channels), numbers, size = x_TC.shape, len(a_NC), plan.block_size
+    plan.check(caches, (size // plan.tile, numbers, channels), *[(size, 1, channels)] * 2, (size, 1, numbers))
+    assert dt_TC.shape == x_TC.shape, (dt_TC.shape, x_TC.shape)
+    assert b_TN.shape == c_TN.shape == (tokens, numbers), (b_TN.shape, c_TN.shape)
+    assert (a_NC.is_contiguous(), skip_C.is_contiguous()) == (True, True), (a_NC.stride(), skip_C.stride())
+    for x in (x_TC, dt_TC, a_NC, b_TN, c_TN, skip_C):
+        assert (x.dtype, x.stride(-1)) == (torch.float32, 1), (x.dtype, x.stride())
+    out_TC = x_TC.new_zeros((tokens, channels))
+    if tokens:
+        selective_scan_kernel[(triton.cdiv(channels, CHANNELS), len(plan.starts_R))](
+            x_TC, dt_TC, a_NC, b_TN, c_TN, skip_C, *caches, out_TC, plan.blocks_RN, plan.starts_R, plan.offsets_R1,
+            x_TC.stride(0), dt_TC.stride(0), b_TN.stride(0), c_TN.stride(0), plan.blocks_RN.stride(0),
+            C=channels, N=numbers, BLOCK_SIZE=size, TILE=plan.tile,
+            BLOCK_C=CHANNELS, BLOCK_N=triton.next_power_of_2(numbers), num_warps=1,
+        )  # fmt: skip
+    return out_TC
