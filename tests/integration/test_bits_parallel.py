@@ -251,9 +251,10 @@ ALL = [
 
 @pytest.mark.full("shapes")
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("families", [MOE, HYBRIDS], ids=["attention", "hybrids"])
 @pytest.mark.parametrize("shape", ALL, ids=str)
-async def test_everything_with_everything(shape: Shape, make_checkpoint: Any) -> None:
-    for family, dtype in itertools.product(MOE, DTYPES):
+async def test_everything_with_everything(shape: Shape, families: list[str], make_checkpoint: Any) -> None:
+    for family, dtype in itertools.product(families, DTYPES):
         await play(make_checkpoint(family).path, dtype, shape)
 
 
