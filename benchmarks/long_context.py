@@ -50,7 +50,9 @@ def main() -> None:
     flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
     flags.add_argument("--quantization", help="as of `moeserve serve`")
     flags.add_argument("--kv-cache-dtype", default="auto", help="auto or int8 [auto]")
-    flags.add_argument("--kv-cache-bytes", type=int, help="as of `moeserve serve`; half of it is for states, if there are any")
+    flags.add_argument(
+        "--kv-cache-bytes", type=int, help="as of `moeserve serve`; half of it is for states, if there are any"
+    )
     flags.add_argument("--what", default="long-context", help="first part of the result's name [%(default)s]")
     flags.add_argument("--decode-only", action="store_true", help="no long prompt beside the streams")
     args = flags.parse_args()
@@ -79,7 +81,7 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
     settings |= {"kv_cache_bytes": args.kv_cache_bytes} if args.kv_cache_bytes else {}
     settings |= {"kv_cache_dtype": args.kv_cache_dtype, "max_model_len": max(args.context, args.prefill) + NEW_TOKENS}
-    settings |= {"threads": args.threads, "skip_tokenizer_init": not Path(model, "tokenizer.json").exists()}
+    settings |= {"threads": args.threads, "skip_tokenizer_init": True}
     spec, rng = read_model_spec(model), random.Random(0)
     width = next(layer.mixer.cache(1)[0].width for layer in spec.layers if not layer.mixer.rule.tile)
     kv_bytes = 1 + 4 / width if args.kv_cache_dtype == "int8" else 2  # int8 entries of a head share a scale
