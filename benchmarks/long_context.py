@@ -1,8 +1,11 @@
 """Long prompts: decoding with a long context, and what a long prefill costs the streams beside it.
 
     python -m benchmarks.long_context MODEL                       # decode at 16,384; 8,192 tokens beside 16 streams
+    python -m benchmarks.long_context MODEL --short 1024 --context 32768 --decode-only --what hybrid-context
 
-decode: tokens per second of one request after a short and after a long prompt, with the floor of the machine for each.
+decode: tokens per second of one request after a short and after a long prompt, with the floor of the machine for each;
+how many times as long a step takes after the long one, how many times as long the floor (the bytes) says, and the ratio
+of the two. Target for a recurrent hybrid, 32,768 tokens beside 1,024: 1.2.
 beside: 16 requests decode; a long prompt joins. Times from token to token of the 16: alone, from the prompt's arrival
 to its first token, and both together. Target: p99 of all of it within 2.5 times its median.
 A model whose positions end sooner is served with more of them: what it says is then worthless, its speed is not.
@@ -31,7 +34,8 @@ from moeserve import AsyncEngine, SamplingParams
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec
 
-SHORT, NEW_TOKENS = 32, 33
+NEW_TOKENS = 33
+BESIDE_TOKENS = 32  # of the prompt of each stream
 ALONE_TOKENS = 32  # that each stream gives before the long prompt comes
 
 
@@ -39,17 +43,23 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("model", type=Path, help="Hugging Face directory")
     flags.add_argument("--context", type=int, default=16_384, help="prompt tokens before the decode [16384]")
+    flags.add_argument("--short", type=int, default=32, help="of the short prompt [32]")
     flags.add_argument("--prefill", type=int, default=8_192, help="prompt tokens beside the streams [8192]")
     flags.add_argument("--streams", type=int, default=16, help="[16]")
     flags.add_argument("--rounds", type=int, default=3, help="[3]")
     flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[all allowed CPUs]")
     flags.add_argument("--quantization", help="as of `moeserve serve`")
     flags.add_argument("--kv-cache-dtype", default="auto", help="auto or int8 [auto]")
+    flags.add_argument(
+        "--kv-cache-bytes", type=int, help="as of `moeserve serve`; half of it is for states, if there are any"
+    )
+    flags.add_argument("--what", default="long-context", help="first part of the result's name [%(default)s]")
     flags.add_argument("--decode-only", action="store_true", help="no long prompt beside the streams")
     args = flags.parse_args()
     end_as_asked()
+    args.prefill = 0 if args.decode_only else args.prefill
     with long_enough(args.model, max(args.context, args.prefill) + NEW_TOKENS) as model:
-        save("long-context", args, asyncio.run(measure(model, args)))
+        save(args.what, args, {"model": args.model.name, **asyncio.run(measure(model, args))})
 
 
 @contextmanager
@@ -69,29 +79,36 @@ def long_enough(model: Path, positions: int) -> Iterator[Path]:
 
 async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
-    settings["kv_cache_dtype"] = args.kv_cache_dtype
-    longest = max(args.context, args.prefill) + NEW_TOKENS
+    settings |= {"kv_cache_bytes": args.kv_cache_bytes} if args.kv_cache_bytes else {}
+    settings |= {"kv_cache_dtype": args.kv_cache_dtype, "max_model_len": max(args.context, args.prefill) + NEW_TOKENS}
+    settings |= {"threads": args.threads, "skip_tokenizer_init": True}
     spec, rng = read_model_spec(model), random.Random(0)
-    width = spec.layers[0].mixer.cache(1)[0].width  # int8 entries of a head share a scale
-    kv_bytes = 1 + 4 / width if args.kv_cache_dtype == "int8" else 2
+    width = next(layer.mixer.cache(1)[0].width for layer in spec.layers if not layer.mixer.rule.tile)
+    kv_bytes = 1 + 4 / width if args.kv_cache_dtype == "int8" else 2  # int8 entries of a head share a scale
     rounds: dict[str, list[float]] = {}
     with compiled_machine(args.threads) as machine:
-        async with AsyncEngine(model, threads=args.threads, max_model_len=longest, **settings) as engine:
-            prompts = {n: random_prompt(rng, spec, n) for n in (SHORT, args.context)}
+        async with AsyncEngine(model, **settings) as engine:
+            prompts = {n: random_prompt(rng, spec, n) for n in (args.short, args.context)}
             for prompt in prompts.values():
                 await decode(engine, prompt)  # the rounds find it in the prefix cache
             for _ in range(args.rounds):
                 rates = machine.rates()
+                both = []
                 for length, prompt in prompts.items():
                     floor = floor_tokens_per_s(spec, Case("decode", 1, length, NEW_TOKENS), rates, kv_bytes=kv_bytes)
                     speed = await decode(engine, prompt)
+                    both.append((speed, floor))
                     rounds.setdefault(f"decode_{length}_tokens_per_s", []).append(speed)
                     rounds.setdefault(f"decode_{length}_share_of_floor", []).append(speed / floor)
+                step, by_bytes = (short / long for short, long in zip(*both, strict=True))
+                rounds.setdefault("decode_step_ratio", []).append(step)
+                rounds.setdefault("decode_step_ratio_of_floor", []).append(by_bytes)
+                rounds.setdefault("decode_step_over_floor_ratio", []).append(step / by_bytes)
                 if args.decode_only:
                     continue
                 for name, figure in (await beside(engine, args, spec, rng)).items():
                     rounds.setdefault(f"beside_{name}", []).append(figure)
-    return {"model": args.model.name, **{name: summary(figures) for name, figures in rounds.items()}}
+    return {name: summary(figures) for name, figures in rounds.items()}
 
 
 def random_prompt(rng: random.Random, spec: ModelSpec, length: int) -> list[int]:
@@ -125,7 +142,7 @@ async def beside(
 ) -> dict[str, float]:
     """Milliseconds from token to token of the streams, and how long the long prompt took to its first token."""
     others, joining = [Stream() for _ in range(args.streams)], Stream()
-    tasks = [asyncio.create_task(s.run(engine, random_prompt(rng, spec, SHORT), args.prefill)) for s in others]
+    tasks = [asyncio.create_task(s.run(engine, random_prompt(rng, spec, BESIDE_TOKENS), args.prefill)) for s in others]
     await asyncio.gather(*[stream.under_way.wait() for stream in others])
     joined_s = time.perf_counter()
     await joining.run(engine, random_prompt(rng, spec, args.prefill), 1)

@@ -71,33 +71,45 @@ def floor_tokens_per_s(
     """Tokens per second that `rates` allow for a model with any mixers and feed-forward blocks.
 
     Experts are taken as chosen evenly: a step of `batch` tokens reads E (1 - (1 - k/E)^batch) of a layer's E experts.
-    weight_bytes: of one parameter; kv_bytes: of one element of the cache.
+    weight_bytes: of one parameter; kv_bytes: of one element of the cache. Not counted: operations of recurrences and
+    of index selectors, and states that are written.
     """
     size, head = model_size(spec), spec.vocab_size * spec.hidden_size
     layers = [layer.mixer for layer in spec.layers]
     if case.is_prefill:
         positions = range(case.prompt_tokens)
-        pairs = [mean(seen(mixer, position) for position in positions) for mixer in layers]
+        pairs = [mean(attended_to(mixer, position) for position in positions) for mixer in layers]
         attended: float = sum(map(mul, map(prefill_operations, layers), pairs))
         return 1e9 * rates.gflop_s / (2 * (size.active - head) + attended)
     position = case.prompt_tokens + case.new_tokens // 2
-    pairs = [seen(mixer, position) for mixer in layers]
+    pairs = [attended_to(mixer, position) for mixer in layers]
     touched = spec.num_experts * (1 - (1 - spec.experts_per_token / max(spec.num_experts, 1)) ** case.batch)
     experts = (touched - spec.experts_per_token) * len(spec.moe_layers) * spec.expert_weights
     step_bytes: float = weight_bytes * (size.active + experts)
-    step_bytes += kv_bytes * case.batch * sum(map(mul, map(entry_elements, layers), pairs))
+    step_bytes += case.batch * sum(cache_bytes(mixer, position, kv_bytes) for mixer in layers)
     step_flops: float = case.batch * (2 * size.active + sum(map(mul, map(decode_operations, layers), pairs)))
     return case.batch / max(step_bytes / (1e9 * rates.read_gb_s), step_flops / (1e9 * rates.gflop_s))
 
 
 def seen(mixer: Mixer, position: int) -> int:
-    """Tokens that the query at `position` attends to."""
+    """Tokens that the query at `position` may attend to."""
     return position + 1 - int(mixer.rule.first_live(position))
 
 
-def entry_elements(mixer: Mixer) -> int:
-    """Elements that a token leaves in a layer's cache."""
-    return sum(tensor.heads * tensor.width for tensor in mixer.cache(1))
+def attended_to(mixer: Mixer, position: int) -> int:
+    """Tokens that the query at `position` attends to; an index selector chooses some of those that it sees."""
+    indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
+    return min(seen(mixer, position), indexer.top_k) if indexer else seen(mixer, position)
+
+
+def cache_bytes(mixer: Mixer, position: int, kv_bytes: float) -> float:
+    """Bytes that a decode step must read of a layer's cache; of recurrent layers the fp32 state at one border."""
+    tensors = mixer.cache(1)
+    if mixer.rule.tile:
+        return 4 * sum(tensor.heads * tensor.width for tensor in tensors if tensor.per_tile)
+    chosen, of_index = attended_to(mixer, position), seen(mixer, position)
+    tokens = [of_index if tensor.name == "index" else chosen for tensor in tensors]
+    return kv_bytes * sum(count * tensor.heads * tensor.width for count, tensor in zip(tokens, tensors, strict=True))
 
 
 def decode_operations(mixer: Mixer) -> int:

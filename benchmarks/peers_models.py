@@ -3,13 +3,14 @@
     python -m benchmarks.peers_models DIR --shape deepseek-v2-lite
     python -m benchmarks.peers_models DIR --shape gpt-oss --gguf FILE --llamacpp SOURCES
 
-DIR becomes a Hugging Face directory as transformers saves it, in bf16 and without a tokenizer. With --gguf llama.cpp's
-own converter writes the same weights; SOURCES is a folder with its convert_hf_to_gguf.py and conversion/, and the
-package gguf has to be there.
+DIR becomes a Hugging Face directory in bf16 as transformers saves it, without a tokenizer and with the published words
+for the kinds of layers: llama.cpp's converter knows no others. With --gguf that converter writes the same weights;
+SOURCES is a folder with its convert_hf_to_gguf.py and conversion/, and the package gguf has to be there.
 """
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from collections.abc import Sequence
@@ -128,6 +129,9 @@ def write_checkpoint(shape: str, out: Path) -> int:
     config = getattr(transformers, f"{family}Config")(**COMMON, **ENDS, **options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
     model.save_pretrained(out)
+    if "layer_types" in options:
+        file = out / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": options["layer_types"]}, indent=2))
     return sum(weight.numel() for weight in model.parameters())
 
 

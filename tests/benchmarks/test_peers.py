@@ -18,6 +18,8 @@ from benchmarks.peers import CASES, START, Engine, environment_of, measure, prom
 from benchmarks.peers_floor import Case, Rates, compiled_machine, floor_tokens_per_s
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import MoE
+from moeserve.blocks.gated_delta import GatedDelta
+from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.rope import RopeSpec
@@ -91,6 +93,22 @@ def test_latents_are_read_once_for_all_heads_and_expanded_in_a_prefill() -> None
     assert absorbed == pytest.approx(1e9 / (2 * (weights + 1000) + 2 * 9 * 4 * (8 + 6)))
     prefill = floor_tokens_per_s(spec, Case("x", 1, 4, 1), Rates(1.0, 1.0))
     assert prefill == pytest.approx(1e9 / (2 * weights + 2 * 2.5 * 4 * (5 + 4)))
+
+
+def test_a_state_is_read_once_however_long_the_context() -> None:
+    """In fp32, and with the inputs of the convolution before its border."""
+    spec = spec_of(GatedDelta(num_k_heads=2, num_v_heads=4, k_dim=3, v_dim=5, conv=4, by_head=True))
+    weights = 10 * (2 * 6 + 2 * 20) + 10 * 2 * 4 + 10 * 20 + 40 + 90 + 1000
+    for prompt in (7, 700):
+        decode = floor_tokens_per_s(spec, Case("x", 1, prompt, 3), Rates(1.0, 1e9))
+        assert decode == pytest.approx(1e9 / (2 * weights + 4 * (4 * 3 * 5 + 3 * (2 * 6 + 20))))
+
+
+def test_an_index_selector_reads_all_its_keys_and_few_latents() -> None:
+    mixer = replace(LATENTS, q_rank=7, indexer=Indexer(num_heads=2, dim=4, top_k=3))
+    weights = sum(a * b for a, b in mixer.products(10)) + 40 + 90 + 1000
+    decode = floor_tokens_per_s(spec_of(mixer), Case("x", 1, 7, 3), Rates(1.0, 1e9))
+    assert decode == pytest.approx(1e9 / (2 * weights + 2 * (9 * 4 + 3 * 8)))
 
 
 def test_the_machine_is_measured() -> None:

@@ -136,12 +136,15 @@ def check(path: Any, dtype: str, **more: Any) -> None:
                 assert [bits(o) for o in outputs[at : at + 2]] == expected, name
             if crowd.kv_blocks is not None:
                 assert llm.stats.preemptions > 0, "nothing was preempted: the test tries less than it says"
+            if crowd.repeats > 1:
+                num_blocks = (len(PROMPT) - 1) // 16  # of either prompt in the second round
+                assert llm.stats.cached_prompt_tokens >= 2 * 16 * num_blocks, "the cache was cold"
 
 
-def block_bytes(path: Any, dtype: str, kv_cache_dtype: str = "auto", pool: int = 0) -> int:
+def block_bytes(path: Any, dtype: str, kv_cache_dtype: str = "auto", tp: int = 1, pool: int = 0) -> int:
     spec = read_model_spec(path)
     cells = torch.int8 if kv_cache_dtype == "int8" else DTYPES[dtype]
-    return kv_cache.block_bytes(groups_of(spec.kv_rules, 16), spec, cells, pool=pool)
+    return kv_cache.block_bytes(groups_of(spec.kv_rules, 16), spec, cells, tp, pool=pool)
 
 
 def memory_of(num_blocks: int, num_states: int, *model: Any) -> dict[str, Any]:

@@ -23,13 +23,17 @@ from moeserve.ops.native import native
 from moeserve.sampling import TokenSampling
 from tests.checkpoints import FEW
 from tests.integration.parallel_engines import Answer, Engines
-from tests.integration.test_bits import PARAMS, PROMPT, alone, bits, block_bytes, prompt_of
+from tests.integration.test_bits import PARAMS, PROMPT, alone, bits, memory_of, prompt_of
 from tests.quantised_checkpoints import FORMS, write_quantised
 
 BACKENDS = ["torch"] + ["shm"] * (native() is not None)
 DTYPES = ["float32", "bfloat16"]
 DENSE = ["llama", "qwen3"]
 MOE = [family for family in FEW if family not in DENSE]
+HYBRIDS = [
+    "qwen3_next", "granite_moe_hybrid", "kimi_linear", "deepseek_v32", "jamba", "bailing_moe_v2_5", "lfm2_moe",
+    "nemotron_h", "qwen3_5_moe", "glm_moe_dsa", "bailing_moe_linear_v2",
+]  # fmt: skip
 NUM_TOKENS = 8
 SAMPLINGS = [
     TokenSampling(seed=0, max_tokens=NUM_TOKENS, temperature=0.0, logprobs=20),
@@ -39,6 +43,7 @@ SAMPLINGS = [
     ),
 ]  # fmt: skip
 NUM_BLOCKS = 26  # too few for both prompts and a crowd that grows
+NUM_STATES = 8 * 2 + 1  # as few as eight requests need
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ async def play(path: Path, dtype: str, shape: Shape) -> None:
         "quantization": shape.quantization,
         "max_num_batched_tokens": 128,
         "kv_cache_dtype": shape.kv,
-        "kv_cache_bytes": NUM_BLOCKS * block_bytes(path, dtype, shape.kv) // shape.tp,
+        **memory_of(NUM_BLOCKS, NUM_STATES, path, dtype, shape.kv, shape.tp),
     }
     async with Engines(path, shape.dp, shape.tp, **settings) as engines:
         last = shape.dp - 1
@@ -141,6 +146,17 @@ def rotating() -> list[tuple[str, str, Shape]]:
     return [*cases, (MOE[1], "bfloat16", Shape(tp=2, ep="off", chunk=40))]
 
 
+def hybrids() -> list[tuple[str, str, Shape]]:
+    """Models with recurrent layers and with index selectors; over two engines or two ranks of one, and over both."""
+    cases = []
+    for i, family in enumerate(HYBRIDS):
+        dp, tp = [(2, 2), (2, 1), (1, 2)][i % 3]
+        shape = Shape(dp, tp, BACKENDS[i % len(BACKENDS)], ("on", "off")[i // 3 % 2], chunk=(64, 150, 31)[i // 2 % 3],
+                      redundant=(3, 0)[i // 3 % 2], depth=2 - i % 2)  # fmt: skip
+        cases.append((family, DTYPES[i % 2], shape))
+    return cases
+
+
 @pytest.mark.parametrize(("family", "dtype", "shape"), rotating(), ids=str)
 async def test_ranks_change_no_bit(family: str, dtype: str, shape: Shape, make_checkpoint: Any) -> None:
     await play(make_checkpoint(family).path, dtype, shape)
@@ -151,6 +167,14 @@ async def test_ranks_change_no_bit(family: str, dtype: str, shape: Shape, make_c
 @pytest.mark.parametrize("family", DENSE)
 async def test_ranks_change_no_bit_of_dense_models(family: str, dtype: str, make_checkpoint: Any) -> None:
     await play(make_checkpoint(family).path, dtype, Shape(tp=2))
+
+
+@pytest.mark.full("ranks", keep=2)
+@pytest.mark.parametrize(("family", "dtype", "shape"), hybrids(), ids=str)
+async def test_ranks_change_no_bit_of_states_and_selections(
+    family: str, dtype: str, shape: Shape, make_checkpoint: Any
+) -> None:
+    await play(make_checkpoint(family).path, dtype, shape)
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
@@ -183,15 +207,20 @@ async def test_ranks_that_experts_cannot_be_sharded_over_evenly(dp: int, make_ch
 
 
 @pytest.mark.parametrize(
-    ("backend", "dbo", "tp", "kv"),
-    [("torch", "off", 1, "auto"), ("torch", "on", 1, "int8"), (BACKENDS[-1], "on", 2, "auto")],
-)
-async def test_losses_at_any_moment(backend: str, dbo: str, tp: int, kv: str, make_checkpoint: Any) -> None:
+    ("family", "backend", "dbo", "tp", "kv"),
+    [
+        ("qwen3_moe", "torch", "off", 1, "auto"), ("qwen3_moe", "torch", "on", 1, "int8"),
+        ("qwen3_moe", BACKENDS[-1], "on", 2, "auto"), ("granite_moe_hybrid", BACKENDS[-1], "off", 1, "auto"),
+    ],
+)  # fmt: skip
+async def test_losses_at_any_moment(
+    family: str, backend: str, dbo: str, tp: int, kv: str, make_checkpoint: Any
+) -> None:
     """One rank drops its connections in the middle of whatever runs, also of moving experts; blocks that were evicted
     come back from host memory."""
-    path, rng = make_checkpoint("qwen3_moe").path, np.random.default_rng(0)
-    memory = NUM_BLOCKS * block_bytes(path, "float32", kv) // tp
-    settings = {"all2all": backend, "dbo": dbo, "kv_cache_bytes": memory, "host_store_bytes": 2 * memory}
+    path, rng = make_checkpoint(family).path, np.random.default_rng(0)
+    memory = memory_of(NUM_BLOCKS, NUM_STATES, path, "float32", kv, tp)
+    settings = {"all2all": backend, "dbo": dbo, **memory, "host_store_bytes": 2 * memory["kv_cache_bytes"]}
     settings |= {"kv_cache_dtype": kv}
     async with Engines(path, 2, tp, dtype="float32", max_num_batched_tokens=64, **settings) as engines:
         answers = []
@@ -222,9 +251,10 @@ ALL = [
 
 @pytest.mark.full("shapes")
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("families", [MOE, HYBRIDS], ids=["attention", "hybrids"])
 @pytest.mark.parametrize("shape", ALL, ids=str)
-async def test_everything_with_everything(shape: Shape, make_checkpoint: Any) -> None:
-    for family, dtype in itertools.product(MOE, DTYPES):
+async def test_everything_with_everything(shape: Shape, families: list[str], make_checkpoint: Any) -> None:
+    for family, dtype in itertools.product(families, DTYPES):
         await play(make_checkpoint(family).path, dtype, shape)
 
 
