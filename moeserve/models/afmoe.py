@@ -49,16 +49,12 @@ FAMILY = family.Family(
     "AfmoeForCausalLM",
     "afmoe",
     _fields,
-    family.sizes(200192, 2048, 6144, 32, 16, None, 16384)
+    family.sizes(200192, 2048, 6144, 32, 16, None, 16384, experts=64, top_k=6, expert_size=1408)
     | {
         "global_attn_every_n_layers": 4,
         "head_dim": 128,
-        "layer_types": None,
-        "moe_intermediate_size": 1408,
         "mup_enabled": False,
         "num_dense_layers": 1,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
         "num_shared_experts": 2,
         "rms_norm_eps": 1e-5,
         "route_scale": 1.0,

@@ -25,18 +25,11 @@ FAMILY = family.Family(
     "AXK1ForCausalLM",
     "axk1",
     _fields,
-    family.sizes(163840, 7168, 18432, 61, 64, 64, 32768)
+    family.sizes(163840, 7168, 18432, 61, 64, 64, 32768, experts=192, top_k=8, expert_size=2048)
     | family.LATENT
     | {
         "eos_token_id": 163691,
-        "first_k_dense_replace": 1,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 2048,
         "n_group": 8,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 192,
-        "num_experts_per_tok": 8,
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
     },

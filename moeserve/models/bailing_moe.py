@@ -37,20 +37,12 @@ FAMILY = family.Family(
     "BailingMoeV2ForCausalLM",
     ("bailing_moe", "bailing_moe_v2"),
     _fields,
-    family.sizes(157184, 2048, 5120, 20, 16, 4, 32768)
+    family.sizes(157184, 2048, 5120, 20, 16, 4, 32768, experts=256, top_k=8, expert_size=512)
     | {
         "eos_token_id": 156892,
-        "first_k_dense_replace": 1,
         "head_dim": 128,
-        "moe_intermediate_size": 512,
         "n_group": 8,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 0,
-        "num_shared_experts": 1,
         "rope_theta": 600_000.0,
-        "routed_scaling_factor": 1.0,
         "topk_group": 4,
         "use_bias": False,
         "use_qkv_bias": False,

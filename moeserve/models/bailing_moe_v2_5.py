@@ -61,7 +61,6 @@ def _grouped(config: Fields) -> Mixer:
 _DEFAULTS = bailing_moe.FAMILY.defaults | {
     "group_norm_size": 4,
     "layer_group_size": 5,
-    "num_nextn_predict_layers": 0,
     "partial_rotary_factor": 0.5,
     "routed_scaling_factor": 2.5,
 }

@@ -60,19 +60,14 @@ FAMILY = family.Family(
     "Cohere2MoeForCausalLM",
     "cohere2_moe",
     _fields,
-    family.sizes(256000, 8192, 22528, 40, 64, None, 8192)
+    family.sizes(256000, 8192, 22528, 40, 64, None, 8192, experts=8, top_k=2)
     | {
         "eos_token_id": 255001,
         "expert_selection_fn": "softmax",
         "first_k_dense_replace": 0,
         "head_dim": 128,
         "layer_norm_eps": 1e-5,
-        "layer_types": None,
         "logit_scale": 0.0625,
-        "mlp_layer_types": None,
-        "norm_topk_prob": True,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
         "num_shared_experts": 0,
         "prefix_dense_intermediate_size": None,
         "prefix_dense_sliding_window_pattern": 1,

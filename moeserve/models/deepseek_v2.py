@@ -34,21 +34,13 @@ FAMILY = family.Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     _fields,
-    family.sizes(102400, 4096, 11008, 32, 32, None, 2048)
+    family.sizes(102400, 4096, 11008, 32, 32, None, 2048, experts=64, expert_size=1407)
     | family.LATENT
     | {
         "eos_token_id": 2,
         "first_k_dense_replace": 0,
-        "mlp_bias": False,
-        "moe_intermediate_size": 1407,
-        "moe_layer_freq": 1,
         "n_group": None,
         "n_shared_experts": 2,
-        "norm_topk_prob": False,
-        "num_experts": 64,
-        "num_experts_per_tok": None,
-        "routed_scaling_factor": 1.0,
-        "scoring_func": "softmax",
         "topk_group": None,
         "topk_method": "greedy",
     },

@@ -35,23 +35,15 @@ FAMILY = family.Family(
     "DeepseekV3ForCausalLM",
     ("deepseek_v3", "kimi_k2"),
     _fields,
-    family.sizes(129280, 7168, 18432, 61, 128, 128, 4096)
+    family.sizes(129280, 7168, 18432, 61, 128, 128, 4096, experts=256, top_k=8, expert_size=2048)
     | family.LATENT
     | {
         "eos_token_id": 1,
         "first_k_dense_replace": 3,
-        "moe_intermediate_size": 2048,
-        "moe_layer_freq": 1,
         "n_group": 8,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
         "num_nextn_predict_layers": 1,
         "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
         "topk_group": 4,
-        "topk_method": "noaux_tc",
     },
 )
 KIMI_K25 = replace(

@@ -42,7 +42,7 @@ def _fields(config: Fields) -> family.SpecFields:
 
 
 DEFAULTS = (
-    family.sizes(129280, 7168, 18432, 61, 128, 128, 163840)
+    family.sizes(129280, 7168, 18432, 61, 128, 128, 163840, experts=256, top_k=8, expert_size=2048)
     | family.LATENT
     | {
         "eos_token_id": 1,
@@ -50,13 +50,7 @@ DEFAULTS = (
         "index_head_dim": 128,
         "index_n_heads": 64,
         "index_topk": 2048,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 2048,
         "n_group": 8,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
         "num_nextn_predict_layers": 1,
         "routed_scaling_factor": 2.5,
         "topk_group": 4,

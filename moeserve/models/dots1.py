@@ -27,19 +27,12 @@ FAMILY = family.Family(
     "Dots1ForCausalLM",
     "dots1",
     _fields,
-    family.sizes(152064, 4608, 10944, 62, 32, 32, 2048)
+    family.sizes(152064, 4608, 10944, 62, 32, 32, 2048, expert_size=1408)
     | {
         "first_k_dense_replace": 0,
-        "layer_types": None,
         "max_window_layers": 62,
-        "moe_intermediate_size": 1408,
-        "n_group": 1,
         "n_shared_experts": None,
         "norm_topk_prob": False,
-        "num_experts": None,
-        "num_experts_per_tok": None,
-        "routed_scaling_factor": 1.0,
         "sliding_window": 4096,
-        "topk_group": 1,
     },
 )

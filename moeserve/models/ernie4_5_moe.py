@@ -30,17 +30,14 @@ FAMILY = family.Family(
     "Ernie4_5_MoeForCausalLM",
     "ernie4_5_moe",
     _fields,
-    family.sizes(103424, 2560, 12288, 28, 20, 4, 131072)
+    family.sizes(103424, 2560, 12288, 28, 20, 4, 131072, experts=64, top_k=6, expert_size=1536)
     | {
         "eos_token_id": 2,
-        "moe_intermediate_size": 1536,
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
         "moe_layer_start_index": 1,
         "moe_norm_min": 1e-12,
         "moe_num_shared_experts": 2,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
         "tie_word_embeddings": True,

@@ -36,23 +36,13 @@ FAMILY = family.Family(
     "ExaoneMoeForCausalLM",
     "exaone_moe",
     _fields,
-    family.sizes(102400, 4096, 16384, 32, 32, 32, 2048)
+    family.sizes(102400, 4096, 16384, 32, 32, 32, 2048, experts=64, top_k=8, expert_size=1024)
     | {
         "eos_token_id": 53,
-        "first_k_dense_replace": 1,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 1024,
-        "n_group": 1,
-        "norm_topk_prob": True,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 2.5,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
-        "topk_group": 1,
     },
     Names(spelled={"mlp.gate.e_score_correction_bias": ("mlp.e_score_correction_bias",)}, foreign=("mtp.",)),
 )

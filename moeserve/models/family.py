@@ -34,8 +34,9 @@ class Family:
 
     architecture, model_type (one or several): as config.json has them. fields(config): the fields of ModelSpec that
     families differ in, `layers` among them. defaults: the values where config.json is silent, those of the family's
-    configuration class in transformers 5. aliases: other spellings of keys, each with the key that is read. text: the
-    key of the text model's config in a multimodal one's. hidden_act: the activation.
+    configuration class in transformers 5, where `hf_config` does not have the same for all. aliases: other spellings of
+    keys, each with the key that is read. text: the key of the text model's config in a multimodal one's. hidden_act:
+    the activation.
     """
 
     architecture: str
@@ -257,9 +258,19 @@ def switched_window(config: Fields) -> int | None:
 
 
 def sizes(
-    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, positions: int
+    vocab: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    positions: int,
+    *,
+    experts: int | None = None,
+    top_k: int | None = None,
+    expert_size: int | None = None,
 ) -> dict[str, Any]:
-    """Defaults of the keys that every family has."""
+    """Defaults of the keys that every family has, and of those that most with experts have."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -268,4 +279,7 @@ def sizes(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": positions,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": expert_size,
     }

@@ -25,14 +25,8 @@ FAMILY = family.Family(
     "FlexOlmoForCausalLM",
     "flex_olmo",
     _fields,
-    family.sizes(100352, 4096, 11008, 32, 32, None, 4096)
-    | {
-        "eos_token_id": 100257,
-        "norm_topk_prob": False,
-        "num_experts": 7,
-        "num_experts_per_tok": 5,
-        "rope_theta": 500_000.0,
-    },
+    family.sizes(100352, 4096, 11008, 32, 32, None, 4096, experts=7, top_k=5)
+    | {"eos_token_id": 100257, "norm_topk_prob": False, "rope_theta": 500_000.0},
     Names(
         spelled={
             "attn_post_norm.weight": ("post_attention_layernorm.weight",),

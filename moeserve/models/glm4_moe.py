@@ -27,20 +27,11 @@ FAMILY = family.Family(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     _fields,
-    family.sizes(151552, 4096, 10944, 46, 96, 8, 131072)
+    family.sizes(151552, 4096, 10944, 46, 96, 8, 131072, experts=128, top_k=8, expert_size=1408)
     | {
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 1408,
-        "n_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
         "num_nextn_predict_layers": 1,
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
-        "routed_scaling_factor": 1.0,
-        "topk_group": 1,
         "use_qk_norm": False,
     },
 )

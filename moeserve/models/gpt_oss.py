@@ -38,13 +38,10 @@ FAMILY = family.Family(
     "GptOssForCausalLM",
     "gpt_oss",
     _fields,
-    family.sizes(201088, 2880, 2880, 36, 64, 8, 131072)
+    family.sizes(201088, 2880, 2880, 36, 64, 8, 131072, experts=128, top_k=4)
     | {
         "attention_bias": True,
         "head_dim": 64,
-        "layer_types": None,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
         "rms_norm_eps": 1e-5,
         "rope_parameters": _ROPE,
         "rope_theta": 150_000.0,

@@ -34,14 +34,12 @@ FAMILY = family.Family(
     "GraniteMoeForCausalLM",
     "granitemoe",
     _fields,
-    family.sizes(32000, 4096, 11008, 32, 32, None, 2048)
+    family.sizes(32000, 4096, 11008, 32, 32, None, 2048, experts=8, top_k=2)
     | {
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,
         "eos_token_id": 2,
         "logits_scaling": 1.0,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
         "residual_multiplier": 1.0,
     },
     Names(

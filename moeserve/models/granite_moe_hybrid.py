@@ -85,7 +85,6 @@ FAMILY = replace(
     fields=_fields,
     defaults=granite_moe_shared.FAMILY.defaults
     | {
-        "layer_types": None,
         "mamba_d_conv": 4,
         "mamba_d_head": "auto",
         "mamba_d_state": 256,

@@ -31,16 +31,31 @@ _MAX_VOCAB = 4 * 2**20
 # of a multimodal config.json, beside the text model's own
 _OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
 
+# of keys for which a family has no value of its own
 _COMMON_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
+    "decoder_sparse_step": 1,
     "eos_token_id": None,
+    "first_k_dense_replace": 1,
     "head_dim": None,
     "hidden_act": "silu",
+    "layer_types": None,
+    "mlp_bias": False,
+    "mlp_layer_types": None,
+    "mlp_only_layers": None,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
     "rms_norm_eps": 1e-6,
     "rope_parameters": None,
     "rope_scaling": None,
     "rope_theta": 10_000.0,
+    "routed_scaling_factor": 1.0,
+    "sliding_window": None,
     "tie_word_embeddings": False,
+    "topk_group": 1,
 }
 
 

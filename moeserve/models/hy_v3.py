@@ -34,20 +34,8 @@ FAMILY = family.Family(
     "HYV3ForCausalLM",
     "hy_v3",
     _fields,
-    family.sizes(120832, 4096, 13312, 80, 64, 8, 131072)
-    | {
-        "head_dim": 128,
-        "mlp_bias": False,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 1536,
-        "num_experts": 192,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 0,
-        "num_shared_experts": 1,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 11_158_840.0,
-        "router_scaling_factor": 2.826,
-    },
+    family.sizes(120832, 4096, 13312, 80, 64, 8, 131072, experts=192, top_k=8, expert_size=1536)
+    | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, "router_scaling_factor": 2.826},
     Names(
         spelled={
             "mlp.gate.weight": ("mlp.router.gate.weight",),

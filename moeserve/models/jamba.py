@@ -52,7 +52,7 @@ FAMILY = family.Family(
     "JambaForCausalLM",
     "jamba",
     _fields,
-    family.sizes(65536, 4096, 14336, 32, 32, 8, 262144)
+    family.sizes(65536, 4096, 14336, 32, 32, 8, 262144, experts=16, top_k=2)
     | {
         "attn_layer_offset": 4,
         "attn_layer_period": 8,
@@ -65,8 +65,6 @@ FAMILY = family.Family(
         "mamba_dt_rank": "auto",
         "mamba_expand": 2,
         "mamba_proj_bias": False,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
     },
     Names(
         norm="final_layernorm.weight",

@@ -51,27 +51,17 @@ FAMILY = family.Family(
     "KimiLinearForCausalLM",
     "kimi_linear",
     _fields,
-    family.sizes(163840, 2304, 9216, 27, 32, 32, 1048576)
+    family.sizes(163840, 2304, 9216, 27, 32, 32, 1048576, experts=256, top_k=8, expert_size=1024)
     | family.LATENT
     | {
         "eos_token_id": 163586,
-        "first_k_dense_replace": 1,
-        "layer_types": None,
         "linear_attn_config": None,
         CONV: 4,
         "linear_head_dim": 128,
         "linear_num_heads": 32,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 1024,
-        "n_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
         "q_lora_rank": None,
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 2.446,
-        "topk_group": 1,
     },
     Names(
         experts=EXPERTS,

@@ -42,20 +42,14 @@ FAMILY = family.Family(
     "Lfm2MoeForCausalLM",
     "lfm2_moe",
     _fields,
-    family.sizes(65536, 2048, 7168, 32, 32, 8, 128000)
+    family.sizes(65536, 2048, 7168, 32, 32, 8, 128000, experts=32, top_k=4, expert_size=1792)
     | {
         "conv_L_cache": 3,
         "conv_bias": False,
         "eos_token_id": 2,
-        "layer_types": None,
-        "moe_intermediate_size": 1792,
-        "norm_topk_prob": True,
         "num_dense_layers": 2,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
-        "routed_scaling_factor": 1.0,
         "tie_word_embeddings": True,
         "use_expert_bias": True,
     },

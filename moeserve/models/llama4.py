@@ -65,7 +65,7 @@ FAMILY = family.Family(
     "Llama4ForCausalLM",
     "llama4_text",
     _fields,
-    family.sizes(202048, 5120, 8192, 48, 40, 8, 131072)
+    family.sizes(202048, 5120, 8192, 48, 40, 8, 131072, experts=16, top_k=1)
     | {
         "attention_chunk_size": 8192,
         "attn_scale": 0.1,
@@ -75,12 +75,9 @@ FAMILY = family.Family(
         "head_dim": 128,
         "interleave_moe_layer_step": 1,
         "intermediate_size_mlp": 16384,
-        "layer_types": None,
         "moe_layers": None,
         "no_rope_layer_interval": 4,
         "no_rope_layers": None,
-        "num_experts": 16,
-        "num_experts_per_tok": 1,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
         "use_qk_norm": True,

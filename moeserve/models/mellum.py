@@ -37,17 +37,7 @@ FAMILY = family.Family(
     "MellumForCausalLM",
     "mellum",
     _fields,
-    family.sizes(98304, 2304, 7168, 28, 32, 4, 131072)
-    | {
-        "head_dim": 128,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 896,
-        "norm_topk_prob": True,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "rope_parameters": _ROPE,
-        "sliding_window": 1024,
-    },
+    family.sizes(98304, 2304, 7168, 28, 32, 4, 131072, experts=64, top_k=8, expert_size=896)
+    | {"head_dim": 128, "rope_parameters": _ROPE, "sliding_window": 1024},
     Names(foreign=("mtp.",)),
 )

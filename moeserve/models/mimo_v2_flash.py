@@ -80,22 +80,13 @@ FAMILY = family.Family(
     "MiMoV2FlashForCausalLM",
     "mimo_v2_flash",
     _fields,
-    family.sizes(152576, 4096, 16384, 48, 64, 4, 131072)
+    family.sizes(152576, 4096, 16384, 48, 64, 4, 131072, experts=256, top_k=8, expert_size=2048)
     | {
         "attention_value_scale": 0.707,
         "head_dim": 192,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 2048,
-        "n_group": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
         "rms_norm_eps": 1e-5,
         "rope_parameters": _ROPE,
-        "routed_scaling_factor": 1.0,
         "sliding_window": 129,
-        "topk_group": 1,
         "v_head_dim": 128,
     },
     Names(spelled={"self_attn.sinks": ("self_attn.attention_sink_bias",)}, foreign=("model.mtp.",)),

@@ -36,15 +36,8 @@ FAMILY = family.Family(
     "MiniMaxM2ForCausalLM",
     "minimax_m2",
     _fields,
-    family.sizes(200064, 3072, 1536, 62, 48, 8, 196608)
-    | {
-        "eos_token_id": 200020,
-        "head_dim": 128,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "rotary_dim": None,
-        "rope_theta": 5_000_000.0,
-    },
+    family.sizes(200064, 3072, 1536, 62, 48, 8, 196608, experts=256, top_k=8)
+    | {"eos_token_id": 200020, "head_dim": 128, "rotary_dim": None, "rope_theta": 5_000_000.0},
     Names(
         experts=EXPERTS,
         spelled={

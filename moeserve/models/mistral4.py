@@ -44,23 +44,15 @@ FAMILY = family.Family(
     "Mistral4ForCausalLM",
     "mistral4",
     _fields,
-    family.sizes(131072, 4096, 12288, 36, 32, 32, 1048576)
+    family.sizes(131072, 4096, 12288, 36, 32, 32, 1048576, experts=128, top_k=4, expert_size=2048)
     | family.LATENT
     | {
         "eos_token_id": 2,
         "first_k_dense_replace": 0,
         "kv_lora_rank": 256,
-        "moe_intermediate_size": 2048,
-        "n_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
         "q_lora_rank": 1024,
         "qk_nope_head_dim": 64,
         "rope_parameters": _ROPE,
-        "routed_scaling_factor": 1.0,
-        "topk_group": 1,
     },
     Names(experts=(FUSED, PER_EXPERT)),
 )

@@ -32,15 +32,8 @@ FAMILY = family.Family(
     "MixtralForCausalLM",
     "mixtral",
     _fields,
-    family.sizes(32000, 4096, 14336, 32, 32, 8, 131072)
-    | {
-        "eos_token_id": 2,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "sliding_window": None,
-    },
+    family.sizes(32000, 4096, 14336, 32, 32, 8, 131072, experts=8, top_k=2)
+    | {"eos_token_id": 2, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     Names(
         experts=EXPERTS,
         spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.gate.weight")},

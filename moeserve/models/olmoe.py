@@ -23,13 +23,6 @@ FAMILY = family.Family(
     "OlmoeForCausalLM",
     "olmoe",
     _fields,
-    family.sizes(50304, 2048, 2048, 16, 16, None, 4096)
-    | {
-        "clip_qkv": None,
-        "eos_token_id": 50279,
-        "norm_topk_prob": False,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "rms_norm_eps": 1e-5,
-    },
+    family.sizes(50304, 2048, 2048, 16, 16, None, 4096, experts=64, top_k=8)
+    | {"clip_qkv": None, "eos_token_id": 50279, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
 )

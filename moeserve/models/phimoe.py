@@ -33,16 +33,13 @@ FAMILY = family.Family(
     "PhimoeForCausalLM",
     "phimoe",
     _fields,
-    family.sizes(32064, 4096, 6400, 32, 32, 8, 131072)
+    family.sizes(32064, 4096, 6400, 32, 32, 8, 131072, experts=16, top_k=2)
     | {
         "eos_token_id": 2,
         "lm_head_bias": False,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
         "router_jitter_noise": 0.01,
-        "sliding_window": None,
     },
     Names(experts=EXPERTS, spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.router.weight")}),
 )

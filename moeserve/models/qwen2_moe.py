@@ -28,18 +28,7 @@ FAMILY = family.Family(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
     _fields,
-    family.sizes(151936, 2048, 5632, 24, 16, 16, 32768)
+    family.sizes(151936, 2048, 5632, 24, 16, 16, 32768, experts=60, top_k=4, expert_size=1408)
     | family.QWEN_WINDOWS
-    | {
-        "decoder_sparse_step": 1,
-        "layer_types": None,
-        "max_window_layers": 28,
-        "mlp_only_layers": None,
-        "moe_intermediate_size": 1408,
-        "norm_topk_prob": False,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "qkv_bias": True,
-        "shared_expert_intermediate_size": 5632,
-    },
+    | {"max_window_layers": 28, "norm_topk_prob": False, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
 )

@@ -22,5 +22,5 @@ FAMILY = family.Family(
     _fields,
     family.sizes(151936, 4096, 22016, 32, 32, 32, 32768)
     | family.QWEN_WINDOWS
-    | {"head_dim": 128, "layer_types": None, "max_window_layers": 28},
+    | {"head_dim": 128, "max_window_layers": 28},
 )

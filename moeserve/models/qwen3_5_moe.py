@@ -22,7 +22,7 @@ FAMILY = family.Family(
     "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe",
     _fields,
-    family.sizes(248320, 2048, 512, 40, 16, 2, 32768) | SIZES | {"num_experts": 256, "num_experts_per_tok": 8},
+    family.sizes(248320, 2048, 512, 40, 16, 2, 32768, experts=256, top_k=8, expert_size=512) | SIZES,
     Names("model.language_model.", foreign=("model.visual.", "mtp.")),
     text="text_config",
 )

@@ -24,14 +24,7 @@ FAMILY = family.Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     _fields,
-    family.sizes(151936, 2048, 6144, 24, 32, 4, 32768)
+    family.sizes(151936, 2048, 6144, 24, 32, 4, 32768, experts=128, top_k=8, expert_size=768)
     | family.QWEN_WINDOWS
-    | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
+    | {"norm_topk_prob": False},
 )

@@ -52,13 +52,11 @@ def _fields(config: Fields) -> family.SpecFields:
 SIZES = {
     "full_attention_interval": 4,
     "head_dim": 256,
-    "layer_types": None,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
-    "moe_intermediate_size": 512,
     "partial_rotary_factor": 0.25,
     "shared_expert_intermediate_size": 512,
 }
@@ -66,14 +64,6 @@ FAMILY = family.Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     _fields,
-    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768)
-    | SIZES
-    | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "norm_topk_prob": True,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-    },
+    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768, experts=512, top_k=10, expert_size=512) | SIZES,
     Names(foreign=("mtp.",)),
 )

@@ -23,15 +23,8 @@ FAMILY = family.Family(
     "Qwen3VLMoeForConditionalGeneration",
     "qwen3_vl_moe",
     _fields,
-    family.sizes(151936, 2048, 5632, 24, 16, 16, 128000)
-    | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "moe_intermediate_size": 1408,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "rope_theta": 500_000.0,
-    },
+    family.sizes(151936, 2048, 5632, 24, 16, 16, 128000, experts=60, top_k=4, expert_size=1408)
+    | {"rope_theta": 500_000.0},
     Names(
         "model.language_model.",
         experts=(ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", transposed=True),),
