@@ -20,7 +20,5 @@ FAMILY = family.Family(
     "Qwen2ForCausalLM",
     "qwen2",
     _fields,
-    family.sizes(151936, 4096, 22016, 32, 32, 32, 32768)
-    | family.QWEN_WINDOWS
-    | {"max_window_layers": 28},
+    family.sizes(151936, 4096, 22016, 32, 32, 32, 32768) | family.QWEN_WINDOWS | {"max_window_layers": 28},
 )
