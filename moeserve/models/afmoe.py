@@ -12,7 +12,6 @@ from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
@@ -41,7 +40,7 @@ def _fields(config: Fields) -> family.SpecFields:
     first = config.integer("num_dense_layers", 0, count)
     blocks = [family.dense(config)] * first + [experts] * (count - first)
     scale = config.integer("hidden_size", 1, family.MAX_WIDTH) ** 0.5 if config.boolean("mup_enabled") else 1.0
-    layers = layer_specs(mixers, blocks, attn_post_norm=True, mlp_post_norm=True)
+    layers = family.layers(config, mixers, blocks, attn_post_norm=True, mlp_post_norm=True)
     return {"layers": layers, "embedding_scale": scale}
 
 

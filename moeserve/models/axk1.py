@@ -11,13 +11,12 @@ from moeserve.blocks.feed_forward import MoE
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
     blocks = family.listed_moe(config, experts, family.dense(config), None)
-    layers = layer_specs([family.latent_attention(config)] * len(blocks), blocks)
+    layers = family.layers(config, family.latent_attention(config), blocks)
     return {"layers": tuple(replace(layer, mlp_post_norm=isinstance(layer.feed_forward, MoE)) for layer in layers)}
 
 

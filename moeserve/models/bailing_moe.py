@@ -8,7 +8,6 @@ from __future__ import annotations
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 _QKV = ("attention.query_key_value.weight",)
 _BIAS = ("attention.query_key_value.bias",)
@@ -21,6 +20,7 @@ def _fields(config: Fields) -> family.SpecFields:
     config.only("moe_shared_expert_intermediate_size", config.raw("moe_intermediate_size"))
     mixer = family.attention(
         config,
+        rule=family.no_window(config),
         rope={"partial": True},
         qkv_bias=config.boolean("use_qkv_bias"),
         out_bias=config.boolean("use_bias"),
@@ -29,8 +29,7 @@ def _fields(config: Fields) -> family.SpecFields:
     shared = family.shared_experts(config, "num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
     blocks = family.first_dense(config, experts, family.dense(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixer, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 FAMILY = family.Family(

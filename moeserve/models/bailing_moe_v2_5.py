@@ -14,7 +14,6 @@ from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import bailing_moe, family
 from moeserve.models.rope_config import read_rope
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecFields:
@@ -34,7 +33,7 @@ def _fields(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecField
     shared = family.shared_experts(config, "num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
     blocks = family.first_dense(config, experts, family.dense(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 def _lightning(config: Fields, decay: float) -> Lightning:

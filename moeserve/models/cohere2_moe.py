@@ -10,7 +10,7 @@ from dataclasses import replace
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import RouterRule
 
 
@@ -49,7 +49,7 @@ def _fields(config: Fields) -> family.SpecFields:
     ]
     centred = config.raw("rms_norm_eps") is None
     return {
-        "layers": layer_specs(mixers, blocks, parallel=True),
+        "layers": family.layers(config, mixers, blocks, parallel=True),
         "norm": NormSpec(centred=centred),
         "norm_eps": config.number("layer_norm_eps" if centred else "rms_norm_eps", 0, 1.0),
         "logits_divisor": 1 / config.number("logit_scale", 0, 1e6),

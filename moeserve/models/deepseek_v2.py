@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
@@ -27,7 +26,7 @@ def _fields(config: Fields) -> family.SpecFields:
     bias = config.boolean("mlp_bias")
     experts = family.moe(config, router=router, shared=family.shared_experts(config, bias=bias))
     blocks = family.first_dense(config, experts, family.dense(config, bias=bias))
-    return {"layers": layer_specs([family.latent_attention(config)] * len(blocks), blocks)}
+    return {"layers": family.layers(config, family.latent_attention(config), blocks)}
 
 
 FAMILY = family.Family(

@@ -12,7 +12,6 @@ from moeserve.blocks.feed_forward import MoE
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def experts_of(config: Fields) -> MoE:
@@ -26,7 +25,7 @@ def experts_of(config: Fields) -> MoE:
 def _fields(config: Fields) -> family.SpecFields:
     blocks = family.first_dense(config, experts_of(config), family.dense(config))
     return {
-        "layers": layer_specs([family.latent_attention(config)] * len(blocks), blocks),
+        "layers": family.layers(config, family.latent_attention(config), blocks),
         "num_mtp_layers": family.mtp_layers(config),
     }
 

@@ -11,7 +11,6 @@ from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.loader.files import Fields
 from moeserve.models import deepseek_v3, family
-from moeserve.models.spec import layer_specs
 
 
 def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool = False) -> LatentAttention:
@@ -34,7 +33,7 @@ def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool
 def indexed_layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
     """Reads what the layers with these mixers have beside them, and how many layers are not loaded."""
     blocks = family.listed_moe(config, deepseek_v3.experts_of(config), family.dense(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 def _fields(config: Fields) -> family.SpecFields:

@@ -11,14 +11,10 @@ from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    window, mixer = (
-        config.optional_integer("sliding_window", 1, family.MAX_POSITION),
-        family.attention(config, qk_norm="head"),
-    )
+    window, mixer = family.sliding_window(config), family.attention(config, qk_norm="head")
     full = mixer if window is None else replace(mixer, rope=None)
     usual = (
         family.alternating(config, config.integer("sliding_window_pattern", 1, family.MAX_LAYERS))
@@ -29,7 +25,7 @@ def _fields(config: Fields) -> family.SpecFields:
     mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
     shared = family.shared_experts(config, "num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
-    return {"layers": layer_specs(mixers, family.listed_moe(config, experts, family.dense(config), None))}
+    return {"layers": family.layers(config, mixers, family.listed_moe(config, experts, family.dense(config), None))}
 
 
 FAMILY = family.Family(

@@ -10,11 +10,13 @@ from typing import Any
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader.files import Fields
 from moeserve.models.rope_config import read_rope, rope_fields, temperature
+from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RouterRule
 
 MAX_LAYERS = 1000
@@ -57,6 +59,17 @@ class Family:
 def num_layers(config: Fields) -> int:
     """Reads the number of decoder layers."""
     return config.integer("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def layers(
+    config: Fields, mixers: Mixer | Sequence[Mixer], blocks: Dense | MoE | Sequence[Dense | MoE], **options: Any
+) -> tuple[LayerSpec, ...]:
+    """Returns the layers with these mixers and feed-forward blocks, in order; a single one is that of all layers.
+
+    options: further fields of LayerSpec.
+    """
+    each = (x if isinstance(x, Sequence) else [x] * num_layers(config) for x in (mixers, blocks))
+    return tuple(LayerSpec(mixer=mixer, feed_forward=block, **options) for mixer, block in zip(*each, strict=True))
 
 
 def attention(
@@ -120,11 +133,6 @@ def latent_attention(config: Fields, *, rotates: bool = True, **options: Any) ->
         scale=(nope + rotated) ** -0.5 * magnitude**2,
         **options,
     )
-
-
-def with_windows(mixer: Attention, windows: Sequence[int | None]) -> list[Attention]:
-    """Returns a mixer per layer, with its sliding window."""
-    return [replace(mixer, rule=KVRule(window)) for window in windows]
 
 
 def dense(config: Fields, key: str = "intermediate_size", *, bias: bool = False) -> Dense:
@@ -206,21 +214,26 @@ def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:
     return [experts if i not in without and (i + 1) % step == 0 else mlp for i in range(count)]
 
 
-def same_window(config: Fields, window: int | None) -> list[int | None]:
+def same_window(config: Fields, window: int | None) -> KVRule:
     """Gives all layers one window. Refuses a config that names other kinds of layers."""
-    types, count = config.values.get("layer_types"), num_layers(config)
-    if types is not None and types != ["full_attention"] * count:
+    types = config.values.get("layer_types")
+    if types is not None and types != ["full_attention"] * num_layers(config):
         raise config.error("layer_types", "this architecture has one kind of attention; remove this key")
-    return [window] * count
+    return KVRule(window)
 
 
-def no_window(config: Fields) -> list[int | None]:
+def sliding_window(config: Fields) -> int | None:
+    """Reads `sliding_window`."""
+    return config.optional_integer("sliding_window", 1, MAX_POSITION)
+
+
+def no_window(config: Fields) -> KVRule:
     """Refuses a sliding window."""
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     return same_window(config, None)
 
 
-def window_per_layer(config: Fields, slides: Callable[[int, int], bool]) -> list[int | None]:
+def window_per_layer(config: Fields, mixer: Attention, slides: Callable[[int, int], bool]) -> list[Attention]:
     """Reads Qwen's windows: `layer_types` names sliding layers; without it `slides(layer, max_window_layers)` does."""
     window, count = switched_window(config), num_layers(config)
     if config.raw("layer_types") is None:
@@ -230,7 +243,7 @@ def window_per_layer(config: Fields, slides: Callable[[int, int], bool]) -> list
         sliding = [kind == "sliding_attention" for kind in layer_types(config)]
     if any(sliding) and window is None:
         raise config.error("layer_types", "sliding layers need use_sliding_window true and a sliding_window")
-    return [window if slides_here else None for slides_here in sliding]
+    return [replace(mixer, rule=KVRule(window if slides_here else None)) for slides_here in sliding]
 
 
 def layer_types(
@@ -254,7 +267,7 @@ def switched_window(config: Fields) -> int | None:
     """Reads `sliding_window` where `use_sliding_window` is true, else None."""
     if not config.boolean("use_sliding_window"):
         return None
-    return config.optional_integer("sliding_window", 1, MAX_POSITION)
+    return sliding_window(config)
 
 
 def sizes(

@@ -8,16 +8,14 @@ from __future__ import annotations
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, qk_norm="full", **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
+    mixer = family.attention(config, rule=family.no_window(config), qk_norm="full", **family.attention_bias(config))
     router = RouterRule(renormalize=config.boolean("norm_topk_prob"))
     experts = family.moe(config, "intermediate_size", router=router)
-    layers = layer_specs(mixers, [experts] * len(mixers), pre_norm=False, attn_post_norm=True, mlp_post_norm=True)
+    layers = family.layers(config, mixer, experts, pre_norm=False, attn_post_norm=True, mlp_post_norm=True)
     return {"layers": layers}
 
 

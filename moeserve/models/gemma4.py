@@ -15,7 +15,6 @@ from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import Activation, RouterRule
 
 _GELU = Activation(kind="gelu_tanh")
@@ -38,8 +37,8 @@ def _fields(config: Fields) -> family.SpecFields:
         mlp = family.moe(config, router=RouterRule(renormalize=True), activation=_GELU, expert_scale=True, beside=mlp)
     width = config.integer("hidden_size", 1, family.MAX_WIDTH)
     return {
-        "layers": layer_specs(
-            [mixers[kind] for kind in kinds], [mlp] * len(kinds), attn_post_norm=True, mlp_post_norm=True, scaled=True
+        "layers": family.layers(
+            config, [mixers[kind] for kind in kinds], mlp, attn_post_norm=True, mlp_post_norm=True, scaled=True
         ),
         "embedding_scale": width**0.5,
         "logits_cap": config.optional_number("final_logit_softcapping", 0, 1e6) or 0.0,

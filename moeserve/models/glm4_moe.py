@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(
         config,
+        rule=family.no_window(config),
         rope={"partial": True},
         qkv_bias=config.boolean("attention_bias"),
         qk_norm="head" if config.boolean("use_qk_norm") else "none",
     )
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
     blocks = family.first_dense(config, experts, family.dense(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixer, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 FAMILY = family.Family(

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
     blocks = family.listed_moe(config, experts, family.dense(config))
     return {
-        "layers": layer_specs([family.latent_attention(config)] * len(blocks), blocks),
+        "layers": family.layers(config, family.latent_attention(config), blocks),
         "num_mtp_layers": family.mtp_layers(config),
     }
 

@@ -12,7 +12,6 @@ from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import Activation, RouterRule
 
 _ROPE = {
@@ -31,7 +30,7 @@ def _fields(config: Fields) -> family.SpecFields:
     router = RouterRule(score="softmax_selected")
     experts = family.moe(config, "intermediate_size", router=router, activation=activation, bias=True, router_bias=True)
     mixers = [sliding if kind == "sliding_attention" else full for kind in kinds]
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    return {"layers": family.layers(config, mixers, experts)}
 
 
 FAMILY = family.Family(

@@ -9,16 +9,14 @@ from __future__ import annotations
 from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
     scale = config.number("attention_multiplier", 0, family.MAX_MULTIPLIER)
-    mixer = family.attention(config, scale=scale, **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
+    mixer = family.attention(config, rule=family.no_window(config), scale=scale, **family.attention_bias(config))
     experts = family.moe(config, "intermediate_size", router=RouterRule(score="softmax_selected"))
-    return {"layers": layer_specs(mixers, [experts] * len(mixers)), **multipliers(config)}
+    return {"layers": family.layers(config, mixer, experts), **multipliers(config)}
 
 
 def multipliers(config: Fields) -> family.SpecFields:

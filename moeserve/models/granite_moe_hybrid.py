@@ -13,7 +13,6 @@ from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.loader.files import Fields
 from moeserve.models import family, granite_moe, granite_moe_shared
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 KINDS = {  # as releases and transformers 5 have them
@@ -35,7 +34,7 @@ def _fields(config: Fields) -> family.SpecFields:
     mixers = [full if kind == "full_attention" else mamba for kind in kinds]
     return {
         **granite_moe.multipliers(config),
-        "layers": layer_specs(mixers, [_feed_forward(config)] * len(mixers)),
+        "layers": family.layers(config, mixers, _feed_forward(config)),
     }
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
+    mixer = family.attention(config, rule=family.no_window(config), qk_norm="head", **family.attention_bias(config))
     router = RouterRule(
         score="sigmoid",
         bias=True,
@@ -26,8 +25,7 @@ def _fields(config: Fields) -> family.SpecFields:
     shared = family.shared_experts(config, "num_shared_experts", "mlp.shared_mlp", bias=bias)
     experts = family.moe(config, router=router, shared=shared)
     blocks = family.listed_moe(config, experts, family.dense(config, bias=bias), first=1)
-    mixers = family.with_windows(mixer, family.no_window(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixer, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 FAMILY = family.Family(

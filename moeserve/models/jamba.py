@@ -12,7 +12,6 @@ from moeserve.blocks.mamba1 import Mamba1
 from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 _MAX_STATE = 1024
@@ -38,7 +37,7 @@ def _fields(config: Fields) -> family.SpecFields:
     attends, routes = (_every(config, kind) for kind in ("attn", "expert"))
     mixers = [attention if is_one else mamba for is_one in attends]
     blocks = [experts if is_one and experts.num_experts > 1 else dense for is_one in routes]
-    return {"layers": layer_specs(mixers, blocks)}
+    return {"layers": family.layers(config, mixers, blocks)}
 
 
 def _every(config: Fields, kind: str) -> list[bool]:

@@ -11,7 +11,6 @@ from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
-from moeserve.models.spec import layer_specs
 
 FULL, LINEAR = "full_attention", "linear_attention"
 CONV = "linear_conv_kernel_dim"
@@ -44,7 +43,7 @@ def _fields(config: Fields) -> family.SpecFields:
         config.only(key, value)
     shared = family.shared_experts(config, name="block_sparse_moe.shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
-    return {"layers": layer_specs(_mixers(config), family.listed_moe(config, experts, family.dense(config)))}
+    return {"layers": family.layers(config, _mixers(config), family.listed_moe(config, experts, family.dense(config)))}
 
 
 FAMILY = family.Family(

@@ -10,7 +10,6 @@ from moeserve.blocks.short_conv import ShortConv
 from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 _KINDS = ("conv", "full_attention")
@@ -35,7 +34,7 @@ def _fields(config: Fields) -> family.SpecFields:
     first = config.integer("num_dense_layers", 0, len(mixers))
     blocks: list[Dense | MoE] = [family.dense(config)] * first
     blocks += [family.moe(config, router=router)] * (len(mixers) - first)
-    return {"layers": layer_specs(mixers, blocks)}
+    return {"layers": family.layers(config, mixers, blocks)}
 
 
 FAMILY = family.Family(

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
+    mixer = family.attention(config, rule=family.no_window(config), **family.attention_bias(config))
     mlp = family.dense(config, bias=config.boolean("mlp_bias"))
-    return {"layers": layer_specs(mixers, [mlp] * len(mixers))}
+    return {"layers": family.layers(config, mixer, mlp)}
 
 
 FAMILY = family.Family(

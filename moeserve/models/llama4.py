@@ -14,7 +14,6 @@ from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
@@ -50,7 +49,7 @@ def _fields(config: Fields) -> family.SpecFields:
     step = config.integer("interleave_moe_layer_step", 1, family.MAX_LAYERS)
     listed = config.raw("moe_layers") is not None
     sparse = config.integers("moe_layers", 0, count - 1) if listed else range(step - 1, count, step)
-    return {"layers": layer_specs(mixers, [experts if i in sparse else mlp for i in range(count)])}
+    return {"layers": family.layers(config, mixers, [experts if i in sparse else mlp for i in range(count)])}
 
 
 _NAMES = Names(

@@ -12,7 +12,6 @@ from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 _ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
@@ -42,7 +41,7 @@ def _fields(config: Fields) -> family.SpecFields:
     usual = ["full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
     mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
     experts = family.moe(config, router=family.deepseek_router(config))
-    return {"layers": layer_specs(mixers, family.listed_moe(config, experts, family.dense(config), first=1))}
+    return {"layers": family.layers(config, mixers, family.listed_moe(config, experts, family.dense(config), first=1))}
 
 
 def _as_transformers(config: Fields) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
@@ -26,10 +25,9 @@ def _fields(config: Fields) -> family.SpecFields:
     if rotated is not None:
         factor = rotated / config.integer("head_dim", 2, 4096)
         config = replace(config, values={"partial_rotary_factor": factor, **config.values})
-    mixer = family.attention(config, rope={"partial": True}, qk_norm="full")
-    mixers = family.with_windows(mixer, family.no_window(config))
+    mixer = family.attention(config, rule=family.no_window(config), rope={"partial": True}, qk_norm="full")
     experts = family.moe(config, "intermediate_size", router=RouterRule(score="sigmoid", bias=True, renormalize=True))
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    return {"layers": family.layers(config, mixer, experts)}
 
 
 FAMILY = family.Family(

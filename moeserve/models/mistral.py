@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
-    mixers = family.with_windows(family.attention(config), family.same_window(config, window))
-    return {"layers": layer_specs(mixers, [family.dense(config)] * len(mixers))}
+    mixer = family.attention(config, rule=family.same_window(config, family.sliding_window(config)))
+    return {"layers": family.layers(config, mixer, family.dense(config))}
 
 
 FAMILY = family.Family(

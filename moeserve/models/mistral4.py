@@ -13,7 +13,6 @@ from moeserve.blocks.weights import FUSED, PER_EXPERT, ExpertNames, Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.rope_config import rope_fields
-from moeserve.models.spec import layer_specs
 
 _ROPE = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
@@ -31,7 +30,7 @@ def _fields(config: Fields) -> family.SpecFields:
         beta = rope.number("llama_4_scaling_beta", 0, family.MAX_MULTIPLIER)
         length = rope.integer("original_max_position_embeddings", 1, family.MAX_POSITION)
         mixer = replace(mixer, query_scale=QueryScale(beta, length))
-    return {"layers": layer_specs([mixer] * len(blocks), blocks)}
+    return {"layers": family.layers(config, mixer, blocks)}
 
 
 def _text_fields(config: Fields) -> family.SpecFields:

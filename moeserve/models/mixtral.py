@@ -8,7 +8,6 @@ from __future__ import annotations
 from moeserve.blocks.weights import FUSED, ExpertNames, Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 EXPERTS = (
@@ -22,10 +21,9 @@ EXPERTS = (
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
-    mixers = family.with_windows(family.attention(config), family.same_window(config, window))
+    mixer = family.attention(config, rule=family.same_window(config, family.sliding_window(config)))
     experts = family.moe(config, "intermediate_size", router=RouterRule(renormalize=True))
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    return {"layers": family.layers(config, mixer, experts)}
 
 
 FAMILY = family.Family(

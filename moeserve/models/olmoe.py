@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
     clip = config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)
-    mixer = family.attention(config, qk_norm="full", clip=clip, **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
+    mixer = family.attention(
+        config, rule=family.no_window(config), qk_norm="full", clip=clip, **family.attention_bias(config)
+    )
     router = RouterRule(renormalize=config.boolean("norm_topk_prob"))
-    return {"layers": layer_specs(mixers, [family.moe(config, "intermediate_size", router=router)] * len(mixers))}
+    return {"layers": family.layers(config, mixer, family.moe(config, "intermediate_size", router=router))}
 
 
 FAMILY = family.Family(

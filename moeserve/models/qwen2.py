@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    windows = family.window_per_layer(config, lambda layer, limit: layer >= limit)
-    mixers = family.with_windows(family.attention(config, qkv_bias=True), windows)
-    return {"layers": layer_specs(mixers, [family.dense(config)] * len(mixers))}
+    mixer = family.attention(config, qkv_bias=True)
+    mixers = family.window_per_layer(config, mixer, lambda layer, limit: layer >= limit)
+    return {"layers": family.layers(config, mixers, family.dense(config))}
 
 
 FAMILY = family.Family(

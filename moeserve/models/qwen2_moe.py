@@ -9,19 +9,18 @@ from __future__ import annotations
 from moeserve.blocks.feed_forward import SharedExpert
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, qkv_bias=config.boolean("qkv_bias"))
-    windows = family.window_per_layer(config, lambda layer, limit: layer % 2 == 0 and layer < limit)
+    mixers = family.window_per_layer(config, mixer, lambda layer, limit: layer % 2 == 0 and layer < limit)
     experts = family.moe(
         config,
         router=RouterRule(renormalize=config.boolean("norm_topk_prob")),
         shared=SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True),
     )
-    return {"layers": layer_specs(family.with_windows(mixer, windows), family.some_layers_moe(config, experts))}
+    return {"layers": family.layers(config, mixers, family.some_layers_moe(config, experts))}
 
 
 FAMILY = family.Family(

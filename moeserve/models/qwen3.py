@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.window_per_layer(config, lambda layer, limit: layer >= limit))
-    return {"layers": layer_specs(mixers, [family.dense(config)] * len(mixers))}
+    mixers = family.window_per_layer(config, mixer, lambda layer, limit: layer >= limit)
+    return {"layers": family.layers(config, mixers, family.dense(config))}
 
 
 FAMILY = family.Family(

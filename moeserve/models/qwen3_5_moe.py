@@ -9,13 +9,13 @@ from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.qwen3_next import SIZES, experts, mixers
-from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.models.spec import NormSpec
 
 
 def _fields(config: Fields) -> family.SpecFields:
     layers = mixers(config, by_head=False)
     blocks = [experts(config, renormalize=True)] * len(layers)
-    return {"layers": layer_specs(layers, blocks), "norm": NormSpec(shift=1.0)}
+    return {"layers": family.layers(config, layers, blocks), "norm": NormSpec(shift=1.0)}
 
 
 FAMILY = family.Family(

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.same_window(config, family.switched_window(config)))
+    rule = family.same_window(config, family.switched_window(config))
+    mixer = family.attention(config, rule=rule, qk_norm="head", **family.attention_bias(config))
     experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")))
-    return {"layers": layer_specs(mixers, family.some_layers_moe(config, experts))}
+    return {"layers": family.layers(config, mixer, family.some_layers_moe(config, experts))}
 
 
 FAMILY = family.Family(

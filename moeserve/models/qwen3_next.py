@@ -11,7 +11,7 @@ from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import RouterRule
 
 
@@ -46,7 +46,7 @@ def experts(config: Fields, *, renormalize: bool) -> MoE:
 
 def _fields(config: Fields) -> family.SpecFields:
     blocks = family.some_layers_moe(config, experts(config, renormalize=config.boolean("norm_topk_prob")))
-    return {"layers": layer_specs(mixers(config, by_head=True), blocks), "norm": NormSpec(shift=1.0)}
+    return {"layers": family.layers(config, mixers(config, by_head=True), blocks), "norm": NormSpec(shift=1.0)}
 
 
 SIZES = {

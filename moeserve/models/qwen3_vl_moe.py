@@ -8,15 +8,13 @@ from __future__ import annotations
 from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
+    mixer = family.attention(config, rule=family.no_window(config), qk_norm="head", **family.attention_bias(config))
     experts = family.moe(config, router=RouterRule(renormalize=True))
-    mixers = family.with_windows(mixer, family.no_window(config))
-    return {"layers": layer_specs(mixers, family.some_layers_moe(config, experts))}
+    return {"layers": family.layers(config, mixer, family.some_layers_moe(config, experts))}
 
 
 FAMILY = family.Family(

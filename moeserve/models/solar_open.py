@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, rope={"partial": True}, qkv_bias=config.boolean("attention_bias"))
-    mixers = family.with_windows(mixer, family.no_window(config))
+    rule, bias = family.no_window(config), config.boolean("attention_bias")
+    mixer = family.attention(config, rule=rule, rope={"partial": True}, qkv_bias=bias)
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    return {"layers": family.layers(config, mixer, experts)}
 
 
 FAMILY = family.Family(

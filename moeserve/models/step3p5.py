@@ -14,7 +14,7 @@ from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import Activation, RouterRule
 
 
@@ -32,7 +32,7 @@ def _fields(config: Fields) -> family.SpecFields:
     types = family.layer_types(own, kinds, ["full_attention"] * count)
     mixers = {kind: _attention(own, kind, types) for kind in dict.fromkeys(types)}
     return {
-        "layers": layer_specs([mixers[kind] for kind in types], _blocks(own, count)),
+        "layers": family.layers(config, [mixers[kind] for kind in types], _blocks(own, count)),
         "num_mtp_layers": mtp,
         "norm": NormSpec(shift=1.0),
     }
