@@ -16,8 +16,7 @@ from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    for key, value in (("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
-        config.only(key, value)
+    config.only(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
     sliding = family.attention(
         config,
         rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)),

@@ -5,6 +5,9 @@ Source: arXiv 2510.22115.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
@@ -14,10 +17,6 @@ _BIAS = ("attention.query_key_value.bias",)
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("score_function", "sigmoid")
-    config.only("use_qk_norm", True)
-    config.only("moe_router_enable_expert_bias", True)
-    config.only("moe_shared_expert_intermediate_size", config.raw("moe_intermediate_size"))
     mixer = family.attention(
         config,
         rule=family.no_window(config),
@@ -26,10 +25,17 @@ def _fields(config: Fields) -> family.SpecFields:
         out_bias=config.boolean("use_bias"),
         qk_norm="head",
     )
+    return with_experts(config, mixer)
+
+
+def with_experts(config: Fields, mixers: Mixer | Sequence[Mixer]) -> family.SpecFields:
+    """Reads what all of Ling's layers have beside attention, and how many layers are not loaded."""
+    config.only(score_function="sigmoid", use_qk_norm=True, moe_router_enable_expert_bias=True)
+    config.only(moe_shared_expert_intermediate_size=config.raw("moe_intermediate_size"))
     shared = family.shared_experts(config, "num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
     blocks = family.first_dense(config, experts, family.dense(config))
-    return {"layers": family.layers(config, mixer, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 FAMILY = family.Family(

@@ -17,23 +17,15 @@ from moeserve.models.rope_config import read_rope
 
 
 def _fields(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecFields:
-    for key in ("use_bias", "use_qkv_bias", "linear_silu", "use_linear_silu"):
-        config.only(key, False)
-    for key in ("linear_rope", "use_qk_norm", "moe_router_enable_expert_bias"):
-        config.only(key, True)
-    config.only("score_function", "sigmoid")
-    config.only("router_dtype", "fp32")
-    config.only("moe_shared_expert_intermediate_size", config.raw("moe_intermediate_size"))
+    config.only(use_bias=False, use_qkv_bias=False, linear_silu=False, use_linear_silu=False, linear_rope=True)
+    config.only(router_dtype="fp32")
     count, group = family.num_layers(config), config.integer("layer_group_size", 1, family.MAX_LAYERS)
     last, softmax = count // group * group, full(config)
     mixers = [
         softmax if (i + 1) % group == 0 or i >= last else _lightning(config, 1 - (i - 1) / max(count - 1, 1) + 1e-5)
         for i in range(count)
     ]
-    shared = family.shared_experts(config, "num_shared_experts")
-    experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
-    blocks = family.first_dense(config, experts, family.dense(config))
-    return {"layers": family.layers(config, mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return bailing_moe.with_experts(config, mixers)
 
 
 def _lightning(config: Fields, decay: float) -> Lightning:
@@ -49,7 +41,7 @@ def _lightning(config: Fields, decay: float) -> Lightning:
 
 
 def _latent(config: Fields) -> Mixer:
-    config.only("rope_interleave", True)
+    config.only(rope_interleave=True)
     return family.latent_attention(config)
 
 

@@ -12,9 +12,7 @@ from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("scoring_func", "softmax")
-    config.only("norm_topk_prob", False)
-    config.only("moe_layer_freq", 1)
+    config.only(scoring_func="softmax", norm_topk_prob=False, moe_layer_freq=1)
     grouped = config.choice("topk_method", ("greedy", "group_limited_greedy")) != "greedy"
     router = RouterRule(
         groups=config.integer("n_group", 1, family.MAX_EXPERTS) if grouped else 1,

@@ -16,9 +16,7 @@ from moeserve.models import family
 
 def experts_of(config: Fields) -> MoE:
     """Reads the experts, which V3.2 and GLM-5 share."""
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     return family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
 
 

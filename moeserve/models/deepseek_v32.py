@@ -15,7 +15,7 @@ from moeserve.models import deepseek_v3, family
 
 def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool = False) -> LatentAttention:
     """Reads latent attention with an indexer. interleaved, shared: see `Indexer`."""
-    config.only("indexer_rope_interleave", interleaved)
+    config.only(indexer_rope_interleave=interleaved)
     for key in ("q_lora_rank", "rope_interleave"):
         if not config.raw(key):
             raise config.error(key, "an index selector is not computed without it")

@@ -13,7 +13,7 @@ from moeserve.models import family
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("moe_layer_freq", 1)
+    config.only(moe_layer_freq=1)
     mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
     window, first = family.sliding_window(config), config.raw("max_window_layers")
     usual = [

@@ -47,8 +47,7 @@ def _feed_forward(config: Fields) -> Dense | MoE:
 
 
 def _mamba(config: Fields) -> Mamba2:
-    config.only("mamba_conv_bias", True)
-    config.only("mamba_proj_bias", False)
+    config.only(mamba_conv_bias=True, mamba_proj_bias=False)
     heads = config.integer("mamba_n_heads", 1, family.MAX_HEADS)
     inner = config.integer("mamba_expand", 1, family.MAX_WIDTH) * config.integer("hidden_size", 1, family.MAX_WIDTH)
     if inner % heads:

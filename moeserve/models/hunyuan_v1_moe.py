@@ -16,8 +16,7 @@ from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("use_cla", False)
-    config.only("use_qk_norm", True)
+    config.only(use_cla=False, use_qk_norm=True)
     mixer = family.attention(
         config,
         rule=family.no_window(config),

@@ -19,7 +19,7 @@ _EXPERT = "feed_forward.experts."
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("mamba_inner_layernorms", True)
+    config.only(mamba_inner_layernorms=True)
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     attention = replace(family.attention(config), rope=None)
     width = config.integer("hidden_size", 1, family.MAX_WIDTH)

@@ -39,8 +39,7 @@ def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    for key, value in (("mla_use_nope", True), ("moe_layer_freq", 1), ("moe_router_activation_func", "sigmoid")):
-        config.only(key, value)
+    config.only(mla_use_nope=True, moe_layer_freq=1, moe_router_activation_func="sigmoid")
     shared = family.shared_experts(config, name="block_sparse_moe.shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
     return {"layers": family.layers(config, _mixers(config), family.listed_moe(config, experts, family.dense(config)))}

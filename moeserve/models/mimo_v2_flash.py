@@ -66,12 +66,9 @@ def _as_transformers(config: Fields) -> dict[str, Any]:
         values["sliding_window"] = config.integer("sliding_window_size", 1, family.MAX_POSITION) + 1
     heads = config.integer("num_attention_heads", 1, 4096)
     kv_heads = 2 * config.integer("num_key_value_heads", 1, 4096)
-    for key, value in (
-        ("swa_num_attention_heads", heads), ("swa_num_key_value_heads", kv_heads), ("scoring_func", "sigmoid"),
-        ("swa_head_dim", config.raw("head_dim")), ("swa_v_head_dim", config.raw("v_head_dim")),
-        ("add_swa_attention_sink_bias", True), ("add_full_attention_sink_bias", False), ("topk_method", "noaux_tc"),
-    ):  # fmt: skip
-        config.only(key, value)
+    config.only(swa_num_attention_heads=heads, swa_num_key_value_heads=kv_heads, swa_head_dim=config.raw("head_dim"))
+    config.only(swa_v_head_dim=config.raw("v_head_dim"), scoring_func="sigmoid", topk_method="noaux_tc")
+    config.only(add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False)
     return values
 
 

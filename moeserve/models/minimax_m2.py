@@ -15,12 +15,8 @@ from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    known = {
-        "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
-        "shared_intermediate_size": 0, "attn_type_list": [1] * family.num_layers(config),
-    }  # fmt: skip
-    for key, value in known.items():
-        config.only(key, value)
+    config.only(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer")
+    config.only(shared_intermediate_size=0, attn_type_list=[1] * family.num_layers(config))
     rotated = config.optional_integer("rotary_dim", 2, 4096)
     if rotated is not None:
         factor = rotated / config.integer("head_dim", 2, 4096)

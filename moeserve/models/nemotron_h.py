@@ -23,9 +23,7 @@ KINDS = granite_moe_hybrid.KINDS | {"moe": "moe", "mlp": "mlp"}
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    for key in ("attention_bias", "mlp_bias", "use_bias"):
-        config.only(key, False)
-    config.only("use_conv_bias", True)
+    config.only(attention_bias=False, mlp_bias=False, use_bias=False, use_conv_bias=True)
     config.choice("mlp_hidden_act", ("relu2",))
     config.choice("mamba_hidden_act", ("silu",))
     config.unsupported("moe_latent_size", "experts of a width of their own are not supported")

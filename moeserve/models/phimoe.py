@@ -16,7 +16,7 @@ from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("num_experts_per_tok", 2)
+    config.only(num_experts_per_tok=2)
     rule = family.same_window(config, family.sliding_window(config))
     mixer = family.attention(config, rule=rule, rope={"more": ("longrope",)}, **family.attention_bias(config))
     router = RouterRule(score="sparsemixer", jitter=config.number("router_jitter_noise", 0, 1.0))

@@ -7,6 +7,7 @@ Source: huggingface.co/stepfun-ai/Step-3.5-Flash.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
@@ -19,13 +20,12 @@ from moeserve.ops.rules import Activation, RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    known = {
+    known: dict[str, Any] = {
         "moe_router_activation": "sigmoid", "use_moe_router_bias": True, "gating": True, "norm_expert_weight": True,
         "zero_centered": True, "use_qk_norm": True, "use_head_wise_attn_gate": True, "sink": False, "use_moe": True,
         "use_rope_layers": [], "yarn_only_types": ["full_attention"],
     }  # fmt: skip
-    for key, value in known.items():
-        config.only(key, value)
+    config.only(**known)
     mtp, kinds = family.mtp_layers(config), ("full_attention", "sliding_attention")
     count = family.num_layers(config)
     own = replace(config, values={**config.values, **_without_mtp(config, count)})
