@@ -40,19 +40,10 @@ def _fields(config: Fields) -> family.SpecFields:
     return indexed_layers(config, [indexed_attention(config)] * family.num_layers(config))
 
 
-DEFAULTS = (
-    family.sizes(129280, 7168, 18432, 61, 128, 128, 163840, experts=256, top_k=8, expert_size=2048)
-    | family.LATENT
-    | {
-        "eos_token_id": 1,
-        "first_k_dense_replace": 3,
-        "index_head_dim": 128,
-        "index_n_heads": 64,
-        "index_topk": 2048,
-        "n_group": 8,
-        "num_nextn_predict_layers": 1,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-    }
-)
+DEFAULTS = deepseek_v3.FAMILY.defaults | {
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "max_position_embeddings": 163840,
+}
 FAMILY = family.Family("DeepseekV32ForCausalLM", "deepseek_v32", _fields, DEFAULTS)

@@ -6,7 +6,7 @@ Source: arXiv 2407.10671.
 
 from __future__ import annotations
 
-from moeserve.blocks.feed_forward import SharedExpert
+from moeserve.blocks.feed_forward import MoE, SharedExpert
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
@@ -15,12 +15,14 @@ from moeserve.ops.rules import RouterRule
 def _fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, qkv_bias=config.boolean("qkv_bias"))
     mixers = family.window_per_layer(config, mixer, lambda layer, limit: layer % 2 == 0 and layer < limit)
-    experts = family.moe(
-        config,
-        router=RouterRule(renormalize=config.boolean("norm_topk_prob")),
-        shared=SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True),
-    )
-    return {"layers": family.layers(config, mixers, family.some_layers_moe(config, experts))}
+    blocks = family.some_layers_moe(config, experts(config, renormalize=config.boolean("norm_topk_prob")))
+    return {"layers": family.layers(config, mixers, blocks)}
+
+
+def experts(config: Fields, *, renormalize: bool) -> MoE:
+    """Reads the experts and the shared one. renormalize: see `RouterRule`."""
+    shared = SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True)
+    return family.moe(config, router=RouterRule(renormalize=renormalize), shared=shared)
 
 
 FAMILY = family.Family(

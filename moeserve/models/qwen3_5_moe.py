@@ -8,14 +8,15 @@ from __future__ import annotations
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.qwen3_next import SIZES, experts, mixers
+from moeserve.models.qwen2_moe import experts
+from moeserve.models.qwen3_next import SIZES, mixers
 from moeserve.models.spec import NormSpec
 
 
 def _fields(config: Fields) -> family.SpecFields:
     layers = mixers(config, by_head=False)
-    blocks = [experts(config, renormalize=True)] * len(layers)
-    return {"layers": family.layers(config, layers, blocks), "norm": NormSpec(shift=1.0)}
+    block = experts(config, renormalize=True)
+    return {"layers": family.layers(config, layers, block), "norm": NormSpec(shift=1.0)}
 
 
 FAMILY = family.Family(

@@ -6,13 +6,12 @@ Norms of the stream and of heads have their weights less one. Multi-token predic
 from __future__ import annotations
 
 from moeserve.blocks.attention import Attention
-from moeserve.blocks.feed_forward import MoE, SharedExpert
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
+from moeserve.models.qwen2_moe import experts
 from moeserve.models.spec import NormSpec
-from moeserve.ops.rules import RouterRule
 
 
 def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
@@ -36,12 +35,6 @@ def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
     usual = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(family.num_layers(config))]
     kinds = family.layer_types(config, ("linear_attention", "full_attention"), usual=usual)
     return [full if kind == "full_attention" else linear for kind in kinds]
-
-
-def experts(config: Fields, *, renormalize: bool) -> MoE:
-    """Reads the experts and the shared one. renormalize: see `RouterRule`."""
-    shared = SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True)
-    return family.moe(config, router=RouterRule(renormalize=renormalize), shared=shared)
 
 
 def _fields(config: Fields) -> family.SpecFields:
