@@ -41,11 +41,13 @@ class ExpertNames:
         return "{}" not in self.down
 
 
-PER_EXPERT = ExpertNames(
-    gate="mlp.experts.{}.gate_proj.weight",
-    up="mlp.experts.{}.up_proj.weight",
-    down="mlp.experts.{}.down_proj.weight",
-)
+def per_expert(begin: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> ExpertNames:
+    """Returns the spelling with a tensor for each product of each expert."""
+    gate, up, down = (f"{begin}.{{}}.{product}.weight" for product in (gate, up, down))
+    return ExpertNames(gate=gate, up=up, down=down)
+
+
+PER_EXPERT = per_expert("mlp.experts")
 FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
 
 

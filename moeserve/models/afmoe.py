@@ -35,9 +35,7 @@ def _fields(config: Fields) -> family.SpecFields:
         scale=config.number("route_scale", 0, family.MAX_MULTIPLIER),
     )
     experts = family.moe(config, router=router, shared=family.shared_experts(config, "num_shared_experts"))
-    count = family.num_layers(config)
-    first = config.integer("num_dense_layers", 0, count)
-    blocks = [family.dense(config)] * first + [experts] * (count - first)
+    blocks = family.first_dense(config, experts, family.dense(config), "num_dense_layers")
     scale = config.integer("hidden_size", 1, family.MAX_WIDTH) ** 0.5 if config.boolean("mup_enabled") else 1.0
     layers = family.layers(config, mixers, blocks, attn_post_norm=True, mlp_post_norm=True)
     return {"layers": layers, "embedding_scale": scale}

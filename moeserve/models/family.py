@@ -184,10 +184,10 @@ def shared_experts(
     return SharedExpert(size=count * size, name=name, bias=bias) if count else None
 
 
-def first_dense(config: Fields, experts: MoE, mlp: Dense) -> list[Dense | MoE]:
-    """Reads `first_k_dense_replace`: how many layers are dense before those with experts."""
+def first_dense(config: Fields, experts: MoE, mlp: Dense, key: str = "first_k_dense_replace") -> list[Dense | MoE]:
+    """Reads how many layers are dense before those with experts."""
     count = num_layers(config)
-    first = config.integer("first_k_dense_replace", 0, count)
+    first = config.integer(key, 0, count)
     return [mlp] * first + [experts] * (count - first)
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moeserve.blocks.mamba1 import Mamba1
-from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.blocks.weights import ExpertNames, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
 _MAX_STATE = 1024
-_EXPERT = "feed_forward.experts."
 
 
 def _fields(config: Fields) -> family.SpecFields:
@@ -68,12 +67,8 @@ FAMILY = family.Family(
     Names(
         norm="final_layernorm.weight",
         experts=(
-            ExpertNames(
-                gate=_EXPERT + "{}.gate_proj.weight",
-                up=_EXPERT + "{}.up_proj.weight",
-                down=_EXPERT + "{}.down_proj.weight",
-            ),
-            ExpertNames(gate_up=_EXPERT + "gate_up_proj", down=_EXPERT + "down_proj"),
+            per_expert("feed_forward.experts"),
+            ExpertNames(gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
         ),
         spelled={
             "post_attention_layernorm.weight": ("pre_ff_layernorm.weight",),

@@ -5,9 +5,8 @@ Source: LFM2 Technical Report (arXiv 2511.23404).
 
 from __future__ import annotations
 
-from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.short_conv import ShortConv
-from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.blocks.weights import ExpertNames, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
@@ -31,9 +30,7 @@ def _fields(config: Fields) -> family.SpecFields:
         epsilon=1e-6,
         scale=config.number("routed_scaling_factor", 0, family.MAX_MULTIPLIER),
     )
-    first = config.integer("num_dense_layers", 0, len(mixers))
-    blocks: list[Dense | MoE] = [family.dense(config)] * first
-    blocks += [family.moe(config, router=router)] * (len(mixers) - first)
+    blocks = family.first_dense(config, family.moe(config, router=router), family.dense(config), "num_dense_layers")
     return {"layers": family.layers(config, mixers, blocks)}
 
 
@@ -55,11 +52,7 @@ FAMILY = family.Family(
     Names(
         norm="embedding_norm.weight",
         experts=(
-            ExpertNames(
-                gate="feed_forward.experts.{}.w1.weight",
-                up="feed_forward.experts.{}.w3.weight",
-                down="feed_forward.experts.{}.w2.weight",
-            ),
+            per_expert("feed_forward.experts", "w1", "w3", "w2"),
             ExpertNames(gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
         ),
         spelled={

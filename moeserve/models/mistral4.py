@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moeserve.blocks.mixer import QueryScale
-from moeserve.blocks.weights import FUSED, PER_EXPERT, ExpertNames, Names
+from moeserve.blocks.weights import FUSED, PER_EXPERT, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.rope_config import rope_fields
@@ -86,13 +86,7 @@ LARGE_3 = replace(
         "",
         "output.weight",
         embed="tok_embeddings.weight",
-        experts=(
-            ExpertNames(
-                gate="experts.{}.w1.weight",
-                up="experts.{}.w3.weight",
-                down="experts.{}.w2.weight",
-            ),
-        ),
+        experts=(per_expert("experts", "w1", "w3", "w2"),),
         spelled={f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in _BLOCKS.items()},
         foreign=("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."),
     ),

@@ -5,19 +5,12 @@ Source: arXiv 2401.04088.
 
 from __future__ import annotations
 
-from moeserve.blocks.weights import FUSED, ExpertNames, Names
+from moeserve.blocks.weights import FUSED, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.ops.rules import RouterRule
 
-EXPERTS = (
-    ExpertNames(
-        gate="block_sparse_moe.experts.{}.w1.weight",
-        up="block_sparse_moe.experts.{}.w3.weight",
-        down="block_sparse_moe.experts.{}.w2.weight",
-    ),
-    FUSED,
-)
+EXPERTS = (per_expert("block_sparse_moe.experts", "w1", "w3", "w2"), FUSED)
 
 
 def _fields(config: Fields) -> family.SpecFields:
