@@ -12,7 +12,7 @@ from dataclasses import replace
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.loader.files import Fields
-from moeserve.models import family, granite_moe, granite_moe_shared
+from moeserve.models import family, granite_moe
 from moeserve.ops.rules import RouterRule
 
 KINDS = {  # as releases and transformers 5 have them
@@ -77,11 +77,11 @@ def time_limit(config: Fields) -> tuple[float, float]:
 
 
 FAMILY = replace(
-    granite_moe_shared.FAMILY,
+    granite_moe.SHARED,
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     fields=_fields,
-    defaults=granite_moe_shared.FAMILY.defaults
+    defaults=granite_moe.SHARED.defaults
     | {
         "mamba_d_conv": 4,
         "mamba_d_head": "auto",
