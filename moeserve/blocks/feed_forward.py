@@ -172,11 +172,11 @@ class MoE:
             else:
                 yield Piece(names.gate_up, (*one, 2 * inner, width), "w13", (half,), (*take, part))
             if self.bias:
-                yield Piece(names.gate_up_bias, (*one, 2 * inner), "w13_bias", (half,), (*take, part))
+                yield Piece(names.gate_up + "_bias", (*one, 2 * inner), "w13_bias", (half,), (*take, part))
         down = (*one, inner, width) if names.transposed else (*one, width, inner)
         yield Piece(names.down.format(expert), down, "w2", (), take, transposed=names.transposed)
         if self.bias:
-            yield Piece(names.down_bias, (*one, width), "w2_bias", (), take)
+            yield Piece(names.down + "_bias", (*one, width), "w2_bias", (), take)
 
     def build(self, build: Builder, name: str) -> FeedForwardLayer:
         """See `Dense`."""

@@ -22,16 +22,14 @@ class ExpertNames:
     """One spelling of the routed experts, relative to a layer; `{}` stands for the expert's id.
 
     gate, up, down: one tensor per expert, or, without `{}`, of all experts, [E, I, D] and [E, D, I]; no gate where
-    experts have none. gate_up: both of all experts, [E, 2I, D]. transposed: [E, D, 2I] and [E, I, D]. by_turns: gate
-    and up take turns along 2I.
+    experts have none. gate_up: both of all experts, [E, 2I, D]. Biases have _bias behind. transposed: [E, D, 2I] and
+    [E, I, D]. by_turns: gate and up take turns along 2I.
     """
 
     down: str
     gate: str = ""
     up: str = ""
     gate_up: str = ""
-    gate_up_bias: str = ""
-    down_bias: str = ""
     transposed: bool = False
     by_turns: bool = False
 

@@ -26,11 +26,6 @@ FAMILY = family.Family(
     _fields,
     family.sizes(163840, 7168, 18432, 61, 64, 64, 32768, experts=192, top_k=8, expert_size=2048)
     | family.LATENT
-    | {
-        "eos_token_id": 163691,
-        "n_group": 8,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-    },
+    | {"eos_token_id": 163691, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
     Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),
 )

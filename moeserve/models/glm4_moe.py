@@ -27,10 +27,5 @@ FAMILY = family.Family(
     "glm4_moe",
     _fields,
     family.sizes(151552, 4096, 10944, 46, 96, 8, 131072, experts=128, top_k=8, expert_size=1408)
-    | {
-        "num_nextn_predict_layers": 1,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-5,
-        "use_qk_norm": False,
-    },
+    | {"num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "use_qk_norm": False},
 )

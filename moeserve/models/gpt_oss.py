@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.blocks.weights import FUSED, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
@@ -49,16 +49,7 @@ FAMILY = family.Family(
         "swiglu_limit": 7.0,
     },
     Names(
-        experts=(
-            ExpertNames(
-                gate_up="mlp.experts.gate_up_proj",
-                down="mlp.experts.down_proj",
-                gate_up_bias="mlp.experts.gate_up_proj_bias",
-                down_bias="mlp.experts.down_proj_bias",
-                transposed=True,
-                by_turns=True,
-            ),
-        ),
+        experts=(replace(FUSED, transposed=True, by_turns=True),),
         spelled={"mlp.gate.weight": ("mlp.router.weight",), "mlp.gate.bias": ("mlp.router.bias",)},
     ),
 )

@@ -8,7 +8,9 @@ Source: arXiv 2505.09388, 2511.21631.
 
 from __future__ import annotations
 
-from moeserve.blocks.weights import ExpertNames, Names
+from dataclasses import replace
+
+from moeserve.blocks.weights import FUSED, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
@@ -43,7 +45,7 @@ FAMILIES = (
         | {"rope_theta": 500_000.0},
         Names(
             "model.language_model.",
-            experts=(ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", transposed=True),),
+            experts=(replace(FUSED, transposed=True),),
             foreign=("model.visual.",),
         ),
         text="text_config",
