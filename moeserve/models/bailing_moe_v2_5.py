@@ -7,10 +7,10 @@ Source: Ring-linear (arXiv 2510.19338), huggingface.co/inclusionAI/Ling-2.6-flas
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from moeserve.blocks.lightning import Lightning
 from moeserve.blocks.mixer import Mixer
-from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import bailing_moe, family
 from moeserve.models.rope_config import read_rope
@@ -57,24 +57,20 @@ _DEFAULTS = bailing_moe.FAMILY.defaults | {
 }
 _PARTS = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 _LATENT = {f"self_attn.{name}.weight": (f"attention.{name}.weight",) for name in _PARTS}
-_NAMES = bailing_moe.FAMILY.names
+_NAMES = replace(bailing_moe.FAMILY.names, ignored=("rotary_emb.inv_freq", "attention.slope"))
 FAMILIES = (
     family.Family(
         "BailingMoeV2_5ForCausalLM",
         ("bailing_hybrid", "bailing_moe_linear"),
         lambda config: _fields(config, _latent),
         _DEFAULTS | family.LATENT | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
-        Names(
-            embed=_NAMES.embed,
-            spelled={**_NAMES.spelled, **_LATENT},
-            ignored=(*_NAMES.ignored, "attention.slope"),
-        ),
+        replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
     ),
     family.Family(
         "BailingMoeLinearV2ForCausalLM",
         "bailing_moe_linear",
         lambda config: _fields(config, _grouped),
         _DEFAULTS,
-        Names(embed=_NAMES.embed, spelled=_NAMES.spelled, ignored=(*_NAMES.ignored, "attention.slope")),
+        _NAMES,
     ),
 )

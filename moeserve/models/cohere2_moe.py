@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moeserve.blocks.feed_forward import Dense
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
@@ -21,8 +22,7 @@ def _fields(config: Fields) -> family.SpecFields:
         config.integer(key, 1, family.MAX_LAYERS)
         for key in ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
     )
-    usual = ["sliding_attention" if (i + 1) % prefix else "full_attention" for i in range(first)]
-    usual += ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count - first)]
+    usual = family.alternating(config, prefix)[:first] + family.alternating(config, every)[: count - first]
     kinds = family.layer_types(config, usual=usual)
     average = config.choice("shared_expert_combination_strategy", ("average", "sum")) == "average"
     size = config.integer("intermediate_size", 1, family.MAX_WIDTH)
@@ -36,10 +36,7 @@ def _fields(config: Fields) -> family.SpecFields:
     if shared and average:
         shared = replace(shared, scale=0.5)
     experts = family.moe(config, "intermediate_size", router=router, shared=shared)
-    mlp = replace(
-        family.dense(config),
-        size=config.optional_integer("prefix_dense_intermediate_size", 1, family.MAX_WIDTH) or size,
-    )
+    mlp = Dense(size=config.optional_integer("prefix_dense_intermediate_size", 1, family.MAX_WIDTH) or size)
     blocks = family.listed_moe(config, experts, mlp, None)
     rope = family.attention(config, rope={"interleaved": True}, **family.attention_bias(config))
     sliding = replace(rope, rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)))

@@ -6,10 +6,7 @@ Source: arXiv 2412.19437, 2507.20534.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moeserve.blocks.feed_forward import MoE
-from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 
@@ -43,11 +40,11 @@ FAMILY = family.Family(
         "topk_group": 4,
     },
 )
-KIMI_K25 = replace(
-    FAMILY,
-    architecture="KimiK25ForConditionalGeneration",
-    model_type="kimi_k25",
-    text="text_config",
-    names=Names("language_model.model.", "language_model.lm_head.weight", foreign=("vision_tower.", "mm_projector.")),
+KIMI_K25 = FAMILY.inside(
+    "KimiK25ForConditionalGeneration",
+    "kimi_k25",
+    model="language_model.model.",
+    head="language_model.lm_head.weight",
+    foreign=("vision_tower.", "mm_projector."),
 )
 FAMILIES = (FAMILY, KIMI_K25)

@@ -55,6 +55,11 @@ class Family:
         """The spellings of the model type."""
         return (self.model_type,) if isinstance(self.model_type, str) else self.model_type
 
+    def inside(self, architecture: str, model_type: str, **names: Any) -> Family:
+        """Returns the multimodal architecture whose text part this one is. names: fields of `Names` that differ."""
+        own = replace(self.names, **names)
+        return replace(self, architecture=architecture, model_type=model_type, text="text_config", names=own)
+
 
 def num_layers(config: Fields) -> int:
     """Reads the number of decoder layers."""

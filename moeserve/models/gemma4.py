@@ -51,9 +51,8 @@ def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
     k_is_v = full and config.boolean("attention_k_eq_v")
     if full:
         values["head_dim"] = config.raw("global_head_dim")
-        values["num_key_value_heads"] = (k_is_v and config.raw("num_global_key_value_heads")) or config.raw(
-            "num_key_value_heads"
-        )
+        if k_is_v and (heads := config.raw("num_global_key_value_heads")):
+            values["num_key_value_heads"] = heads
         values |= config.section("per_layer_config").get(str(kinds.index(kind)), {})
     return family.attention(
         replace(config, values=values),
@@ -102,15 +101,10 @@ FAMILY = family.Family(
     aliases={"top_k_experts": "num_experts_per_tok", "hidden_activation": "hidden_act"},
     hidden_act="gelu_pytorch_tanh",
 )
-MULTIMODAL = replace(
-    FAMILY,
-    architecture="Gemma4ForConditionalGeneration",
-    model_type="gemma4",
-    text="text_config",
-    names=replace(
-        FAMILY.names,
-        model="model.language_model.",
-        foreign=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-    ),
+MULTIMODAL = FAMILY.inside(
+    "Gemma4ForConditionalGeneration",
+    "gemma4",
+    model="model.language_model.",
+    foreign=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )
 FAMILIES = (FAMILY, MULTIMODAL)

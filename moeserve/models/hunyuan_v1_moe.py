@@ -29,17 +29,11 @@ def _fields(config: Fields) -> family.SpecFields:
     for key, value in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
         if _same(config, key) not in (None, value):
             raise config.error(key, f"only {value} is supported")
-    same = replace(
-        config,
-        values={
-            **config.values,
-            **{k: _same(config, k) for k in ("num_experts", "num_experts_per_tok") if k in config.values},
-        },
-    )
+    counts = {key: _same(config, key) for key in ("num_experts", "num_experts_per_tok") if key in config.values}
     router = RouterRule(renormalize=True, fp32=True)
-    experts = family.moe(
-        same, "intermediate_size", router=router, shared=SharedExpert(size=size, name="mlp.shared_mlp")
-    )
+    shared = SharedExpert(size=size, name="mlp.shared_mlp")
+    same = replace(config, values={**config.values, **counts})
+    experts = family.moe(same, "intermediate_size", router=router, shared=shared)
     return {"layers": family.layers(config, mixer, experts)}
 
 

@@ -52,14 +52,6 @@ def _fields(config: Fields) -> family.SpecFields:
     return {"layers": family.layers(config, mixers, [experts if i in sparse else mlp for i in range(count)])}
 
 
-_NAMES = Names(
-    experts=(
-        ExpertNames(
-            gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj", transposed=True
-        ),
-    ),
-    spelled={"mlp.gate.weight": ("feed_forward.router.weight",)},
-)
 FAMILY = family.Family(
     "Llama4ForCausalLM",
     "llama4_text",
@@ -81,18 +73,20 @@ FAMILY = family.Family(
         "rope_theta": 500_000.0,
         "use_qk_norm": True,
     },
-    _NAMES,
-)
-MULTIMODAL = replace(
-    FAMILY,
-    architecture="Llama4ForConditionalGeneration",
-    model_type="llama4",
-    text="text_config",
-    names=replace(
-        _NAMES,
-        model="language_model.model.",
-        head="language_model.lm_head.weight",
-        foreign=("vision_model.", "multi_modal_projector."),
+    Names(
+        experts=(
+            ExpertNames(
+                gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj", transposed=True
+            ),
+        ),
+        spelled={"mlp.gate.weight": ("feed_forward.router.weight",)},
     ),
+)
+MULTIMODAL = FAMILY.inside(
+    "Llama4ForConditionalGeneration",
+    "llama4",
+    model="language_model.model.",
+    head="language_model.lm_head.weight",
+    foreign=("vision_model.", "multi_modal_projector."),
 )
 FAMILIES = (FAMILY, MULTIMODAL)

@@ -56,18 +56,15 @@ FAMILY = family.Family(
     Names(experts=(FUSED, PER_EXPERT)),
 )
 MULTIMODAL = replace(
-    FAMILY,
-    architecture="Mistral3ForConditionalGeneration",
-    model_type="mistral3",
-    fields=_text_fields,
-    defaults=FAMILY.defaults | {"model_type": "mistral"},
-    text="text_config",
-    names=Names(
-        "language_model.model.",
-        "language_model.lm_head.weight",
-        experts=(FUSED, PER_EXPERT),
+    FAMILY.inside(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        model="language_model.model.",
+        head="language_model.lm_head.weight",
         foreign=("vision_tower.", "multi_modal_projector."),
     ),
+    fields=_text_fields,
+    defaults=FAMILY.defaults | {"model_type": "mistral"},
 )
 _BLOCKS = {
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "gate",

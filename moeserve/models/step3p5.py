@@ -106,15 +106,6 @@ def _activations(config: Fields, key: str, count: int) -> list[Activation]:
     return [Activation(limit=limit, limit_after=True) if limit else Activation() for limit in limits]
 
 
-_NAMES = Names(
-    experts=(ExpertNames(gate="moe.gate_proj.weight", up="moe.up_proj.weight", down="moe.down_proj.weight"),),
-    spelled={
-        "mlp.gate.weight": ("moe.gate.weight",),
-        "mlp.gate.e_score_correction_bias": ("moe.router_bias",),
-        "self_attn.gate_proj.weight": ("self_attn.g_proj.weight",),
-    },
-    foreign=("vision_model.", "vit_large_projector."),
-)
 FAMILY = family.Family(
     "Step3p5ForCausalLM",
     "step3p5",
@@ -132,11 +123,18 @@ FAMILY = family.Family(
         "swiglu_limits": None,
         "swiglu_limits_shared": None,
     },
-    _NAMES,
+    Names(
+        experts=(ExpertNames(gate="moe.gate_proj.weight", up="moe.up_proj.weight", down="moe.down_proj.weight"),),
+        spelled={
+            "mlp.gate.weight": ("moe.gate.weight",),
+            "mlp.gate.e_score_correction_bias": ("moe.router_bias",),
+            "self_attn.gate_proj.weight": ("self_attn.g_proj.weight",),
+        },
+        foreign=("vision_model.", "vit_large_projector."),
+    ),
     aliases={
         "moe_num_experts": "num_experts", "moe_top_k": "num_experts_per_tok", "share_expert_dims": "share_expert_dim",
         "num_attention_groups": "num_key_value_heads",
     },
 )  # fmt: skip
-MULTIMODAL = replace(FAMILY, architecture="Step3p7ForConditionalGeneration", model_type="step3p7", text="text_config")
-FAMILIES = (FAMILY, MULTIMODAL)
+FAMILIES = (FAMILY, FAMILY.inside("Step3p7ForConditionalGeneration", "step3p7"))
