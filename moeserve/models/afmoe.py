@@ -12,7 +12,6 @@ from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
@@ -27,13 +26,7 @@ def _fields(config: Fields) -> family.SpecFields:
     full = replace(sliding, rope=None, rule=KVRule())
     usual = family.alternating(config, config.integer("global_attn_every_n_layers", 1, family.MAX_LAYERS))
     mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
-    router = RouterRule(
-        score="sigmoid",
-        bias=True,
-        renormalize=True,
-        epsilon=1e-20,
-        scale=config.number("route_scale", 0, family.MAX_MULTIPLIER),
-    )
+    router = replace(family.SIGMOID, scale=config.number("route_scale", 0, family.MAX_MULTIPLIER), fp32=False)
     experts = family.moe(config, router=router, shared=family.shared_experts(config, "num_shared_experts"))
     blocks = family.first_dense(config, experts, family.dense(config), "num_dense_layers")
     scale = config.integer("hidden_size", 1, family.MAX_WIDTH) ** 0.5 if config.boolean("mup_enabled") else 1.0

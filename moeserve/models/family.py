@@ -27,6 +27,7 @@ MAX_HEADS = 4096
 MAX_CONV = 16  # inputs of a convolution
 MAX_MULTIPLIER = 1e6
 SpecFields = dict[str, Any]  # of ModelSpec, by name
+SIGMOID = RouterRule(score="sigmoid", bias=True, renormalize=True, epsilon=1e-20, fp32=True)  # of DeepSeek-V3
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
 
 
@@ -163,15 +164,12 @@ def moe(config: Fields, size_key: str = "moe_intermediate_size", **options: Any)
 
 def deepseek_router(config: Fields) -> RouterRule:
     """Reads the rule of DeepSeek-V3, which most families with sigmoid scores share."""
-    return RouterRule(
-        score="sigmoid",
-        bias=True,
+    return replace(
+        SIGMOID,
         groups=config.optional_integer("n_group", 1, MAX_EXPERTS) or 1,
         kept_groups=config.optional_integer("topk_group", 1, MAX_EXPERTS) or 1,
         renormalize=config.boolean("norm_topk_prob"),
-        epsilon=1e-20,
         scale=config.optional_number("routed_scaling_factor", 0, MAX_MULTIPLIER) or 1.0,
-        fp32=True,
     )
 
 

@@ -5,22 +5,16 @@ Source: huggingface.co/tencent/Hy3-preview.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(config, rule=family.no_window(config), qk_norm="head", **family.attention_bias(config))
-    router = RouterRule(
-        score="sigmoid",
-        bias=True,
-        renormalize=True,
-        epsilon=1e-20,
-        scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER),
-        fp32=True,
-    )
+    router = replace(family.SIGMOID, scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER))
     bias = config.boolean("mlp_bias")
     shared = family.shared_experts(config, "num_shared_experts", "mlp.shared_mlp", bias=bias)
     experts = family.moe(config, router=router, shared=shared)
