@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moeserve.blocks.mixer import CacheTensor, QueryScale
+from moeserve.blocks.mixer import CacheTensor, LazyMixer, QueryScale
 from moeserve.blocks.rope import RopeSpec
 from moeserve.comm.world import World
 from moeserve.engine.kv_rule import FULL, KVRule
 
 if TYPE_CHECKING:
-    from moeserve.blocks.attention_layer import AttentionLayer
-    from moeserve.blocks.build import Builder
     from moeserve.blocks.weights import WeightPlan
     from moeserve.ops.inputs import HeadShape
 
@@ -31,7 +29,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class Attention(LazyMixer):
     """A mixer: softmax attention of H query heads on G KV heads.
 
     v_dim: of values; None: head_dim. rope: None for NoPE. scale: of scores; None: head_dim ** -0.5. query_scale: grows
@@ -166,15 +164,3 @@ class Attention:
             plan.stack(ours + "gate", [heads(name, *mine, v_dim if self.gate == "element" else 1)], plan.width)
         if self.sinks:
             plan.stack(ours + "sinks", [heads(plan.spell(theirs, "self_attn.sinks"), *mine, 1)])
-
-    def build(self, build: Builder, name: str, group: int) -> AttentionLayer:
-        """See `Mixer`."""
-        from moeserve.blocks.attention_layer import build_attention
-
-        return build_attention(self, build, name, group)
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
-        from moeserve.blocks.attention_layer import attention_workspace
-
-        return attention_workspace(self, width, tokens, max_len, size, tp_size)

@@ -157,7 +157,7 @@ class AttentionLayer:
         return torch.cat(mine, dim=1)
 
 
-def build_attention(spec: Attention, build: Builder, name: str, group: int) -> AttentionLayer:
+def build_layer(spec: Attention, build: Builder, name: str, group: int) -> AttentionLayer:
     """Returns the attention block of the layer whose parameters begin with `name`."""
     heads = spec.local_heads(build.world)
     if spec.gate_in_q:
@@ -229,7 +229,7 @@ def _reorder(spec: Attention, heads: Heads, build: Builder, name: str, order: li
         build.reorder(f"{name}{x}_norm", [head * dim + i for head in range(every) for i in order])
 
 
-def attention_workspace(spec: Attention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+def workspace(spec: Attention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     shape, d = spec.head_shape(tp_size), spec.head_dim
     heads, kv_heads = shape.num_heads, shape.num_kv_heads

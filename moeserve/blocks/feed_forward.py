@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moeserve.blocks.weights import ExpertNames, WeightPlan
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
@@ -19,30 +19,10 @@ if TYPE_CHECKING:
 FeedForwardLayer = Callable[..., Any]  # (x_T'D, number of real rows, micro-batch) -> T'D
 
 
-class FeedForward(Protocol):
-    """A feed-forward block in numbers; the methods are those of `Mixer`."""
-
-    def products(self, width: int) -> list[tuple[int, int]]:
-        """Returns (outputs, inputs) of every product whose weights all tokens read."""
-        ...
-
-    def plan(self, plan: WeightPlan, ours: str, theirs: str) -> None:
-        """Adds the block's parameters."""
-        ...
-
-    def build(self, build: Builder, name: str) -> FeedForwardLayer:
-        """Returns the block, made of the parameters `name` + ..."""
-        ...
-
-    def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
-        """Returns an upper bound of the bytes that a call needs beside the residual stream."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
     """An MLP with inner width `size` that every token passes, gated if the activation is. name: of the checkpoint's
-    module."""
+    module. The methods are those of `Mixer`, as are those of `MoE`."""
 
     size: int
     bias: bool = False
@@ -50,7 +30,7 @@ class Dense:
     name: str = "mlp"
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `FeedForward`."""
+        """Returns (outputs, inputs) of every product whose weights all tokens read."""
         return [(self.activation.parts * self.size, width), (width, self.size)]
 
     def plan(self, plan: WeightPlan, ours: str, theirs: str, *, sharded: bool = True) -> None:
@@ -68,12 +48,12 @@ class Dense:
             plan.add(ours + "down_bias", (plan.width,), plan.spell(theirs, f"{name}.down_proj.bias"), sharded=sharded)
 
     def build(self, build: Builder, name: str) -> FeedForwardLayer:
-        """See `FeedForward`."""
+        """Returns the block, made of the parameters `name` + ..."""
         mlp = build.gated(name, self.size, build.tp, self.activation)
         return lambda x_TD, num_tokens, ubatch: mlp(x_TD, ubatch.index)
 
     def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
-        """See `FeedForward`."""
+        """Returns an upper bound of the bytes that a call needs beside the residual stream."""
         from moeserve.blocks.feed_forward_layer import dense_workspace
 
         return dense_workspace(self.size, width, tokens, size, tp_size)
@@ -119,7 +99,7 @@ class MoE:
     beside: Dense | None = None
 
     def products(self, width: int) -> list[tuple[int, int]]:
-        """See `FeedForward`; without the routed experts, whose weights only their tokens read."""
+        """See `Dense`; without the routed experts, whose weights only their tokens read."""
         shared = self.shared.mlp.products(width) if self.shared else []
         beside = self.beside.products(width) if self.beside else []
         return [(self.num_experts, width), *shared, *beside]
@@ -192,20 +172,20 @@ class MoE:
             else:
                 yield Piece(names.gate_up, (*one, 2 * inner, width), "w13", (half,), (*take, part))
             if self.bias:
-                yield Piece(names.gate_up_bias, (*one, 2 * inner), "w13_bias", (half,), (*take, part))
+                yield Piece(names.gate_up + "_bias", (*one, 2 * inner), "w13_bias", (half,), (*take, part))
         down = (*one, inner, width) if names.transposed else (*one, width, inner)
         yield Piece(names.down.format(expert), down, "w2", (), take, transposed=names.transposed)
         if self.bias:
-            yield Piece(names.down_bias, (*one, width), "w2_bias", (), take)
+            yield Piece(names.down + "_bias", (*one, width), "w2_bias", (), take)
 
     def build(self, build: Builder, name: str) -> FeedForwardLayer:
-        """See `FeedForward`."""
+        """See `Dense`."""
         from moeserve.blocks.feed_forward_layer import build_beside, build_moe
 
         return build_beside(self, self.beside, build, name) if self.beside else build_moe(self, build, name)
 
     def workspace(self, width: int, tokens: int, size: int, tp_size: int) -> int:
-        """See `FeedForward`."""
+        """See `Dense`."""
         from moeserve.blocks.feed_forward_layer import moe_workspace
 
         return moe_workspace(self, width, tokens, size, tp_size)

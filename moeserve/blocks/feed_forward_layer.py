@@ -89,12 +89,12 @@ def build_router(spec: MoE, build: Builder, name: str) -> Router:
 
 
 def dense_workspace(inner: int, width: int, tokens: int, size: int, tp_size: int) -> int:
-    """Returns an upper bound of the bytes of a dense block; see `FeedForward.workspace`."""
+    """Returns an upper bound of the bytes of a dense block; see `Dense.workspace`."""
     return tokens * (4 * inner + 2 * width) * size + gathered_bytes(tokens, inner + width, size, tp_size)
 
 
 def moe_workspace(spec: MoE, width: int, tokens: int, size: int, tp_size: int) -> int:
-    """Returns an upper bound of the bytes of an MoE block; see `FeedForward.workspace`."""
+    """Returns an upper bound of the bytes of an MoE block; see `Dense.workspace`."""
     shared = max(block.size for block in (spec.shared, spec.beside, Dense(size=0)) if block)
     dense = tokens * (4 * shared + 2 * width) * size
     own = padded_rows(-(-tokens // tp_size), LARGEST_PAD)  # tokens that this rank sends to experts

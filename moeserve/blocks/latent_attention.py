@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeserve.blocks.indexer import Indexer
-from moeserve.blocks.mixer import CacheTensor, QueryScale, divisors
+from moeserve.blocks.mixer import CacheTensor, LazyMixer, QueryScale, divisors
 from moeserve.blocks.rope import RopeSpec
 from moeserve.comm.world import World
 from moeserve.engine.kv_rule import FULL, KVRule
 
 if TYPE_CHECKING:
-    from moeserve.blocks.build import Builder
-    from moeserve.blocks.latent_attention_layer import LatentAttentionLayer
     from moeserve.blocks.weights import WeightPlan
     from moeserve.ops.inputs import HeadShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention:
+class LatentAttention(LazyMixer):
     """A mixer: H heads that attend to one latent per token.
 
     nope_dim, rope_dim: n and p; without rope p does not rotate either (Kimi-Linear). rank: L. q_rank: of the compressed
@@ -125,15 +123,3 @@ class LatentAttention:
         plan.add(ours + "out", (width, self.num_heads * self.v_dim), out, sharded=True)
         if self.bias:
             plan.add(ours + "out_bias", (width,), plan.spell(theirs, "self_attn.o_proj.bias"), sharded=True)
-
-    def build(self, build: Builder, name: str, group: int) -> LatentAttentionLayer:
-        """See `Mixer`."""
-        from moeserve.blocks.latent_attention_layer import build_latent_attention
-
-        return build_latent_attention(self, build, name, group)
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
-        from moeserve.blocks.latent_attention_layer import latent_workspace
-
-        return latent_workspace(self, width, tokens, max_len, size, tp_size)

@@ -113,7 +113,7 @@ class LatentAttentionLayer:
         return self.out(self.tp.gather_columns(v_Tv, channel), channel)
 
 
-def build_latent_attention(spec: LatentAttention, build: Builder, name: str, group: int) -> LatentAttentionLayer:
+def build_layer(spec: LatentAttention, build: Builder, name: str, group: int) -> LatentAttentionLayer:
     """Returns the latent attention block of the layer whose parameters begin with `name`."""
     local = spec.heads(build.world)
     heads, queries = local.stop - local.start, spec.nope_dim + spec.rope_dim
@@ -154,7 +154,7 @@ def build_latent_attention(spec: LatentAttention, build: Builder, name: str, gro
     )
 
 
-def latent_workspace(spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+def workspace(spec: LatentAttention, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     shape = spec.head_shape(tp_size)
     queries = shape.num_heads * (spec.nope_dim + spec.rope_dim)

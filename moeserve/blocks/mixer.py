@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeserve.blocks.rope import RopeSpec
@@ -118,6 +119,26 @@ class Mixer(Protocol):
         tokens: padded, of a step. max_len: of a context. size: bytes of an element.
         """
         ...
+
+
+class LazyMixer:
+    """The part of `Mixer` that needs torch: `build_layer` and `workspace` of the file beside the mixer's own, which has
+    _layer behind its name and is imported when they are called."""
+
+    __slots__ = ()
+
+    def build(self, build: Builder, name: str, group: int) -> MixerLayer:
+        """See `Mixer`."""
+        layer: MixerLayer = self._beside().build_layer(self, build, name, group)
+        return layer
+
+    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
+        """See `Mixer`."""
+        num_bytes: int = self._beside().workspace(self, width, tokens, max_len, size, tp_size)
+        return num_bytes
+
+    def _beside(self) -> Any:
+        return import_module(type(self).__module__ + "_layer")
 
 
 def divisors(number: int) -> list[int]:

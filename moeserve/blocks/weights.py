@@ -22,16 +22,14 @@ class ExpertNames:
     """One spelling of the routed experts, relative to a layer; `{}` stands for the expert's id.
 
     gate, up, down: one tensor per expert, or, without `{}`, of all experts, [E, I, D] and [E, D, I]; no gate where
-    experts have none. gate_up: both of all experts, [E, 2I, D]. transposed: [E, D, 2I] and [E, I, D]. by_turns: gate
-    and up take turns along 2I.
+    experts have none. gate_up: both of all experts, [E, 2I, D]. Biases have _bias behind. transposed: [E, D, 2I] and
+    [E, I, D]. by_turns: gate and up take turns along 2I.
     """
 
     down: str
     gate: str = ""
     up: str = ""
     gate_up: str = ""
-    gate_up_bias: str = ""
-    down_bias: str = ""
     transposed: bool = False
     by_turns: bool = False
 
@@ -41,11 +39,13 @@ class ExpertNames:
         return "{}" not in self.down
 
 
-PER_EXPERT = ExpertNames(
-    gate="mlp.experts.{}.gate_proj.weight",
-    up="mlp.experts.{}.up_proj.weight",
-    down="mlp.experts.{}.down_proj.weight",
-)
+def per_expert(begin: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> ExpertNames:
+    """Returns the spelling with a tensor for each product of each expert."""
+    gate, up, down = (f"{begin}.{{}}.{product}.weight" for product in (gate, up, down))
+    return ExpertNames(gate=gate, up=up, down=down)
+
+
+PER_EXPERT = per_expert("mlp.experts")
 FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
 
 

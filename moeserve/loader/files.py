@@ -164,10 +164,11 @@ class Fields:
             return value
         raise self.error(key, "it must be an object or null")
 
-    def only(self, key: str, value: Any) -> None:
-        """Refuses a value other than `value`, which is what is computed; an absent key and null mean it, too."""
-        if self.values.get(key) not in (None, value):
-            raise self.error(key, f"only {value!r} is supported")
+    def only(self, **known: Any) -> None:
+        """Refuses other values of these keys, since they are what is computed; an absent key and null mean it, too."""
+        for key, value in known.items():
+            if self.values.get(key) not in (None, value):
+                raise self.error(key, f"only {value!r} is supported")
 
     def unsupported(self, key: str, remedy: str) -> None:
         """Refuses a key that would change the model's result if it were ignored."""

@@ -72,14 +72,6 @@ def _fp8(config: Fields) -> list[StoredFormat]:
     return [StoredFormat(kind="fp8", rows=rows, group=group, activations=True)]
 
 
-def _fbgemm(config: Fields) -> list[StoredFormat]:
-    return [StoredFormat(kind="fp8", activations=True)]
-
-
-def _mxfp4(config: Fields) -> list[StoredFormat]:
-    return [StoredFormat(kind="fp4", layout="blocks", group=32)]
-
-
 def _block(config: Fields, key: str) -> tuple[int, int]:
     block = config.integers(key, 1, _MAX_SIZE)
     if len(block) != 2 or block[1] % 8:
@@ -226,6 +218,8 @@ def _scales(weights: Fields, supported: tuple[str, ...]) -> tuple[int, int]:
 
 
 _METHODS: dict[str, Callable[[Fields], list[StoredFormat]]] = {
-    "compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fbgemm, "mxfp4": _mxfp4, "modelopt": _modelopt,
-    "modelopt_fp4": _modelopt, "modelopt_mixed": _modelopt, "awq": _awq, "gptq": _gptq,
+    "compressed-tensors": _compressed, "fp8": _fp8, "awq": _awq, "gptq": _gptq,
+    "modelopt": _modelopt, "modelopt_fp4": _modelopt, "modelopt_mixed": _modelopt,
+    "fbgemm_fp8": lambda config: [StoredFormat(kind="fp8", activations=True)],
+    "mxfp4": lambda config: [StoredFormat(kind="fp4", layout="blocks", group=32)],
 }  # fmt: skip

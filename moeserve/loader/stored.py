@@ -157,15 +157,11 @@ def _choose(base: str, candidates: list[Stored]) -> Stored:
 
 def _shape_of(stored: Stored) -> tuple[int, ...]:
     """The shape that a weight has in the format, if its own is in none of the rounded sizes."""
-    *lead, rows, depth = stored.values.shape if stored.form.layout != "blocks" else _flat(stored.values.shape)
-    each = stored.form.per_element
+    shape, each = stored.values.shape, stored.form.per_element
+    *lead, rows, depth = shape if stored.form.layout != "blocks" else (*shape[:-2], math.prod(shape[-2:]))
     if stored.form.layout == "awq":
         return depth * each, rows
     return (depth, rows * each) if stored.form.inputs_first else (*lead, rows, depth * each)
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], math.prod(shape[-2:]))
 
 
 def _names(target: str, module: str) -> bool:

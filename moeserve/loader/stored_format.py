@@ -64,11 +64,9 @@ class StoredFormat:
             return depth, -(-rows // self.per_element)
         if self.inputs_first:
             return -(-depth // self.per_element), rows
-        return (
-            (*lead, rows, -(-depth // 32), 16)
-            if self.layout == "blocks"
-            else (*lead, rows, -(-depth // self.per_element))
-        )
+        if self.layout == "blocks":
+            return *lead, rows, -(-depth // 32), 16
+        return *lead, rows, -(-depth // self.per_element)
 
     def scales_shape(self, shape: tuple[int, ...], transposed: bool = False) -> tuple[int, ...]:
         """Likewise of the scales, but for dimensions of size 1. gptq in groups of 8, [64, 32] -> [4, 64]"""

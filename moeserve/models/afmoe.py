@@ -12,13 +12,10 @@ from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
-from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    for key, value in (("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
-        config.only(key, value)
+    config.only(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
     sliding = family.attention(
         config,
         rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)),
@@ -29,19 +26,11 @@ def _fields(config: Fields) -> family.SpecFields:
     full = replace(sliding, rope=None, rule=KVRule())
     usual = family.alternating(config, config.integer("global_attn_every_n_layers", 1, family.MAX_LAYERS))
     mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
-    router = RouterRule(
-        score="sigmoid",
-        bias=True,
-        renormalize=True,
-        epsilon=1e-20,
-        scale=config.number("route_scale", 0, family.MAX_MULTIPLIER),
-    )
+    router = replace(family.SIGMOID, scale=config.number("route_scale", 0, family.MAX_MULTIPLIER), fp32=False)
     experts = family.moe(config, router=router, shared=family.shared_experts(config, "num_shared_experts"))
-    count = family.num_layers(config)
-    first = config.integer("num_dense_layers", 0, count)
-    blocks = [family.dense(config)] * first + [experts] * (count - first)
+    blocks = family.first_dense(config, experts, family.dense(config), "num_dense_layers")
     scale = config.integer("hidden_size", 1, family.MAX_WIDTH) ** 0.5 if config.boolean("mup_enabled") else 1.0
-    layers = layer_specs(mixers, blocks, attn_post_norm=True, mlp_post_norm=True)
+    layers = family.layers(config, mixers, blocks, attn_post_norm=True, mlp_post_norm=True)
     return {"layers": layers, "embedding_scale": scale}
 
 
@@ -49,16 +38,12 @@ FAMILY = family.Family(
     "AfmoeForCausalLM",
     "afmoe",
     _fields,
-    family.sizes(200192, 2048, 6144, 32, 16, None, 16384)
+    family.sizes(200192, 2048, 6144, 32, 16, None, 16384, experts=64, top_k=6, expert_size=1408)
     | {
         "global_attn_every_n_layers": 4,
         "head_dim": 128,
-        "layer_types": None,
-        "moe_intermediate_size": 1408,
         "mup_enabled": False,
         "num_dense_layers": 1,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
         "num_shared_experts": 2,
         "rms_norm_eps": 1e-5,
         "route_scale": 1.0,

@@ -11,13 +11,12 @@ from moeserve.blocks.feed_forward import MoE
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
     blocks = family.listed_moe(config, experts, family.dense(config), None)
-    layers = layer_specs([family.latent_attention(config)] * len(blocks), blocks)
+    layers = family.layers(config, family.latent_attention(config), blocks)
     return {"layers": tuple(replace(layer, mlp_post_norm=isinstance(layer.feed_forward, MoE)) for layer in layers)}
 
 
@@ -25,20 +24,8 @@ FAMILY = family.Family(
     "AXK1ForCausalLM",
     "axk1",
     _fields,
-    family.sizes(163840, 7168, 18432, 61, 64, 64, 32768)
+    family.sizes(163840, 7168, 18432, 61, 64, 64, 32768, experts=192, top_k=8, expert_size=2048)
     | family.LATENT
-    | {
-        "eos_token_id": 163691,
-        "first_k_dense_replace": 1,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 192,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-    },
+    | {"eos_token_id": 163691, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
     Names(spelled={"mlp_post_norm.weight": ("post_mlp_layernorm.weight",)}),
 )

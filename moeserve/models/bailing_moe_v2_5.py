@@ -7,34 +7,25 @@ Source: Ring-linear (arXiv 2510.19338), huggingface.co/inclusionAI/Ling-2.6-flas
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from moeserve.blocks.lightning import Lightning
 from moeserve.blocks.mixer import Mixer
-from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import bailing_moe, family
 from moeserve.models.rope_config import read_rope
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields, full: Callable[[Fields], Mixer]) -> family.SpecFields:
-    for key in ("use_bias", "use_qkv_bias", "linear_silu", "use_linear_silu"):
-        config.only(key, False)
-    for key in ("linear_rope", "use_qk_norm", "moe_router_enable_expert_bias"):
-        config.only(key, True)
-    config.only("score_function", "sigmoid")
-    config.only("router_dtype", "fp32")
-    config.only("moe_shared_expert_intermediate_size", config.raw("moe_intermediate_size"))
+    config.only(use_bias=False, use_qkv_bias=False, linear_silu=False, use_linear_silu=False, linear_rope=True)
+    config.only(router_dtype="fp32")
     count, group = family.num_layers(config), config.integer("layer_group_size", 1, family.MAX_LAYERS)
     last, softmax = count // group * group, full(config)
     mixers = [
         softmax if (i + 1) % group == 0 or i >= last else _lightning(config, 1 - (i - 1) / max(count - 1, 1) + 1e-5)
         for i in range(count)
     ]
-    shared = family.shared_experts(config, "num_shared_experts")
-    experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
-    blocks = family.first_dense(config, experts, family.dense(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return bailing_moe.with_experts(config, mixers)
 
 
 def _lightning(config: Fields, decay: float) -> Lightning:
@@ -50,7 +41,7 @@ def _lightning(config: Fields, decay: float) -> Lightning:
 
 
 def _latent(config: Fields) -> Mixer:
-    config.only("rope_interleave", True)
+    config.only(rope_interleave=True)
     return family.latent_attention(config)
 
 
@@ -61,30 +52,25 @@ def _grouped(config: Fields) -> Mixer:
 _DEFAULTS = bailing_moe.FAMILY.defaults | {
     "group_norm_size": 4,
     "layer_group_size": 5,
-    "num_nextn_predict_layers": 0,
     "partial_rotary_factor": 0.5,
     "routed_scaling_factor": 2.5,
 }
 _PARTS = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 _LATENT = {f"self_attn.{name}.weight": (f"attention.{name}.weight",) for name in _PARTS}
-_NAMES = bailing_moe.FAMILY.names
+_NAMES = replace(bailing_moe.FAMILY.names, ignored=("rotary_emb.inv_freq", "attention.slope"))
 FAMILIES = (
     family.Family(
         "BailingMoeV2_5ForCausalLM",
         ("bailing_hybrid", "bailing_moe_linear"),
         lambda config: _fields(config, _latent),
         _DEFAULTS | family.LATENT | {"num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 6_000_000.0},
-        Names(
-            embed=_NAMES.embed,
-            spelled={**_NAMES.spelled, **_LATENT},
-            ignored=(*_NAMES.ignored, "attention.slope"),
-        ),
+        replace(_NAMES, spelled={**_NAMES.spelled, **_LATENT}),
     ),
     family.Family(
         "BailingMoeLinearV2ForCausalLM",
         "bailing_moe_linear",
         lambda config: _fields(config, _grouped),
         _DEFAULTS,
-        Names(embed=_NAMES.embed, spelled=_NAMES.spelled, ignored=(*_NAMES.ignored, "attention.slope")),
+        _NAMES,
     ),
 )

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moeserve.blocks.feed_forward import Dense
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import RouterRule
 
 
@@ -21,8 +22,7 @@ def _fields(config: Fields) -> family.SpecFields:
         config.integer(key, 1, family.MAX_LAYERS)
         for key in ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
     )
-    usual = ["sliding_attention" if (i + 1) % prefix else "full_attention" for i in range(first)]
-    usual += ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count - first)]
+    usual = family.alternating(config, prefix)[:first] + family.alternating(config, every)[: count - first]
     kinds = family.layer_types(config, usual=usual)
     average = config.choice("shared_expert_combination_strategy", ("average", "sum")) == "average"
     size = config.integer("intermediate_size", 1, family.MAX_WIDTH)
@@ -36,10 +36,7 @@ def _fields(config: Fields) -> family.SpecFields:
     if shared and average:
         shared = replace(shared, scale=0.5)
     experts = family.moe(config, "intermediate_size", router=router, shared=shared)
-    mlp = replace(
-        family.dense(config),
-        size=config.optional_integer("prefix_dense_intermediate_size", 1, family.MAX_WIDTH) or size,
-    )
+    mlp = Dense(size=config.optional_integer("prefix_dense_intermediate_size", 1, family.MAX_WIDTH) or size)
     blocks = family.listed_moe(config, experts, mlp, None)
     rope = family.attention(config, rope={"interleaved": True}, **family.attention_bias(config))
     sliding = replace(rope, rule=KVRule(config.integer("sliding_window", 1, family.MAX_POSITION)))
@@ -49,7 +46,7 @@ def _fields(config: Fields) -> family.SpecFields:
     ]
     centred = config.raw("rms_norm_eps") is None
     return {
-        "layers": layer_specs(mixers, blocks, parallel=True),
+        "layers": family.layers(config, mixers, blocks, parallel=True),
         "norm": NormSpec(centred=centred),
         "norm_eps": config.number("layer_norm_eps" if centred else "rms_norm_eps", 0, 1.0),
         "logits_divisor": 1 / config.number("logit_scale", 0, 1e6),
@@ -60,19 +57,14 @@ FAMILY = family.Family(
     "Cohere2MoeForCausalLM",
     "cohere2_moe",
     _fields,
-    family.sizes(256000, 8192, 22528, 40, 64, None, 8192)
+    family.sizes(256000, 8192, 22528, 40, 64, None, 8192, experts=8, top_k=2)
     | {
         "eos_token_id": 255001,
         "expert_selection_fn": "softmax",
         "first_k_dense_replace": 0,
         "head_dim": 128,
         "layer_norm_eps": 1e-5,
-        "layer_types": None,
         "logit_scale": 0.0625,
-        "mlp_layer_types": None,
-        "norm_topk_prob": True,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
         "num_shared_experts": 0,
         "prefix_dense_intermediate_size": None,
         "prefix_dense_sliding_window_pattern": 1,

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("scoring_func", "softmax")
-    config.only("norm_topk_prob", False)
-    config.only("moe_layer_freq", 1)
+    config.only(scoring_func="softmax", norm_topk_prob=False, moe_layer_freq=1)
     grouped = config.choice("topk_method", ("greedy", "group_limited_greedy")) != "greedy"
     router = RouterRule(
         groups=config.integer("n_group", 1, family.MAX_EXPERTS) if grouped else 1,
@@ -27,28 +24,20 @@ def _fields(config: Fields) -> family.SpecFields:
     bias = config.boolean("mlp_bias")
     experts = family.moe(config, router=router, shared=family.shared_experts(config, bias=bias))
     blocks = family.first_dense(config, experts, family.dense(config, bias=bias))
-    return {"layers": layer_specs([family.latent_attention(config)] * len(blocks), blocks)}
+    return {"layers": family.layers(config, family.latent_attention(config), blocks)}
 
 
 FAMILY = family.Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     _fields,
-    family.sizes(102400, 4096, 11008, 32, 32, None, 2048)
+    family.sizes(102400, 4096, 11008, 32, 32, None, 2048, experts=64, expert_size=1407)
     | family.LATENT
     | {
         "eos_token_id": 2,
         "first_k_dense_replace": 0,
-        "mlp_bias": False,
-        "moe_intermediate_size": 1407,
-        "moe_layer_freq": 1,
         "n_group": None,
         "n_shared_experts": 2,
-        "norm_topk_prob": False,
-        "num_experts": 64,
-        "num_experts_per_tok": None,
-        "routed_scaling_factor": 1.0,
-        "scoring_func": "softmax",
         "topk_group": None,
         "topk_method": "greedy",
     },

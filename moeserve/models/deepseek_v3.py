@@ -6,27 +6,21 @@ Source: arXiv 2412.19437, 2507.20534.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moeserve.blocks.feed_forward import MoE
-from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def experts_of(config: Fields) -> MoE:
     """Reads the experts, which V3.2 and GLM-5 share."""
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     return family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
 
 
 def _fields(config: Fields) -> family.SpecFields:
     blocks = family.first_dense(config, experts_of(config), family.dense(config))
     return {
-        "layers": layer_specs([family.latent_attention(config)] * len(blocks), blocks),
+        "layers": family.layers(config, family.latent_attention(config), blocks),
         "num_mtp_layers": family.mtp_layers(config),
     }
 
@@ -35,30 +29,22 @@ FAMILY = family.Family(
     "DeepseekV3ForCausalLM",
     ("deepseek_v3", "kimi_k2"),
     _fields,
-    family.sizes(129280, 7168, 18432, 61, 128, 128, 4096)
+    family.sizes(129280, 7168, 18432, 61, 128, 128, 4096, experts=256, top_k=8, expert_size=2048)
     | family.LATENT
     | {
         "eos_token_id": 1,
         "first_k_dense_replace": 3,
-        "moe_intermediate_size": 2048,
-        "moe_layer_freq": 1,
         "n_group": 8,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
         "num_nextn_predict_layers": 1,
         "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
         "topk_group": 4,
-        "topk_method": "noaux_tc",
     },
 )
-KIMI_K25 = replace(
-    FAMILY,
-    architecture="KimiK25ForConditionalGeneration",
-    model_type="kimi_k25",
-    text="text_config",
-    names=Names("language_model.model.", "language_model.lm_head.weight", foreign=("vision_tower.", "mm_projector.")),
+KIMI_K25 = FAMILY.inside(
+    "KimiK25ForConditionalGeneration",
+    "kimi_k25",
+    model="language_model.model.",
+    head="language_model.lm_head.weight",
+    foreign=("vision_tower.", "mm_projector."),
 )
 FAMILIES = (FAMILY, KIMI_K25)

@@ -11,12 +11,11 @@ from moeserve.blocks.indexer import Indexer
 from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.loader.files import Fields
 from moeserve.models import deepseek_v3, family
-from moeserve.models.spec import layer_specs
 
 
 def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool = False) -> LatentAttention:
     """Reads latent attention with an indexer. interleaved, shared: see `Indexer`."""
-    config.only("indexer_rope_interleave", interleaved)
+    config.only(indexer_rope_interleave=interleaved)
     for key in ("q_lora_rank", "rope_interleave"):
         if not config.raw(key):
             raise config.error(key, "an index selector is not computed without it")
@@ -34,32 +33,17 @@ def indexed_attention(config: Fields, *, interleaved: bool = False, shared: bool
 def indexed_layers(config: Fields, mixers: Sequence[LatentAttention]) -> family.SpecFields:
     """Reads what the layers with these mixers have beside them, and how many layers are not loaded."""
     blocks = family.listed_moe(config, deepseek_v3.experts_of(config), family.dense(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 def _fields(config: Fields) -> family.SpecFields:
     return indexed_layers(config, [indexed_attention(config)] * family.num_layers(config))
 
 
-DEFAULTS = (
-    family.sizes(129280, 7168, 18432, 61, 128, 128, 163840)
-    | family.LATENT
-    | {
-        "eos_token_id": 1,
-        "first_k_dense_replace": 3,
-        "index_head_dim": 128,
-        "index_n_heads": 64,
-        "index_topk": 2048,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 1,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-    }
-)
+DEFAULTS = deepseek_v3.FAMILY.defaults | {
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "max_position_embeddings": 163840,
+}
 FAMILY = family.Family("DeepseekV32ForCausalLM", "deepseek_v32", _fields, DEFAULTS)

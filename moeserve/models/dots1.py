@@ -5,41 +5,36 @@ Source: arXiv 2506.05767.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("moe_layer_freq", 1)
+    config.only(moe_layer_freq=1)
     mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
-    window, first = config.optional_integer("sliding_window", 1, family.MAX_POSITION), config.raw("max_window_layers")
+    window, first = family.sliding_window(config), config.raw("max_window_layers")
     usual = [
         "sliding_attention" if window and i >= first else "full_attention" for i in range(family.num_layers(config))
     ]
     kinds = family.layer_types(config, usual=usual)
-    mixers = family.with_windows(mixer, [window if kind == "sliding_attention" else None for kind in kinds])
+    mixers = [replace(mixer, rule=KVRule(window if kind == "sliding_attention" else None)) for kind in kinds]
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
-    return {"layers": layer_specs(mixers, family.first_dense(config, experts, family.dense(config)))}
+    return {"layers": family.layers(config, mixers, family.first_dense(config, experts, family.dense(config)))}
 
 
 FAMILY = family.Family(
     "Dots1ForCausalLM",
     "dots1",
     _fields,
-    family.sizes(152064, 4608, 10944, 62, 32, 32, 2048)
+    family.sizes(152064, 4608, 10944, 62, 32, 32, 2048, expert_size=1408)
     | {
         "first_k_dense_replace": 0,
-        "layer_types": None,
         "max_window_layers": 62,
-        "moe_intermediate_size": 1408,
-        "n_group": 1,
         "n_shared_experts": None,
         "norm_topk_prob": False,
-        "num_experts": None,
-        "num_experts_per_tok": None,
-        "routed_scaling_factor": 1.0,
         "sliding_window": 4096,
-        "topk_group": 1,
     },
 )

@@ -9,13 +9,14 @@ from __future__ import annotations
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
     bias, count = config.boolean("use_bias"), family.num_layers(config)
-    mixer = family.attention(config, rope={"interleaved": True}, qkv_bias=bias, out_bias=bias)
+    mixer = family.attention(
+        config, rule=family.no_window(config), rope={"interleaved": True}, qkv_bias=bias, out_bias=bias
+    )
     router = RouterRule(bias=True, renormalize=True, floor=config.number("moe_norm_min", 0, 1.0), fp32=True)
     shared = family.shared_experts(config, "moe_num_shared_experts", bias=bias)
     experts, mlp = family.moe(config, router=router, shared=shared), family.dense(config, bias=bias)
@@ -23,24 +24,21 @@ def _fields(config: Fields) -> family.SpecFields:
     sparse = range(first, count if last == -1 else last + 1)
     every = config.integer("moe_layer_interval", 1, family.MAX_LAYERS)
     blocks = [experts if i in sparse and (i + 1) % every == 0 else mlp for i in range(count)]
-    return {"layers": layer_specs(family.with_windows(mixer, family.no_window(config)), blocks), "head_bias": bias}
+    return {"layers": family.layers(config, mixer, blocks), "head_bias": bias}
 
 
 FAMILY = family.Family(
     "Ernie4_5_MoeForCausalLM",
     "ernie4_5_moe",
     _fields,
-    family.sizes(103424, 2560, 12288, 28, 20, 4, 131072)
+    family.sizes(103424, 2560, 12288, 28, 20, 4, 131072, experts=64, top_k=6, expert_size=1536)
     | {
         "eos_token_id": 2,
-        "moe_intermediate_size": 1536,
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
         "moe_layer_start_index": 1,
         "moe_norm_min": 1e-12,
         "moe_num_shared_experts": 2,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
         "tie_word_embeddings": True,

@@ -11,14 +11,10 @@ from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    window, mixer = (
-        config.optional_integer("sliding_window", 1, family.MAX_POSITION),
-        family.attention(config, qk_norm="head"),
-    )
+    window, mixer = family.sliding_window(config), family.attention(config, qk_norm="head")
     full = mixer if window is None else replace(mixer, rope=None)
     usual = (
         family.alternating(config, config.integer("sliding_window_pattern", 1, family.MAX_LAYERS))
@@ -29,30 +25,20 @@ def _fields(config: Fields) -> family.SpecFields:
     mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
     shared = family.shared_experts(config, "num_shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
-    return {"layers": layer_specs(mixers, family.listed_moe(config, experts, family.dense(config), None))}
+    return {"layers": family.layers(config, mixers, family.listed_moe(config, experts, family.dense(config), None))}
 
 
 FAMILY = family.Family(
     "ExaoneMoeForCausalLM",
     "exaone_moe",
     _fields,
-    family.sizes(102400, 4096, 16384, 32, 32, 32, 2048)
+    family.sizes(102400, 4096, 16384, 32, 32, 32, 2048, experts=64, top_k=8, expert_size=1024)
     | {
         "eos_token_id": 53,
-        "first_k_dense_replace": 1,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 1024,
-        "n_group": 1,
-        "norm_topk_prob": True,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 2.5,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
-        "topk_group": 1,
     },
     Names(spelled={"mlp.gate.e_score_correction_bias": ("mlp.e_score_correction_bias",)}, foreign=("mtp.",)),
 )

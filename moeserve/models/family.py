@@ -10,11 +10,13 @@ from typing import Any
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.latent_attention import LatentAttention
+from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader.files import Fields
 from moeserve.models.rope_config import read_rope, rope_fields, temperature
+from moeserve.models.spec import LayerSpec
 from moeserve.ops.rules import RouterRule
 
 MAX_LAYERS = 1000
@@ -25,6 +27,7 @@ MAX_HEADS = 4096
 MAX_CONV = 16  # inputs of a convolution
 MAX_MULTIPLIER = 1e6
 SpecFields = dict[str, Any]  # of ModelSpec, by name
+SIGMOID = RouterRule(score="sigmoid", bias=True, renormalize=True, epsilon=1e-20, fp32=True)  # of DeepSeek-V3
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
 
 
@@ -34,8 +37,9 @@ class Family:
 
     architecture, model_type (one or several): as config.json has them. fields(config): the fields of ModelSpec that
     families differ in, `layers` among them. defaults: the values where config.json is silent, those of the family's
-    configuration class in transformers 5. aliases: other spellings of keys, each with the key that is read. text: the
-    key of the text model's config in a multimodal one's. hidden_act: the activation.
+    configuration class in transformers 5, where `hf_config` does not have the same for all. aliases: other spellings of
+    keys, each with the key that is read. text: the key of the text model's config in a multimodal one's. hidden_act:
+    the activation.
     """
 
     architecture: str
@@ -52,10 +56,26 @@ class Family:
         """The spellings of the model type."""
         return (self.model_type,) if isinstance(self.model_type, str) else self.model_type
 
+    def inside(self, architecture: str, model_type: str, **names: Any) -> Family:
+        """Returns the multimodal architecture whose text part this one is. names: fields of `Names` that differ."""
+        own = replace(self.names, **names)
+        return replace(self, architecture=architecture, model_type=model_type, text="text_config", names=own)
+
 
 def num_layers(config: Fields) -> int:
     """Reads the number of decoder layers."""
     return config.integer("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def layers(
+    config: Fields, mixers: Mixer | Sequence[Mixer], blocks: Dense | MoE | Sequence[Dense | MoE], **options: Any
+) -> tuple[LayerSpec, ...]:
+    """Returns the layers with these mixers and feed-forward blocks, in order; a single one is that of all layers.
+
+    options: further fields of LayerSpec.
+    """
+    each = (x if isinstance(x, Sequence) else [x] * num_layers(config) for x in (mixers, blocks))
+    return tuple(LayerSpec(mixer=mixer, feed_forward=block, **options) for mixer, block in zip(*each, strict=True))
 
 
 def attention(
@@ -121,11 +141,6 @@ def latent_attention(config: Fields, *, rotates: bool = True, **options: Any) ->
     )
 
 
-def with_windows(mixer: Attention, windows: Sequence[int | None]) -> list[Attention]:
-    """Returns a mixer per layer, with its sliding window."""
-    return [replace(mixer, rule=KVRule(window)) for window in windows]
-
-
 def dense(config: Fields, key: str = "intermediate_size", *, bias: bool = False) -> Dense:
     """Reads a dense MLP."""
     return Dense(size=config.integer(key, 1, MAX_WIDTH), bias=bias)
@@ -149,15 +164,12 @@ def moe(config: Fields, size_key: str = "moe_intermediate_size", **options: Any)
 
 def deepseek_router(config: Fields) -> RouterRule:
     """Reads the rule of DeepSeek-V3, which most families with sigmoid scores share."""
-    return RouterRule(
-        score="sigmoid",
-        bias=True,
+    return replace(
+        SIGMOID,
         groups=config.optional_integer("n_group", 1, MAX_EXPERTS) or 1,
         kept_groups=config.optional_integer("topk_group", 1, MAX_EXPERTS) or 1,
         renormalize=config.boolean("norm_topk_prob"),
-        epsilon=1e-20,
         scale=config.optional_number("routed_scaling_factor", 0, MAX_MULTIPLIER) or 1.0,
-        fp32=True,
     )
 
 
@@ -175,10 +187,10 @@ def shared_experts(
     return SharedExpert(size=count * size, name=name, bias=bias) if count else None
 
 
-def first_dense(config: Fields, experts: MoE, mlp: Dense) -> list[Dense | MoE]:
-    """Reads `first_k_dense_replace`: how many layers are dense before those with experts."""
+def first_dense(config: Fields, experts: MoE, mlp: Dense, key: str = "first_k_dense_replace") -> list[Dense | MoE]:
+    """Reads how many layers are dense before those with experts."""
     count = num_layers(config)
-    first = config.integer("first_k_dense_replace", 0, count)
+    first = config.integer(key, 0, count)
     return [mlp] * first + [experts] * (count - first)
 
 
@@ -205,21 +217,26 @@ def some_layers_moe(config: Fields, experts: MoE) -> list[Dense | MoE]:
     return [experts if i not in without and (i + 1) % step == 0 else mlp for i in range(count)]
 
 
-def same_window(config: Fields, window: int | None) -> list[int | None]:
+def same_window(config: Fields, window: int | None) -> KVRule:
     """Gives all layers one window. Refuses a config that names other kinds of layers."""
-    types, count = config.values.get("layer_types"), num_layers(config)
-    if types is not None and types != ["full_attention"] * count:
+    types = config.values.get("layer_types")
+    if types is not None and types != ["full_attention"] * num_layers(config):
         raise config.error("layer_types", "this architecture has one kind of attention; remove this key")
-    return [window] * count
+    return KVRule(window)
 
 
-def no_window(config: Fields) -> list[int | None]:
+def sliding_window(config: Fields) -> int | None:
+    """Reads `sliding_window`."""
+    return config.optional_integer("sliding_window", 1, MAX_POSITION)
+
+
+def no_window(config: Fields) -> KVRule:
     """Refuses a sliding window."""
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     return same_window(config, None)
 
 
-def window_per_layer(config: Fields, slides: Callable[[int, int], bool]) -> list[int | None]:
+def window_per_layer(config: Fields, mixer: Attention, slides: Callable[[int, int], bool]) -> list[Attention]:
     """Reads Qwen's windows: `layer_types` names sliding layers; without it `slides(layer, max_window_layers)` does."""
     window, count = switched_window(config), num_layers(config)
     if config.raw("layer_types") is None:
@@ -229,7 +246,7 @@ def window_per_layer(config: Fields, slides: Callable[[int, int], bool]) -> list
         sliding = [kind == "sliding_attention" for kind in layer_types(config)]
     if any(sliding) and window is None:
         raise config.error("layer_types", "sliding layers need use_sliding_window true and a sliding_window")
-    return [window if slides_here else None for slides_here in sliding]
+    return [replace(mixer, rule=KVRule(window if slides_here else None)) for slides_here in sliding]
 
 
 def layer_types(
@@ -253,13 +270,23 @@ def switched_window(config: Fields) -> int | None:
     """Reads `sliding_window` where `use_sliding_window` is true, else None."""
     if not config.boolean("use_sliding_window"):
         return None
-    return config.optional_integer("sliding_window", 1, MAX_POSITION)
+    return sliding_window(config)
 
 
 def sizes(
-    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, positions: int
+    vocab: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    positions: int,
+    *,
+    experts: int | None = None,
+    top_k: int | None = None,
+    expert_size: int | None = None,
 ) -> dict[str, Any]:
-    """Defaults of the keys that every family has."""
+    """Defaults of the keys that every family has, and of those that most with experts have."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -268,4 +295,7 @@ def sizes(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": positions,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": expert_size,
     }

@@ -15,7 +15,6 @@ from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import Activation, RouterRule
 
 _GELU = Activation(kind="gelu_tanh")
@@ -38,8 +37,8 @@ def _fields(config: Fields) -> family.SpecFields:
         mlp = family.moe(config, router=RouterRule(renormalize=True), activation=_GELU, expert_scale=True, beside=mlp)
     width = config.integer("hidden_size", 1, family.MAX_WIDTH)
     return {
-        "layers": layer_specs(
-            [mixers[kind] for kind in kinds], [mlp] * len(kinds), attn_post_norm=True, mlp_post_norm=True, scaled=True
+        "layers": family.layers(
+            config, [mixers[kind] for kind in kinds], mlp, attn_post_norm=True, mlp_post_norm=True, scaled=True
         ),
         "embedding_scale": width**0.5,
         "logits_cap": config.optional_number("final_logit_softcapping", 0, 1e6) or 0.0,
@@ -52,9 +51,8 @@ def _attention(config: Fields, kind: str, kinds: list[str]) -> Attention:
     k_is_v = full and config.boolean("attention_k_eq_v")
     if full:
         values["head_dim"] = config.raw("global_head_dim")
-        values["num_key_value_heads"] = (k_is_v and config.raw("num_global_key_value_heads")) or config.raw(
-            "num_key_value_heads"
-        )
+        if k_is_v and (heads := config.raw("num_global_key_value_heads")):
+            values["num_key_value_heads"] = heads
         values |= config.section("per_layer_config").get(str(kinds.index(kind)), {})
     return family.attention(
         replace(config, values=values),
@@ -83,10 +81,6 @@ FAMILY = family.Family(
         "head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_size_per_layer_input": 256,
-        "layer_types": None,
-        "moe_intermediate_size": None,
-        "num_experts": None,
-        "num_experts_per_tok": None,
         "num_global_key_value_heads": None,
         "num_kv_shared_layers": 0,
         "per_layer_config": None,
@@ -107,15 +101,10 @@ FAMILY = family.Family(
     aliases={"top_k_experts": "num_experts_per_tok", "hidden_activation": "hidden_act"},
     hidden_act="gelu_pytorch_tanh",
 )
-MULTIMODAL = replace(
-    FAMILY,
-    architecture="Gemma4ForConditionalGeneration",
-    model_type="gemma4",
-    text="text_config",
-    names=replace(
-        FAMILY.names,
-        model="model.language_model.",
-        foreign=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-    ),
+MULTIMODAL = FAMILY.inside(
+    "Gemma4ForConditionalGeneration",
+    "gemma4",
+    model="model.language_model.",
+    foreign=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )
 FAMILIES = (FAMILY, MULTIMODAL)

@@ -7,40 +7,25 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
     mixer = family.attention(
         config,
+        rule=family.no_window(config),
         rope={"partial": True},
         qkv_bias=config.boolean("attention_bias"),
         qk_norm="head" if config.boolean("use_qk_norm") else "none",
     )
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
     blocks = family.first_dense(config, experts, family.dense(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixer, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 FAMILY = family.Family(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     _fields,
-    family.sizes(151552, 4096, 10944, 46, 96, 8, 131072)
-    | {
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 1408,
-        "n_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 1,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-5,
-        "routed_scaling_factor": 1.0,
-        "topk_group": 1,
-        "use_qk_norm": False,
-    },
+    family.sizes(151552, 4096, 10944, 46, 96, 8, 131072, experts=128, top_k=8, expert_size=1408)
+    | {"num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "use_qk_norm": False},
 )

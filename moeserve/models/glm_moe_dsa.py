@@ -41,7 +41,7 @@ FAMILY = family.Family(
     "glm_moe_dsa",
     _fields,
     deepseek_v32.DEFAULTS
-    | family.sizes(154880, 6144, 12288, 78, 64, 64, 202752)
+    | family.sizes(154880, 6144, 12288, 78, 64, 64, 202752, experts=256, top_k=8, expert_size=2048)
     | {
         "index_n_heads": 32,
         "index_skip_topk_offset": 2,

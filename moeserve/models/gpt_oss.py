@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.blocks.weights import FUSED, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import Activation, RouterRule
 
 _ROPE = {
@@ -31,20 +30,17 @@ def _fields(config: Fields) -> family.SpecFields:
     router = RouterRule(score="softmax_selected")
     experts = family.moe(config, "intermediate_size", router=router, activation=activation, bias=True, router_bias=True)
     mixers = [sliding if kind == "sliding_attention" else full for kind in kinds]
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    return {"layers": family.layers(config, mixers, experts)}
 
 
 FAMILY = family.Family(
     "GptOssForCausalLM",
     "gpt_oss",
     _fields,
-    family.sizes(201088, 2880, 2880, 36, 64, 8, 131072)
+    family.sizes(201088, 2880, 2880, 36, 64, 8, 131072, experts=128, top_k=4)
     | {
         "attention_bias": True,
         "head_dim": 64,
-        "layer_types": None,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
         "rms_norm_eps": 1e-5,
         "rope_parameters": _ROPE,
         "rope_theta": 150_000.0,
@@ -53,16 +49,7 @@ FAMILY = family.Family(
         "swiglu_limit": 7.0,
     },
     Names(
-        experts=(
-            ExpertNames(
-                gate_up="mlp.experts.gate_up_proj",
-                down="mlp.experts.down_proj",
-                gate_up_bias="mlp.experts.gate_up_proj_bias",
-                down_bias="mlp.experts.down_proj_bias",
-                transposed=True,
-                by_turns=True,
-            ),
-        ),
+        experts=(replace(FUSED, transposed=True, by_turns=True),),
         spelled={"mlp.gate.weight": ("mlp.router.weight",), "mlp.gate.bias": ("mlp.router.bias",)},
     ),
 )

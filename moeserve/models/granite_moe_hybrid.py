@@ -12,8 +12,7 @@ from dataclasses import replace
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
 from moeserve.blocks.mamba2 import Mamba2
 from moeserve.loader.files import Fields
-from moeserve.models import family, granite_moe, granite_moe_shared
-from moeserve.models.spec import layer_specs
+from moeserve.models import family, granite_moe
 from moeserve.ops.rules import RouterRule
 
 KINDS = {  # as releases and transformers 5 have them
@@ -35,7 +34,7 @@ def _fields(config: Fields) -> family.SpecFields:
     mixers = [full if kind == "full_attention" else mamba for kind in kinds]
     return {
         **granite_moe.multipliers(config),
-        "layers": layer_specs(mixers, [_feed_forward(config)] * len(mixers)),
+        "layers": family.layers(config, mixers, _feed_forward(config)),
     }
 
 
@@ -48,8 +47,7 @@ def _feed_forward(config: Fields) -> Dense | MoE:
 
 
 def _mamba(config: Fields) -> Mamba2:
-    config.only("mamba_conv_bias", True)
-    config.only("mamba_proj_bias", False)
+    config.only(mamba_conv_bias=True, mamba_proj_bias=False)
     heads = config.integer("mamba_n_heads", 1, family.MAX_HEADS)
     inner = config.integer("mamba_expand", 1, family.MAX_WIDTH) * config.integer("hidden_size", 1, family.MAX_WIDTH)
     if inner % heads:
@@ -79,13 +77,12 @@ def time_limit(config: Fields) -> tuple[float, float]:
 
 
 FAMILY = replace(
-    granite_moe_shared.FAMILY,
+    granite_moe.SHARED,
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     fields=_fields,
-    defaults=granite_moe_shared.FAMILY.defaults
+    defaults=granite_moe.SHARED.defaults
     | {
-        "layer_types": None,
         "mamba_d_conv": 4,
         "mamba_d_head": "auto",
         "mamba_d_state": 256,

@@ -8,11 +8,10 @@ compute, is refused: a wrong answer is worse than none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import re
 from pathlib import Path
 from typing import Any
 
-from moeserve.blocks.rope import RopeSpec
 from moeserve.errors import CheckpointError
 from moeserve.loader.checkpoint import first_dtype
 from moeserve.loader.files import PARAMS, Fields, config_name, read_json
@@ -22,7 +21,7 @@ from moeserve.models import mistral_params
 from moeserve.models.family import MAX_POSITION, MAX_WIDTH, Family
 from moeserve.models.registry import FAMILIES
 from moeserve.models.rope_config import longest_context
-from moeserve.models.spec import LayerSpec, ModelSpec
+from moeserve.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +30,31 @@ _MAX_VOCAB = 4 * 2**20
 # of a multimodal config.json, beside the text model's own
 _OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
 
+# of keys for which a family has no value of its own
 _COMMON_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
+    "decoder_sparse_step": 1,
     "eos_token_id": None,
+    "first_k_dense_replace": 1,
     "head_dim": None,
     "hidden_act": "silu",
+    "layer_types": None,
+    "mlp_bias": False,
+    "mlp_layer_types": None,
+    "mlp_only_layers": None,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
     "rms_norm_eps": 1e-6,
     "rope_parameters": None,
     "rope_scaling": None,
     "rope_theta": 10_000.0,
+    "routed_scaling_factor": 1.0,
+    "sliding_window": None,
     "tie_word_embeddings": False,
+    "topk_group": 1,
 }
 
 
@@ -59,14 +73,13 @@ def read_model_spec(model_dir: Path) -> ModelSpec:
     fields = family.fields(config)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     max_position = config.integer("max_position_embeddings", 1, MAX_POSITION)
+    ropes = {layer.mixer.rope for layer in fields["layers"]}
     return ModelSpec(
         architecture=architecture,
         dtype=_dtype(config, model_dir),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        max_position=max(
-            (longest_context(rope, max_position) for rope in _ropes(fields["layers"])), default=max_position
-        ),
+        max_position=max((longest_context(rope, max_position) for rope in ropes if rope), default=max_position),
         norm_eps=fields.pop("norm_eps", None) or config.number("rms_norm_eps", 0, 1.0),
         tie_embeddings=config.boolean("tie_word_embeddings"),
         eos_token_ids=read_eos_ids(model_dir, config, vocab_size),
@@ -94,15 +107,9 @@ def _text_values(path: Path, values: dict[str, Any], family: Family) -> dict[str
     return values
 
 
-def _ropes(layers: Iterable[LayerSpec]) -> list[RopeSpec]:
-    """Returns the different rotary embeddings of a model."""
-    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
-    return [rope for rope in ropes if rope is not None]
-
-
 def _architecture(path: Path, values: dict[str, Any]) -> str:
     """Returns the first supported class in `architectures`; without that key, the class of `model_type`."""
-    supported = ", ".join(sorted({_short(name) for name in FAMILIES}))
+    supported = ", ".join(sorted({re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in FAMILIES}))
     config = Fields(path, values, {"architectures": None, "model_type": None})
     model_type, names = config.raw("model_type"), config.raw("architectures")
     if names is None and model_type is None:
@@ -118,11 +125,6 @@ def _architecture(path: Path, values: dict[str, Any]) -> str:
     if model_type not in (None, *known):
         raise config.error("model_type", f"{found[0]} has {' or '.join(map(repr, known))}; fix one of the two")
     return found[0]
-
-
-def _short(architecture: str) -> str:
-    """Returns an architecture's name for a list of all."""
-    return architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
 
 
 def _dtype(config: Fields, model_dir: Path) -> str:

@@ -12,33 +12,29 @@ from moeserve.blocks.feed_forward import SharedExpert
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("use_cla", False)
-    config.only("use_qk_norm", True)
+    config.only(use_cla=False, use_qk_norm=True)
     mixer = family.attention(
-        config, rope={"more": ("dynamic",)}, qk_norm="head", norm_last=True, **family.attention_bias(config)
+        config,
+        rule=family.no_window(config),
+        rope={"more": ("dynamic",)},
+        qk_norm="head",
+        norm_last=True,
+        **family.attention_bias(config),
     )
     size = config.integer("intermediate_size", 1, family.MAX_WIDTH)
     for key, value in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
         if _same(config, key) not in (None, value):
             raise config.error(key, f"only {value} is supported")
-    same = replace(
-        config,
-        values={
-            **config.values,
-            **{k: _same(config, k) for k in ("num_experts", "num_experts_per_tok") if k in config.values},
-        },
-    )
+    counts = {key: _same(config, key) for key in ("num_experts", "num_experts_per_tok") if key in config.values}
     router = RouterRule(renormalize=True, fp32=True)
-    experts = family.moe(
-        same, "intermediate_size", router=router, shared=SharedExpert(size=size, name="mlp.shared_mlp")
-    )
-    mixers = family.with_windows(mixer, family.no_window(config))
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    shared = SharedExpert(size=size, name="mlp.shared_mlp")
+    same = replace(config, values={**config.values, **counts})
+    experts = family.moe(same, "intermediate_size", router=router, shared=shared)
+    return {"layers": family.layers(config, mixer, experts)}
 
 
 def _same(config: Fields, key: str) -> Any:

@@ -5,49 +5,29 @@ Source: huggingface.co/tencent/Hy3-preview.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
-from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
-    router = RouterRule(
-        score="sigmoid",
-        bias=True,
-        renormalize=True,
-        epsilon=1e-20,
-        scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER),
-        fp32=True,
-    )
+    mixer = family.attention(config, rule=family.no_window(config), qk_norm="head", **family.attention_bias(config))
+    router = replace(family.SIGMOID, scale=config.number("router_scaling_factor", 0, family.MAX_MULTIPLIER))
     bias = config.boolean("mlp_bias")
     shared = family.shared_experts(config, "num_shared_experts", "mlp.shared_mlp", bias=bias)
     experts = family.moe(config, router=router, shared=shared)
     blocks = family.listed_moe(config, experts, family.dense(config, bias=bias), first=1)
-    mixers = family.with_windows(mixer, family.no_window(config))
-    return {"layers": layer_specs(mixers, blocks), "num_mtp_layers": family.mtp_layers(config)}
+    return {"layers": family.layers(config, mixer, blocks), "num_mtp_layers": family.mtp_layers(config)}
 
 
 FAMILY = family.Family(
     "HYV3ForCausalLM",
     "hy_v3",
     _fields,
-    family.sizes(120832, 4096, 13312, 80, 64, 8, 131072)
-    | {
-        "head_dim": 128,
-        "mlp_bias": False,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 1536,
-        "num_experts": 192,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 0,
-        "num_shared_experts": 1,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 11_158_840.0,
-        "router_scaling_factor": 2.826,
-    },
+    family.sizes(120832, 4096, 13312, 80, 64, 8, 131072, experts=192, top_k=8, expert_size=1536)
+    | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, "router_scaling_factor": 2.826},
     Names(
         spelled={
             "mlp.gate.weight": ("mlp.router.gate.weight",),

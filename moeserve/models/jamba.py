@@ -9,18 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moeserve.blocks.mamba1 import Mamba1
-from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.blocks.weights import ExpertNames, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 _MAX_STATE = 1024
-_EXPERT = "feed_forward.experts."
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("mamba_inner_layernorms", True)
+    config.only(mamba_inner_layernorms=True)
     config.unsupported("sliding_window", "this architecture has no sliding window; set it to null")
     attention = replace(family.attention(config), rope=None)
     width = config.integer("hidden_size", 1, family.MAX_WIDTH)
@@ -38,7 +36,7 @@ def _fields(config: Fields) -> family.SpecFields:
     attends, routes = (_every(config, kind) for kind in ("attn", "expert"))
     mixers = [attention if is_one else mamba for is_one in attends]
     blocks = [experts if is_one and experts.num_experts > 1 else dense for is_one in routes]
-    return {"layers": layer_specs(mixers, blocks)}
+    return {"layers": family.layers(config, mixers, blocks)}
 
 
 def _every(config: Fields, kind: str) -> list[bool]:
@@ -52,7 +50,7 @@ FAMILY = family.Family(
     "JambaForCausalLM",
     "jamba",
     _fields,
-    family.sizes(65536, 4096, 14336, 32, 32, 8, 262144)
+    family.sizes(65536, 4096, 14336, 32, 32, 8, 262144, experts=16, top_k=2)
     | {
         "attn_layer_offset": 4,
         "attn_layer_period": 8,
@@ -65,18 +63,12 @@ FAMILY = family.Family(
         "mamba_dt_rank": "auto",
         "mamba_expand": 2,
         "mamba_proj_bias": False,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
     },
     Names(
         norm="final_layernorm.weight",
         experts=(
-            ExpertNames(
-                gate=_EXPERT + "{}.gate_proj.weight",
-                up=_EXPERT + "{}.up_proj.weight",
-                down=_EXPERT + "{}.down_proj.weight",
-            ),
-            ExpertNames(gate_up=_EXPERT + "gate_up_proj", down=_EXPERT + "down_proj"),
+            per_expert("feed_forward.experts"),
+            ExpertNames(gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
         ),
         spelled={
             "post_attention_layernorm.weight": ("pre_ff_layernorm.weight",),

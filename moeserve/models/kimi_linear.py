@@ -11,7 +11,6 @@ from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
-from moeserve.models.spec import layer_specs
 
 FULL, LINEAR = "full_attention", "linear_attention"
 CONV = "linear_conv_kernel_dim"
@@ -40,38 +39,27 @@ def _mixers(config: Fields) -> list[LatentAttention | KimiDelta]:
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    for key, value in (("mla_use_nope", True), ("moe_layer_freq", 1), ("moe_router_activation_func", "sigmoid")):
-        config.only(key, value)
+    config.only(mla_use_nope=True, moe_layer_freq=1, moe_router_activation_func="sigmoid")
     shared = family.shared_experts(config, name="block_sparse_moe.shared_experts")
     experts = family.moe(config, router=family.deepseek_router(config), shared=shared)
-    return {"layers": layer_specs(_mixers(config), family.listed_moe(config, experts, family.dense(config)))}
+    return {"layers": family.layers(config, _mixers(config), family.listed_moe(config, experts, family.dense(config)))}
 
 
 FAMILY = family.Family(
     "KimiLinearForCausalLM",
     "kimi_linear",
     _fields,
-    family.sizes(163840, 2304, 9216, 27, 32, 32, 1048576)
+    family.sizes(163840, 2304, 9216, 27, 32, 32, 1048576, experts=256, top_k=8, expert_size=1024)
     | family.LATENT
     | {
         "eos_token_id": 163586,
-        "first_k_dense_replace": 1,
-        "layer_types": None,
         "linear_attn_config": None,
         CONV: 4,
         "linear_head_dim": 128,
         "linear_num_heads": 32,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 1024,
-        "n_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
         "q_lora_rank": None,
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 2.446,
-        "topk_group": 1,
     },
     Names(
         experts=EXPERTS,

@@ -5,12 +5,10 @@ Source: LFM2 Technical Report (arXiv 2511.23404).
 
 from __future__ import annotations
 
-from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.short_conv import ShortConv
-from moeserve.blocks.weights import ExpertNames, Names
+from moeserve.blocks.weights import ExpertNames, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 _KINDS = ("conv", "full_attention")
@@ -32,41 +30,29 @@ def _fields(config: Fields) -> family.SpecFields:
         epsilon=1e-6,
         scale=config.number("routed_scaling_factor", 0, family.MAX_MULTIPLIER),
     )
-    first = config.integer("num_dense_layers", 0, len(mixers))
-    blocks: list[Dense | MoE] = [family.dense(config)] * first
-    blocks += [family.moe(config, router=router)] * (len(mixers) - first)
-    return {"layers": layer_specs(mixers, blocks)}
+    blocks = family.first_dense(config, family.moe(config, router=router), family.dense(config), "num_dense_layers")
+    return {"layers": family.layers(config, mixers, blocks)}
 
 
 FAMILY = family.Family(
     "Lfm2MoeForCausalLM",
     "lfm2_moe",
     _fields,
-    family.sizes(65536, 2048, 7168, 32, 32, 8, 128000)
+    family.sizes(65536, 2048, 7168, 32, 32, 8, 128000, experts=32, top_k=4, expert_size=1792)
     | {
         "conv_L_cache": 3,
         "conv_bias": False,
         "eos_token_id": 2,
-        "layer_types": None,
-        "moe_intermediate_size": 1792,
-        "norm_topk_prob": True,
         "num_dense_layers": 2,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
-        "routed_scaling_factor": 1.0,
         "tie_word_embeddings": True,
         "use_expert_bias": True,
     },
     Names(
         norm="embedding_norm.weight",
         experts=(
-            ExpertNames(
-                gate="feed_forward.experts.{}.w1.weight",
-                up="feed_forward.experts.{}.w3.weight",
-                down="feed_forward.experts.{}.w2.weight",
-            ),
+            per_expert("feed_forward.experts", "w1", "w3", "w2"),
             ExpertNames(gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
         ),
         spelled={

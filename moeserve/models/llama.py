@@ -1,25 +1,36 @@
-"""Llama (2, 3, 3.1 and what shares their shape): dense, with every kind of rotary scaling.
+"""Llama (2, 3, 3.1 and what shares their shape): dense, with every kind of rotary scaling. Mistral (7B, Nemo, Large 2;
+dense): Llama with a sliding window in some releases.
 
-Source: arXiv 2302.13971, 2407.21783.
+Source: arXiv 2302.13971, 2407.21783, 2310.06825.
 """
 
 from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
-def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
-    mlp = family.dense(config, bias=config.boolean("mlp_bias"))
-    return {"layers": layer_specs(mixers, [mlp] * len(mixers))}
+def _llama(config: Fields) -> family.SpecFields:
+    mixer = family.attention(config, rule=family.no_window(config), **family.attention_bias(config))
+    return {"layers": family.layers(config, mixer, family.dense(config, bias=config.boolean("mlp_bias")))}
 
 
-FAMILY = family.Family(
-    "LlamaForCausalLM",
-    "llama",
-    _fields,
-    family.sizes(32000, 4096, 11008, 32, 32, None, 2048) | {"eos_token_id": 2, "mlp_bias": False},
+def _mistral(config: Fields) -> family.SpecFields:
+    mixer = family.attention(config, rule=family.same_window(config, family.sliding_window(config)))
+    return {"layers": family.layers(config, mixer, family.dense(config))}
+
+
+FAMILIES = (
+    family.Family(
+        "LlamaForCausalLM",
+        "llama",
+        _llama,
+        family.sizes(32000, 4096, 11008, 32, 32, None, 2048) | {"eos_token_id": 2},
+    ),
+    family.Family(
+        "MistralForCausalLM",
+        "mistral",
+        _mistral,
+        family.sizes(32000, 4096, 14336, 32, 32, 8, 131072) | {"eos_token_id": 2, "sliding_window": 4096},
+    ),
 )

@@ -14,7 +14,6 @@ from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
@@ -50,22 +49,14 @@ def _fields(config: Fields) -> family.SpecFields:
     step = config.integer("interleave_moe_layer_step", 1, family.MAX_LAYERS)
     listed = config.raw("moe_layers") is not None
     sparse = config.integers("moe_layers", 0, count - 1) if listed else range(step - 1, count, step)
-    return {"layers": layer_specs(mixers, [experts if i in sparse else mlp for i in range(count)])}
+    return {"layers": family.layers(config, mixers, [experts if i in sparse else mlp for i in range(count)])}
 
 
-_NAMES = Names(
-    experts=(
-        ExpertNames(
-            gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj", transposed=True
-        ),
-    ),
-    spelled={"mlp.gate.weight": ("feed_forward.router.weight",)},
-)
 FAMILY = family.Family(
     "Llama4ForCausalLM",
     "llama4_text",
     _fields,
-    family.sizes(202048, 5120, 8192, 48, 40, 8, 131072)
+    family.sizes(202048, 5120, 8192, 48, 40, 8, 131072, experts=16, top_k=1)
     | {
         "attention_chunk_size": 8192,
         "attn_scale": 0.1,
@@ -75,28 +66,27 @@ FAMILY = family.Family(
         "head_dim": 128,
         "interleave_moe_layer_step": 1,
         "intermediate_size_mlp": 16384,
-        "layer_types": None,
         "moe_layers": None,
         "no_rope_layer_interval": 4,
         "no_rope_layers": None,
-        "num_experts": 16,
-        "num_experts_per_tok": 1,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
         "use_qk_norm": True,
     },
-    _NAMES,
-)
-MULTIMODAL = replace(
-    FAMILY,
-    architecture="Llama4ForConditionalGeneration",
-    model_type="llama4",
-    text="text_config",
-    names=replace(
-        _NAMES,
-        model="language_model.model.",
-        head="language_model.lm_head.weight",
-        foreign=("vision_model.", "multi_modal_projector."),
+    Names(
+        experts=(
+            ExpertNames(
+                gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj", transposed=True
+            ),
+        ),
+        spelled={"mlp.gate.weight": ("feed_forward.router.weight",)},
     ),
+)
+MULTIMODAL = FAMILY.inside(
+    "Llama4ForConditionalGeneration",
+    "llama4",
+    model="language_model.model.",
+    head="language_model.lm_head.weight",
+    foreign=("vision_model.", "multi_modal_projector."),
 )
 FAMILIES = (FAMILY, MULTIMODAL)

@@ -59,12 +59,10 @@ def load_plan(
     return plan.finish([names.head] if spec.tie_embeddings else [])
 
 
-def expert_load_plan(
-    spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int], ours: str = ""
-) -> LoadPlan:
-    """Plans some experts of one MoE layer (counted among the MoE layers): 0, 1, ... of `ours` + "w13" and "w2"."""
+def expert_load_plan(spec: ModelSpec, present: Collection[str], moe_layer: int, experts: Sequence[int]) -> LoadPlan:
+    """Plans some experts of one MoE layer (counted among the MoE layers): 0, 1, ... of "w13" and "w2"."""
     names, index = FAMILIES[spec.architecture].names, spec.moe_layers[moe_layer]
     layer = spec.layers[index]
     theirs, moe = f"{names.model}layers.{layer.stored_as[1] if layer.stored_as else index}.", layer.feed_forward
     assert isinstance(moe, MoE)
-    return moe.plan_experts(spelling(names.experts, present, theirs), theirs, experts, spec.hidden_size, ours)
+    return moe.plan_experts(spelling(names.experts, present, theirs), theirs, experts, spec.hidden_size)

@@ -9,7 +9,6 @@ from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 _ROPE = {
@@ -20,7 +19,7 @@ _ROPE = {
 
 def _fields(config: Fields) -> family.SpecFields:
     types = family.layer_types(config, usual=["full_attention"] * family.num_layers(config))
-    window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
+    window = family.sliding_window(config)
     mixers = {
         kind: family.attention(
             config, layer_type=kind, qk_norm="head", rule=KVRule(window if kind == "sliding_attention" else None),
@@ -30,24 +29,14 @@ def _fields(config: Fields) -> family.SpecFields:
     }  # fmt: skip
     experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")))
     blocks = family.listed_moe(config, experts, family.dense(config), 0)
-    return {"layers": layer_specs([mixers[kind] for kind in types], blocks)}
+    return {"layers": family.layers(config, [mixers[kind] for kind in types], blocks)}
 
 
 FAMILY = family.Family(
     "MellumForCausalLM",
     "mellum",
     _fields,
-    family.sizes(98304, 2304, 7168, 28, 32, 4, 131072)
-    | {
-        "head_dim": 128,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 896,
-        "norm_topk_prob": True,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "rope_parameters": _ROPE,
-        "sliding_window": 1024,
-    },
+    family.sizes(98304, 2304, 7168, 28, 32, 4, 131072, experts=64, top_k=8, expert_size=896)
+    | {"head_dim": 128, "rope_parameters": _ROPE, "sliding_window": 1024},
     Names(foreign=("mtp.",)),
 )

@@ -12,7 +12,6 @@ from moeserve.blocks.weights import Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 _ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
@@ -42,7 +41,7 @@ def _fields(config: Fields) -> family.SpecFields:
     usual = ["full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
     mixers = [sliding if kind == "sliding_attention" else full for kind in family.layer_types(config, usual=usual)]
     experts = family.moe(config, router=family.deepseek_router(config))
-    return {"layers": layer_specs(mixers, family.listed_moe(config, experts, family.dense(config), first=1))}
+    return {"layers": family.layers(config, mixers, family.listed_moe(config, experts, family.dense(config), first=1))}
 
 
 def _as_transformers(config: Fields) -> dict[str, Any]:
@@ -67,12 +66,9 @@ def _as_transformers(config: Fields) -> dict[str, Any]:
         values["sliding_window"] = config.integer("sliding_window_size", 1, family.MAX_POSITION) + 1
     heads = config.integer("num_attention_heads", 1, 4096)
     kv_heads = 2 * config.integer("num_key_value_heads", 1, 4096)
-    for key, value in (
-        ("swa_num_attention_heads", heads), ("swa_num_key_value_heads", kv_heads), ("scoring_func", "sigmoid"),
-        ("swa_head_dim", config.raw("head_dim")), ("swa_v_head_dim", config.raw("v_head_dim")),
-        ("add_swa_attention_sink_bias", True), ("add_full_attention_sink_bias", False), ("topk_method", "noaux_tc"),
-    ):  # fmt: skip
-        config.only(key, value)
+    config.only(swa_num_attention_heads=heads, swa_num_key_value_heads=kv_heads, swa_head_dim=config.raw("head_dim"))
+    config.only(swa_v_head_dim=config.raw("v_head_dim"), scoring_func="sigmoid", topk_method="noaux_tc")
+    config.only(add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False)
     return values
 
 
@@ -80,22 +76,13 @@ FAMILY = family.Family(
     "MiMoV2FlashForCausalLM",
     "mimo_v2_flash",
     _fields,
-    family.sizes(152576, 4096, 16384, 48, 64, 4, 131072)
+    family.sizes(152576, 4096, 16384, 48, 64, 4, 131072, experts=256, top_k=8, expert_size=2048)
     | {
         "attention_value_scale": 0.707,
         "head_dim": 192,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "moe_intermediate_size": 2048,
-        "n_group": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
         "rms_norm_eps": 1e-5,
         "rope_parameters": _ROPE,
-        "routed_scaling_factor": 1.0,
         "sliding_window": 129,
-        "topk_group": 1,
         "v_head_dim": 128,
     },
     Names(spelled={"self_attn.sinks": ("self_attn.attention_sink_bias",)}, foreign=("model.mtp.",)),

@@ -11,40 +11,27 @@ from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    known = {
-        "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
-        "shared_intermediate_size": 0, "attn_type_list": [1] * family.num_layers(config),
-    }  # fmt: skip
-    for key, value in known.items():
-        config.only(key, value)
+    config.only(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer")
+    config.only(shared_intermediate_size=0, attn_type_list=[1] * family.num_layers(config))
     rotated = config.optional_integer("rotary_dim", 2, 4096)
     if rotated is not None:
         factor = rotated / config.integer("head_dim", 2, 4096)
         config = replace(config, values={"partial_rotary_factor": factor, **config.values})
-    mixer = family.attention(config, rope={"partial": True}, qk_norm="full")
-    mixers = family.with_windows(mixer, family.no_window(config))
+    mixer = family.attention(config, rule=family.no_window(config), rope={"partial": True}, qk_norm="full")
     experts = family.moe(config, "intermediate_size", router=RouterRule(score="sigmoid", bias=True, renormalize=True))
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    return {"layers": family.layers(config, mixer, experts)}
 
 
 FAMILY = family.Family(
     "MiniMaxM2ForCausalLM",
     "minimax_m2",
     _fields,
-    family.sizes(200064, 3072, 1536, 62, 48, 8, 196608)
-    | {
-        "eos_token_id": 200020,
-        "head_dim": 128,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "rotary_dim": None,
-        "rope_theta": 5_000_000.0,
-    },
+    family.sizes(200064, 3072, 1536, 62, 48, 8, 196608, experts=256, top_k=8)
+    | {"eos_token_id": 200020, "head_dim": 128, "rotary_dim": None, "rope_theta": 5_000_000.0},
     Names(
         experts=EXPERTS,
         spelled={

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moeserve.blocks.mixer import QueryScale
-from moeserve.blocks.weights import FUSED, PER_EXPERT, ExpertNames, Names
+from moeserve.blocks.weights import FUSED, PER_EXPERT, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.rope_config import rope_fields
-from moeserve.models.spec import layer_specs
 
 _ROPE = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
@@ -31,7 +30,7 @@ def _fields(config: Fields) -> family.SpecFields:
         beta = rope.number("llama_4_scaling_beta", 0, family.MAX_MULTIPLIER)
         length = rope.integer("original_max_position_embeddings", 1, family.MAX_POSITION)
         mixer = replace(mixer, query_scale=QueryScale(beta, length))
-    return {"layers": layer_specs([mixer] * len(blocks), blocks)}
+    return {"layers": family.layers(config, mixer, blocks)}
 
 
 def _text_fields(config: Fields) -> family.SpecFields:
@@ -44,39 +43,28 @@ FAMILY = family.Family(
     "Mistral4ForCausalLM",
     "mistral4",
     _fields,
-    family.sizes(131072, 4096, 12288, 36, 32, 32, 1048576)
+    family.sizes(131072, 4096, 12288, 36, 32, 32, 1048576, experts=128, top_k=4, expert_size=2048)
     | family.LATENT
     | {
         "eos_token_id": 2,
         "first_k_dense_replace": 0,
         "kv_lora_rank": 256,
-        "moe_intermediate_size": 2048,
-        "n_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
         "q_lora_rank": 1024,
         "qk_nope_head_dim": 64,
         "rope_parameters": _ROPE,
-        "routed_scaling_factor": 1.0,
-        "topk_group": 1,
     },
     Names(experts=(FUSED, PER_EXPERT)),
 )
 MULTIMODAL = replace(
-    FAMILY,
-    architecture="Mistral3ForConditionalGeneration",
-    model_type="mistral3",
-    fields=_text_fields,
-    defaults=FAMILY.defaults | {"model_type": "mistral"},
-    text="text_config",
-    names=Names(
-        "language_model.model.",
-        "language_model.lm_head.weight",
-        experts=(FUSED, PER_EXPERT),
+    FAMILY.inside(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        model="language_model.model.",
+        head="language_model.lm_head.weight",
         foreign=("vision_tower.", "multi_modal_projector."),
     ),
+    fields=_text_fields,
+    defaults=FAMILY.defaults | {"model_type": "mistral"},
 )
 _BLOCKS = {
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "gate",
@@ -95,13 +83,7 @@ LARGE_3 = replace(
         "",
         "output.weight",
         embed="tok_embeddings.weight",
-        experts=(
-            ExpertNames(
-                gate="experts.{}.w1.weight",
-                up="experts.{}.w3.weight",
-                down="experts.{}.w2.weight",
-            ),
-        ),
+        experts=(per_expert("experts", "w1", "w3", "w2"),),
         spelled={f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in _BLOCKS.items()},
         foreign=("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."),
     ),

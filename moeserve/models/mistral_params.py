@@ -31,12 +31,12 @@ def as_config(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     moe, yarn, scaling = (
         Fields(path, params.section(key), {}, f"{key}.") for key in ("moe", "yarn", "llama_4_scaling")
     )
-    for fields, key, value in ((moe, "route_every_n", 1), (yarn, "apply_scale", False)):
-        fields.only(key, value)
+    moe.only(route_every_n=1)
+    yarn.only(apply_scale=False)
     for key in ("qk_nope_head_dim", "q_lora_rank"):
         params.raw(key)  # nothing else is published in this format alone
     params.unsupported("quantization", "Mistral's own fp8 is not read; use the release in bfloat16")
-    scaling.only(_LENGTH, yarn.raw(_LENGTH))
+    scaling.only(original_max_position_embeddings=yarn.raw(_LENGTH))
     config = {
         _KEYS.get(key, key): value for key, value in values.items() if key not in ("moe", "yarn", "llama_4_scaling")
     }

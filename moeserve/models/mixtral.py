@@ -5,42 +5,26 @@ Source: arXiv 2401.04088.
 
 from __future__ import annotations
 
-from moeserve.blocks.weights import FUSED, ExpertNames, Names
+from moeserve.blocks.weights import FUSED, Names, per_expert
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
-EXPERTS = (
-    ExpertNames(
-        gate="block_sparse_moe.experts.{}.w1.weight",
-        up="block_sparse_moe.experts.{}.w3.weight",
-        down="block_sparse_moe.experts.{}.w2.weight",
-    ),
-    FUSED,
-)
+EXPERTS = (per_expert("block_sparse_moe.experts", "w1", "w3", "w2"), FUSED)
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
-    mixers = family.with_windows(family.attention(config), family.same_window(config, window))
+    mixer = family.attention(config, rule=family.same_window(config, family.sliding_window(config)))
     experts = family.moe(config, "intermediate_size", router=RouterRule(renormalize=True))
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    return {"layers": family.layers(config, mixer, experts)}
 
 
 FAMILY = family.Family(
     "MixtralForCausalLM",
     "mixtral",
     _fields,
-    family.sizes(32000, 4096, 14336, 32, 32, 8, 131072)
-    | {
-        "eos_token_id": 2,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "sliding_window": None,
-    },
+    family.sizes(32000, 4096, 14336, 32, 32, 8, 131072, experts=8, top_k=2)
+    | {"eos_token_id": 2, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     Names(
         experts=EXPERTS,
         spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.gate.weight")},

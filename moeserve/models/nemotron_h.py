@@ -23,9 +23,7 @@ KINDS = granite_moe_hybrid.KINDS | {"moe": "moe", "mlp": "mlp"}
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    for key in ("attention_bias", "mlp_bias", "use_bias"):
-        config.only(key, False)
-    config.only("use_conv_bias", True)
+    config.only(attention_bias=False, mlp_bias=False, use_bias=False, use_conv_bias=True)
     config.choice("mlp_hidden_act", ("relu2",))
     config.choice("mamba_hidden_act", ("silu",))
     config.unsupported("moe_latent_size", "experts of a width of their own are not supported")
@@ -95,7 +93,7 @@ FAMILY = family.Family(
     "NemotronHForCausalLM",
     "nemotron_h",
     _fields,
-    family.sizes(131072, 4096, 21504, 4, 32, 8, 4096)
+    family.sizes(131072, 4096, 21504, 4, 32, 8, 4096, experts=8, top_k=2, expert_size=7688)
     | {
         "conv_kernel": 4,
         "eos_token_id": 2,
@@ -107,17 +105,10 @@ FAMILY = family.Family(
         "mamba_hidden_act": "silu",
         "mamba_num_heads": 128,
         "mlp_hidden_act": "relu2",
-        "moe_intermediate_size": 7688,
         "moe_shared_expert_intermediate_size": 7688,
-        "n_group": 1,
         "n_groups": 8,
-        "norm_topk_prob": True,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "routed_scaling_factor": 1.0,
         "ssm_state_size": 128,
         "time_step_min": 0.001,
-        "topk_group": 1,
     },
     Names(
         model="backbone.",

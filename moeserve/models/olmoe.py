@@ -1,35 +1,46 @@
 """OLMoE (OLMoE-1B-7B): queries and keys are normalised over all heads together; then q, k and v may be clipped.
+FlexOlmo: OLMoE whose blocks are normalised behind, not before.
 
-Source: arXiv 2409.02060.
+Source: arXiv 2409.02060, 2507.07024.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
-    clip = config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)
-    mixer = family.attention(config, qk_norm="full", clip=clip, **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.no_window(config))
+def _fields(config: Fields, clip: float | None = None, **options: Any) -> family.SpecFields:
+    rule, bias = family.no_window(config), family.attention_bias(config)
+    mixer = family.attention(config, rule=rule, qk_norm="full", clip=clip, **bias)
     router = RouterRule(renormalize=config.boolean("norm_topk_prob"))
-    return {"layers": layer_specs(mixers, [family.moe(config, "intermediate_size", router=router)] * len(mixers))}
+    experts = family.moe(config, "intermediate_size", router=router)
+    return {"layers": family.layers(config, mixer, experts, **options)}
 
 
-FAMILY = family.Family(
-    "OlmoeForCausalLM",
-    "olmoe",
-    _fields,
-    family.sizes(50304, 2048, 2048, 16, 16, None, 4096)
-    | {
-        "clip_qkv": None,
-        "eos_token_id": 50279,
-        "norm_topk_prob": False,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "rms_norm_eps": 1e-5,
-    },
+FAMILIES = (
+    family.Family(
+        "OlmoeForCausalLM",
+        "olmoe",
+        lambda config: _fields(config, config.optional_number("clip_qkv", 0, family.MAX_MULTIPLIER)),
+        family.sizes(50304, 2048, 2048, 16, 16, None, 4096, experts=64, top_k=8)
+        | {"clip_qkv": None, "eos_token_id": 50279, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+    ),
+    family.Family(
+        "FlexOlmoForCausalLM",
+        "flex_olmo",
+        lambda config: _fields(config, pre_norm=False, attn_post_norm=True, mlp_post_norm=True),
+        family.sizes(100352, 4096, 11008, 32, 32, None, 4096, experts=7, top_k=5)
+        | {"eos_token_id": 100257, "norm_topk_prob": False, "rope_theta": 500_000.0},
+        Names(
+            spelled={
+                "attn_post_norm.weight": ("post_attention_layernorm.weight",),
+                "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
+            }
+        ),
+    ),
 )

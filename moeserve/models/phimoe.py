@@ -11,19 +11,18 @@ from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
 from moeserve.models.mixtral import EXPERTS
-from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    config.only("num_experts_per_tok", 2)
-    mixer = family.attention(config, rope={"more": ("longrope",)}, **family.attention_bias(config))
-    window = config.optional_integer("sliding_window", 1, family.MAX_POSITION)
-    mixers = family.with_windows(mixer, family.same_window(config, window))
+    config.only(num_experts_per_tok=2)
+    rule = family.same_window(config, family.sliding_window(config))
+    mixer = family.attention(config, rule=rule, rope={"more": ("longrope",)}, **family.attention_bias(config))
     router = RouterRule(score="sparsemixer", jitter=config.number("router_jitter_noise", 0, 1.0))
     experts = family.moe(config, "intermediate_size", router=router)
     return {
-        "layers": layer_specs(mixers, [experts] * len(mixers)),
+        "layers": family.layers(config, mixer, experts),
         "head_bias": config.boolean("lm_head_bias"),
         "norm": NormSpec(centred=True, bias=True),
     }
@@ -33,16 +32,13 @@ FAMILY = family.Family(
     "PhimoeForCausalLM",
     "phimoe",
     _fields,
-    family.sizes(32064, 4096, 6400, 32, 32, 8, 131072)
+    family.sizes(32064, 4096, 6400, 32, 32, 8, 131072, experts=16, top_k=2)
     | {
         "eos_token_id": 2,
         "lm_head_bias": False,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
         "router_jitter_noise": 0.01,
-        "sliding_window": None,
     },
     Names(experts=EXPERTS, spelled={"mlp.gate.weight": ("block_sparse_moe.gate.weight", "mlp.router.weight")}),
 )

@@ -1,26 +1,30 @@
-"""Qwen2 and Qwen2.5 (dense): Llama with biases of queries, keys and values.
+"""Qwen2, Qwen2.5 and Qwen3 (dense): Llama with biases of queries, keys and values, or with norms on each query and key
+head.
 
-Source: arXiv 2407.10671.
+Source: arXiv 2407.10671, 2505.09388.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
-def _fields(config: Fields) -> family.SpecFields:
-    windows = family.window_per_layer(config, lambda layer, limit: layer >= limit)
-    mixers = family.with_windows(family.attention(config, qkv_bias=True), windows)
-    return {"layers": layer_specs(mixers, [family.dense(config)] * len(mixers))}
+def _fields(config: Fields, **options: Any) -> family.SpecFields:
+    mixer = family.attention(config, **options)
+    mixers = family.window_per_layer(config, mixer, lambda layer, limit: layer >= limit)
+    return {"layers": family.layers(config, mixers, family.dense(config))}
 
 
-FAMILY = family.Family(
-    "Qwen2ForCausalLM",
-    "qwen2",
-    _fields,
-    family.sizes(151936, 4096, 22016, 32, 32, 32, 32768)
-    | family.QWEN_WINDOWS
-    | {"layer_types": None, "max_window_layers": 28},
+_DEFAULTS = family.sizes(151936, 4096, 22016, 32, 32, 32, 32768) | family.QWEN_WINDOWS | {"max_window_layers": 28}
+FAMILIES = (
+    family.Family("Qwen2ForCausalLM", "qwen2", lambda config: _fields(config, qkv_bias=True), _DEFAULTS),
+    family.Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        lambda config: _fields(config, qk_norm="head", **family.attention_bias(config)),
+        _DEFAULTS | {"head_dim": 128},
+    ),
 )

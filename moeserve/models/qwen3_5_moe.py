@@ -8,21 +8,22 @@ from __future__ import annotations
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.qwen3_next import SIZES, experts, mixers
-from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.models.qwen2_moe import experts
+from moeserve.models.qwen3_next import SIZES, mixers
+from moeserve.models.spec import NormSpec
 
 
 def _fields(config: Fields) -> family.SpecFields:
     layers = mixers(config, by_head=False)
-    blocks = [experts(config, renormalize=True)] * len(layers)
-    return {"layers": layer_specs(layers, blocks), "norm": NormSpec(shift=1.0)}
+    block = experts(config, renormalize=True)
+    return {"layers": family.layers(config, layers, block), "norm": NormSpec(shift=1.0)}
 
 
 FAMILY = family.Family(
     "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe",
     _fields,
-    family.sizes(248320, 2048, 512, 40, 16, 2, 32768) | SIZES | {"num_experts": 256, "num_experts_per_tok": 8},
+    family.sizes(248320, 2048, 512, 40, 16, 2, 32768, experts=256, top_k=8, expert_size=512) | SIZES,
     Names("model.language_model.", foreign=("model.visual.", "mtp.")),
     text="text_config",
 )

@@ -1,37 +1,53 @@
 """Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): norms on each query and key head, softmax top-k weights renormalised.
 
-Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`).
+Some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`). Qwen3-VL-MoE is the text part, with all experts in
+two transposed tensors per layer.
 
-Source: arXiv 2505.09388.
+Source: arXiv 2505.09388, 2511.21631.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from moeserve.blocks.weights import FUSED, Names
+from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 from moeserve.ops.rules import RouterRule
 
 
-def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
-    mixers = family.with_windows(mixer, family.same_window(config, family.switched_window(config)))
-    experts = family.moe(config, router=RouterRule(renormalize=config.boolean("norm_topk_prob")))
-    return {"layers": layer_specs(mixers, family.some_layers_moe(config, experts))}
+def _fields(config: Fields, rule: KVRule, *, renormalize: bool) -> family.SpecFields:
+    mixer = family.attention(config, rule=rule, qk_norm="head", **family.attention_bias(config))
+    experts = family.moe(config, router=RouterRule(renormalize=renormalize))
+    return {"layers": family.layers(config, mixer, family.some_layers_moe(config, experts))}
 
 
-FAMILY = family.Family(
-    "Qwen3MoeForCausalLM",
-    "qwen3_moe",
-    _fields,
-    family.sizes(151936, 2048, 6144, 24, 32, 4, 32768)
-    | family.QWEN_WINDOWS
-    | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
+def _text(config: Fields) -> family.SpecFields:
+    rule = family.same_window(config, family.switched_window(config))
+    return _fields(config, rule, renormalize=config.boolean("norm_topk_prob"))
+
+
+FAMILIES = (
+    family.Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _text,
+        family.sizes(151936, 2048, 6144, 24, 32, 4, 32768, experts=128, top_k=8, expert_size=768)
+        | family.QWEN_WINDOWS
+        | {"norm_topk_prob": False},
+    ),
+    family.Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        lambda config: _fields(config, family.no_window(config), renormalize=True),
+        family.sizes(151936, 2048, 5632, 24, 16, 16, 128000, experts=60, top_k=4, expert_size=1408)
+        | {"rope_theta": 500_000.0},
+        Names(
+            "model.language_model.",
+            experts=(replace(FUSED, transposed=True),),
+            foreign=("model.visual.",),
+        ),
+        text="text_config",
+    ),
 )

@@ -6,13 +6,12 @@ Norms of the stream and of heads have their weights less one. Multi-token predic
 from __future__ import annotations
 
 from moeserve.blocks.attention import Attention
-from moeserve.blocks.feed_forward import MoE, SharedExpert
 from moeserve.blocks.gated_delta import GatedDelta
 from moeserve.blocks.weights import Names
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import NormSpec, layer_specs
-from moeserve.ops.rules import RouterRule
+from moeserve.models.qwen2_moe import experts
+from moeserve.models.spec import NormSpec
 
 
 def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
@@ -38,27 +37,19 @@ def mixers(config: Fields, *, by_head: bool) -> list[Attention | GatedDelta]:
     return [full if kind == "full_attention" else linear for kind in kinds]
 
 
-def experts(config: Fields, *, renormalize: bool) -> MoE:
-    """Reads the experts and the shared one. renormalize: see `RouterRule`."""
-    shared = SharedExpert(size=config.integer("shared_expert_intermediate_size", 1, family.MAX_WIDTH), gated=True)
-    return family.moe(config, router=RouterRule(renormalize=renormalize), shared=shared)
-
-
 def _fields(config: Fields) -> family.SpecFields:
     blocks = family.some_layers_moe(config, experts(config, renormalize=config.boolean("norm_topk_prob")))
-    return {"layers": layer_specs(mixers(config, by_head=True), blocks), "norm": NormSpec(shift=1.0)}
+    return {"layers": family.layers(config, mixers(config, by_head=True), blocks), "norm": NormSpec(shift=1.0)}
 
 
 SIZES = {
     "full_attention_interval": 4,
     "head_dim": 256,
-    "layer_types": None,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
-    "moe_intermediate_size": 512,
     "partial_rotary_factor": 0.25,
     "shared_expert_intermediate_size": 512,
 }
@@ -66,14 +57,6 @@ FAMILY = family.Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     _fields,
-    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768)
-    | SIZES
-    | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "norm_topk_prob": True,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-    },
+    family.sizes(151936, 2048, 5632, 48, 16, 2, 32768, experts=512, top_k=10, expert_size=512) | SIZES,
     Names(foreign=("mtp.",)),
 )

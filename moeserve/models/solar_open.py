@@ -7,32 +7,19 @@ from __future__ import annotations
 
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import layer_specs
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    mixer = family.attention(config, rope={"partial": True}, qkv_bias=config.boolean("attention_bias"))
-    mixers = family.with_windows(mixer, family.no_window(config))
+    rule, bias = family.no_window(config), config.boolean("attention_bias")
+    mixer = family.attention(config, rule=rule, rope={"partial": True}, qkv_bias=bias)
     experts = family.moe(config, router=family.deepseek_router(config), shared=family.shared_experts(config))
-    return {"layers": layer_specs(mixers, [experts] * len(mixers))}
+    return {"layers": family.layers(config, mixer, experts)}
 
 
 FAMILY = family.Family(
     "SolarOpenForCausalLM",
     "solar_open",
     _fields,
-    family.sizes(196608, 4096, 10240, 48, 64, 8, 131072)
-    | {
-        "head_dim": 128,
-        "moe_intermediate_size": 1280,
-        "n_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "routed_scaling_factor": 1.0,
-        "topk_group": 1,
-    },
+    family.sizes(196608, 4096, 10240, 48, 64, 8, 131072, experts=128, top_k=8, expert_size=1280)
+    | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.mixer import Mixer
@@ -174,9 +172,3 @@ def bytes_per_weight(spec: ModelSpec, asked: str | None, itemsize: int) -> float
     if asked == "int4":
         return StoredFormat(kind="int4", group=_USUAL_GROUP).bytes_per_weight
     return 1.0 if asked == "int8" else itemsize
-
-
-def layer_specs(mixers: Sequence[Mixer], blocks: Sequence[Dense | MoE], **options: Any) -> tuple[LayerSpec, ...]:
-    """Returns the layers with these mixers and feed-forward blocks, in order. options: further fields of LayerSpec."""
-    pairs = zip(mixers, blocks, strict=True)
-    return tuple(LayerSpec(mixer=mixer, feed_forward=block, **options) for mixer, block in pairs)

@@ -7,6 +7,7 @@ Source: huggingface.co/stepfun-ai/Step-3.5-Flash.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from moeserve.blocks.attention import Attention
 from moeserve.blocks.feed_forward import Dense, MoE, SharedExpert
@@ -14,25 +15,24 @@ from moeserve.blocks.weights import ExpertNames, Names
 from moeserve.engine.kv_rule import KVRule
 from moeserve.loader.files import Fields
 from moeserve.models import family
-from moeserve.models.spec import NormSpec, layer_specs
+from moeserve.models.spec import NormSpec
 from moeserve.ops.rules import Activation, RouterRule
 
 
 def _fields(config: Fields) -> family.SpecFields:
-    known = {
+    known: dict[str, Any] = {
         "moe_router_activation": "sigmoid", "use_moe_router_bias": True, "gating": True, "norm_expert_weight": True,
         "zero_centered": True, "use_qk_norm": True, "use_head_wise_attn_gate": True, "sink": False, "use_moe": True,
         "use_rope_layers": [], "yarn_only_types": ["full_attention"],
     }  # fmt: skip
-    for key, value in known.items():
-        config.only(key, value)
+    config.only(**known)
     mtp, kinds = family.mtp_layers(config), ("full_attention", "sliding_attention")
     count = family.num_layers(config)
     own = replace(config, values={**config.values, **_without_mtp(config, count)})
     types = family.layer_types(own, kinds, ["full_attention"] * count)
     mixers = {kind: _attention(own, kind, types) for kind in dict.fromkeys(types)}
     return {
-        "layers": layer_specs([mixers[kind] for kind in types], _blocks(own, count)),
+        "layers": family.layers(config, [mixers[kind] for kind in types], _blocks(own, count)),
         "num_mtp_layers": mtp,
         "norm": NormSpec(shift=1.0),
     }
@@ -106,45 +106,35 @@ def _activations(config: Fields, key: str, count: int) -> list[Activation]:
     return [Activation(limit=limit, limit_after=True) if limit else Activation() for limit in limits]
 
 
-_NAMES = Names(
-    experts=(ExpertNames(gate="moe.gate_proj.weight", up="moe.up_proj.weight", down="moe.down_proj.weight"),),
-    spelled={
-        "mlp.gate.weight": ("moe.gate.weight",),
-        "mlp.gate.e_score_correction_bias": ("moe.router_bias",),
-        "self_attn.gate_proj.weight": ("self_attn.g_proj.weight",),
-    },
-    foreign=("vision_model.", "vit_large_projector."),
-)
 FAMILY = family.Family(
     "Step3p5ForCausalLM",
     "step3p5",
     _fields,
-    family.sizes(128815, 4096, 11264, 45, 64, 8, 128000)
+    family.sizes(128815, 4096, 11264, 45, 64, 8, 128000, experts=288, top_k=8, expert_size=1280)
     | {
         "attention_other_setting": None,
         "head_dim": 128,
-        "layer_types": None,
-        "mlp_bias": False,
-        "moe_intermediate_size": 1280,
         "moe_router_scaling_factor": 1.0,
         "need_fp32_gate": False,
-        "num_sliding_attention_heads": None,
         "per_layer_config": None,
-        "num_experts": 288,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 0,
         "query_pre_attn_scalar": None,
         "rms_norm_eps": 1e-5,
         "share_expert_dim": 1280,
-        "sliding_window": None,
         "swiglu_limits": None,
         "swiglu_limits_shared": None,
     },
-    _NAMES,
+    Names(
+        experts=(ExpertNames(gate="moe.gate_proj.weight", up="moe.up_proj.weight", down="moe.down_proj.weight"),),
+        spelled={
+            "mlp.gate.weight": ("moe.gate.weight",),
+            "mlp.gate.e_score_correction_bias": ("moe.router_bias",),
+            "self_attn.gate_proj.weight": ("self_attn.g_proj.weight",),
+        },
+        foreign=("vision_model.", "vit_large_projector."),
+    ),
     aliases={
         "moe_num_experts": "num_experts", "moe_top_k": "num_experts_per_tok", "share_expert_dims": "share_expert_dim",
         "num_attention_groups": "num_key_value_heads",
     },
 )  # fmt: skip
-MULTIMODAL = replace(FAMILY, architecture="Step3p7ForConditionalGeneration", model_type="step3p7", text="text_config")
-FAMILIES = (FAMILY, MULTIMODAL)
+FAMILIES = (FAMILY, FAMILY.inside("Step3p7ForConditionalGeneration", "step3p7"))

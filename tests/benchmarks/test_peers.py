@@ -24,7 +24,7 @@ from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.mixer import Mixer
 from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import KVRule
-from moeserve.models.spec import ModelSpec, layer_specs
+from moeserve.models.spec import LayerSpec, ModelSpec
 from moeserve.ops.rules import RouterRule
 
 CONFIG = {
@@ -47,7 +47,7 @@ LATENTS = LatentAttention(num_heads=4, nope_dim=3, rope_dim=2, v_dim=4, rank=6, 
 
 def spec_of(*mixers: Mixer) -> ModelSpec:
     experts = MoE(num_experts=4, top_k=1, size=3, router=RouterRule())
-    layers = layer_specs(mixers, [experts] * len(mixers))
+    layers = tuple(LayerSpec(mixer=mixer, feed_forward=experts) for mixer in mixers)
     return ModelSpec(
         architecture="x", dtype="float32", vocab_size=100, hidden_size=10, max_position=9, norm_eps=0.1, layers=layers
     )
