@@ -1,5 +1,5 @@
-"""Gated delta nets and Mamba-2 in one native call: close to the layers of separate steps in plain torch, and the same bits
-in chunks, in company, beside padding, on every instruction set and any number of threads.
+"""Gated delta nets and Mamba-2 in one native call: close to the layers of separate steps in plain torch, and the same
+bits in chunks, in company, beside padding, on every instruction set and any number of threads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def layer(kind: str, ops: Ops) -> GatedDeltaLayer | Mamba2Layer:
     return Mamba2Layer(
         spec, ops, ALONE, prepare, linear(inner + channels + heads, WIDTH, 1), values(channels, spec.conv, seed=3),
         values(channels, seed=7), -torch.logspace(-3, 2, heads), values(heads, seed=4), values(heads, 1, seed=8),
-        1 + values(inner, seed=5), torch.ones(inner // groups), 1e-6, ColumnLinear(linear(WIDTH, inner, 6), WIDTH, ALONE),
+        1 + values(inner, seed=5), torch.ones(inner // groups), 1e-6,
+        ColumnLinear(linear(WIDTH, inner, 6), WIDTH, ALONE),
     )  # fmt: skip
 
 
