@@ -52,8 +52,8 @@ class Ops:
     too. room: where native kernels pack. exact: whether a row's bits depend on nothing but the row. attention_block,
     latent_block, recurrent_block, mlp_block: join the steps of such a block in one call, where there is one.
     trace(function): the function, compiled where these kernels can be joined (ops/traced.py). opaque(function): the
-    function, hidden from any trace. weight_obstacle(kind, group, inputs): why quantised weights with so many inputs in all and per scale (0:
-    all) cannot be computed with; empty if they can. None: no quantised weights can.
+    function, hidden from any trace. weight_obstacle(kind, group, inputs): why quantised weights with so many inputs
+    in all and per scale (0: all) cannot be computed with; empty if they can. None: no quantised weights can.
     """
 
     device: torch.device
