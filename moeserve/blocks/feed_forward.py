@@ -60,23 +60,13 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedExpert:
-    """An expert of inner width `size` that every token passes.
+class SharedExpert(Dense):
+    """An expert that every token passes. gated: behind a sigmoid of one more product (Qwen2). scale: of its output
+    (Command A+)."""
 
-    gated: behind a sigmoid of one more product (Qwen2). scale: of its output (Command A+).
-    """
-
-    size: int
     gated: bool = False
     scale: float = 1.0
-    bias: bool = False
-    activation: Activation = SWIGLU
-    name: str = "mlp.shared_expert"  # of the checkpoint's module
-
-    @property
-    def mlp(self) -> Dense:
-        """What is behind the gate."""
-        return Dense(size=self.size, bias=self.bias, activation=self.activation, name=self.name)
+    name: str = "mlp.shared_expert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +90,7 @@ class MoE:
 
     def products(self, width: int) -> list[tuple[int, int]]:
         """See `Dense`; without the routed experts, whose weights only their tokens read."""
-        shared = self.shared.mlp.products(width) if self.shared else []
+        shared = self.shared.products(width) if self.shared else []
         beside = self.beside.products(width) if self.beside else []
         return [(self.num_experts, width), *shared, *beside]
 
@@ -133,7 +123,7 @@ class MoE:
             away = set(range(self.num_experts)) - set(local)
             plan.elsewhere.update(theirs + name.format(expert) for expert in away for name in kinds if name)
         if self.shared:
-            self.shared.mlp.plan(plan, ours + "shared_", theirs, sharded=False)
+            self.shared.plan(plan, ours + "shared_", theirs, sharded=False)
             if self.shared.gated:
                 plan.add(ours + "shared_gate", (1, plan.width), plan.spell(theirs, f"{self.shared.name}_gate.weight"))
 
