@@ -54,7 +54,7 @@ ROWS = Program("rows", ("core/grouping.cpp", "core/pairs.cpp"), tuple(AVX2))
 ATTENTION = Program(
     "attention", ("kernels/attention_plan.cpp", "kernels/reference_attention.cpp", "pool/pool.cpp"), tuple(AVX2)
 )
-SCANS = Program("scans", ("core/top_k.cpp",), tuple(AVX2))
+RECURRENT: dict[str, tuple[str, ...]] = {"recurrence": (), "scans": ("core/top_k.cpp",)}
 PRODUCTS = ("kernels/pack.cpp", "pool/pool.cpp")
 
 
@@ -75,8 +75,9 @@ def test_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("isa", [AVX2, AVX512], ids=["avx2", "avx512"])
-def test_scans(isa: list[str], tmp_path: Path) -> None:
-    replace(SCANS, isa=tuple(isa)).run(tmp_path, MEMORY)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers(name: str, isa: list[str], tmp_path: Path) -> None:
+    Program(name, RECURRENT[name], tuple(isa)).run(tmp_path, MEMORY)
 
 
 def test_attention(tmp_path: Path) -> None:
