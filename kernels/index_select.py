@@ -23,7 +23,7 @@ def order_kernel(
 ):  # fmt: skip
     """One program: BLOCK_L positions and one query. It stores integers that are the larger the sooner a position is
     chosen: a score's bits order as an integer, once negative ones flip; the position below makes all different."""
-    query, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_L
+    query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L
     last = tl.load(positions_ptr + query)
     at = first + tl.arange(0, BLOCK_L)
     order = tl.full((BLOCK_L,), LOWEST, tl.int64)
@@ -51,8 +51,9 @@ def index_select(
 ) -> Tensor:  # fmt: skip
     """Returns the cache rows (block * block_size + offset) of the chosen tokens, int64 [S, K], by ascending position.
 
-    cache: of keys, of q's dtype [blocks, block size, 1, d]. weights: fp32. rows_S, positions_S: int64, of the queries,
-    which see more than top_k tokens each. context: L, at least what each sees. most: queries at once.
+    cache: of keys, of q's dtype [blocks, block size, 1, d]. weights: fp32. rows_S, positions_S: int64, of the queries.
+    context: L, at least what each sees, and top_k; behind all tokens of a query that sees fewer, there are any. most:
+    queries at once.
     d 1, q 1, weight 1, keys [5, 1, 7] in block 0, top_k 2 -> [0, 2]
     """
     (_, heads, dim), size = q_SJd.shape, cache.shape[1]
@@ -65,7 +66,7 @@ def index_select(
         part = slice(start, start + most)
         q, rows = q_SJd[part], rows_S[part]
         order_SL = torch.empty((len(q), context), dtype=torch.int64, device=q.device)
-        order_kernel[(triton.cdiv(context, KEYS), len(q))](
+        order_kernel[(len(q), triton.cdiv(context, KEYS))](
             q, weights_SJ[part], cache, blocks_RN, rows, positions_S[part], order_SL, context, blocks_RN.stride(0),
             HEADS=heads, D=dim, BLOCK_SIZE=size, BLOCK_J=block_j, BLOCK_D=block_d, BLOCK_L=KEYS, num_warps=4,
         )  # fmt: skip

@@ -6,7 +6,7 @@ head, C width of a latent cache entry, L rank of the latents.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from moeserve.ops.attention import SCORES, padded_context
 from moeserve.ops.elementwise import rotary
 from moeserve.ops.inputs import GroupInputs, LayerCache, StepInputs
 from moeserve.ops.linear import Linear
-from moeserve.ops.selected import QUERIES, SPAN, Selection, chosen_as_requests, plan_selection
+from moeserve.ops.selected import QUERIES, SPAN, Selection, chosen_as_requests, plan_selection, select_always
 from moeserve.ops.table import Ops
 
 FP32, INT64 = 4, 8  # bytes
@@ -50,9 +50,15 @@ class PrepareSelection(PrepareAttention):
 
     top_k: int = 0
 
+    def __call__(self, step: StepInputs, positions_T: Tensor) -> AttentionStep:
+        """Looks the angles up and plans attention, which can be recorded."""
+        return PrepareAttention.__call__(self, replace(step, cut=None), positions_T)
+
     def plan_rows(self, step: StepInputs) -> SelectedRows:
         """Returns the metadata of a step's rows."""
         group = step.groups[self.group]
+        if step.live is not None:
+            return SelectedRows(step, group, None, select_always(group, step, self.top_k))
         selection = plan_selection(group, step, self.top_k)
         if selection is None:
             return SelectedRows(step, group, self.ops.plan_attention(group, step, self.shape))
@@ -113,7 +119,7 @@ class IndexerLayer:
         q_SJd = _rotate(q_SJd.float(), cos, sin).to(x_TD.dtype)
         weights_SJ = self.weights(x_TD.index_select(0, tokens_S).float())
         slots_SK = self.ops.index_select(q_SJd, weights_SJ, cache, rows.selection, self.ops.pack_heads)
-        inputs = chosen_as_requests(slots_SK, rows.group, rows.step)
+        inputs = chosen_as_requests(slots_SK, rows.group, rows.step, rows.selection.positions_S)
         rows.chosen = self.ops.plan_attention(*inputs, self.prepare.shape)
 
 

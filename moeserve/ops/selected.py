@@ -93,10 +93,10 @@ def plan_selection(group: GroupInputs, step: StepInputs, top_k: int) -> Selectio
     others = None
     if len(kept):
         blocks = blocks_RN.index_select(0, _to(kept, blocks_RN.device))
-        others = (
-            replace(group, blocks_RN=blocks),
-            _step(step, step.starts_R[kept], np.concatenate(([0], np.cumsum(plain[kept])))),
-        )
+        starts_R, offsets_R1 = step.starts_R[kept], np.concatenate(([0], np.cumsum(plain[kept]))).astype(np.int32)
+        rows_on_device = _to(starts_R, blocks_RN.device), _to(offsets_R1, blocks_RN.device)
+        rest = replace(step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=rows_on_device)
+        others = replace(group, blocks_RN=blocks), rest
     on_device = [_to(x, blocks_RN.device) for x in (tokens_S, rows_S, positions_S, others_N)]
     return Selection(top_k, blocks_RN, tuple(requests), others, int(positions_S.max()) + 1, *on_device)
 
@@ -107,19 +107,28 @@ def _to(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _step(step: StepInputs, starts: np.ndarray, offsets: np.ndarray) -> StepInputs:
-    """Returns a step with other rows, for planning attention."""
-    starts_R, offsets_R1 = starts.astype(np.int32), offsets.astype(np.int32)
-    device = step.ids_T.device
-    on_device = _to(starts_R, device), _to(offsets_R1, device)
-    return replace(step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=on_device)
+def select_always(group: GroupInputs, step: StepInputs, top_k: int) -> Selection:
+    """Returns that all queries select, for a step that is recorded: rows and positions are looked up on the device. A
+    query that sees few tokens chooses all of them, and others behind, which `chosen_as_requests` leaves out."""
+    starts_R, offsets_R1 = step.rows_on_device
+    tokens_T = torch.arange(len(step.ids_T), device=starts_R.device)
+    rows_T = torch.searchsorted(offsets_R1[1:], tokens_T.int(), right=True).clamp(max=len(starts_R) - 1)
+    context = int((step.starts_R + np.diff(step.offsets_R1)).max())
+    queries = tokens_T, rows_T, step.positions_T
+    return Selection(min(top_k, context), group.blocks_RN, (), None, context, *queries, tokens_T[:0])
 
 
-def chosen_as_requests(slots_SK: Tensor, group: GroupInputs, step: StepInputs) -> tuple[GroupInputs, StepInputs]:
+def chosen_as_requests(
+    slots_SK: Tensor, group: GroupInputs, step: StepInputs, positions_S: Tensor | None = None
+) -> tuple[GroupInputs, StepInputs]:
     """Returns a group and a step in which every selecting query is a request of its own, whose tokens are the chosen
-    ones. Its cache is that of the layer with blocks of one: cache.view(-1, 1, *cache.shape[2:])."""
-    count, top_k = slots_SK.shape
-    rows = _step(step, np.full(count, top_k - 1), np.arange(count + 1))
+    ones. Its cache is that of the layer with blocks of one: cache.view(-1, 1, *cache.shape[2:]). positions_S: of the
+    queries, if some may see fewer than K tokens, which are the first of those chosen."""
+    (count, top_k), device = slots_SK.shape, slots_SK.device
+    last_S = torch.full((count,), top_k - 1, device=device) if positions_S is None else positions_S.clamp(max=top_k - 1)
+    rows_on_device = last_S.int(), torch.arange(count + 1, dtype=torch.int32, device=device)
+    starts_R, offsets_R1 = np.full(count, top_k - 1, np.int32), np.arange(count + 1, dtype=np.int32)
+    rows = replace(step, starts_R=starts_R, offsets_R1=offsets_R1, rows_on_device=rows_on_device)
     return replace(group, blocks_RN=slots_SK, block_size=1), rows
 
 

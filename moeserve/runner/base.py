@@ -163,8 +163,6 @@ class ModelRunnerBase(StepExecutor, ABC):
             return "graphs: off"
         if self.tp.size > 1 or (self.shards_experts and not self.peers.graph_safe):
             return "rows travel between ranks, by transports that cannot be recorded"
-        if any(getattr(layer.mixer, "indexer", None) for layer in self.spec.layers):
-            return f"the index selectors of {self.spec.architecture} choose by what the host knows of a step"
         return None if self.shards_experts or self.model.graph_safe else "not all kernels that serve can be recorded"
 
     @abstractmethod

@@ -12,6 +12,7 @@ from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 
 SIZE, BLOCKS, TOP_K = 16, 12, 30
+NAN = float("nan")
 BOTH = [torch.float32, torch.float16]  # the interpreter computes bfloat16 products wrongly
 
 
@@ -37,6 +38,17 @@ def test_a_choice_depends_on_query_and_context_alone(dtype: torch.dtype) -> None
     assert torch.equal(choose(list(range(8, -1, -1)), table[1:].int(), 0, 140, 2), whole.flip(0))
     assert torch.equal(choose([4], table[:2], 1, 105, 16), whole[4:5])
     assert not torch.equal(choose([4], table, 2, 105, 16), whole[4:5])
+
+
+def test_a_query_that_sees_few_tokens_chooses_all_of_them_first() -> None:
+    random = torch.Generator().manual_seed(0)
+    cache, q = (torch.randn(shape, generator=random).to(DEVICE) for shape in ((BLOCKS, SIZE, 1, 8), (2, 3, 8)))
+    table, rows = torch.tensor([[5, 1, 7, 2], [3, 6, 8, 9]], device=DEVICE), torch.arange(2, device=DEVICE)
+    cache[[7, 2, 8, 9]] = NAN  # behind what is seen
+    found = index_select(q, q[..., 0].contiguous(), cache, rows, rows + 19, table, 60, TOP_K, 1)
+    seen = [[block * SIZE + i for block in blocks for i in range(SIZE)] for blocks in ([5, 1], [3, 6])]
+    assert found[0, :20].tolist() == seen[0][:20]
+    assert found[1, :21].tolist() == seen[1][:21]
 
 
 def test_example() -> None:

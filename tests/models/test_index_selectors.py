@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ import torch
 import transformers
 
 from moeserve.blocks.latent_attention import LatentAttention
-from moeserve.config import config_of
 from moeserve.errors import CheckpointError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.spec import ModelSpec
 from moeserve.models.workspace import workspace_bytes
 from moeserve.ops.native import native
 from moeserve.ops.table import Choice
-from moeserve.runner.base import ModelRunnerBase
 
 from .conftest import Driver
 from .test_bits import alone, in_company
@@ -130,13 +127,3 @@ def test_bad_config_is_refused(architecture: str, keys: dict[str, Any], says: st
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=says):
         read_model_spec(tmp_path)
-
-
-def test_steps_are_not_recorded_and_the_reason_is_named(make_checkpoint: Any) -> None:
-    spec = read_model_spec(make_checkpoint("deepseek_v32").path)
-    runner = SimpleNamespace(tp=SimpleNamespace(size=1), shards_experts=False, config=config_of(None, graphs="full"))
-    runner.spec = spec
-    assert ModelRunnerBase.graph_obstacle.fget(runner) == (  # type: ignore[attr-defined]
-        "the index selectors of DeepseekV32ForCausalLM choose by what the host knows of a step"
-    )
-    assert [spec.obstacle(kernels) for kernels in ("native", "triton")] == ["", ""]

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.gated_delta import GatedDelta
+from moeserve.blocks.indexer import Indexer
+from moeserve.blocks.latent_attention import LatentAttention
 from moeserve.blocks.mamba1 import Mamba1
 from moeserve.blocks.mixer import Mixer
+from moeserve.blocks.rope import RopeSpec
 from moeserve.config import Limits, config_of
 from moeserve.kernels.inputs import StepArrays, StepWords
 from moeserve.loader.load_plan import LINEAR
@@ -143,6 +146,10 @@ def test_replays_change_no_bit(graphs: str, eager: list[Request], monkeypatch: p
     assert {descriptor.num_tokens for descriptor in driver.runner.graphs._recordings} == sizes
 
 
+HEADS = {"num_heads": 2, "nope_dim": 8, "rope_dim": 8, "v_dim": 8, "rank": 24, "q_rank": 16}
+SELECTS = LatentAttention(**HEADS, rope=RopeSpec(), indexer=Indexer(num_heads=2, dim=16, top_k=6))  # type: ignore[arg-type]
+
+
 def serve_tiles(driver: Driver) -> list[Request]:
     """Requests that cross a tile's border in a chunk, between two, and decoding."""
     rng = np.random.default_rng(3)
@@ -170,10 +177,13 @@ def serve_tiles(driver: Driver) -> list[Request]:
     [
         GatedDelta(num_k_heads=1, num_v_heads=2, k_dim=8, v_dim=8, conv=4, by_head=True),
         Mamba1(channels=20, state=4, rank=3, conv=4),
+        SELECTS,
     ],
+    ids=["gated_delta", "mamba1", "selects"],
 )
-def test_replays_of_recurrent_layers(mixer: Mixer, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their kernels find the tiles of a step on the device; padding leaves no state behind."""
+def test_replays_of_other_layers(mixer: Mixer, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels find the tiles of a step, and its queries' rows, on the device; padding leaves no state behind. In a
+    recorded step every query selects, in others those that see more than 6 tokens."""
     monkeypatch.setattr(GraphManager, "capture", lambda manager: None)
     attention, other = spec_of(**SPEC).layers
     spec = replace(spec_of(**SPEC), layers=(attention, replace(other, mixer=mixer)))
