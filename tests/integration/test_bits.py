@@ -98,9 +98,15 @@ def test_nor_in_any_other_family(family: str, make_checkpoint: Any) -> None:
 @pytest.mark.full("models", keep=2)
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(native() is None, reason="needs the native kernels")
-@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "int8"), ("float32", "int4"), ("bfloat16", "int4")])
-def test_nor_with_quantised_weights(dtype: str, quantization: str, make_checkpoint: Any) -> None:
-    path = make_checkpoint("qwen3_moe").path
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [
+        ("qwen3_moe", "bfloat16", "int8"), ("qwen3_moe", "float32", "int4"), ("qwen3_moe", "bfloat16", "int4"),
+        ("qwen3_next", "bfloat16", "int8"), ("deepseek_v32", "bfloat16", "int8"),
+    ],
+)  # fmt: skip
+def test_nor_with_quantised_weights(family: str, dtype: str, quantization: str, make_checkpoint: Any) -> None:
+    path = make_checkpoint(family).path
     assert alone(path, dtype) != alone(path, dtype, quantization=quantization)
     check(path, dtype, quantization=quantization)
 
@@ -109,8 +115,11 @@ def test_nor_with_quantised_weights(dtype: str, quantization: str, make_checkpoi
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("family", "dtype", "kernels"),
-    [("qwen3_moe", "bfloat16", "auto"), ("qwen3", "bfloat16", "torch"), ("llama", "float32", "auto")],
-)
+    [
+        ("qwen3_moe", "bfloat16", "auto"), ("qwen3", "bfloat16", "torch"), ("llama", "float32", "auto"),
+        ("qwen3_next", "bfloat16", "auto"),
+    ],
+)  # fmt: skip
 def test_nor_with_an_int8_cache(family: str, dtype: str, kernels: str, make_checkpoint: Any) -> None:
     path, settings = make_checkpoint(family).path, {"kv_cache_dtype": "int8", "kernels": kernels}
     assert alone(path, dtype, kernels=kernels) != alone(path, dtype, **settings)
@@ -123,7 +132,7 @@ def check(path: Any, dtype: str, **more: Any) -> None:
     for name, crowd in CROWDS.items():
         settings = crowd.settings() | more
         if crowd.kv_blocks is not None:
-            settings |= memory_of(crowd.kv_blocks, 2 * 64 + 1, path, dtype, more.get("kv_cache_dtype", "auto"))
+            settings |= memory_of(crowd.kv_blocks, 2 * 16 + 1, path, dtype, more.get("kv_cache_dtype", "auto"))
         with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, **settings) as llm:
             for _ in range(crowd.repeats):
                 prompt_lens, answer_lens = crowd.lengths(rng)
