@@ -14,8 +14,6 @@ from moeserve.blocks.mixer import CacheTensor, divisors
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
-    from moeserve.blocks.build import Builder
-    from moeserve.blocks.gated_delta_layer import GatedDeltaLayer
     from moeserve.blocks.weights import WeightPlan
 
 
@@ -84,15 +82,3 @@ class GatedDelta(RecurrentMixer):
         plan.stack(ours + "dt_bias", [rows("dt_bias", heads)], fp32=True)
         plan.add(ours + "norm", (self.v_dim,), plan.spell(theirs, "linear_attn.norm.weight"))
         plan.add(ours + "out", (plan.width, v), plan.spell(theirs, "linear_attn.out_proj.weight"), sharded=True)
-
-    def build(self, build: Builder, name: str, group: int) -> GatedDeltaLayer:
-        """See `Mixer`."""
-        from moeserve.blocks.gated_delta_layer import build_gated_delta
-
-        return build_gated_delta(self, build, name, group)
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
-        from moeserve.blocks.gated_delta_layer import gated_delta_workspace
-
-        return gated_delta_workspace(self, width, tokens, size, tp_size)

@@ -79,7 +79,7 @@ class GatedDeltaLayer:
         return self.out(self.tp.gather_columns(gated, channel), channel)
 
 
-def build_gated_delta(spec: GatedDelta, build: Builder, name: str, group: int) -> GatedDeltaLayer:
+def build_layer(spec: GatedDelta, build: Builder, name: str, group: int) -> GatedDeltaLayer:
     """Returns the gated delta net of the layer whose parameters begin with `name`."""
     keys, values, _, _ = spec.local(build.world.tp_size)
     if spec.by_head:
@@ -115,7 +115,7 @@ def by_part(sizes: list[int], heads: int) -> list[int]:
     return order
 
 
-def gated_delta_workspace(spec: GatedDelta, width: int, tokens: int, size: int, tp_size: int) -> int:
+def workspace(spec: GatedDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     _, values, qk, v = spec.local(tp_size)
     rows = tokens * ((qk + 2 * v) * size + (3 * (qk + v) + 5 * v + 8 * values) * FP32 + v * size)

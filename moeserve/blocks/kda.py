@@ -15,8 +15,6 @@ from moeserve.blocks.mixer import CacheTensor, divisors
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
-    from moeserve.blocks.build import Builder
-    from moeserve.blocks.kda_layer import KimiDeltaLayer
     from moeserve.blocks.weights import WeightPlan
 
 
@@ -77,15 +75,3 @@ class KimiDelta(RecurrentMixer):
         plan.stack(ours + "dt_bias", [rows("dt_bias", size)], fp32=True)
         plan.add(ours + "norm", (d,), plan.spell(theirs, "self_attn.o_norm.weight"))
         plan.add(ours + "out", (plan.width, size), plan.spell(theirs, "self_attn.o_proj.weight"), sharded=True)
-
-    def build(self, build: Builder, name: str, group: int) -> KimiDeltaLayer:
-        """See `Mixer`."""
-        from moeserve.blocks.kda_layer import build_kimi_delta
-
-        return build_kimi_delta(self, build, name, group)
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
-        from moeserve.blocks.kda_layer import kimi_delta_workspace
-
-        return kimi_delta_workspace(self, width, tokens, size, tp_size)

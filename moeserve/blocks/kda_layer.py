@@ -64,7 +64,7 @@ class KimiDeltaLayer:
         return self.out(self.tp.gather_columns(gated, channel), channel)
 
 
-def build_kimi_delta(spec: KimiDelta, build: Builder, name: str, group: int) -> KimiDeltaLayer:
+def build_layer(spec: KimiDelta, build: Builder, name: str, group: int) -> KimiDeltaLayer:
     """Returns the Kimi delta attention of the layer whose parameters begin with `name`."""
     heads = spec.num_heads // build.world.tp_size
     first = build.world.tp_rank * heads
@@ -87,7 +87,7 @@ def build_kimi_delta(spec: KimiDelta, build: Builder, name: str, group: int) -> 
     )
 
 
-def kimi_delta_workspace(spec: KimiDelta, width: int, tokens: int, size: int, tp_size: int) -> int:
+def workspace(spec: KimiDelta, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     part, narrow = spec.size // tp_size, 2 * spec.head_dim + spec.num_heads
     rows = tokens * (part * (6 * size + 15 * FP32) + narrow * (2 * size + 2 * FP32))

@@ -16,8 +16,6 @@ from moeserve.blocks.recurrent import RecurrentMixer, recurrence_cache
 from moeserve.blocks.rope import RopeSpec
 
 if TYPE_CHECKING:
-    from moeserve.blocks.build import Builder
-    from moeserve.blocks.lightning_layer import LightningLayer
     from moeserve.blocks.weights import WeightPlan
 
 
@@ -77,18 +75,6 @@ class Lightning(RecurrentMixer):
         for mine, norm in (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")):
             plan.add(ours + mine, (self.head_dim,), name(norm))
         plan.add(ours + "out", (plan.width, size), name("dense"), sharded=True)
-
-    def build(self, build: Builder, name: str, group: int) -> LightningLayer:
-        """See `Mixer`."""
-        from moeserve.blocks.lightning_layer import build_lightning
-
-        return build_lightning(self, build, name, group)
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
-        from moeserve.blocks.lightning_layer import lightning_workspace
-
-        return lightning_workspace(self, width, tokens, size, tp_size)
 
 
 def slopes(heads: int) -> list[float]:

@@ -84,7 +84,7 @@ class LightningLayer:
         return self.out(self.tp.gather_columns(gated, channel), channel)
 
 
-def build_lightning(spec: Lightning, build: Builder, name: str, group: int) -> LightningLayer:
+def build_layer(spec: Lightning, build: Builder, name: str, group: int) -> LightningLayer:
     """Returns the lightning attention of the layer whose parameters begin with `name`."""
     dim, world, device = spec.head_dim, build.world, build.ops.device
     heads = spec.num_heads // world.tp_size
@@ -112,7 +112,7 @@ def build_lightning(spec: Lightning, build: Builder, name: str, group: int) -> L
     )
 
 
-def lightning_workspace(spec: Lightning, width: int, tokens: int, size: int, tp_size: int) -> int:
+def workspace(spec: Lightning, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     heads, dim = spec.num_heads // tp_size, spec.head_dim
     rows = tokens * heads * dim * (5 * size + 10 * FP32)

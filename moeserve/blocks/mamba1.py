@@ -14,8 +14,6 @@ from moeserve.blocks.mixer import CacheTensor, divisors
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
 
 if TYPE_CHECKING:
-    from moeserve.blocks.build import Builder
-    from moeserve.blocks.mamba1_layer import Mamba1Layer
     from moeserve.blocks.weights import WeightPlan
 
 
@@ -86,15 +84,3 @@ class Mamba1(RecurrentMixer):
         if self.bias:
             plan.stack(ours + "in_bias", [rows("in_proj.bias")] * 2)
             plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "mamba.out_proj.bias"), sharded=True)
-
-    def build(self, build: Builder, name: str, group: int) -> Mamba1Layer:
-        """See `Mixer`."""
-        from moeserve.blocks.mamba1_layer import build_mamba1
-
-        return build_mamba1(self, build, name, group)
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
-        from moeserve.blocks.mamba1_layer import mamba1_workspace
-
-        return mamba1_workspace(self, width, tokens, size, tp_size)

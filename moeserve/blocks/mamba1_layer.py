@@ -65,7 +65,7 @@ class Mamba1Layer:
         return self.out(self.tp.gather_columns(gated, channel), channel)
 
 
-def build_mamba1(spec: Mamba1, build: Builder, name: str, group: int) -> Mamba1Layer:
+def build_layer(spec: Mamba1, build: Builder, name: str, group: int) -> Mamba1Layer:
     """Returns the Mamba of the layer whose parameters begin with `name`."""
     return Mamba1Layer(
         spec,
@@ -86,7 +86,7 @@ def build_mamba1(spec: Mamba1, build: Builder, name: str, group: int) -> Mamba1L
     )
 
 
-def mamba1_workspace(spec: Mamba1, width: int, tokens: int, size: int, tp_size: int) -> int:
+def workspace(spec: Mamba1, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     local, selected = spec.channels // tp_size, spec.rank + 2 * spec.state
     rows = tokens * (local * (5 * size + 12 * FP32) + spec.channels * size + selected * 3 * (size + FP32))

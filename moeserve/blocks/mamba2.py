@@ -15,8 +15,6 @@ from moeserve.blocks.mixer import CacheTensor, divisors
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache, recurrence_cache
 
 if TYPE_CHECKING:
-    from moeserve.blocks.build import Builder
-    from moeserve.blocks.mamba2_layer import Mamba2Layer
     from moeserve.blocks.weights import WeightPlan
 
 
@@ -81,15 +79,3 @@ class Mamba2(RecurrentMixer):
         plan.stack(ours + "norm", rows("norm.weight", inner))
         out = plan.spell(theirs, "mamba.out_proj.weight")
         plan.add(ours + "out", (plan.width, inner), out, sharded=True)
-
-    def build(self, build: Builder, name: str, group: int) -> Mamba2Layer:
-        """See `Mixer`."""
-        from moeserve.blocks.mamba2_layer import build_mamba2
-
-        return build_mamba2(self, build, name, group)
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
-        from moeserve.blocks.mamba2_layer import mamba2_workspace
-
-        return mamba2_workspace(self, width, tokens, size, tp_size)

@@ -79,7 +79,7 @@ class Mamba2Layer:
         return self.out(self.tp.gather_columns((normed_TI * self.norm_I).to(x_TD.dtype), channel), channel)
 
 
-def build_mamba2(spec: Mamba2, build: Builder, name: str, group: int) -> Mamba2Layer:
+def build_layer(spec: Mamba2, build: Builder, name: str, group: int) -> Mamba2Layer:
     """Returns the Mamba-2 block of the layer whose parameters begin with `name`."""
     groups, _, inner, _ = spec.local(build.world.tp_size)
     return Mamba2Layer(
@@ -100,7 +100,7 @@ def build_mamba2(spec: Mamba2, build: Builder, name: str, group: int) -> Mamba2L
     )
 
 
-def mamba2_workspace(spec: Mamba2, width: int, tokens: int, size: int, tp_size: int) -> int:
+def workspace(spec: Mamba2, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     _, heads, inner, shared = spec.local(tp_size)
     rows = tokens * ((3 * inner + 2 * shared + heads) * size + (8 * inner + 4 * shared + 6 * heads) * FP32)

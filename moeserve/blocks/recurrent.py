@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moeserve.blocks.mixer import CacheTensor
+from moeserve.blocks.mixer import CacheTensor, LazyMixer
 from moeserve.engine.kv_rule import KVRule
 from moeserve.ops.rules import TILE
 
 
-class RecurrentMixer:
+class RecurrentMixer(LazyMixer):
     """The part of `Mixer` that is alike for all blocks with a state."""
 
     __slots__ = ()

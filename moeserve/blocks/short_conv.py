@@ -14,8 +14,6 @@ from moeserve.blocks.mixer import CacheTensor, divisors
 from moeserve.blocks.recurrent import RecurrentMixer, conv_cache
 
 if TYPE_CHECKING:
-    from moeserve.blocks.build import Builder
-    from moeserve.blocks.short_conv_layer import ShortConvLayer
     from moeserve.blocks.weights import WeightPlan
 
 
@@ -61,15 +59,3 @@ class ShortConv(RecurrentMixer):
         plan.add(ours + "out", (plan.width, self.channels), plan.spell(theirs, "conv.out_proj.weight"), sharded=True)
         if self.bias:
             plan.add(ours + "out_bias", (plan.width,), plan.spell(theirs, "conv.out_proj.bias"), sharded=True)
-
-    def build(self, build: Builder, name: str, group: int) -> ShortConvLayer:
-        """See `Mixer`."""
-        from moeserve.blocks.short_conv_layer import build_short_conv
-
-        return build_short_conv(self, build, name, group)
-
-    def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
-        """See `Mixer`."""
-        from moeserve.blocks.short_conv_layer import short_conv_workspace
-
-        return short_conv_workspace(self, width, tokens, size, tp_size)

@@ -44,7 +44,7 @@ class ShortConvLayer:
         return self.out(self.tp.gather_columns(gated_TC, channel), channel)
 
 
-def build_short_conv(spec: ShortConv, build: Builder, name: str, group: int) -> ShortConvLayer:
+def build_layer(spec: ShortConv, build: Builder, name: str, group: int) -> ShortConvLayer:
     """Returns the short convolution of the layer whose parameters begin with `name`."""
     return ShortConvLayer(
         build.ops,
@@ -57,7 +57,7 @@ def build_short_conv(spec: ShortConv, build: Builder, name: str, group: int) -> 
     )
 
 
-def short_conv_workspace(spec: ShortConv, width: int, tokens: int, size: int, tp_size: int) -> int:
+def workspace(spec: ShortConv, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
     """Returns an upper bound of the bytes of one call; see `Mixer.workspace`."""
     local = spec.channels // tp_size
     rows = tokens * local * (4 * size + 6 * FP32) + 4 * (TILE + spec.conv) * local * FP32
