@@ -25,7 +25,7 @@ THREADS = ["-fsanitize=thread"]
 pytestmark = [
     pytest.mark.full("sanitizers"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    pytest.mark.timeout(240),  # the compiler takes 3 to 20 seconds of a core, which may be busy
+    pytest.mark.timeout(480),  # the compiler takes 3 to 90 seconds of a core, which may be busy
 ]
 
 
