@@ -15,7 +15,8 @@ from moeserve.models import family
 def _fields(config: Fields) -> family.SpecFields:
     config.only(moe_layer_freq=1)
     mixer = family.attention(config, qk_norm="head", **family.attention_bias(config))
-    window, first = family.sliding_window(config), config.raw("max_window_layers")
+    window = family.sliding_window(config)
+    first = config.integer("max_window_layers", 0, 2**31) if window else 0
     usual = [
         "sliding_attention" if window and i >= first else "full_attention" for i in range(family.num_layers(config))
     ]

@@ -267,6 +267,7 @@ QWEN3_NEXT = LLAMA | {
     "linear_num_value_heads": 8,
 }
 KIMI_LINEAR = LLAMA | {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
+DOTS1 = LLAMA | {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_act": "silu"}
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "supported: AXK1, Afmoe, BailingMoe"),
@@ -384,6 +385,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "linear_attn_config.kda_layers is [0]; it must be a list of integers from 1 to 2",
     ),
     (KIMI_LINEAR, {"linear_attn_config": {"head_dim": "128"}}, "linear_attn_config.head_dim is '128'"),
+    (DOTS1, {"max_window_layers": None}, "max_window_layers is None; it must be an integer"),
+    (DOTS1, {"max_window_layers": "1"}, "max_window_layers is '1'"),
 ]
 
 
