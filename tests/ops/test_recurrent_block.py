@@ -170,3 +170,15 @@ def test_what_does_not_fit_is_not_read(kind: str) -> None:
     out = ColumnLinear(ops.pack_linear(torch.zeros(WIDTH, block.out.part.matrix.depth + 1), None), WIDTH, ALONE)
     with pytest.raises(AssertionError):
         replace(block, out=out)
+
+
+@by_kind
+def test_small_numbers_stay_what_they_are_for_others(kind: str) -> None:
+    """Threads that took numbers below the smallest normal one as 0 in a recurrence do so nowhere else."""
+    ops, small = pick_ops("cpu", torch.float32, "native"), torch.full((512, 1024), 1e-40)
+    for threads in (1, 3):
+        MODULE.set_threads([-1] * threads)
+        run(kind, ops, [200], (200,))
+        assert (small[0] * 0.5).all()  # by this thread
+        weight = torch.full((1024,), 1e-40)
+        assert ops.rms_norm(torch.ones(512, 1024), weight, 0.0).all()  # by all
