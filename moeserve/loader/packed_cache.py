@@ -140,8 +140,9 @@ def _checksums(parts: list[Tensor], alive: Callable[[], None]) -> Tensor:
 def _contents(tensors: dict[str, Tensor], key: str, alive: Callable[[], None]) -> list[Tensor]:
     """All bytes of a file."""
     sums, end, header, parts = torch.empty(8 + 8 * len(tensors), dtype=torch.uint8), 0, {}, []
-    # Those first whose sizes keep all behind them aligned to 64.
-    for name, tensor in sorted({**tensors, key: sums}.items(), key=lambda item: not is_packed(item[0])):
+    # Those first whose sizes keep all behind them aligned to 64, then those with the largest elements.
+    order = sorted({**tensors, key: sums}.items(), key=lambda item: (not is_packed(item[0]), -item[1].itemsize))
+    for name, tensor in order:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
         header[name]["data_offsets"] = end, end + tensor.nbytes
         end += tensor.nbytes

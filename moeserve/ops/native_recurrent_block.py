@@ -67,6 +67,11 @@ class RecurrentBlock:
         self._keep = inputs, gates, out, rule  # whose memory the block reads
         (channels, num_inputs), (unit_q, unit_k, unit_eps) = rule.conv_CK.shape, rule.unit or (None, None, 0.0)
         assert channels == 2 * rule.groups * dim + rule.heads * v_dim, (rule.conv_CK.shape, dim, v_dim)
+        assert 2 <= num_inputs <= TILE + 1, num_inputs
+        columns = channels + rule.heads * v_dim + (rule.heads if gates is None else 0)
+        assert inputs.matrix.columns == columns, (inputs.matrix.columns, columns)
+        assert gates is None or gates.matrix.columns == 2 * rule.heads, (gates, rule.heads)
+        assert out is None or out.matrix.depth == rule.heads * v_dim, (out, rule.heads, v_dim)
         params = rule.conv_CK, rule.conv_bias_C, rule.decay_H, rule.dt_bias_H, unit_q, unit_k, rule.skip_H1, rule.norm
         for part in params:
             assert part is None or (part.dtype, part.is_contiguous()) == (torch.float32, True), (part.dtype, part.shape)
@@ -86,6 +91,8 @@ class RecurrentBlock:
         recurrence."""
         assert x_TD.dtype is self._dtype, (x_TD.dtype, self._dtype)
         assert x_TD.stride(1) == 1, x_TD.stride()
+        assert x_TD.shape[1] == self._keep[0].matrix.depth, (x_TD.shape, self._keep[0].matrix.depth)
+        assert plan.num_tokens <= len(x_TD), (plan.num_tokens, x_TD.shape)
         channels, num_inputs, groups, heads, dim, v_dim = self._sizes
         size = plan.block_size
         shapes = (

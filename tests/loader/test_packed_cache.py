@@ -46,10 +46,12 @@ def start(
     """A start of a model with two products and parameters of odd sizes; what it has, in the order of its build."""
     make = torch.Generator().manual_seed(seed)
     cache, have = PackedCache(str(folder), key, alive), {}
-    for name, size in (("layers.0.qkv", 4096), ("norm", 7), ("layers.0.w2", 64 * 50), ("empty_bias", 0), ("embed", 33)):
+    sizes = {"layers.0.qkv": 4096, "norm": 7, "layers.0.w2": 64 * 50, "empty_bias": 0, "decay": 3, "embed": 33}
+    for name, size in sizes.items():
         values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=make)
         if "layers" not in name:
-            have[name] = cache.tensors.setdefault(name, values.repeat(3, 1).bfloat16())
+            dtype = torch.float32 if name == "decay" else torch.bfloat16
+            have[name] = cache.tensors.setdefault(name, values.repeat(3, 1).to(dtype))
             continue
         cache.product = name
         have[name], is_there = cache.room(size)

@@ -5,6 +5,7 @@ bits in chunks, in company, beside padding, on every instruction set and any num
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,3 +143,42 @@ def test_bits_are_those_of_any_instruction_set_and_threads(kind: str) -> None:
             MODULE.set_threads([-1] * threads)
             found.append(run(kind, ops, lengths, (128,)))
             assert equal(found[-1], found[0]), (isa, threads)
+
+
+@by_kind
+def test_bits_are_those_of_any_number_of_threads_where_all_steps_are_shared(kind: str) -> None:
+    """Of so many tokens that threads share the small steps too: gates of time, norms of queries and keys."""
+    lengths, ops = [4500, 40, 1], pick_ops("cpu", torch.float32, "native")
+    expected = run(kind, ops, lengths, (128,))
+    MODULE.set_threads([-1] * 3)
+    assert equal(run(kind, ops, lengths, (5000,), padding=300), expected)
+
+
+@by_kind
+def test_what_does_not_fit_is_not_read(kind: str) -> None:
+    ops = pick_ops("cpu", torch.float32, "native")
+    block, caches = layer(kind, ops), caches_of(kind, 3)
+    plan = ops.plan_tiles(*host_step(tables([5], SIZE), SIZE, [0], [0, 5]))
+    for shape in ((4, WIDTH), (5, WIDTH - 1)):  # fewer rows than tokens; narrower than the weights
+        with pytest.raises(AssertionError):
+            block(torch.zeros(shape), plan, caches, 0)
+    narrow = ops.pack_linear(torch.zeros(block.inputs.matrix.columns - 1, WIDTH), None)
+    with pytest.raises(AssertionError):
+        replace(block, inputs=narrow)
+    with pytest.raises(AssertionError):  # K is at most 17
+        replace(block, conv_CK=torch.zeros(len(block.conv_CK), TILE + 2))
+    out = ColumnLinear(ops.pack_linear(torch.zeros(WIDTH, block.out.part.matrix.depth + 1), None), WIDTH, ALONE)
+    with pytest.raises(AssertionError):
+        replace(block, out=out)
+
+
+@by_kind
+def test_small_numbers_stay_what_they_are_for_others(kind: str) -> None:
+    """Threads that took numbers below the smallest normal one as 0 in a recurrence do so nowhere else."""
+    ops, small = pick_ops("cpu", torch.float32, "native"), torch.full((512, 1024), 1e-40)
+    for threads in (1, 3):
+        MODULE.set_threads([-1] * threads)
+        run(kind, ops, [200], (200,))
+        assert (small[0] * 0.5).all()  # by this thread
+        weight = torch.full((1024,), 1e-40)
+        assert ops.rms_norm(torch.ones(512, 1024), weight, 0.0).all()  # by all
