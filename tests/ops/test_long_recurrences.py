@@ -13,7 +13,8 @@ from torch import Tensor
 from moeserve.ops import native_recurrence, recurrence, selective_scan
 from moeserve.ops.probe import host_step
 
-from .test_recurrence import IMPLEMENTATIONS, MODULE, Shape, cached, caches_of, values
+from .isas import needs_native
+from .test_recurrence import IMPLEMENTATIONS, Shape, cached, caches_of, values
 
 TOKENS, SPAN, FORGOTTEN = 32_768, 1_024, 1 / 1_000  # FORGOTTEN: mean log decay, so that a state sums up 1,000 tokens
 SHAPES = {
@@ -22,9 +23,7 @@ SHAPES = {
     "no delta rule": Shape(1, 1, 16, 8, 1, False),
 }
 REFERENCE, *NATIVE = IMPLEMENTATIONS
-SCANS = [selective_scan]
-if hasattr(MODULE, "TilePlan") and hasattr(native_recurrence, "selective_scan"):
-    SCANS.append(native_recurrence)
+SCANS = [selective_scan, pytest.param(native_recurrence, marks=needs_native)]
 
 
 def check(found: Tensor, expected: np.ndarray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,22 +14,13 @@ from moeserve.ops import attention as torch_attention
 from moeserve.ops import native_layer
 from moeserve.ops.elementwise import write_kv
 from moeserve.ops.inputs import HeadShape, to_entries
-from moeserve.ops.native import native
 from moeserve.ops.probe import host_step
+from tests.ops.isas import ISAS, MODULE, needs_native
 from tests.ops.test_attention import Cache, Rule, make_cache, query_type
 
-module: Any = native()
-ISAS = module.supported_isas() if hasattr(module, "AttentionPlan") else []
-pytestmark = pytest.mark.skipif(not ISAS, reason="no native attention for this CPU")
+pytestmark = [needs_native, pytest.mark.usefixtures("usual_native")]
 
 Row = tuple[int, int, int]  # context, first position, count
-
-
-@pytest.fixture(autouse=True)
-def one_thread_again() -> Iterator[None]:
-    yield
-    module.set_threads([-1])
-    module.use_isa(ISAS[-1])
 
 
 def step(cache: Cache, rows: list[Row], q: list[Tensor], rule: Rule) -> tuple[Tensor, tuple[Any, ...]]:
@@ -58,7 +48,7 @@ def reference(cache: Cache, row: Row, q: list[Tensor], rule: Rule) -> Tensor:
     """The result of the scalar specification in fp32 for the first query of a row."""
     queries, args = step(cache, [row], q, rule)
     plan = native_layer.plan_attention(*args)
-    single, kind = queries.float(), module.Type.int8 if cache.k.dtype == torch.int8 else module.Type.float32
+    single, kind = queries.float(), MODULE.Type.int8 if cache.k.dtype == torch.int8 else MODULE.Type.float32
     k, v = (x if x.dtype == torch.int8 else x.float().contiguous() for x in (cache.k, cache.v))
     out = torch.empty(queries.shape[1] * plan.shape.v_dim)
     sinks = 0 if rule.sinks_H is None else rule.sinks_H.data_ptr()
@@ -118,7 +108,7 @@ def test_bits_are_the_references_in_any_company(
     h: int, g: int, d: int, v: int, size: int, rule: Rule, isa: str
 ) -> None:
     """Queries and caches of both types; whole contexts, then parts in random company with 1 to 3 threads."""
-    module.use_isa(isa)
+    MODULE.use_isa(isa)
     lengths = [200, 1, 63, 64, 65, 131]
     rng = np.random.default_rng(4)
     latent = (h, g, d, v, size, rule) in LATENT_CASES
@@ -131,7 +121,7 @@ def test_bits_are_the_references_in_any_company(
                 expected = reference(cache, (context, position, 1), q, rule).to(q_dtype)
                 assert torch.equal(whole[context][position], expected), (context, position)
         for turn in range(12):
-            module.set_threads([-1] * (turn % 3 + 1))
+            MODULE.set_threads([-1] * (turn % 3 + 1))
             order = rng.permutation(len(lengths))[: rng.integers(1, 6)].tolist()
             rows = [(c, *cut(lengths[c], int(rng.integers(0, lengths[c])), int(rng.choice([1, 1, 3, 9, 70]))))
                     for c in order]  # fmt: skip
@@ -149,7 +139,7 @@ def test_long_contexts_have_the_bits_of_the_reference(
     length: int, window: int | None, isa: str, dtype: torch.dtype, q_dtype: torch.dtype
 ) -> None:
     """Alone, where threads share the chunks, beside others, and as the end of a prompt."""
-    module.use_isa(isa)
+    MODULE.use_isa(isa)
     lengths = [length, 40]
     cache = make_cache(lengths, 2, 16, 16, dtype)
     q = make_queries(lengths, 4, 16, q_dtype)
@@ -157,7 +147,7 @@ def test_long_contexts_have_the_bits_of_the_reference(
     expected = reference(cache, (0, length - 1, 1), q, rule).to(q_dtype)
     pieces = []
     for threads in (1, 2, 3):
-        module.set_threads([-1] * threads)
+        MODULE.set_threads([-1] * threads)
         alone = run(cache, [(0, length - 1, 1)], q, rule)[0][0]
         beside = run(cache, [(1, 39, 1), (0, length - 1, 1)], q, rule)[1][0]
         end = run(cache, [(0, length - 70, 70), (1, 0, 40)], q, rule)[0]
@@ -215,8 +205,8 @@ def test_agrees_with_torch(rule: Rule, g: int, d: int, v: int, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("isa", ISAS)
 def test_soft_cap_and_sinks(isa: str, dtype: torch.dtype) -> None:
-    module.use_isa(isa)
-    module.set_threads([-1, -1])
+    MODULE.use_isa(isa)
+    MODULE.set_threads([-1, -1])
     lengths = [1300, 90]
     cache = make_cache(lengths, 2, 40, 16, dtype)
     q = [8 * x for x in make_queries(lengths, 4, 40, torch.float32)]
@@ -247,7 +237,7 @@ def test_addresses_need_no_alignment(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
 def test_scales_of_any_size(isa: str, q_dtype: torch.dtype) -> None:
     """Zero, tiny and huge keys and values, and one that is not a number."""
-    module.use_isa(isa)
+    MODULE.use_isa(isa)
     cache = make_cache([200], 2, 24, 16, torch.float32)
     sizes = torch.tensor([0.0, 1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e37])[torch.arange(200) % 7].view(200, 1, 1)
     slots = torch.tensor([cache.tables[0][p // 16] * 16 + p % 16 for p in range(200)])
@@ -317,7 +307,7 @@ def test_a_step_without_tokens() -> None:
 
 @pytest.mark.parametrize(("h", "threads", "pieces"), [(32, 1, 1), (32, 2, 4), (32, 16, 4), (24, 2, 2), (17, 3, 1)])
 def test_threads_share_the_heads_of_one_latent(h: int, threads: int, pieces: int) -> None:
-    module.set_threads([-1] * threads)
+    MODULE.set_threads([-1] * threads)
     cache = make_cache([100], 1, 24, 16, torch.float32, v_dim=16, latent=True)
     q = make_queries([100], h, 24, torch.float32)
     _, args = step(cache, [(0, 99, 1)], q, Rule())

@@ -14,24 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.ops import native_recurrence, recurrence
-from moeserve.ops.native import native
 from moeserve.ops.probe import host_step
 from moeserve.ops.rules import TILE
 
-MODULE: Any = native()
-ISAS = MODULE.supported_isas() if hasattr(MODULE, "TilePlan") else []
-needs_native = pytest.mark.skipif(not ISAS, reason="no native kernels for this machine")
+from .isas import ISAS, MODULE, needs_native
+
+pytestmark = pytest.mark.usefixtures("usual_native")
 IMPLEMENTATIONS = [recurrence, pytest.param(native_recurrence, marks=needs_native)]
 LENGTHS = 37, 16, 5  # of requests: three tiles, one that is full, one that is not
 CHUNKS = [(64,), (1,), (16,), (5, 11, 1, 20), (17, 3)]  # tokens of each request in a step, over and over
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    yield
-    if ISAS:
-        MODULE.use_isa(ISAS[-1])
-        MODULE.set_threads([-1])
 
 
 @dataclass(frozen=True)

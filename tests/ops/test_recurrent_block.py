@@ -4,7 +4,7 @@ bits in chunks, in company, beside padding, on every instruction set and any num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,10 @@ from moeserve.ops.probe import host_step
 from moeserve.ops.rules import TILE
 from moeserve.ops.table import Ops, pick_ops
 
-from .test_recurrence import CHUNKS, ISAS, LENGTHS, MODULE, cached, equal, needs_native, steps, tables, values
+from .isas import ISAS, MODULE, needs_native
+from .test_recurrence import CHUNKS, LENGTHS, cached, equal, steps, tables, values
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.usefixtures("usual_native")]
 WIDTH, SIZE = 24, 32
 KINDS: dict[str, GatedDelta | Mamba2] = {
     "gated delta": GatedDelta(num_k_heads=2, num_v_heads=4, k_dim=19, v_dim=40, conv=4, by_head=False),
@@ -34,13 +35,6 @@ KINDS: dict[str, GatedDelta | Mamba2] = {
 }
 by_kind = pytest.mark.parametrize("kind", KINDS)
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    yield
-    MODULE.use_isa(ISAS[-1])
-    MODULE.set_threads([-1])
 
 
 def layer(kind: str, ops: Ops) -> GatedDeltaLayer | Mamba2Layer:

@@ -5,7 +5,6 @@ those of the reference.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,17 +12,16 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
-from moeserve.ops.native import native
 from moeserve.ops.native_layer import NativeHeads
 from moeserve.ops.native_selected import index_select as native_index_select
 from moeserve.ops.probe import host_step
 from moeserve.ops.selected import Selection, chosen_as_requests, index_select, plan_selection
 from moeserve.ops.table import Choice, Ops, pick_ops
 
+from .isas import ISAS, MODULE, needs_native
+
 SIZE, BLOCKS = 16, 200
-MODULE: Any = native()
-ISAS = MODULE.supported_isas() if hasattr(MODULE, "index_select") else []
-needs_native = pytest.mark.skipif(not ISAS, reason="no native kernels for this machine")
+pytestmark = pytest.mark.usefixtures("usual_native")
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +29,6 @@ def _restore_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    if ISAS:
-        MODULE.use_isa(ISAS[-1])
-        MODULE.set_threads([-1])
 
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels are not interpreted")

@@ -4,7 +4,6 @@ one is close to the reference, and has the same bits on every instruction set an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,13 @@ from torch import Tensor
 
 from moeserve.ops import native_recurrence, recurrence
 from moeserve.ops.inputs import GroupInputs, StepInputs
-from moeserve.ops.native import native
 from moeserve.ops.recurrence import Caches
 from moeserve.ops.rules import TILE
 from moeserve.ops.selective_scan import selective_scan
 
-MODULE: Any = native()
-ISAS = MODULE.supported_isas() if hasattr(MODULE, "TilePlan") else []
-needs_native = pytest.mark.skipif(not ISAS, reason="no native kernels for this machine")
+from .isas import ISAS, MODULE, needs_native
+
+pytestmark = pytest.mark.usefixtures("usual_native")
 REFERENCE = SimpleNamespace(
     plan_tiles=recurrence.plan_tiles, causal_conv=recurrence.causal_conv, selective_scan=selective_scan
 )
@@ -31,14 +29,6 @@ by_kernels = pytest.mark.parametrize(
 )
 BLOCK, CHANNELS, STATE = 32, 40, 3  # 40 channels: no multiple of a vector
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # x, dt, B, C of tokens
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    yield
-    if ISAS:
-        MODULE.use_isa(ISAS[-1])
-        MODULE.set_threads([-1])
 
 
 def inputs_of(tokens: int, seed: int = 0) -> Inputs:

@@ -1,0 +1,18 @@
+"""What tests of native kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .isas import ISAS, MODULE
+
+
+@pytest.fixture
+def usual_native() -> Iterator[None]:
+    """Gives the best instruction set and one thread back to the tests behind one that changed them."""
+    yield
+    if ISAS:
+        MODULE.use_isa(ISAS[-1])
+        MODULE.set_threads([-1])
