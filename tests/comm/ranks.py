@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from moeserve.comm.members import Members
+from moeserve.errors import PeerLost
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ def members_of(
 
 
 def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[T]:
-    """Run the calls at the same time, one thread each; the first error is raised when all have ended."""
+    """Run the calls at the same time, one thread each, then raise the first error: a rank's own before its peers' PeerLost."""
     results: list[T | None] = [None] * len(calls)
     errors: list[BaseException] = []
 
@@ -55,5 +56,5 @@ def together(calls: Sequence[Callable[[], T]], timeout_s: float = 40.0) -> list[
         thread.join(timeout_s)
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     if errors:
-        raise errors[0]
+        raise min(errors, key=lambda error: isinstance(error, PeerLost))
     return results  # type: ignore[return-value]
