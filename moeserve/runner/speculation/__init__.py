@@ -1,0 +1,1 @@
+"""Proposers of drafts, and where drafts meet the step."""
