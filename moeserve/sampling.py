@@ -102,7 +102,7 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """`SamplingParams` of one sequence, resolved by the front end to integers and floats.
 
     stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences that must not be
-    completed.
+    completed. speculate: whether drafts may be verified for this request; they change no token.
     """
 
     seed: int
@@ -110,6 +110,7 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     stop_ids: tuple[int, ...] = ()
     allowed_ids: tuple[int, ...] | None = None
     bad_seqs: tuple[tuple[int, ...], ...] = ()
+    speculate: bool = True
 
 
 def _plain(value: Any) -> Any:
