@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,25 +31,39 @@ class GrammarFault(ValueError):
         return InvalidRequest(f"{param}{at}: {self.message}", param=param, code="invalid_grammar")
 
 
-def check_schema(schema: Any, at: str = "") -> None:
-    """Raises GrammarFault for a schema that is too large or too deep to be compiled."""
+def check_schema(schema: Any) -> None:
+    """Raises GrammarFault for what costs too much to compile, and for what llguidance takes but does not keep."""
     if not isinstance(schema, dict | bool):
-        raise GrammarFault("a JSON schema must be an object or a boolean", at)
-    count, waiting = 0, [(schema, at, "", 1)]
+        raise GrammarFault("a JSON schema must be an object or a boolean")
+    count, waiting = 0, [(schema, "", "", 1)]
     while waiting:
         value, where, name, depth = waiting.pop()
         count += 1
-        if count > MAX_VALUES:
-            raise GrammarFault(f"the schema has more than {MAX_VALUES:,} values", at)
+        if fault := _fault(value, where, name):
+            raise GrammarFault(fault, where)
         if depth > MAX_DEPTH:
-            raise GrammarFault(f"the schema is nested deeper than {MAX_DEPTH}", where)
-        if name == "pattern" and isinstance(value, str) and len(value) > MAX_REGEX_BYTES:
-            raise GrammarFault(f"a regex may have at most {MAX_REGEX_BYTES:,} bytes", where)
-        if name == "enum" and isinstance(value, list) and len(value) > MAX_ENUM:
-            raise GrammarFault(f"{len(value):,} values; at most {MAX_ENUM:,} are compiled", where)
+            raise GrammarFault(f"nested deeper than {MAX_DEPTH}", where)
+        if count > MAX_VALUES:
+            raise GrammarFault(f"more than {MAX_VALUES:,} values")
         if isinstance(value, dict | list):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(item, pointer(where, key), key, depth + 1) for key, item in items]
+
+
+def _fault(value: Any, where: str, name: str | int) -> str:
+    """Returns what is wrong with one value of a schema, "" for nothing."""
+    match value:
+        case str() if name == "pattern" and len(value) > MAX_REGEX_BYTES:
+            return f"a regex may have at most {MAX_REGEX_BYTES:,} bytes"
+        case list() if name == "enum" and len(value) > MAX_ENUM:
+            return f"{len(value):,} values; at most {MAX_ENUM:,} are compiled"
+        case int() | float() if abs(value) >= 2**63 and re.search("/(enum|const)(/|$)", where):
+            return "values of 64 bits and more cannot be enforced"
+        case {"minProperties": int(least)}:
+            required = value.get("required")
+            if least > 1 + (len(required) if isinstance(required, list) else 0):
+                return "minProperties cannot be enforced for names that are free, since they could repeat"
+    return ""
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -186,7 +186,7 @@ TAGS = {
                 {
                     "type": "or",
                     "elements": [
-                        {"type": "regex", "pattern": "[0-9]+/x"},
+                        {"type": "regex", "pattern": "[0-9]+/\\/x"},
                         {"type": "json_schema", "json_schema": True},
                     ],
                 },
@@ -215,7 +215,7 @@ TAGS = {
         ),
         (
             "format",
-            ["<think>a</b> c</think>\n17/x", '<think></think>\n{"a":1}'],
+            ["<think>a</b> c</think>\n17//x", '<think></think>\n{"a":1}'],
             ["x", "<think>a</think>x", "<think>a</think>\nx"],
         ),
         ("first", ["[[null]]", "a [[null]]"], ["a", "[[null]] b", "[[1]]"]),
@@ -303,6 +303,12 @@ HOSTILE = {
     "no values": ("json_schema", {"enum": []}, "empty"),
     "false": ("json_schema", False, "empty"),
     "smuggled options": ("json_schema", {"x-guidance": {"lenient": True}, "not": {}}, "not"),
+    "large integers": ("json_schema", closed(a={"enum": [1, 10**20]}), "at /properties/a/enum/1: values of 64 bits"),
+    "names that could repeat": (
+        "json_schema",
+        {"items": {"required": ["a"], "minProperties": 3}},
+        "at /items: minProperties",
+    ),
     "invalid regex": ("regex", "a(b", "unclosed"),
     "back-reference": ("regex", r"(a)\1", "backreferences"),
     "nested parentheses": ("regex", "(" * 4000 + "a" + ")" * 4000, "nest"),
@@ -325,10 +331,10 @@ HOSTILE = {
     "tag without trigger": (
         "structural_tag",
         {"structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["y"]},
-        "at /format/tags/0: begin starts",
+        "'x' begins with none",
     ),
-    "unknown format of tags": ("structural_tag", {"format": {"type": "x"}}, "at /format: type must be one of"),
-    "no format": ("structural_tag", {}, "format must be an object"),
+    "unknown format of tags": ("structural_tag", {"format": {"type": "x"}}, "format.type .*'x'"),
+    "no format": ("structural_tag", {}, "need .format"),
     "tags in a bad schema": (
         "structural_tag",
         {"format": {"type": "json_schema", "json_schema": {"$ref": "http://x"}}},
