@@ -17,40 +17,46 @@ from collections.abc import Mapping
 
 from moeserve.sampling import GrammarSpec
 from moeserve.text.json_schema import MAX_REGEX_BYTES, GrammarFault, check_schema, json_of, schema_text
-from moeserve.text.structural_tag import StructuralTag, exactly
+from moeserve.text.structural_tag import StructuralTag, exactly, regex
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_JSON_BYTES = 256 * 1024
 MAX_GRAMMAR_BYTES = 32 * 1024
+# Without it llguidance looks ahead for the text that must come, and never ends where that is endless: /b+/ /b+/.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
 _LIMITS = {"regex": MAX_REGEX_BYTES, "lark": MAX_GRAMMAR_BYTES, "gbnf": MAX_GRAMMAR_BYTES}
 
 
 def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
-    """Returns the source of a spec. special: the tokenizer's special tokens. Raises GrammarFault."""
-    from llguidance import LLMatcher
-
+    """Returns the source of a spec, in Lark. special: the tokenizer's special tokens. Raises GrammarFault."""
     limit, size = _LIMITS.get(spec.kind, MAX_JSON_BYTES), len(spec.text.encode())
     if size > limit:
         raise GrammarFault(f"{size:,} bytes; at most {limit:,} are compiled")
     if len(spec.whitespace_pattern) > MAX_REGEX_BYTES:
         raise GrammarFault(f"the whitespace pattern is longer than {MAX_REGEX_BYTES:,} bytes")
+    if spec.kind == "lark" and "%llguidance" in spec.text:
+        raise GrammarFault("%llguidance is not accepted")
+    return _OPTIONS + _lark_of(spec, special)
+
+
+def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     match spec.kind:
-        case "json_object":
-            return LLMatcher.grammar_from_json_schema(schema_text({"type": "object"}, spec))
         case "json_schema":
             schema = json_of(spec.text)
             check_schema(schema)
-            return LLMatcher.grammar_from_json_schema(schema_text(schema, spec))
+            return f"start: %json {schema_text(schema, spec)}"
         case "regex":
-            return LLMatcher.grammar_from_regex(spec.text)
+            return f"start: {regex(spec.text)}"
         case "choice":
-            return LLMatcher.grammar_from_regex("|".join(map(exactly, json_of(spec.text))))
+            return f"start: {regex('|'.join(map(exactly, json_of(spec.text))))}"
         case "lark":
-            return LLMatcher.grammar_from_lark(spec.text)
+            return spec.text
         case "gbnf":
-            return LLMatcher.grammar_from_lark(_lark_of(spec.text))
+            return _lark_of_gbnf(spec.text)
         case "structural_tag":
-            return LLMatcher.grammar_from_lark(StructuralTag(spec, special).source)
+            return StructuralTag(spec, special).source
+        case _:
+            return f"start: %json {schema_text({'type': 'object'}, spec)}"
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
@@ -59,11 +65,11 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     return {t.content: i for i, t in added if t.special or (t.content[:1] == "<" and t.content[-1:] == ">")}
 
 
-def _lark_of(gbnf: str) -> str:
+def _lark_of_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        return any_to_lark(gbnf)
+        return any_to_lark(text).replace("%llguidance {}", "", 1)
     except RecursionError:
         raise GrammarFault("the grammar is nested too deeply") from None
     except Exception as error:  # the library's parser has many

@@ -16,8 +16,6 @@ from moeserve.errors import invalid_request
 from moeserve.sampling import GrammarSpec
 from moeserve.text.json_schema import GrammarFault, check_schema, json_of, schema_text
 
-_UNSAFE = re.compile(r"\\.|/|\n", re.DOTALL)  # in a regex between slashes; an escaped sign stays as it is
-_SAFE = {"/": r"\/", "\n": r"\n"}
 _Trigger = Annotated[str, Meta(min_length=1)]
 
 
@@ -98,7 +96,7 @@ class StructuralTag:
                 check_schema(form.json_schema)
                 return f"%json {schema_text(form.json_schema, self._spec)}"
             case _Regex():
-                return f"/{_UNSAFE.sub(lambda found: _SAFE.get(found[0], found[0]), form.pattern)}/"
+                return regex(form.pattern)
             case _AnyText():
                 return "TEXT"
             case _Sequence():
@@ -150,3 +148,10 @@ class StructuralTag:
 def exactly(text: str) -> str:
     """Returns the regex of one text, free of signs that mean something in a regex or in Lark."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
+
+
+def regex(pattern: str) -> str:
+    """Returns the Lark of a regex."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern)}/" if pattern else '""'

@@ -128,6 +128,7 @@ def test_random_answers_are_valid(case, checker, name):
         ("json_object", "", ['{"a": [1, {}]}', "{}"], ["[]", "1", '{"a"}']),
         ("regex", r"[a-f]{2}(\d|☃)+", ["ab1", "ff☃2"], ["a1", "ab"]),
         ("regex", "", [""], ["a"]),
+        ("regex", "a/b\\/\nc", ["a/b/\nc"], ["a/b"]),
         (
             "choice",
             '["yes", "no", "yes!", "no\\"\\\\/\\n☃ <|im_end|>"]',
@@ -322,8 +323,8 @@ HOSTILE = {
         "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(2400)) + '\na2400: "a"',
         "too deeply",
     ),
-    "nested repetitions": ("lark", 'start: T\nT: (("a" "b"){3000}){3000}', "too long|too many|too large"),
     "deep parentheses": ("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000, "deep"),
+    "options in a grammar": ("lark", '%llguidance {"no_forcing": false}\nstart: "a"', "%llguidance"),
     "no root": ("gbnf", 'x ::= "a"', "root|start"),
     "deep GBNF": ("gbnf", "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "deep"),
     "broken GBNF": ("gbnf", 'root ::= "a', "GBNF"),
@@ -370,6 +371,13 @@ def test_hostile_grammars_are_refused_in_time(checker, name):
         ("json_schema", '{"type": "string", "maxLength": 2147483647}'),
         ("json_schema", '{"type": "string", "pattern": "(a|aa)*(b|bb)*(.*a.{30})"}'),
         ("json_schema", '{"type": "array", "items": {}, "minItems": 1000000000}'),
+        ("lark", 'start: T\nT: (("a" "b"){3000}){3000}'),
+        ("lark", "start: /b+/ /b+/"),
+        (
+            "lark",
+            'start: r0\nr0: (r2 T2)? | ("a" r0){2000} T1\nr2: (T1){2000}\nT1: "bc" ("bc")*\nT2: "<" | ("<" | "a")+',
+        ),
+        ("json_schema", json.dumps(closed(a={"$ref": "#"}))),
         ("lark", "start: s\ns: s s | s s s | /a|b/ | start"),
     ],
 )
