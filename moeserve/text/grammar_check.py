@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import moeserve
@@ -21,7 +22,7 @@ from moeserve.text.json_schema import GrammarFault, parse_json, subschemas
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_VERDICTS = 256
-MAX_SEARCHED = 64  # subschemas that are compiled alone to find the place of an error
+SEARCH_S = 0.2  # for the place of an error in a schema
 _NOISE = (  # in llguidance's messages: what to replace, by what
     (re.compile(r"at \d+\(\d+\): failed to compile JSON schema: "), ""),
     (re.compile(r"(invalid regex ).*( \(in regex\))", re.DOTALL), r"\1"),
@@ -79,18 +80,18 @@ class GrammarChecker:
     def _place(self, root: Any, error: str) -> str:
         """Returns the pointer to the innermost schema that alone, beside the definitions, has the same error."""
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root} if root else {}
-        where, schema, left = "", root if isinstance(root, dict) else {}, MAX_SEARCHED
-        while True:
-            for step, inner in subschemas(schema):
-                left -= 1
-                if left < 0:
-                    return where
-                alone = GrammarSpec("json_schema", json.dumps(inner | definitions))
-                if self._process is not None and self._compile(alone) == error:
-                    where, schema = where + step, inner
+        where, schema, until = "", root if isinstance(root, dict) else {}, monotonic() + SEARCH_S
+        with suppress(GrammarFault):  # another error, of one part alone
+            while True:
+                for step, inner in subschemas(schema):
+                    if monotonic() > until:
+                        return where
+                    if self._compile(GrammarSpec("json_schema", json.dumps(inner | definitions))) == error:
+                        where, schema = where + step, inner
+                        break
+                else:
                     break
-            else:
-                return where
+        return where
 
     def _compile(self, spec: GrammarSpec) -> str:
         """Returns llguidance's error, "" for none. Raises GrammarFault if the process died of it."""

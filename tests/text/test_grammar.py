@@ -304,6 +304,11 @@ HOSTILE = {
     "no values": ("json_schema", {"enum": []}, "empty"),
     "false": ("json_schema", False, "empty"),
     "smuggled options": ("json_schema", {"x-guidance": {"lenient": True}, "not": {}}, "not"),
+    "error beside another": (
+        "json_schema",
+        {"anyOf": [{"anyOf": [{"type": "null"}] * 3}, {"not": {}}, {"$ref": "#/anyOf/1"}]},
+        'at /anyOf/1: .*"not"',
+    ),
     "large integers": ("json_schema", closed(a={"enum": [1, 10**20]}), "at /properties/a/enum/1: values of 64 bits"),
     "names that could repeat": (
         "json_schema",
