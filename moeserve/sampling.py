@@ -1,4 +1,4 @@
-"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`).
+"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`); grammars (`GrammarSpec`).
 
 The engine sees only integers: the front end turns bad words into token ids and finds stop strings itself.
 """
@@ -6,7 +6,7 @@ The engine sees only integers: the front end turns bad words into token ids and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -96,6 +96,20 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
                 raise InvalidRequest(f"{name} has {len(ids)} entries; the vocabulary has {vocab_size}", param=name)
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 raise InvalidRequest(f"{name}: expected a token id in 0..{vocab_size - 1}", param=name)
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the text of an answer must match. Equal by content; `moeserve.text.grammar_source` says what each kind is.
+
+    text: JSON for json_schema (the schema), choice (a list of strings) and structural_tag, "" for json_object, else the
+    expression or grammar itself. any_whitespace: whether JSON may have whitespace between its tokens, or only what
+    matches the regex whitespace_pattern, if there is one.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
+    text: str = ""
+    any_whitespace: bool = True
+    whitespace_pattern: str = ""
 
 
 class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
