@@ -116,7 +116,7 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """`SamplingParams` of one sequence, resolved by the front end to integers and floats.
 
     stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences that must not be
-    completed.
+    completed. grammar: what the answer must match.
     """
 
     seed: int
@@ -124,6 +124,7 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     stop_ids: tuple[int, ...] = ()
     allowed_ids: tuple[int, ...] | None = None
     bad_seqs: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarSpec | None = None
 
 
 def _plain(value: Any) -> Any:

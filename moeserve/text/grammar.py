@@ -144,6 +144,11 @@ class Matcher:
         self._alone = False
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens it has accepted."""
+        return len(self._tokens)
+
+    @property
     def is_done(self) -> bool:
         """Whether the text is complete and only end tokens may follow."""
         return self.state.is_stopped() and not self.state.is_error()
