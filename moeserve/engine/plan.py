@@ -111,7 +111,7 @@ class StepResult:
 
     The dictionaries are keyed by slot and empty for most steps. A slot in `failed` sampled nothing: its one token is
     -1, its request ends with that message, and all others go on. drafts_S: how many drafts each row has for its next
-    step, None if nothing proposes. complete: slots whose grammar ends with their last token.
+    step, None if nothing proposes. complete: how many of a slot's tokens complete what its grammar asks for.
     """
 
     step: int
@@ -121,7 +121,7 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)
     counts_S: I32 | None = None
     drafts_S: I32 | None = None
-    complete: frozenset[int] = frozenset()
+    complete: dict[int, int] = field(default_factory=dict)
     device_us: int = 0
     comm_us: int = 0
     exposed_comm_us: int = 0

@@ -379,9 +379,8 @@ class Scheduler:
         finish = np.zeros(len(slots), np.uint8)
         finish[known > batch.last[slots]] = FinishReason.LENGTH
         stop_ids = self._stop(slots, tokens, known, finish)
-        if result.complete:
-            last = np.append(slots[1:] != slots[:-1], True) & np.isin(slots, list(result.complete))
-            finish[last] = FinishReason.STOP
+        for slot, count in result.complete.items():
+            finish[np.flatnonzero(slots == slot)[count - 1 : count]] = FinishReason.STOP
         if place is not None and finish.any():  # nothing follows the first ending
             endings: NDArray[np.int64] = np.cumsum(finish > 0) - (finish > 0)  # before each token
             kept = endings == endings[np.arange(len(slots)) - place]
