@@ -260,6 +260,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._count_token(sequence, now)
         if rows := out.logprobs.get(rid):
             delta.logprobs.append(rows.pop(0))
+        if verified := out.drafts.pop(rid, None):
+            delta.num_drafts, delta.num_accepted = verified
         if rid in out.cached and len(sequence.tokens) <= 1:  # a replay's cache hits are on our own earlier work
             delta.cached_tokens = out.cached[rid]
             self.stats.cached_prompt_tokens += out.cached[rid]

@@ -40,6 +40,8 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cached_tokens: int | None = None  # set once per sequence, with its first delta
+    num_drafts: int = 0  # verified since the last delta
+    num_accepted: int = 0  # those of them that were right
     prompt_logprobs: list[Logprobs | None] | None = None
 
 
@@ -130,6 +132,8 @@ class Generation:
             held.text += delta.text
             held.token_ids += delta.token_ids
             held.logprobs += delta.logprobs
+            held.num_drafts += delta.num_drafts
+            held.num_accepted += delta.num_accepted
             held.finish_reason = delta.finish_reason
             held.stop_reason = delta.stop_reason
         self._wake()
