@@ -348,7 +348,8 @@ def chat_tools(tools: list[dict[str, Any]] | None, choice: Any, supported: bool)
         raise InvalidRequest(f"tool_choice: {why}", param="tool_choice", code="unsupported_parameter")
     checked = convert({"tools": tools or [], "tool_choice": choice or "auto"}, Tools)
     if any(tool.function.strict for tool in checked.tools):
-        raise InvalidRequest("tools: strict: the arguments of tools cannot be constrained yet", param="tools", code="unsupported_parameter")
+        why = "arguments cannot be constrained yet"
+        raise InvalidRequest(f"tools: strict: {why}", param="tools", code="unsupported_parameter")
     return msgspec.to_builtins(checked.tools) if checked.tools and checked.tool_choice == "auto" else None
 
 
