@@ -138,6 +138,8 @@ async def running_request(
     front.admit(len(prompts) * params.n)
     generations: list[Generation] = []
     options: dict[str, Any] = {"priority": request.priority or 0, "salt": call.salt(request.cache_salt)}
+    if (constraint := request.constraint()) is not None:
+        options["grammar_param"] = constraint[1]
     try:
         for prompt in prompts:
             generations.append(await front.generate(prompt, params, request_id=call.id, marked=marked, **options))
