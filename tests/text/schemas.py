@@ -165,7 +165,7 @@ def _leaf(rng: random.Random) -> dict[str, Any]:
             {"type": "string", "pattern": rng.choice(PATTERNS)},
             {"type": "string", "format": rng.choice(FORMATS)},
             {"enum": [_name(rng) for _ in range(rng.randint(1, 9))] + [1.5, None, [_name(rng)]][: rng.randint(0, 3)]},
-            {"const": {_name(rng): [rng.random(), _name(rng), True]}},
+            {"const": {_name(rng): [rng.randint(-999, 999) / 64, _name(rng), True]}},
             {"type": "boolean"},
             {"type": "null"},
             {"type": ["boolean", "null"]},

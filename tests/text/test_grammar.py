@@ -278,6 +278,11 @@ HOSTILE = {
         {"anyOf": [{"anyOf": [{"type": "null"}] * 3}, {"not": {}}, {"$ref": "#/anyOf/1"}]},
         'at /anyOf/1: .*"not"',
     ),
+    "long fractions": (
+        "json_schema",
+        closed(a={"const": [0.9020643004116283]}),
+        "at /properties/a/const/0: .*15 digits",
+    ),
     "large integers": ("json_schema", closed(a={"enum": [1, 10**20]}), "at /properties/a/enum/1: values of 64 bits"),
     "names that could repeat": (
         "json_schema",
