@@ -122,14 +122,14 @@ class Mixer(Protocol):
 
 
 class LazyMixer:
-    """The part of `Mixer` that needs torch: `build_layer` and `workspace` of the file beside the mixer's own, which has
-    _layer behind its name and is imported when they are called."""
+    """The part of `Mixer` that needs torch: the class with Layer behind the mixer's name and the function `workspace`
+    of the file beside the mixer's own, which has _layer behind its name and is imported when they are called."""
 
     __slots__ = ()
 
     def build(self, build: Builder, name: str, group: int) -> MixerLayer:
         """See `Mixer`."""
-        layer: MixerLayer = self._beside().build_layer(self, build, name, group)
+        layer: MixerLayer = getattr(self._beside(), type(self).__name__ + "Layer")(self, build, name, group)
         return layer
 
     def workspace(self, width: int, tokens: int, max_len: int, size: int, tp_size: int) -> int:
