@@ -122,10 +122,34 @@ class Mixer(Protocol):
 
 
 class LazyMixer:
-    """The part of `Mixer` that needs torch: the class with Layer behind the mixer's name and the function `workspace`
-    of the file beside the mixer's own, which has _layer behind its name and is imported when they are called."""
+    """The part of `Mixer` that is alike for most kinds, and the one that needs torch: the class with Layer behind the
+    mixer's name, and the function `workspace`, of the file beside the mixer's own, which has _layer behind its name and
+    is imported when they are called."""
 
     __slots__ = ()
+
+    @property
+    def shares(self) -> tuple[int, str]:
+        """What tensor-parallel ranks share out evenly: how many, and of what."""
+        raise NotImplementedError
+
+    @property
+    def possible_tp(self) -> list[int]:
+        """See `Mixer`."""
+        return divisors(self.shares[0])
+
+    @property
+    def sharing(self) -> str:
+        """See `Mixer`."""
+        return "{} {}".format(*self.shares)
+
+    def obstacle(self, kernels: str) -> str:
+        """See `Mixer`."""
+        return ""
+
+    def cache_obstacle(self, dtype: str) -> str:
+        """See `Mixer`."""
+        return ""
 
     def build(self, build: Builder, name: str, group: int) -> MixerLayer:
         """See `Mixer`."""

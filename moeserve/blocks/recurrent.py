@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from moeserve.blocks.mixer import CacheTensor, LazyMixer
+from moeserve.blocks.rope import RopeSpec
 from moeserve.engine.kv_rule import KVRule
 from moeserve.ops.rules import TILE
 
 
 class RecurrentMixer(LazyMixer):
-    """The part of `Mixer` that is alike for all blocks with a state."""
+    """The part of `Mixer` that is alike for all blocks with a state. States are fp32 whatever the other caches are."""
 
     __slots__ = ()
 
     rule = KVRule(tile=TILE)
+    rope: RopeSpec | None = None
 
     def head_shape(self, tp_size: int) -> None:
         """See `Mixer`."""
         return
-
-    def obstacle(self, kernels: str) -> str:
-        """See `Mixer`."""
-        return ""
-
-    def cache_obstacle(self, dtype: str) -> str:
-        """See `Mixer`: states are fp32 whatever the other caches are."""
-        return ""
 
 
 def conv_cache(channels: int, inputs: int) -> tuple[CacheTensor, ...]:
