@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moeserve.blocks.mixer import CacheTensor, LazyMixer, QueryScale
-from moeserve.blocks.rope import RopeSpec
+from moeserve.blocks.mixer import CacheTensor, Mixer, QueryScale
 from moeserve.comm.world import World
-from moeserve.engine.kv_rule import FULL, KVRule
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
@@ -29,7 +27,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention(LazyMixer):
+class Attention(Mixer):
     """A mixer: softmax attention of H query heads on G KV heads.
 
     v_dim: of values; None: head_dim. rope: None for NoPE. scale: of scores; None: head_dim ** -0.5. query_scale: grows
@@ -47,8 +45,6 @@ class Attention(LazyMixer):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeSpec | None
-    rule: KVRule = FULL
     v_dim: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False

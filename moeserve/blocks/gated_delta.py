@@ -34,7 +34,7 @@ class GatedDelta(RecurrentMixer):
 
     @property
     def shares(self) -> tuple[int, str]:
-        """See `LazyMixer`: query heads, each with the value heads that it serves."""
+        """See `Mixer`: query heads, each with the value heads that it serves."""
         return self.num_k_heads, "recurrent heads"
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:

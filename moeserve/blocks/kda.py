@@ -28,7 +28,7 @@ class KimiDelta(RecurrentMixer):
 
     @property
     def shares(self) -> tuple[int, str]:
-        """See `LazyMixer`."""
+        """See `Mixer`."""
         return self.num_heads, "recurrent heads"
 
     @property

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeserve.blocks.indexer import Indexer
-from moeserve.blocks.mixer import CacheTensor, LazyMixer, QueryScale
-from moeserve.blocks.rope import RopeSpec
+from moeserve.blocks.mixer import CacheTensor, Mixer, QueryScale
 from moeserve.comm.world import World
-from moeserve.engine.kv_rule import FULL, KVRule
 
 if TYPE_CHECKING:
     from moeserve.blocks.weights import WeightPlan
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention(LazyMixer):
+class LatentAttention(Mixer):
     """A mixer: H heads that attend to one latent per token.
 
     nope_dim, rope_dim: n and p; without rope p does not rotate either (Kimi-Linear). rank: L. q_rank: of the compressed
@@ -38,8 +36,6 @@ class LatentAttention(LazyMixer):
     v_dim: int
     rank: int
     q_rank: int | None
-    rope: RopeSpec | None
-    rule: KVRule = FULL
     bias: bool = False
     scale: float | None = None
     query_scale: QueryScale | None = None
@@ -52,7 +48,7 @@ class LatentAttention(LazyMixer):
 
     @property
     def shares(self) -> tuple[int, str]:
-        """See `LazyMixer`."""
+        """See `Mixer`."""
         return self.num_heads, "heads on latents"
 
     def heads(self, world: World) -> slice:

@@ -34,7 +34,7 @@ class Mamba1(RecurrentMixer):
 
     @property
     def shares(self) -> tuple[int, str]:
-        """See `LazyMixer`."""
+        """See `Mixer`."""
         return self.channels, "channels"
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:

@@ -34,7 +34,7 @@ class Mamba2(RecurrentMixer):
 
     @property
     def shares(self) -> tuple[int, str]:
-        """See `LazyMixer`: groups, each with its heads: a norm is over all heads of a group."""
+        """See `Mixer`: groups, each with its heads: a norm is over all heads of a group."""
         return self.num_groups, "groups of recurrent heads"
 
     def local(self, tp_size: int) -> tuple[int, int, int, int]:

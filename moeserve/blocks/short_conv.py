@@ -27,7 +27,7 @@ class ShortConv(RecurrentMixer):
 
     @property
     def shares(self) -> tuple[int, str]:
-        """See `LazyMixer`."""
+        """See `Mixer`."""
         return self.channels, "channels"
 
     def cache(self, tp_size: int) -> tuple[CacheTensor, ...]:
