@@ -22,7 +22,7 @@ from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.ops.attention import CONTEXT, QUERY_BLOCK, SCORES, TILE, padded_context
 from moeserve.ops.elementwise import HeadRule
-from moeserve.ops.inputs import Cut, HeadShape, LayerCache, StepInputs
+from moeserve.ops.inputs import Cut, HeadShape, LayerCache, RopeCacheInputs, StepInputs
 from moeserve.ops.table import Ops
 
 FP32, INT64 = 4, 8  # bytes
@@ -32,9 +32,7 @@ FP32, INT64 = 4, 8  # bytes
 class AttentionStep:
     """The inputs of one step that the attention blocks of one KV group with equal heads and angles share."""
 
-    cos_T1d: Tensor  # as ops/elementwise.py's `rotary` takes them
-    sin_T1d: Tensor
-    slot_mapping_T: Tensor  # of the real tokens
+    at: RopeCacheInputs
     plan: Any  # what `ops.plan_attention` made, or, where `cut` is, what will make it
     width: int  # H * v
     cut: Cut | None = None
@@ -78,11 +76,10 @@ class PrepareAttention:
 
     def __call__(self, step: StepInputs, positions_T: Tensor) -> AttentionStep:
         """Looks the angles up and plans attention."""
-        cos_T1d, sin_T1d = self.rotary.of_heads(positions_T)
+        at = RopeCacheInputs(*self.rotary.of_heads(positions_T), step.groups[self.group].slot_mapping_T)
         plan = self.plan_rows if step.cut else self.plan_rows(step)
         scale_T11 = None if self.scales is None else self.scales(positions_T)
-        slot_mapping_T, width = step.groups[self.group].slot_mapping_T, self.shape.num_heads * self.shape.v_dim
-        return AttentionStep(cos_T1d, sin_T1d, slot_mapping_T, plan, width, step.cut, scale_T11)
+        return AttentionStep(at, plan, self.shape.num_heads * self.shape.v_dim, step.cut, scale_T11)
 
     def plan_rows(self, step: StepInputs) -> Any:
         """Returns the attention metadata of a step's rows."""
@@ -130,17 +127,14 @@ class AttentionLayer:
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, cache: LayerCache, channel: int) -> Tensor:
         """Returns the attention block's output [T, D]; writes the new keys and values to `cache` first."""
-        k, v = cache
         if self._block is not None:
-            y = self._block(x_TD, step.cos_T1d, step.sin_T1d, k, v, step.slot_mapping_T, step.plan)
+            y = self._block(x_TD, step.at, cache, step.plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         qkv = self.qkv(x_TD)
         normed = None
         if self.full_norms is not None:
             normed = self._normalise_fully(qkv, self.full_norms, channel)
-        q_THd = self.ops.qk_norm_rope_cache(
-            qkv, self.rule, step.cos_T1d, step.sin_T1d, k, v, step.slot_mapping_T, normed
-        )
+        q_THd = self.ops.qk_norm_rope_cache(qkv, self.rule, step.at, cache, normed)
         if step.scale_T11 is not None:
             q_THd = (q_THd * step.scale_T11).to(q_THd.dtype)
         attended = self._attend(step, self.ops, q_THd, cache, self.sinks_H, self.spec.soft_cap)

@@ -99,7 +99,7 @@ class LatentAttentionLayer:
             self.indexer.write(x_TD, step, *index)
         if self._block is not None and not (self._selects and step.plan.selection):
             plan = step.plan.plain if self._selects else step.plan
-            y = self._block(x_TD, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, plan)
+            y = self._block(x_TD, step.at, latent, plan)
             return y if self.tp.size == 1 else self.out(self.tp.gather_columns(y, channel), channel)
         rank, heads = self.rule.rank, self.rule.num_heads
         if self.indexer is not None and step.plan.selection:
@@ -111,9 +111,7 @@ class LatentAttentionLayer:
             q_THe = self.queries(x_TD)
         q_THe, kv_TC = q_THe.view(len(x_TD), heads, -1), self.latents(x_TD)
         q_THC = x_TD.new_empty((len(x_TD), heads, self.spec.entry))
-        q_THn = self.ops.latent_rope_cache(
-            q_THe, kv_TC, self.rule, step.cos_T1d, step.sin_T1d, latent, step.slot_mapping_T, q_THC
-        )
+        q_THn = self.ops.latent_rope_cache(q_THe, kv_TC, self.rule, step.at, latent, q_THC)
         self.up(q_THn, out=q_THC[..., :rank])
         if step.scale_T11 is not None:
             q_THC = (q_THC * step.scale_T11).to(q_THC.dtype)

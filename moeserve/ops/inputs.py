@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,14 @@ class HeadShape:
     num_kv_heads: int
     dim: int
     v_dim: int
+
+
+class RopeCacheInputs(NamedTuple):
+    """What the rotation and the KV write of a step's tokens read."""
+
+    cos_T1d: Tensor  # as `rotary` of ops/elementwise.py takes them
+    sin_T1d: Tensor
+    slot_mapping_T: Tensor  # of the first tokens; the rest is padding
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from moeserve.kernels.selective_scan import selective_scan
 from moeserve.ops import elementwise
 from moeserve.ops.attention import SCORES
 from moeserve.ops.elementwise import HeadRule, plain_sigmoid_gate, sigmoid_mul, soft_cap
-from moeserve.ops.inputs import GroupInputs, HeadShape, StepInputs
+from moeserve.ops.inputs import GroupInputs, HeadShape, LayerCache, RopeCacheInputs, StepInputs
 from moeserve.ops.latent import HeadsLinear, LatentRule, PackHeads, PlainHeads
 from moeserve.ops.linear import Linear, PlainLinear
 from moeserve.ops.quantised import Quantised, Weight
@@ -88,16 +88,10 @@ def pack_heads(weight_HNK: Weight) -> HeadsLinear:
 
 
 def qk_norm_rope_cache(
-    qkv_TN: Tensor,
-    rule: HeadRule,
-    cos_T1d: Tensor,
-    sin_T1d: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping_T: Tensor,
-    normed_THd: Tensor | None = None,
+    qkv_TN: Tensor, rule: HeadRule, at: RopeCacheInputs, cache: LayerCache, normed_THd: Tensor | None = None
 ) -> Tensor:
     """See ops/elementwise.py."""
+    (cos_T1d, sin_T1d, slot_mapping_T), (k_cache, v_cache) = at, cache
     return qk_norm_rope_cache_kernel(
         qkv_TN, rule.num_heads, rule.num_kv_heads, rule.scale, cos_T1d, sin_T1d, k_cache, v_cache, slot_mapping_T,
         eps=rule.eps, norms=rule.norms, clip=rule.clip, norm_last=rule.norm_last, norm_values=rule.norm_values,
@@ -106,16 +100,10 @@ def qk_norm_rope_cache(
 
 
 def latent_rope_cache(
-    q_THe: Tensor,
-    kv_TC: Tensor,
-    rule: LatentRule,
-    cos_T1p: Tensor,
-    sin_T1p: Tensor,
-    latent_cache: Tensor,
-    slot_mapping_T: Tensor,
-    q_THC: Tensor,
+    q_THe: Tensor, kv_TC: Tensor, rule: LatentRule, at: RopeCacheInputs, latent_cache: Tensor, q_THC: Tensor
 ) -> Tensor:
     """See ops/latent.py."""
+    cos_T1p, sin_T1p, slot_mapping_T = at
     return latent_rope_cache_kernel(
         q_THe, kv_TC, rule.norm_L, rule.scale, rule.eps, cos_T1p, sin_T1p, latent_cache, slot_mapping_T, q_THC
     )

@@ -10,7 +10,7 @@ import torch
 
 from moeserve.kernels.latent import latent_rope_cache
 from moeserve.ops import latent as plain
-from moeserve.ops.inputs import HeadShape
+from moeserve.ops.inputs import HeadShape, RopeCacheInputs
 from moeserve.ops.probe import host_step
 from moeserve.ops.table import pick_ops
 from tests.kernels.aot import Case, compile_all
@@ -51,7 +51,7 @@ def test_latent_rope_cache(heads: int, nope: int, rope: int, rank: int, dtype: t
     cache = torch.randn((3, 16, 1, rank + rope), generator=random).to(dtype)
     room = torch.randn((tokens, heads, rank + rope), generator=random).to(dtype)
     theirs = cache.clone(), room.clone()
-    args = q.unflatten(1, (heads, -1)), kv, rule, cos, sin, theirs[0], slots[:-1], theirs[1]
+    args = q.unflatten(1, (heads, -1)), kv, rule, RopeCacheInputs(cos, sin, slots[:-1]), *theirs
     wanted = plain.latent_rope_cache(*args)
     mine = cache.clone().to(DEVICE), room.clone().to(DEVICE)
     moved: list[Any] = [x.to(DEVICE) for x in (args[0], kv, rule.norm_L, cos, sin, slots)]
@@ -126,7 +126,7 @@ def test_absorbed_attention_is_the_plain_table_s() -> None:
                 group, replace(step, rows_on_device=on_device), HeadShape(heads, 1, rank + rope, rank)
             )
             absorbed = torch.full((tokens, heads, rank + rope), NAN)
-            rest = ops.latent_rope_cache(q, kv, rule, cos, sin, cache, slots, absorbed)
+            rest = ops.latent_rope_cache(q, kv, rule, RopeCacheInputs(cos, sin, slots), cache, absorbed)
             ops.pack_heads(up)(rest, out=absorbed[..., :rank])
             latents = ops.attention(absorbed, cache, cache[..., :rank], plan)
             results.append(ops.pack_heads(down)(latents.unflatten(1, (heads, rank))))

@@ -11,7 +11,7 @@ from triton import next_power_of_2
 
 from moeserve.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from moeserve.ops import elementwise as plain
-from moeserve.ops.inputs import entry_width, from_entries
+from moeserve.ops.inputs import RopeCacheInputs, entry_width, from_entries
 from tests.kernels.aot import Case, compile_all
 from tests.kernels.device import DEVICE
 
@@ -77,7 +77,7 @@ def test_qk_norm_rope_cache(
         for width in (dim, v_dim)
     )
     wanted_k, wanted_v = k.clone(), v.clone()
-    wanted = plain.qk_norm_rope_cache(qkv, rule, cos, sin, wanted_k, wanted_v, slot_mapping, normed)
+    wanted = plain.qk_norm_rope_cache(qkv, rule, RopeCacheInputs(cos, sin, slot_mapping), (wanted_k, wanted_v), normed)
     got_k, got_v = k.clone().to(DEVICE), v.clone().to(DEVICE)
     moved = [None if t is None else t.to(DEVICE) for t in (rule.norms, normed)]
     got = qk_norm_rope_cache(
