@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.blocks.attention import Attention, Heads
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import gathered_bytes
+from moeserve.blocks.linear import FP32, INT64, gathered_bytes
 from moeserve.blocks.mixer import QueryScale
 from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.blocks.rotary import RotaryTable
@@ -24,8 +24,6 @@ from moeserve.ops.attention import CONTEXT, QUERY_BLOCK, SCORES, TILE, padded_co
 from moeserve.ops.elementwise import HeadRule
 from moeserve.ops.inputs import Cut, HeadShape, LayerCache, RopeCacheInputs, StepInputs
 from moeserve.ops.table import Ops
-
-FP32, INT64 = 4, 8  # bytes
 
 
 @dataclass(frozen=True, slots=True)

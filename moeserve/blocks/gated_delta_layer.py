@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.gated_delta import GatedDelta
-from moeserve.blocks.linear import gathered_bytes
-from moeserve.blocks.recurrent_layer import FP32, UNIT_EPS, RecurrentLayer, unit_heads, unit_weights
+from moeserve.blocks.linear import FP32, gathered_bytes
+from moeserve.blocks.recurrent_layer import UNIT_EPS, RecurrentLayer, unit_heads, unit_weights
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.native_recurrent_block import RecurrentRule

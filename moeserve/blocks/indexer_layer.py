@@ -16,6 +16,7 @@ from torch import Tensor
 from moeserve.blocks.attention_layer import AttentionStep, PrepareAttention
 from moeserve.blocks.build import Builder
 from moeserve.blocks.indexer import Indexer
+from moeserve.blocks.linear import FP32, INT64
 from moeserve.blocks.norm import Norm
 from moeserve.blocks.rope import RopeSpec, half_layout
 from moeserve.ops.attention import SCORES, padded_context
@@ -25,7 +26,6 @@ from moeserve.ops.linear import Linear
 from moeserve.ops.selected import QUERIES, SPAN, Selection, chosen_as_requests, plan_selection, select_always
 from moeserve.ops.table import Ops
 
-FP32, INT64 = 4, 8  # bytes
 EPS = 1e-6  # of the norm of keys
 
 

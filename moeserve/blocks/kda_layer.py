@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.kda import KimiDelta
-from moeserve.blocks.linear import gathered_bytes
-from moeserve.blocks.recurrent_layer import FP32, RecurrentLayer, unit_heads, unit_weights
+from moeserve.blocks.linear import FP32, gathered_bytes
+from moeserve.blocks.recurrent_layer import RecurrentLayer, unit_heads, unit_weights
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 

@@ -20,14 +20,13 @@ from moeserve.blocks.indexer_layer import (
     prepare_selection,
 )
 from moeserve.blocks.latent_attention import LatentAttention
-from moeserve.blocks.linear import gathered_bytes
+from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.rope import half_layout
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.latent import LatentRule
 from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
-FP32 = 4  # bytes
 EPS = 1e-6  # of the norms of latents, whatever the other norms have
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moeserve.blocks.build import Builder
 from moeserve.blocks.lightning import Lightning
-from moeserve.blocks.linear import gathered_bytes
+from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.mixer import Prepare
-from moeserve.blocks.recurrent_layer import FP32, RecurrentLayer
+from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.blocks.rope import half_layout
 from moeserve.blocks.rotary import RotaryTable
 from moeserve.ops.elementwise import rotary

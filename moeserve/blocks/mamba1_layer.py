@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import gathered_bytes, whole
+from moeserve.blocks.linear import FP32, gathered_bytes, whole
 from moeserve.blocks.mamba1 import Mamba1
-from moeserve.blocks.recurrent_layer import FP32, RecurrentLayer
+from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.rules import SWIGLU, TILE

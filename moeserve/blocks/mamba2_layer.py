@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import gathered_bytes
+from moeserve.blocks.linear import FP32, gathered_bytes
 from moeserve.blocks.mamba2 import Mamba2
-from moeserve.blocks.recurrent_layer import FP32, RecurrentLayer
+from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.ops.elementwise import exp
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.native_recurrent_block import RecurrentRule

@@ -15,7 +15,6 @@ from moeserve.blocks.mixer import Prepare
 from moeserve.ops.inputs import StepInputs
 from moeserve.ops.table import Ops
 
-FP32 = 4  # bytes
 UNIT_EPS = 1e-6  # of the norms of queries and keys to length 1
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from moeserve.blocks.build import Builder
-from moeserve.blocks.linear import gathered_bytes
-from moeserve.blocks.recurrent_layer import FP32, RecurrentLayer
+from moeserve.blocks.linear import FP32, gathered_bytes
+from moeserve.blocks.recurrent_layer import RecurrentLayer
 from moeserve.blocks.short_conv import ShortConv
 from moeserve.ops.inputs import LayerCache
 from moeserve.ops.rules import TILE

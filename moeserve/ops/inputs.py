@@ -55,7 +55,7 @@ class GroupInputs:
     slot_mapping_T: Tensor  # int64: block * block_size + offset of each new token
     blocks_RN: Tensor  # int64: block table of each row, padded with 0
     block_size: int
-    window: int | None  # tokens that a query sees, itself included; None: all
+    window: int | None = None  # tokens that a query sees, itself included; None: all
     chunk: int | None = None  # a query sees its own part of so many positions, counted from 0 (Llama-4); None: all
 
 
