@@ -41,7 +41,7 @@ class Attention(LazyMixer):
     sinks: a score per head that takes weight and gives no value (gpt-oss). soft_cap: scores become
     soft_cap * tanh(score / soft_cap). gate: results are multiplied by the sigmoid of one more product, for each head
     (Step-3.5) or each element (Trinity). gate_in_q: the checkpoint has a head's gates below its queries, in q_proj
-    (Qwen3-Next).
+    (Qwen3-Next). inputs: queries, keys and values are made of so many rows of the model's width side by side (EAGLE-3).
     """
 
     num_heads: int
@@ -64,6 +64,7 @@ class Attention(LazyMixer):
     soft_cap: float = 0.0
     gate: Literal["none", "head", "element"] = "none"
     gate_in_q: bool = False
+    inputs: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -120,7 +121,7 @@ class Attention(LazyMixer):
         heads, results = self.num_heads * self.head_dim, self.num_heads * self.value_dim
         qkv = heads + self.num_kv_heads * (self.head_dim + (0 if self.shared_kv else self.value_dim))
         gates = {"none": 0, "head": self.num_heads, "element": results}[self.gate]
-        return [(qkv, width), (width, results), *([(gates, width)] if gates else [])]
+        return [(qkv, self.inputs * width), (width, results), *([(gates, width)] if gates else [])]
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
@@ -147,7 +148,7 @@ class Attention(LazyMixer):
             heads("k_proj", *kv, dim),
             heads("k_proj" if self.shared_kv else "v_proj", *kv, v_dim),
         ]
-        for ending, tail in (("weight", (plan.width,)), ("bias", ()))[: 1 + self.qkv_bias]:
+        for ending, tail in (("weight", (self.inputs * plan.width,)), ("bias", ()))[: 1 + self.qkv_bias]:
             sources = [(plan.spell(theirs, f"self_attn.{x}.{ending}"), n, part) for x, n, part in rows]
             plan.stack(ours + ("qkv" if ending == "weight" else "qkv_bias"), sources, *tail)
         if self.qk_norm in ("head", "full"):

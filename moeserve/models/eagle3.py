@@ -1,0 +1,222 @@
+"""EAGLE-3: a layer or a few that guess the next token's successor from the target model's hidden states.
+
+The streams that enter three of the target's layers become one hidden state (`fc`). It is normed and put beside the next
+token's normed embedding, and the first layer's queries, keys and values are made of both; what follows is Llama. The
+stream behind the last layer is the hidden state of the next guess. Scores are of the draft vocabulary, a part of the
+target's.
+
+Source: arXiv 2503.01840; checkpoints as SpecForge, speculators and vLLM write and read them.
+T tokens, D model width, N columns of all taps, d tokens of the draft vocabulary, V of the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.blocks.norm import Norm
+from moeserve.blocks.weights import Names, WeightPlan
+from moeserve.comm.world import World
+from moeserve.errors import CheckpointError, ConfigError
+from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
+from moeserve.loader.files import CONFIG, Fields, read_json
+from moeserve.loader.load_plan import LoadPlan
+from moeserve.models import family, llama
+from moeserve.models.build import build_decoder
+from moeserve.models.decoder import Decoder
+from moeserve.models.hf_config import read_model_spec
+from moeserve.models.spec import ModelSpec
+from moeserve.moe.placement.placement import Placement
+from moeserve.ops.linear import Linear
+from moeserve.ops.table import Ops
+
+TAPS = "eagle_aux_hidden_state_layer_ids"
+_IDS = {"I64": "<i8", "I32": "<i4"}  # dtypes of d2t
+
+
+def _fields(config: Fields) -> family.SpecFields:
+    mixer = family.attention(config, rule=family.no_window(config), **family.attention_bias(config))
+    mixers = [replace(mixer, inputs=2), *[mixer] * (family.num_layers(config) - 1)]
+    return {"layers": family.layers(config, mixers, family.dense(config, bias=config.boolean("mlp_bias")))}
+
+
+_SPELLINGS = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
+FAMILIES = {name: replace(llama.FAMILIES[0], architecture=name, fields=_fields) for name in _SPELLINGS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Spec:
+    """An EAGLE-3 head in numbers. model: its layers; its vocabulary is the draft vocabulary. taps: of the target, which
+    has so many tokens and is `target_size` wide. norm_first: the stream begins with the normed hidden state."""
+
+    model: ModelSpec
+    taps: tuple[int, ...]
+    target_vocab: int
+    target_size: int
+    norm_first: bool
+
+
+def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
+    """Returns the spec of the head in `model_dir`.
+
+    Raises CheckpointError for what is wrong with it, ConfigError where it does not belong to the target.
+    """
+    model = read_model_spec(model_dir, FAMILIES)
+    none = {"draft_vocab_size": None, "target_hidden_size": None, "norm_before_residual": False, "eagle_config": None}
+    config = Fields(model_dir / CONFIG, read_json(model_dir, CONFIG), {**none, TAPS: None})
+    config.only(norm_before_fc=False, fc_norm=False, norm_output=False, tie_word_embeddings=False)
+    eagle = Fields(config.path, config.section("eagle_config"), {TAPS: None}, "eagle_config.")
+    eagle.only(use_aux_hidden_state=True, norm_before_fc=False)
+    width = config.optional_integer("target_hidden_size", 1, family.MAX_WIDTH) or model.hidden_size
+    for what, ours, theirs in (
+        ("vocab_size", model.vocab_size, target.vocab_size),
+        ("hidden size of the target", width, target.hidden_size),
+    ):
+        if ours != theirs:
+            raise ConfigError(
+                f"{config.path}: {what} is {ours}, and the served model's is {theirs}: this EAGLE-3 head was trained "
+                "for another model; choose one for the model that is served"
+            )
+    if any(layer.stored_as for layer in target.layers):
+        raise ConfigError(f"EAGLE-3 cannot read the streams inside {target.architecture}; use another proposer")
+    count = target.num_layers
+    # SpecForge and SGLang count a layer's output, vLLM its input
+    taps = config.integers(TAPS, 0, count) or tuple(tap + 1 for tap in eagle.integers(TAPS, 0, count - 1))
+    taps = tuple(sorted(set(taps or (2, count // 2, count - 3))))
+    if taps[0] < 0 or taps[-1] > count:
+        raise ConfigError(
+            f"{config.path} has no {TAPS}, and the usual layers, {', '.join(map(str, taps))}, are not all in the "
+            f"served model, which has {count}; choose a head that was trained for it"
+        )
+    return Eagle3Spec(
+        model=replace(
+            model, vocab_size=config.optional_integer("draft_vocab_size", 1, model.vocab_size) or model.vocab_size
+        ),
+        taps=taps,
+        target_vocab=target.vocab_size,
+        target_size=width,
+        norm_first=config.boolean("norm_before_residual"),
+    )
+
+
+def open_eagle3(model_dir: Path) -> Checkpoint:
+    """Reads and checks every header. The only layer of some checkpoints, `midlayer`, becomes `layers.0`."""
+    checkpoint = open_checkpoint(model_dir)
+    names = {name: "layers.0." + name.removeprefix("midlayer.") for name in checkpoint.tensors}
+    renamed = {names[n] if n.startswith("midlayer.") else n: tensor for n, tensor in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=renamed)
+
+
+def plan_eagle3(spec: Eagle3Spec, checkpoint: Checkpoint) -> LoadPlan:
+    """Returns the parameters of the head, all on every rank: fc, hidden_norm, norm, lm_head, those of the layers, and
+    embed where the checkpoint has it."""
+    model, width = spec.model, spec.model.hidden_size
+    plan = WeightPlan(width, Names(""), checkpoint.names, World(), Placement.initial(0, 1, 1))
+    plan.add("fc", (width, len(spec.taps) * spec.target_size), "fc.weight")
+    plan.add("hidden_norm", (width,), "layers.0.hidden_norm.weight")
+    plan.add("norm", (width,), "norm.weight")
+    plan.add("lm_head", (model.vocab_size, width), "lm_head.weight")
+    if "embed_tokens.weight" in checkpoint.tensors or width != spec.target_size:
+        plan.add("embed", (spec.target_vocab, width), "embed_tokens.weight")
+    for index, layer in enumerate(model.layers):
+        name = f"layers.{index}."
+        layer.mixer.plan(plan, name, name)
+        assert layer.feed_forward is not None
+        layer.feed_forward.plan(plan, name, name)
+        for ours, theirs in layer.norms:
+            plan.add(name + ours, (width,), f"{name}{theirs}.weight")
+    return plan.finish(["d2t", "t2d"])
+
+
+def read_target_ids(spec: Eagle3Spec, checkpoint: Checkpoint) -> Tensor | None:
+    """Returns the target's id of each token of the draft vocabulary, int64 [d]; None where they are the same.
+
+    Raises CheckpointError when they are missing or not different tokens of the target's vocabulary.
+    """
+    size, vocab_size = spec.model.vocab_size, spec.target_vocab
+    if size == vocab_size and "d2t" not in checkpoint.tensors:
+        return None
+    info = checkpoint.tensors.get("d2t")
+    if info is None or info.dtype not in _IDS or info.shape != (size,):
+        found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
+        raise CheckpointError(
+            f"{checkpoint.model_dir}: d2t must have a whole number (I64) for each of {size} tokens of the draft "
+            f"vocabulary, and {found}; download the head again"
+        )
+    ids = np.arange(size) + np.fromfile(info.path, _IDS[info.dtype], size, offset=info.offset)
+    if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) < size:
+        raise CheckpointError(
+            f"{checkpoint.model_dir}: d2t does not lead to {size} different tokens of the vocabulary of {vocab_size}; "
+            "download the head again"
+        )
+    return torch.from_numpy(ids)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Eagle3(Decoder):
+    """An EAGLE-3 head ready to run: `forward` takes the next tokens and a hidden state for each, and returns what
+    `logits` takes and, on its right, the next hidden states."""
+
+    fc: Linear
+    hidden_norm: Norm
+    norm_first: bool
+    ids_d: Tensor | None  # of the target
+    target_vocab: int
+
+    def combine(self, taps_TN: Tensor) -> Tensor:
+        """Returns the hidden states [T, D] made of the target's."""
+        tokens = len(taps_TN)
+        extra = self.ops.pad_rows(tokens) - tokens
+        padded = torch.nn.functional.pad(taps_TN, (0, 0, 0, extra)) if extra else taps_TN.contiguous()
+        return self.fc(padded)[:tokens]
+
+    def enter(self, ids_T: Tensor, hidden_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Decoder`."""
+        token_norm = self.layers[0].attn_norm
+        assert hidden_TD is not None
+        assert token_norm is not None
+        hidden_TD = hidden_TD.clone(memory_format=torch.contiguous_format)  # adding to the stream may write to it
+        normed = self.hidden_norm(hidden_TD)
+        both = torch.cat((token_norm(self.ops.embedding(ids_T, self.embed_VD)), normed), 1)
+        return both, normed if self.norm_first else hidden_TD
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """Returns every token's score, fp32 [S, V]: -inf outside the draft vocabulary."""
+        logits_Sd = super().logits(hidden_SD)
+        if self.ids_d is None:
+            return logits_Sd
+        logits_SV = logits_Sd.new_full((len(logits_Sd), self.target_vocab), float("-inf"))
+        return logits_SV.index_copy_(1, self.ids_d, logits_Sd)
+
+
+def build_eagle3(
+    spec: Eagle3Spec,
+    params: MutableMapping[str, Any],
+    ops: Ops,
+    embed_VD: Tensor,
+    ids_d: Tensor | None,
+    max_position: int,
+) -> Eagle3:
+    """Builds the head and empties `params`. embed_VD: of the target, for a head without its own. ids_d: see
+    `read_target_ids`."""
+    model = spec.model
+    make = partial(
+        Eagle3,
+        taps=(model.num_layers,),
+        fc=ops.pack_linear(params.pop("fc"), None),
+        hidden_norm=Norm(ops, model.norm_eps, params.pop("hidden_norm").float()),
+        norm_first=spec.norm_first,
+        ids_d=None if ids_d is None else ids_d.to(ops.device),
+        target_vocab=spec.target_vocab,
+    )
+    params.setdefault("embed", embed_VD)
+    head = build_decoder(model, params, ops, max_position=max_position, make=make)
+    assert isinstance(head, Eagle3)
+    return head
