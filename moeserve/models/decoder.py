@@ -5,7 +5,7 @@ T tokens, rounded up to T' rows for the kernels; D model width, V vocabulary, S 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ class Layer:
 class Decoder:
     """A model ready to run. `ops`, the layers and the micro-batch hide devices, ranks and micro-batches.
 
-    head: scores of the whole vocabulary.
+    head: scores of the whole vocabulary. merge: of a drafter, makes the residual stream of embeddings and another
+    model's hidden states, [T', D] each.
     """
 
     spec: ModelSpec
@@ -51,13 +52,17 @@ class Decoder:
     layers: Sequence[Layer]
     norm: Norm
     head: Linear
+    merge: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._prepares = dict.fromkeys(layer.mixer.prepare for layer in self.layers)
         self._mix, self._add = self.ops.trace(self._mix_and_add), self.ops.trace(self._add_up)
 
-    def forward(self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch) -> Tensor:
-        """Returns hidden states after the final norm, [T, D]. caches: of the layers, which the tokens are added to."""
+    def forward(
+        self, step: StepInputs, caches: Sequence[LayerCache], ubatch: UBatch, hidden_TD: Tensor | None = None
+    ) -> Tensor:
+        """Returns hidden states after the final norm, [T, D]. caches: of the layers, which the tokens are added to.
+        hidden_TD: what `merge` takes."""
         ops, spec = self.ops, self.spec
         num_tokens = step.ids_T.shape[0]
         extra = ops.pad_rows(num_tokens) - num_tokens
@@ -69,6 +74,9 @@ class Decoder:
         residual = ops.embedding(ids, self.embed_VD)
         if spec.embedding_scale != 1.0:
             residual = residual * spec.embedding_scale
+        if self.merge is not None:
+            assert hidden_TD is not None
+            residual = self.merge(residual, torch.nn.functional.pad(hidden_TD, (0, 0, 0, extra)))
         first, *others = (layer.attn_norm for layer in self.layers)
         x = residual if first is None else first(residual)
         for layer, cache, norm in zip(self.layers, caches, (*others, self.norm), strict=True):
