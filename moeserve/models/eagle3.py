@@ -11,7 +11,7 @@ T tokens, D model width, N columns of all taps, d tokens of the draft vocabulary
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,14 @@ from moeserve.blocks.norm import Norm
 from moeserve.blocks.weights import Names, WeightPlan
 from moeserve.comm.world import World
 from moeserve.errors import CheckpointError, ConfigError
-from moeserve.loader.checkpoint import Checkpoint, open_checkpoint
+from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.files import CONFIG, Fields, read_json
 from moeserve.loader.load_plan import LoadPlan
 from moeserve.models import family, llama
 from moeserve.models.build import build_decoder
 from moeserve.models.decoder import Decoder
 from moeserve.models.hf_config import read_model_spec
+from moeserve.models.load_plan import plan_layer
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.placement.placement import Placement
 from moeserve.ops.linear import Linear
@@ -95,10 +96,9 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
             f"{config.path} has no {TAPS}, and the usual layers, {', '.join(map(str, taps))}, are not all in the "
             f"served model, which has {count}; choose a head that was trained for it"
         )
+    drafts = config.optional_integer("draft_vocab_size", 1, model.vocab_size) or model.vocab_size
     return Eagle3Spec(
-        model=replace(
-            model, vocab_size=config.optional_integer("draft_vocab_size", 1, model.vocab_size) or model.vocab_size
-        ),
+        model=replace(model, vocab_size=drafts, taps=(model.num_layers,)),
         taps=taps,
         target_vocab=target.vocab_size,
         target_size=width,
@@ -106,54 +106,44 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     )
 
 
-def open_eagle3(model_dir: Path) -> Checkpoint:
-    """Reads and checks every header. The only layer of some checkpoints, `midlayer`, becomes `layers.0`."""
-    checkpoint = open_checkpoint(model_dir)
-    names = {name: "layers.0." + name.removeprefix("midlayer.") for name in checkpoint.tensors}
-    renamed = {names[n] if n.startswith("midlayer.") else n: tensor for n, tensor in checkpoint.tensors.items()}
-    return replace(checkpoint, tensors=renamed)
-
-
-def plan_eagle3(spec: Eagle3Spec, checkpoint: Checkpoint) -> LoadPlan:
+def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
     """Returns the parameters of the head, all on every rank: fc, hidden_norm, norm, lm_head, those of the layers, and
     embed where the checkpoint has it."""
     model, width = spec.model, spec.model.hidden_size
-    plan = WeightPlan(width, Names(""), checkpoint.names, World(), Placement.initial(0, 1, 1))
+    plan = WeightPlan(width, Names(""), present, World(), Placement.initial(0, 1, 1))
     plan.add("fc", (width, len(spec.taps) * spec.target_size), "fc.weight")
-    plan.add("hidden_norm", (width,), "layers.0.hidden_norm.weight")
     plan.add("norm", (width,), "norm.weight")
     plan.add("lm_head", (model.vocab_size, width), "lm_head.weight")
-    if "embed_tokens.weight" in checkpoint.tensors or width != spec.target_size:
+    if "embed_tokens.weight" in present or width != spec.target_size:
         plan.add("embed", (spec.target_vocab, width), "embed_tokens.weight")
     for index, layer in enumerate(model.layers):
-        name = f"layers.{index}."
-        layer.mixer.plan(plan, name, name)
-        assert layer.feed_forward is not None
-        layer.feed_forward.plan(plan, name, name)
-        for ours, theirs in layer.norms:
-            plan.add(name + ours, (width,), f"{name}{theirs}.weight")
+        ours = theirs = f"layers.{index}."
+        if index == 0:
+            theirs = theirs if theirs + "hidden_norm.weight" in present else "midlayer."
+            plan.add("hidden_norm", (width,), theirs + "hidden_norm.weight")
+        plan_layer(plan, model, layer, ours, theirs, theirs)
     return plan.finish(["d2t", "t2d"])
 
 
-def read_target_ids(spec: Eagle3Spec, checkpoint: Checkpoint) -> Tensor | None:
+def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
     """Returns the target's id of each token of the draft vocabulary, int64 [d]; None where they are the same.
 
     Raises CheckpointError when they are missing or not different tokens of the target's vocabulary.
     """
     size, vocab_size = spec.model.vocab_size, spec.target_vocab
-    if size == vocab_size and "d2t" not in checkpoint.tensors:
+    info = open_checkpoint(model_dir).tensors.get("d2t")
+    if info is None and size == vocab_size:
         return None
-    info = checkpoint.tensors.get("d2t")
     if info is None or info.dtype not in _IDS or info.shape != (size,):
         found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
         raise CheckpointError(
-            f"{checkpoint.model_dir}: d2t must have a whole number (I64) for each of {size} tokens of the draft "
+            f"{model_dir}: d2t must have a whole number (I64) for each of {size} tokens of the draft "
             f"vocabulary, and {found}; download the head again"
         )
     ids = np.arange(size) + np.fromfile(info.path, _IDS[info.dtype], size, offset=info.offset)
     if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) < size:
         raise CheckpointError(
-            f"{checkpoint.model_dir}: d2t does not lead to {size} different tokens of the vocabulary of {vocab_size}; "
+            f"{model_dir}: d2t does not lead to {size} different tokens of the vocabulary of {vocab_size}; "
             "download the head again"
         )
     return torch.from_numpy(ids)
@@ -161,8 +151,8 @@ def read_target_ids(spec: Eagle3Spec, checkpoint: Checkpoint) -> Tensor | None:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Eagle3(Decoder):
-    """An EAGLE-3 head ready to run: `forward` takes the next tokens and a hidden state for each, and returns what
-    `logits` takes and, on its right, the next hidden states."""
+    """An EAGLE-3 head ready to run. Its last D columns are what `forward` takes of hidden_TD: what `combine` returned
+    or, as the next hidden states are on the right of what `logits` takes, `forward` itself."""
 
     fc: Linear
     hidden_norm: Norm
@@ -182,14 +172,16 @@ class Eagle3(Decoder):
         token_norm = self.layers[0].attn_norm
         assert hidden_TD is not None
         assert token_norm is not None
-        hidden_TD = hidden_TD.clone(memory_format=torch.contiguous_format)  # adding to the stream may write to it
+        hidden_TD = hidden_TD[:, -self.spec.hidden_size :].clone(
+            memory_format=torch.contiguous_format
+        )  # adding to the stream may write to it
         normed = self.hidden_norm(hidden_TD)
         both = torch.cat((token_norm(self.ops.embedding(ids_T, self.embed_VD)), normed), 1)
         return both, normed if self.norm_first else hidden_TD
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Returns every token's score, fp32 [S, V]: -inf outside the draft vocabulary."""
-        logits_Sd = super().logits(hidden_SD)
+        logits_Sd = super().logits(hidden_SD[:, : self.spec.hidden_size].contiguous())
         if self.ids_d is None:
             return logits_Sd
         logits_SV = logits_Sd.new_full((len(logits_Sd), self.target_vocab), float("-inf"))
@@ -209,7 +201,6 @@ def build_eagle3(
     model = spec.model
     make = partial(
         Eagle3,
-        taps=(model.num_layers,),
         fc=ops.pack_linear(params.pop("fc"), None),
         hidden_norm=Norm(ops, model.norm_eps, params.pop("hidden_norm").float()),
         norm_first=spec.norm_first,

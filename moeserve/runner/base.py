@@ -103,7 +103,7 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.dtype = DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]
         self.kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else torch.int8
         self.asked: Asked | None = None if config.model.quantization == "none" else config.model.quantization
-        self.groups = groups_of(spec.kv_rules, config.cache.block_size)
+        self.groups = groups_of(spec.kv_rules, config.cache.block_size, len(spec.draft_layers))
         # A group may grow: one of a single rank is prepared for more.
         self.shards_experts = self.placement is not None and world.ep and (grouped or world.size > 1)
         num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
