@@ -28,6 +28,7 @@ class Verified:
 
     hidden_TD: after the model's last norm. slots_S: the slots that sampled. accepted_S: int64, sampled tokens of each
     that are kept (1 + the drafts that were right). last_S: int64, of the T tokens the one that gave the last of them.
+    taps_TN: the streams of `spec.taps` side by side.
     """
 
     plan: StepPlan
@@ -37,6 +38,7 @@ class Verified:
     slots_S: I64
     accepted_S: Tensor
     last_S: Tensor
+    taps_TN: Tensor | None = None
 
 
 class Proposer(ABC):
