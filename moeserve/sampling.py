@@ -1,4 +1,4 @@
-"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`).
+"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`); grammars (`GrammarSpec`).
 
 The engine sees only integers: the front end turns bad words into token ids and finds stop strings itself.
 """
@@ -6,7 +6,7 @@ The engine sees only integers: the front end turns bad words into token ids and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -98,11 +98,26 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
                 raise InvalidRequest(f"{name}: expected a token id in 0..{vocab_size - 1}", param=name)
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the text of an answer must match. Equal by content; `moeserve.text.grammar_source` says what each kind is.
+
+    text: JSON for json_schema (the schema), choice (a list of strings) and structural_tag, "" for json_object, else the
+    expression or grammar itself. any_whitespace: whether JSON may have whitespace between its tokens, or only what
+    matches the regex whitespace_pattern, if there is one.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
+    text: str = ""
+    any_whitespace: bool = True
+    whitespace_pattern: str = ""
+
+
 class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """`SamplingParams` of one sequence, resolved by the front end to integers and floats.
 
     stop_ids: the model's end tokens unless ignore_eos, and the user's. bad_seqs: token sequences that must not be
-    completed.
+    completed. grammar: what the answer must match. speculate: whether drafts may be verified for this request; they
+    change no token.
     """
 
     seed: int
@@ -110,6 +125,8 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     stop_ids: tuple[int, ...] = ()
     allowed_ids: tuple[int, ...] | None = None
     bad_seqs: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarSpec | None = None
+    speculate: bool = True
 
 
 def _plain(value: Any) -> Any:

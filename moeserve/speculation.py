@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from moeserve.errors import ConfigError
 
-MAX_DRAFTS = 16
+MAX_DRAFTS = 15  # and the last known token: 16 rows meet two blocks of 16 tokens at most
 _NUM_DRAFTS = {"ngram": 4, "suffix": 8, "model": 3, "mtp": 1, "eagle": 3}  # per kind, unless stated
 _WITH_PATH = ("model", "eagle")
 _COUNT = re.compile(r"(?:(.*):)?([+-]?[0-9]+)", re.DOTALL)  # of "/a:b:3": "/a:b" and 3

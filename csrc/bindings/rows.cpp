@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/rows.hpp"
+#include "core/bitmask.hpp"
 #include "core/grouping.hpp"
 #include "kernels/row_args.hpp"
 
@@ -116,6 +117,19 @@ void bind_sampling(py::module_& m) {
     m.def("argmax", [](size_t rows, size_t width, Address x, size_t stride, Address peak, Address column) {
         const ArgmaxArgs args{width, at<float>(x), stride, at<float>(peak), at<int64_t>(column)};
         over_rows(kernels()->argmax, args, rows, width);
+    });
+    m.def("apply_bitmask", [](size_t count, size_t width, Address x, size_t rows, size_t stride, Address index,
+                              Address bits, size_t words) {
+        const auto* row = at<int64_t>(index);
+        for (size_t c = 0; c < count; ++c) {
+            if (row[c] >= 0 && static_cast<size_t>(row[c]) < rows) continue;
+            throw std::out_of_range("row " + std::to_string(row[c]) + " of " + std::to_string(rows));
+        }
+        over_rows(count, width, [&](size_t begin, size_t end) {
+            for (size_t c = begin; c < end; ++c) {
+                apply_bitmask(at<float>(x) + static_cast<size_t>(row[c]) * stride, width, at<uint32_t>(bits) + c * words);
+            }
+        });
     });
     m.def("race", [](size_t rows, size_t width, Address x, size_t stride, Address low, Address high, Address token_hash,
                      Address blocks, Address column) {

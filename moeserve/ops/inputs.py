@@ -67,7 +67,7 @@ class StepInputs:
     ids_T: Tensor  # int64
     positions_T: Tensor  # int64
     groups: tuple[GroupInputs, ...]
-    sample_S: Tensor  # int64: which of the T tokens feed the LM head
+    sample_N: Tensor  # int64: which of the T tokens feed the LM head
     offsets_R1: NDArray[np.int32]  # host
     starts_R: NDArray[np.int32]  # host: first position of each row's new tokens
     rows_on_device: tuple[Tensor, Tensor]

@@ -251,6 +251,20 @@ def argmax(x_SV: Tensor) -> tuple[Tensor, Tensor]:
     return peak_S, column_S
 
 
+def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
+    """Sets what masks do not allow to -inf in rows of fp32 logits; see runner/sampling/reference.py."""
+    count, words = bits_CW.shape
+    assert rows_C.shape == (count,), (rows_C.shape, bits_CW.shape)
+    assert words * 32 >= x_rV.shape[1], (words, x_rV.shape)
+    assert (rows_C.dtype, bits_CW.dtype, x_rV.dtype) == (torch.int64, torch.int32, torch.float32)
+    assert rows_C.is_contiguous(), rows_C.stride()
+    assert bits_CW.is_contiguous(), bits_CW.stride()
+    _native.apply_bitmask(
+        count, x_rV.shape[1], x_rV.data_ptr(), x_rV.shape[0], _stride(x_rV), rows_C.data_ptr(), bits_CW.data_ptr(),
+        words,
+    )  # fmt: skip
+
+
 def race(x_rV: Tensor, low_r: Tensor, high_r: Tensor, token_hash_V: Tensor, blocks_rB: Tensor | None = None) -> Tensor:
     """Returns each row's column of the largest x + Gumbel noise: that of runner/sampling/noise.py, for keys low and
     high and the tokens that blocks_rB names. -1 where fp32 logarithms could decide between two, or where a row's

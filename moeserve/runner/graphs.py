@@ -22,6 +22,7 @@ from moeserve.engine.plan import Agreed, StepPlan
 from moeserve.moe.ubatch import UBatch
 from moeserve.ops.inputs import Attend, PlanRows, StepInputs
 from moeserve.runner.recorder import Pause, Recorder, Recording
+from moeserve.runner.tables import HostRows
 
 if TYPE_CHECKING:
     from moeserve.runner.peers import Peers
@@ -106,9 +107,9 @@ class GraphManager:
                     return _descriptor(mode, size)
         return None
 
-    def inputs(self, descriptor: Descriptor, plan: StepPlan) -> StepInputs:
+    def inputs(self, descriptor: Descriptor, plan: StepPlan, host: HostRows) -> StepInputs:
         """Fills the recordings' buffers with the inputs of a step, padded to the shape."""
-        return self._fixed.fill(plan, descriptor.num_tokens, descriptor.num_reqs)
+        return self._fixed.fill(plan, host, descriptor.num_tokens, descriptor.num_reqs)
 
     def run(self, descriptor: Descriptor, step: StepInputs, agreed: Agreed | None) -> Tensor:
         """Returns the step's hidden states, to be used before the next run. Records the shape when it is new."""

@@ -40,10 +40,10 @@ def add(samplers: tuple[Sampler, Sampler], slot: int, history: np.ndarray, num_p
 
 
 def sample_both(
-    samplers: tuple[Sampler, Sampler], logits: torch.Tensor, slots: Any, at: Any
+    samplers: tuple[Sampler, Sampler], logits: torch.Tensor, slots: Any, at: Any, masks: Any = None
 ) -> tuple[Sampled, Sampled]:
     plain, triton = samplers
-    return plain.sample(logits.clone(), slots, at), triton.sample(logits.to(DEVICE, copy=True), slots, at)
+    return plain.sample(logits.clone(), slots, at, masks), triton.sample(logits.to(DEVICE, copy=True), slots, at, masks)
 
 
 @pytest.mark.full("kernels", keep=1)

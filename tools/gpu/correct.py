@@ -274,12 +274,12 @@ def filled(bench: Bench) -> tuple[Tensor, Tensor, float]:
     """The arrays of a step from the requests' tables."""
     table = torch.randint(0, 1000, (8, 200), dtype=torch.int32, device=bench.device)
     blocks = torch.randint(1, 99, (1, 8, 13), dtype=torch.int32, device=bench.device)
-    slots, starts, counts = (np.array(row, dtype=np.int32) for row in ([4, 2, 7], [0, 9, 100], [17, 1, 40]))
-    step = StepWords.of(slots, starts, counts, np.array([False, True, True]))
+    slots, starts, offsets = (np.array(row, dtype=np.int32) for row in ([4, 2, 7], [0, 9, 100], [0, 17, 18, 58]))
+    step = StepWords.of(slots, starts, offsets, np.array([17, 56, 57]))
     both = [StepArrays.empty(70, 5, 4, 1, 13, bench.device) for _ in range(2)]
     fill_step(table, blocks, 16, step, torch.from_numpy(step.words).to(bench.device), both[0])
     step_reference(table, blocks, 16, step, both[1])
-    names = ("ids_T", "positions_T", "slot_mapping_GT", "blocks_GRN", "sample_S", "offsets_R1", "starts_R")
+    names = ("ids_T", "positions_T", "slot_mapping_GT", "blocks_GRB", "sample_N", "offsets_R1", "starts_R")
     found, wanted = (torch.cat([getattr(one, name).flatten().long() for name in names]) for one in both)
     return found, wanted, EXACT
 

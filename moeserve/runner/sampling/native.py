@@ -27,6 +27,9 @@ ROUNDING = 1e-4  # of sums of probabilities, generously
 class NativeSampler(ReferenceSampler):
     """Chooses the tokens that `ReferenceSampler` chooses, sooner."""
 
+    def _mask(self, x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
+        native_rows.apply_bitmask(x_rV, rows_C, bits_CW)
+
     @staticmethod
     def _argmax(x_rV: Tensor) -> tuple[Tensor, Tensor]:
         return native_rows.argmax(x_rV)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeserve.runner.sampling import noise
 from moeserve.runner.sampling.noise import LANES
-from moeserve.runner.sampling.sampler import NEG_INF, Failures, Sampler, Status, Trait, row_keys
+from moeserve.runner.sampling.sampler import NEG_INF, Failures, Masks, Sampler, Status, Trait, row_keys
 from moeserve.runner.tables import I64, Tables, Upload
 
 CHUNK_ELEMENTS = 1 << 18  # logits that are worked on at once: they and their temporaries stay in a core's cache
@@ -27,7 +27,9 @@ class ReferenceSampler(Sampler):
         self._chunk_rows = max(1, CHUNK_ELEMENTS // noise.padded(vocab_size))
         self._gumbel = noise.Gumbel(vocab_size, self._device)
 
-    def _choose(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> tuple[Tensor, Tensor, Failures]:
+    def _choose(
+        self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
+    ) -> tuple[Tensor, Tensor, Failures]:
         peak_S, tokens_S = self._argmax(logits_SV)  # a NaN in a row is its maximum, and infinity less itself is NaN
         status_S = ((peak_S - peak_S) != 0).to(torch.uint8).mul_(Status.NOT_FINITE)
         failures: Failures = {}
@@ -38,7 +40,7 @@ class ReferenceSampler(Sampler):
             if x_rV.shape[1] % LANES:
                 x_rV = torch.nn.functional.pad(x_rV, (0, -x_rV.shape[1] % LANES), value=NEG_INF)
             if len(self.rows.having(Trait.CHANGED, slots_r)):
-                found = self._change(x_rV, slots_r, positions_r)
+                found = self._change(x_rV, slots_r, positions_r, None if masks is None else masks.among(chunk))
                 failures |= {int(chunk[i]): why for i, why in found.items()}
                 peak_r, tokens_S[index] = self._argmax(x_rV)
                 status_r = status_S.index_select(0, index)
@@ -81,6 +83,9 @@ class ReferenceSampler(Sampler):
         if len(rows.having(Trait.TOP_P, slots_r)):
             keep_top_p(x_rV, top_p, self._top_p_cutoff)
 
+    def _mask(self, x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
+        apply_bitmask(x_rV, rows_C, bits_CW)
+
     def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
         params = self.rows
         index, slot, *lengths = self._upload(rows, slots, known, params.num_prompt[slots])
@@ -99,6 +104,17 @@ class ReferenceSampler(Sampler):
     @staticmethod
     def _top_p_cutoff(probs_rV: Tensor, top_p_r: Tensor) -> Tensor:
         return top_p_cutoff(probs_rV, top_p_r)
+
+
+def apply_bitmask(x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
+    """Sets the tokens whose bit is 0 to -inf in the given rows (int64), in place. bits: int32, bit v % 32 of word
+    v // 32 is token v; W * 32 is at least V.
+
+    x [[1, 2, 3]], rows [0], bits [[0b101]] -> [[1, -inf, 3]]
+    """
+    allowed_CWb = (bits_CW.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=x_rV.device)) & 1
+    banned_CV = allowed_CWb.view(len(bits_CW), -1)[:, : x_rV.shape[1]] == 0
+    x_rV.index_copy_(0, rows_C, x_rV.index_select(0, rows_C).masked_fill_(banned_CV, NEG_INF))
 
 
 def keep_min_p(x_rV: Tensor, log_min_p_r: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The seam of the samplers: which tokens a step's logits become.
 
-A row's token depends on its own logits, parameters and position, never on its neighbours. Order: allowed ids, logit
-bias and min_tokens; penalties; bad sequences; temperature; min-p; top-k; top-p; argmax with Gumbel noise.
+A row's token depends on its own logits, parameters and position, never on its neighbours. Order: grammar; allowed ids,
+logit bias and min_tokens; penalties; bad sequences; temperature; min-p; top-k; top-p; argmax with Gumbel noise.
 S rows that sample, V vocabulary, r some of the rows.
 
 The parameters of the request in each slot are NumPy columns and a byte of traits on the host. Rules say which tokens a
@@ -110,6 +110,8 @@ def _traits(request: NewRequest, has_top_k: bool) -> int:
         traits |= Trait.PENALTY
     if sampling.min_tokens or sampling.logit_bias or sampling.allowed_ids is not None or sampling.bad_seqs:
         traits |= Trait.RULES
+    if sampling.grammar is not None:
+        traits |= Trait.RULES
     if sampling.logprobs is not None:
         traits |= Trait.LOGPROBS
     # A request that comes back with part of its answer has had its prompt's logprobs.
@@ -193,8 +195,20 @@ class Status:
         "",
         "the model's logits for this request are not finite numbers: the weights are damaged, or float16 is too "
         "narrow for this model (--dtype bfloat16 or float32)",
-        "no token is left to choose: allowed_token_ids, logit_bias and the banned tokens exclude each other",
+        "no token is left to choose: the grammar, allowed_token_ids, logit_bias and the banned tokens exclude each other",
     )
+
+
+class Masks(NamedTuple):
+    """What the grammars of C of a step's rows allow: bit v % 32 of word v // 32 is token v. Arrays on the host."""
+
+    rows_C: I64
+    bits_CW: NDArray[np.int32]
+
+    def among(self, rows: I64) -> Masks | None:
+        """Returns the masks of some of the step's rows, which are numbered by their places in `rows`."""
+        _, places, which = np.intersect1d(rows, self.rows_C, assume_unique=True, return_indices=True)
+        return Masks(places.astype(np.int64), self.bits_CW[which]) if len(places) else None
 
 
 class Sampled(NamedTuple):
@@ -234,10 +248,10 @@ class Sampler(ABC):
             self._rules[request.slot] = Rules.of(request.sampling, self._vocab_size, self._device)
         return None
 
-    def sample(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Sampled:
+    def sample(self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None = None) -> Sampled:
         """Chooses a token for each row. logits_SV: float32, left as they are. positions_S: where in its request each
-        new token goes, which is the number of the request's known tokens."""
-        tokens_S, status_S, failures = self._choose(logits_SV, slots_S, positions_S)
+        new token goes, which is the number of the request's known tokens. masks: of requests with a grammar."""
+        tokens_S, status_S, failures = self._choose(logits_SV, slots_S, positions_S, masks)
         wants_P = self.rows.having(Trait.LOGPROBS, slots_S)
         if failures:
             wants_P = np.setdiff1d(wants_P, list(failures))
@@ -254,8 +268,14 @@ class Sampler(ABC):
         return self._choose(logits_SV, slots_S, positions_S)[0]
 
     @abstractmethod
-    def _choose(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> tuple[Tensor, Tensor, Failures]:
+    def _choose(
+        self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
+    ) -> tuple[Tensor, Tensor, Failures]:
         """Returns (tokens int32, `Status` uint8, failures) of all rows."""
+
+    @abstractmethod
+    def _mask(self, x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
+        """Sets what masks do not allow to -inf in place. rows_C: rows of x_rV."""
 
     @abstractmethod
     def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
@@ -265,9 +285,11 @@ class Sampler(ABC):
         """Returns the logprobs of the chosen tokens (int32) and the n likeliest ones."""
         return logprob_rows(logits_PV, tokens_P.long(), n)
 
-    def _change(self, x_rV: Tensor, slots_r: I64, positions_r: I64) -> Failures:
-        """Applies rules and penalties in place. An exception in one request's rules is that request's failure."""
+    def _change(self, x_rV: Tensor, slots_r: I64, positions_r: I64, masks: Masks | None) -> Failures:
+        """Applies masks, rules and penalties in place. An exception in a request's rules is that request's failure."""
         failures: Failures = {}
+        if masks is not None:
+            self._mask(x_rV[:, : self._vocab_size], *self._upload(*masks))
         ruled = [(i, self._rules[int(slots_r[i])]) for i in self.rows.having(Trait.RULES, slots_r).tolist()]
 
         tokens, num_prompt = self._tables.tokens, self.rows.num_prompt

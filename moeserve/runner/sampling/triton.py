@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.kernels.bitmask import apply_bitmask
 from moeserve.kernels.logprobs import logprobs
 from moeserve.kernels.penalties import PenaltyRows, new_counts, penalise
 from moeserve.kernels.sampling import SamplingTensors, sample
 from moeserve.runner.sampling.logprobs import LogprobRows
-from moeserve.runner.sampling.sampler import Failures, Sampler, Trait, row_keys
+from moeserve.runner.sampling.sampler import Failures, Masks, Sampler, Trait, row_keys
 from moeserve.runner.tables import I64, Tables, Upload
 
 COUNTED_ROWS = 16  # rows whose histories are counted at a time
@@ -28,12 +29,14 @@ class TritonSampler(Sampler):
         self._greedy = SamplingTensors(nothing, nothing, nothing.int(), nothing, nothing.int(), nothing.int())
         self._counts_WV: Tensor | None = None
 
-    def _choose(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> tuple[Tensor, Tensor, Failures]:
+    def _choose(
+        self, logits_SV: Tensor, slots_S: I64, positions_S: I64, masks: Masks | None
+    ) -> tuple[Tensor, Tensor, Failures]:
         params, raw_peaks_S, failures = self.rows, None, Failures()
         if len(params.having(Trait.CHANGED, slots_S)):
             raw_peaks_S = logits_SV.amax(dim=1)
             logits_SV = logits_SV.clone()
-            failures = self._change(logits_SV, slots_S, positions_S)
+            failures = self._change(logits_SV, slots_S, positions_S, masks)
         draws, cuts = (len(params.having(traits, slots_S)) > 0 for traits in (Trait.RANDOM, Trait.TOP_K | Trait.TOP_P))
         rows = self._greedy
         if draws:
@@ -51,6 +54,9 @@ class TritonSampler(Sampler):
 
     def _logprobs(self, logits_PV: Tensor, tokens_P: Tensor, n: int) -> LogprobRows:
         return LogprobRows(*logprobs(logits_PV, tokens_P, n))
+
+    def _mask(self, x_rV: Tensor, rows_C: Tensor, bits_CW: Tensor) -> None:
+        apply_bitmask(x_rV, rows_C, bits_CW)
 
     def _penalise(self, x_rV: Tensor, rows: I64, slots: I64, known: I64) -> None:
         params = self.rows

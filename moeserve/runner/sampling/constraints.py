@@ -1,0 +1,223 @@
+"""Grammars of the requests in an engine's slots: the tokens that each may sample next, and how far each has come.
+
+A matcher follows its request's tokens on the host: `accept` takes those of a step, and the masks of the next step are
+filled in a thread while its forward pass runs. Its state is a function of grammar and tokens, so a preempted, replayed
+or repeated step finds the same masks, with and without drafts.
+
+S rows that sample, each at 1 + its drafts positions: N in all. C of them belong to requests with a grammar.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from moeserve.engine.plan import I32, NewRequest
+from moeserve.errors import MoeserveError
+from moeserve.runner.sampling.sampler import Masks
+from moeserve.runner.tables import I64
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moeserve.text.grammar import Grammars, Matcher
+
+logger = logging.getLogger(__name__)
+
+
+class Accepted(NamedTuple):
+    """What a step's tokens mean to the grammars. complete: slot -> how many of the step's tokens belong to its answer,
+    which ends with them. failed: slot -> message."""
+
+    complete: dict[int, int]
+    failed: dict[int, str]
+
+
+@dataclass(slots=True, eq=False)
+class Constrained:
+    """The request in a slot. matcher: in the making until its grammar is compiled. failure: why it must fail."""
+
+    slot: int
+    num_prompt: int
+    matcher: Future[Matcher]
+    failure: str = ""
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Turns an error into this request's failure."""
+        try:
+            yield
+        except MoeserveError as error:
+            self.failure = self.failure or str(error)
+        except Exception as error:
+            logger.exception("the grammar of the request in slot %d failed", self.slot)
+            self.failure = self.failure or f"structured output: {type(error).__name__}: {error}"
+
+
+class Constraints:
+    """The grammars of an engine's requests. `add` and `begin` belong to the thread that launches steps.
+
+    load: makes the engine's `Grammars`; called in this object's thread for the first request that has a grammar.
+    """
+
+    def __init__(self, load: Callable[[], Grammars], vocab_size: int) -> None:
+        self._load = load
+        self._words = -(-vocab_size // 32)
+        self._grammars: Grammars | None = None
+        self._requests: dict[int, Constrained] = {}
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._moved = threading.Condition()  # a matcher went on, or a fill became superfluous
+        self._latest: StepMasks | None = None
+
+    @classmethod
+    def of_model(cls, model_dir: Path, vocab_size: int, end_ids: Sequence[int]) -> Constraints:
+        """Returns the grammars over a model's own tokenizer. end_ids: the tokens that end its answers."""
+
+        def load() -> Grammars:
+            """Reads the tokenizer. Imports are local because few engines need them."""
+            from moeserve.text.grammar import Grammars
+            from moeserve.text.tokenizer import Tokenizer
+
+            return Grammars(Tokenizer.load(model_dir), vocab_size, end_ids)
+
+        return cls(load, vocab_size)
+
+    def add(self, request: NewRequest) -> None:
+        """Takes the request of a slot: its grammar, if it has one, begins to compile and go through its answer so far.
+        What is wrong with it comes from the next `accept`."""
+        self._requests.pop(request.slot, None)
+        if request.sampling.grammar is not None:
+            matcher = self._thread.submit(self._matcher, request)
+            self._requests[request.slot] = Constrained(request.slot, request.num_prompt, matcher)
+
+    def begin(
+        self, slots_S: Sequence[int] | I64, positions_S: Sequence[int] | I64, drafts_S: Sequence[I32] | None = None
+    ) -> StepMasks | None:
+        """Starts to fill the masks of a step's rows; None if no row has a grammar. May be called again for a step.
+
+        positions_S: the known tokens of each row, drafts not counted. The masks wait until `accept` has had them.
+        """
+        if not self._requests:
+            return None
+        rows, first = [], 0
+        for i, (slot, position) in enumerate(zip(map(int, slots_S), map(int, positions_S), strict=True)):
+            drafts = drafts_S[i].tolist() if drafts_S is not None else []
+            if (request := self._requests.get(slot)) is not None:
+                rows.append(MaskedRow(i, request, position - request.num_prompt, first, drafts))
+            first += 1 + len(drafts)
+        if not rows:
+            return None
+        with self._moved:
+            self._latest = step = StepMasks(self, rows)
+            self._moved.notify_all()
+        step.masks = self._thread.submit(self._fill, step)
+        return step
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._moved:
+            self._latest = None
+            self._moved.notify_all()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _matcher(self, request: NewRequest) -> Matcher:
+        if self._grammars is None:
+            self._grammars = self._load()
+        assert request.sampling.grammar is not None
+        return self._grammars.matcher(request.sampling.grammar, request.tokens[request.num_prompt :].tolist())
+
+    def _fill(self, step: StepMasks) -> Masks:
+        rows_C = np.concatenate([row.first + np.arange(1 + len(row.drafts)) for row in step.rows])
+        bits_CW = np.full((len(rows_C), self._words), -1, np.int32)  # what a request that fails gets
+        filled: list[tuple[MaskedRow, Matcher, int]] = []
+        first = 0
+        with self._moved:
+            for row in step.rows:
+                with row.request.caught():
+                    matcher = row.request.matcher.result()
+                    self._moved.wait_for(lambda row=row: self._latest is not step or row.is_due)  # type: ignore[misc]
+                    if self._latest is step and not row.request.failure:
+                        row.rewind()
+                        filled.append((row, matcher, first))
+                first += 1 + len(row.drafts)
+            if filled:
+                assert self._grammars is not None
+                asked = [(matcher, first, row.drafts) for row, matcher, first in filled]
+                for i, error in self._grammars.fill_all(asked, bits_CW).items():
+                    filled[i][0].request.failure = error.message
+        return Masks(rows_C, bits_CW)
+
+    def accept(self, step: StepMasks, tokens_S: Sequence[Sequence[int] | I32]) -> Accepted:
+        """See `StepMasks.accept`."""
+        accepted = Accepted({}, {})
+        with self._moved:
+            for row in step.rows:
+                request = row.request
+                with request.caught():
+                    if not request.failure and (kept := row.accept(list(map(int, tokens_S[row.index])))):
+                        accepted.complete[request.slot] = kept
+                if request.failure:
+                    accepted.failed[request.slot] = request.failure
+            self._moved.notify_all()
+        return accepted
+
+
+@dataclass(slots=True, eq=False)
+class MaskedRow:
+    """A row whose request has a grammar: the index-th of the step's rows, sampling from position `first` of N on, when
+    `known` tokens of its answer are."""
+
+    index: int
+    request: Constrained
+    known: int
+    first: int
+    drafts: list[int]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the matcher has had all known tokens, or never will."""
+        return bool(self.request.failure) or self.request.matcher.result().num_tokens >= self.known
+
+    def rewind(self) -> None:
+        """Takes back what the matcher has had of this step, which runs again."""
+        matcher = self.request.matcher.result()
+        assert matcher.num_tokens >= self.known, (matcher.num_tokens, self.known)
+        if surplus := matcher.num_tokens - self.known:
+            matcher.rollback(surplus)
+
+    def accept(self, tokens: list[int]) -> int:
+        """Gives the matcher new tokens up to the one that completes the text; returns how many those are, else 0."""
+        self.rewind()
+        matcher = self.request.matcher.result()
+        for i, token in enumerate(tokens):
+            matcher.accept([token])
+            if matcher.is_done:
+                return i + 1
+        return 0
+
+
+class StepMasks:
+    """The masks of one step, in the making. A step that runs again has new ones; the old ones are forgotten."""
+
+    def __init__(self, constraints: Constraints, rows: list[MaskedRow]) -> None:
+        self._constraints = constraints
+        self.rows = rows
+        self.masks: Future[Masks]
+
+    def result(self) -> Masks:
+        """Waits for the masks, and so for `accept` of the step before."""
+        return self.masks.result()
+
+    def accept(self, tokens_S: Sequence[Sequence[int] | I32]) -> Accepted:
+        """Takes the tokens that were kept, of each of `begin`'s rows; none of a row that failed. From any thread, in
+        the order of steps."""
+        self.masks.result()
+        return self._constraints.accept(self, tokens_S)

@@ -1,0 +1,219 @@
+"""Grammars as an engine uses them: compiled once, and for each request the tokens that may come next, as bits.
+
+`GrammarChecker` has accepted a grammar before it comes here. A mask is a row of int32 [ceil(vocab_size / 32)]; bit
+i % 32 of word i // 32 is token i. Bits of tokens that may follow are 1; a text that is complete and cannot go on may
+be followed by the end tokens only. A matcher's state is a function of its grammar and the tokens it was given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import takewhile
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from moeserve.errors import CheckpointError, InvalidRequest, RequestFailed
+from moeserve.sampling import GrammarSpec
+from moeserve.text.grammar_sandbox import limits
+from moeserve.text.grammar_source import grammar_source, special_tokens
+from moeserve.text.json_schema import GrammarFault
+from moeserve.text.tokenizer import Tokenizer
+
+MAX_CACHED = 64
+MAX_CACHED_BYTES = 8 * 2**20  # of source
+
+
+class Grammars:
+    """Compiles grammars for one model, and keeps the most recent ones by content. Thread-safe.
+
+    end_ids: the tokens that end an answer. Takes a second for a large vocabulary, of which the GIL is held for little.
+    Raises CheckpointError for a tokenizer that llguidance cannot read. num_threads: for `fill_all`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int], num_threads: int = 1) -> None:
+        size = tokenizer.backend.get_vocab_size()
+        self.end_ids = frozenset(token_id for token_id in end_ids if 0 <= token_id < size)
+        self.mask_words = -(-vocab_size // 32)
+        self._num_threads = num_threads
+        self._special = special_tokens(tokenizer)
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        try:
+            self._tokenizer = LLTokenizer(
+                tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=sorted(self.end_ids)
+            )
+        except ValueError as error:
+            raise CheckpointError(f"structured output cannot use this tokenizer: {error}") from error
+
+    def matcher(self, spec: GrammarSpec, tokens: Sequence[int] = ()) -> Matcher:
+        """Returns the state after `tokens`. Blocks while a new grammar compiles. Raises as `Matcher.accept` does."""
+        with self._lock:
+            first = self._cached.get(spec)
+        if first is None:
+            first = self.compile(spec)
+            with self._lock:
+                self._cached[spec] = first
+                while len(self._cached) > MAX_CACHED or (self._bytes > MAX_CACHED_BYTES and len(self._cached) > 1):
+                    self._cached.popitem(last=False)
+        with self._lock:
+            if spec in self._cached:
+                self._cached.move_to_end(spec)
+        matcher = Matcher(self, spec, first.deep_copy())
+        matcher.accept(tokens)
+        return matcher
+
+    def compile(self, spec: GrammarSpec) -> LLMatcher:
+        """Returns llguidance's matcher at the beginning of the text. Raises InvalidRequest."""
+        try:
+            found = LLMatcher(self._tokenizer, grammar_source(spec, self._special), limits=limits(), log_level=0)
+        except GrammarFault as fault:
+            raise fault.as_request_error("grammar") from fault
+        if found.is_error():
+            raise InvalidRequest(f"the grammar does not compile: {found.get_error()[:500]}", code="invalid_grammar")
+        return found
+
+    def forget(self, spec: GrammarSpec) -> None:
+        """Drops a grammar from the cache. Matchers of it stay usable."""
+        with self._lock:
+            self._cached.pop(spec, None)
+
+    def fill_all(
+        self, rows: Sequence[tuple[Matcher, int, Sequence[int]]], bitmask_RW: NDArray[np.int32]
+    ) -> dict[int, RequestFailed]:
+        """Fills the masks of many requests, on `num_threads` threads and without the GIL.
+
+        rows: matcher, first row, drafts; row first + k is the mask after k of the drafts. A row after a draft that may
+        not come there, or after an end token, allows every token, since nothing there can be accepted.
+        Returns position in `rows` -> error for each request that cannot go on, whose rows mean nothing.
+        """
+        assert bitmask_RW.flags.c_contiguous
+        assert bitmask_RW.shape[1] == self.mask_words
+        for _, first, drafts in rows:
+            bitmask_RW[first + 1 : first + 1 + len(drafts)] = -1
+        self._fill(rows, bitmask_RW)
+        errors = {}
+        for i, (matcher, _, _) in enumerate(rows):
+            try:
+                if matcher.recover():
+                    self._fill(rows[i : i + 1], bitmask_RW)
+                    matcher.recover()
+            except RequestFailed as error:
+                errors[i] = error
+        return errors
+
+    def _fill(self, rows: Sequence[tuple[Matcher, int, Sequence[int]]], bitmask_RW: NDArray[np.int32]) -> None:
+        num_rows, words = bitmask_RW.shape
+        where = (bitmask_RW.ctypes.data, words * bitmask_RW.itemsize, num_rows)
+        states = [(matcher.state, first, self.text_part(drafts)) for matcher, first, drafts in rows]
+        if drafted := [state for state in states if state[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        if single := [(state, first) for state, first, drafts in states if not drafts]:
+            self._executor.unsafe_compute_mask_ptr(single, *where)
+
+    def text_part(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the tokens before the first end token."""
+        return list(takewhile(lambda token: token not in self.end_ids, tokens))
+
+    @property
+    def _bytes(self) -> int:
+        return sum(len(spec.text) for spec in self._cached)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(self._num_threads)
+
+
+class Matcher:
+    """How far one request has come in its grammar.
+
+    state: llguidance's matcher. Those of one grammar share what they have learned about it, and a limit on that: the
+    one that meets the limit starts again with a state of its own, so that no request can fail because of others.
+    """
+
+    __slots__ = ("_alone", "_ends", "_grammars", "_spec", "_tokens", "state")
+
+    def __init__(self, grammars: Grammars, spec: GrammarSpec, state: LLMatcher) -> None:
+        self._grammars, self._spec, self.state = grammars, spec, state
+        self._tokens: list[int] = []
+        self._ends = 0  # end tokens after a complete text, which llguidance does not count
+        self._alone = False
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has accepted."""
+        return len(self._tokens)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the text is complete and only end tokens may follow."""
+        return self.state.is_stopped() and not self.state.is_error()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the text is complete, so that it may end here."""
+        return self.state.is_accepting()
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Goes on by these tokens. Raises RequestFailed if the grammar does not allow them, or costs too much."""
+        if not self._advance(tokens):
+            self._start_alone()
+            if not self._advance(tokens):
+                why = self.state.get_error() or f"the grammar does not allow one of the tokens {list(tokens)[:8]}"
+                raise RequestFailed(f"structured output: after {len(self._tokens)} tokens: {why[:300]}")
+        self._tokens += tokens
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes the last `num_tokens` tokens back."""
+        assert 0 <= num_tokens <= len(self._tokens)
+        ends = min(num_tokens, self._ends)
+        self._ends -= ends
+        del self._tokens[len(self._tokens) - num_tokens :]
+        if num_tokens > ends and not self.state.rollback(num_tokens - ends):
+            self._start_alone()
+
+    def fill(self, mask_W: NDArray[np.int32]) -> None:
+        """Writes the mask of the next token. Raises RequestFailed if the grammar costs too much."""
+        assert mask_W.shape == (self._grammars.mask_words,)
+        assert mask_W.flags.c_contiguous
+        self.state.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        if self.recover():
+            self.state.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            self.recover()
+
+    def fill_drafts(self, mask_RW: NDArray[np.int32], drafts: Sequence[int]) -> None:
+        """Writes the masks after 0, 1, ... all of the drafts, as `Grammars.fill_all` does. Raises as `fill` does."""
+        for error in self._grammars.fill_all([(self, 0, drafts)], mask_RW).values():
+            raise error
+
+    def recover(self) -> bool:
+        """Returns whether the state had failed and is a new one. Raises RequestFailed if that has been tried."""
+        if not self.state.is_error():
+            return False
+        if self._alone:
+            raise RequestFailed(f"structured output: after {len(self._tokens)} tokens: {self.state.get_error()[:300]}")
+        self._start_alone()
+        return True
+
+    def _start_alone(self) -> None:
+        self._grammars.forget(self._spec)
+        self.state, self._ends, self._alone = self._grammars.compile(self._spec), 0, True
+        self._advance(self._tokens)
+
+    def _advance(self, tokens: Sequence[int]) -> bool:
+        text = self._grammars.text_part(tokens)
+        if text and (self.state.is_stopped() or self.state.try_consume_tokens(text) != len(text)):
+            return False
+        for token in tokens[len(text) :]:
+            if not self.state.is_stopped():
+                if self.state.try_consume_tokens([token]) != 1:
+                    return False
+            elif token in self._grammars.end_ids and not self.state.is_error():
+                self._ends += 1
+            else:
+                return False
+        return True

@@ -1,0 +1,147 @@
+"""Checks the grammars of requests before an engine sees them, in bounded time and memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import moeserve
+from moeserve.sampling import GrammarSpec
+from moeserve.text.grammar_source import grammar_source, special_tokens
+from moeserve.text.json_schema import GrammarFault, parse_json, subschemas
+from moeserve.text.tokenizer import Tokenizer
+
+MAX_VERDICTS = 256
+SEARCH_S = 0.2  # for the place of an error in a schema
+_NOISE = (  # in llguidance's messages: what to replace, by what
+    (re.compile(r"at \d+\(\d+\): failed to compile JSON schema: "), ""),
+    (re.compile(r"(invalid regex ).*( \(in regex\))", re.DOTALL), r"\1"),
+    (re.compile(r"(regex parse error:\n).*\nerror: ", re.DOTALL), r"\1"),
+    (re.compile(r"<non-verbose/>|; following .*|; consider making.*|\n +1 \|.*|\n +while .*", re.DOTALL), ""),
+)
+_MEANING = {
+    "NoExtension": "no text matches it",
+    "Resource '": "only references inside the schema (#...) are followed",
+    "Unimplemented keys": "keywords that cannot be enforced",
+    "oneOf constraints are not supported": "oneOf whose schemas may overlap cannot be enforced; use anyOf",
+    "Parser Error: Current row has": "too many alternatives at one place",
+}
+
+
+class GrammarChecker:
+    """Compiles each new grammar in a process of its own (`grammar_sandbox`), which may die of it.
+
+    Thread-safe; `check` blocks. The process starts with the first grammar, and again after a death. Verdicts are kept.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._special = special_tokens(tokenizer)
+        named = [(token_id, name) for name, token_id in self._special.items()]
+        self._vocabulary = json.dumps({"vocab_size": vocab_size, "special": named, "ends": list(end_ids)})
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[GrammarSpec, GrammarFault | None] = OrderedDict()
+        self._process: subprocess.Popen[str] | None = None
+
+    def check(self, spec: GrammarSpec, param: str) -> None:
+        """Raises InvalidRequest for a grammar that cannot be used. param: the field of the request that holds it."""
+        with self._lock:
+            if spec not in self._verdicts:
+                self._verdicts[spec] = self._fault(spec)
+                if len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
+            self._verdicts.move_to_end(spec)
+            fault = self._verdicts[spec]
+        if fault is not None:
+            raise fault.as_request_error(param)
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            self._end()
+
+    def _fault(self, spec: GrammarSpec) -> GrammarFault | None:
+        try:
+            error = self._compile(spec)
+        except GrammarFault as fault:
+            return fault
+        where = self._place(parse_json(spec.text), error) if error and spec.kind == "json_schema" else ""
+        return GrammarFault(error, where) if error else None
+
+    def _place(self, root: Any, error: str) -> str:
+        """Returns the pointer to the innermost schema that alone, beside the definitions, has the same error."""
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root} if root else {}
+        where, schema, until = "", root if isinstance(root, dict) else {}, monotonic() + SEARCH_S
+        with suppress(GrammarFault):  # another error, of one part alone
+            while True:
+                for step, inner in subschemas(schema):
+                    if monotonic() > until:
+                        return where
+                    if self._compile(GrammarSpec("json_schema", json.dumps(inner | definitions))) == error:
+                        where, schema = where + step, inner
+                        break
+                else:
+                    break
+        return where
+
+    def _compile(self, spec: GrammarSpec) -> str:
+        """Returns llguidance's error, "" for none. Raises GrammarFault if the process died of it."""
+        source = json.dumps(grammar_source(spec, self._special))
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moeserve.text.grammar_sandbox"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # a panic's backtrace
+                text=True,
+                cwd=Path(moeserve.__file__).parents[1],  # so that it finds this package and nothing of the user's
+            )
+            self._send(self._vocabulary)
+        self._send(source)
+        assert self._process.stdout is not None
+        if answer := self._process.stdout.readline():
+            return _plain(json.loads(answer))
+        ended_by = self._end()
+        if ended_by == -signal.SIGPROF:
+            raise GrammarFault("it takes too long to compile; make it smaller")
+        raise GrammarFault("it is too large or nested too deeply to compile")
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died; whoever reads sees it
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _end(self) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+        return process.wait()
+
+
+def _plain(error: str) -> str:
+    """Returns llguidance's error on one line, without its places in sources that the sender has not written."""
+    for pattern, by in _NOISE:
+        error = pattern.sub(by, error)
+    error = " ".join(error.split())
+    for begin, meaning in _MEANING.items():
+        if error.startswith(begin):
+            keys = error.partition(": ")[2] if begin == "Unimplemented keys" else ""
+            return f"{meaning}: {keys}" if keys else meaning
+    return error[:500]

@@ -1,0 +1,76 @@
+"""From a `GrammarSpec` to the source that llguidance compiles, within limits that are checked first.
+
+    json_object      any JSON object
+    json_schema      a JSON schema; keywords that cannot be enforced are errors, never ignored
+    regex            the whole text matches; Rust's syntax, without look-around
+    choice           one of these texts
+    lark, gbnf       a context-free grammar, as llguidance and llama.cpp write them
+    structural_tag   free text with tags whose contents are constrained, as vLLM and XGrammar write them
+
+A quoted text means these characters, even if they spell a special token. Only Lark's <name> and the literals of
+structural tags mean the special tokens themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moeserve.sampling import GrammarSpec
+from moeserve.text.json_schema import MAX_REGEX_BYTES, GrammarFault, check_schema, json_of, schema_text
+from moeserve.text.structural_tag import StructuralTag, exactly, regex
+from moeserve.text.tokenizer import Tokenizer
+
+MAX_JSON_BYTES = 256 * 1024
+MAX_GRAMMAR_BYTES = 32 * 1024
+# Without it llguidance looks ahead for the text that must come, and never ends where that is endless: /b+/ /b+/.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_LIMITS = {"regex": MAX_REGEX_BYTES, "lark": MAX_GRAMMAR_BYTES, "gbnf": MAX_GRAMMAR_BYTES}
+
+
+def grammar_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
+    """Returns the source of a spec, in Lark. special: the tokenizer's special tokens. Raises GrammarFault."""
+    limit, size = _LIMITS.get(spec.kind, MAX_JSON_BYTES), len(spec.text.encode())
+    if size > limit:
+        raise GrammarFault(f"{size:,} bytes; at most {limit:,} are compiled")
+    if len(spec.whitespace_pattern) > MAX_REGEX_BYTES:
+        raise GrammarFault(f"the whitespace pattern is longer than {MAX_REGEX_BYTES:,} bytes")
+    if spec.kind == "lark" and "%llguidance" in spec.text:
+        raise GrammarFault("%llguidance is not accepted")
+    return _OPTIONS + _lark_of(spec, special)
+
+
+def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
+    match spec.kind:
+        case "json_schema":
+            schema = json_of(spec.text)
+            check_schema(schema)
+            return f"start: %json {schema_text(schema, spec)}"
+        case "regex":
+            return f"start: {regex(spec.text)}"
+        case "choice":
+            return f"start: {regex('|'.join(map(exactly, json_of(spec.text))))}"
+        case "lark":
+            return spec.text
+        case "gbnf":
+            return _lark_of_gbnf(spec.text)
+        case "structural_tag":
+            return StructuralTag(spec, special).source
+        case _:
+            return f"start: %json {schema_text({'type': 'object'}, spec)}"
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Returns name -> id of the tokens that are no text to llguidance: special ones, and added ones in <...>."""
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    return {t.content: i for i, t in added if t.special or (t.content[:1] == "<" and t.content[-1:] == ">")}
+
+
+def _lark_of_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text).replace("%llguidance {}", "", 1)
+    except RecursionError:
+        raise GrammarFault("the grammar is nested too deeply") from None
+    except Exception as error:  # the library's parser has many
+        raise GrammarFault(f"not a GBNF grammar: {error}") from error
