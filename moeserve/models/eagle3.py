@@ -43,24 +43,33 @@ _IDS = {"I64": "<i8", "I32": "<i4"}  # dtypes of d2t
 
 
 def _fields(config: Fields) -> family.SpecFields:
+    config.only(model_type="llama")
     mixer = family.attention(config, rule=family.no_window(config), **family.attention_bias(config))
     mixers = [replace(mixer, inputs=2), *[mixer] * (family.num_layers(config) - 1)]
     return {"layers": family.layers(config, mixers, family.dense(config, bias=config.boolean("mlp_bias")))}
 
 
-_SPELLINGS = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
-FAMILIES = {name: replace(llama.FAMILIES[0], architecture=name, fields=_fields) for name in _SPELLINGS}
+_FLAT = replace(llama.FAMILIES[0], fields=_fields)
+_NESTED = replace(_FLAT, model_type=("llama", "speculator_model"), text="transformer_layer_config")  # of speculators
+FAMILIES = {
+    "LlamaForCausalLMEagle3": _FLAT,
+    "Eagle3LlamaForCausalLM": _FLAT,
+    "Eagle3Speculator": _NESTED,
+    "Eagle3DraftModel": _NESTED,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
     """An EAGLE-3 head in numbers. model: its layers; its vocabulary is the draft vocabulary. taps: of the target, which
-    has so many tokens and is `target_size` wide. norm_first: the stream begins with the normed hidden state."""
+    has so many tokens and is `target_size` wide. norm_taps: before fc. norm_first: the stream begins with the normed hidden
+    state."""
 
     model: ModelSpec
     taps: tuple[int, ...]
     target_vocab: int
     target_size: int
+    norm_taps: bool
     norm_first: bool
 
 
@@ -70,11 +79,14 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
     Raises CheckpointError for what is wrong with it, ConfigError where it does not belong to the target.
     """
     model = read_model_spec(model_dir, FAMILIES)
-    none = {"draft_vocab_size": None, "target_hidden_size": None, "norm_before_residual": False, "eagle_config": None}
-    config = Fields(model_dir / CONFIG, read_json(model_dir, CONFIG), {**none, TAPS: None})
-    config.only(norm_before_fc=False, fc_norm=False, norm_output=False, tie_word_embeddings=False)
-    eagle = Fields(config.path, config.section("eagle_config"), {TAPS: None}, "eagle_config.")
-    eagle.only(use_aux_hidden_state=True, norm_before_fc=False)
+    none = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "eagle_config", TAPS))
+    values = read_json(model_dir, CONFIG)
+    nested = FAMILIES[model.architecture].text in values
+    config = Fields(model_dir / CONFIG, values, {**none, "norm_before_fc": False, "norm_before_residual": nested})
+    config.only(fc_norm=False, norm_output=False, tie_word_embeddings=False)
+    defaults = {TAPS: None, "norm_before_fc": config.boolean("norm_before_fc")}
+    eagle = Fields(config.path, config.section("eagle_config"), defaults, "eagle_config.")
+    eagle.only(use_aux_hidden_state=True)
     width = config.optional_integer("target_hidden_size", 1, family.MAX_WIDTH) or model.hidden_size
     for what, ours, theirs in (
         ("vocab_size", model.vocab_size, target.vocab_size),
@@ -102,16 +114,20 @@ def read_eagle3(model_dir: Path, target: ModelSpec) -> Eagle3Spec:
         taps=taps,
         target_vocab=target.vocab_size,
         target_size=width,
+        norm_taps=eagle.boolean("norm_before_fc"),
         norm_first=config.boolean("norm_before_residual"),
     )
 
 
 def plan_eagle3(spec: Eagle3Spec, present: Collection[str]) -> LoadPlan:
-    """Returns the parameters of the head, all on every rank: fc, hidden_norm, norm, lm_head, those of the layers, and
-    embed where the checkpoint has it."""
+    """Plans the parameters of the head, all on every rank: fc, input_norm, hidden_norm, norm, lm_head, those of the
+    layers, and embed where the checkpoint has it."""
     model, width = spec.model, spec.model.hidden_size
     plan = WeightPlan(width, Names(""), present, World(), Placement.initial(0, 1, 1))
-    plan.add("fc", (width, len(spec.taps) * spec.target_size), "fc.weight")
+    columns = len(spec.taps) * spec.target_size
+    plan.add("fc", (width, columns), "fc.weight")
+    if spec.norm_taps:
+        plan.add("input_norm", (columns,), "input_norm.weight")
     plan.add("norm", (width,), "norm.weight")
     plan.add("lm_head", (model.vocab_size, width), "lm_head.weight")
     if "embed_tokens.weight" in present or width != spec.target_size:
@@ -155,6 +171,7 @@ class Eagle3(Decoder):
     or, as the next hidden states are on the right of what `logits` takes, `forward` itself."""
 
     fc: Linear
+    input_norm: Norm | None
     hidden_norm: Norm
     norm_first: bool
     ids_d: Tensor | None  # of the target
@@ -165,7 +182,7 @@ class Eagle3(Decoder):
         tokens = len(taps_TN)
         extra = self.ops.pad_rows(tokens) - tokens
         padded = torch.nn.functional.pad(taps_TN, (0, 0, 0, extra)) if extra else taps_TN.contiguous()
-        return self.fc(padded)[:tokens]
+        return self.fc(padded if self.input_norm is None else self.input_norm(padded))[:tokens]
 
     def enter(self, ids_T: Tensor, hidden_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `Decoder`."""
@@ -199,10 +216,16 @@ def build_eagle3(
     """Builds the head and empties `params`. embed_VD: of the target, for a head without its own. ids_d: see
     `read_target_ids`."""
     model = spec.model
+
+    def norm(name: str) -> Norm:
+        """Returns the norm whose weight is `name`."""
+        return Norm(ops, model.norm_eps, params.pop(name).float())
+
     make = partial(
         Eagle3,
         fc=ops.pack_linear(params.pop("fc"), None),
-        hidden_norm=Norm(ops, model.norm_eps, params.pop("hidden_norm").float()),
+        input_norm=norm("input_norm") if spec.norm_taps else None,
+        hidden_norm=norm("hidden_norm"),
         norm_first=spec.norm_first,
         ids_d=None if ids_d is None else ids_d.to(ops.device),
         target_vocab=spec.target_vocab,
