@@ -275,6 +275,8 @@ class StepExecutor:
                 asking, plan, host, self.sampler.rows, self.tables, self.upload, hidden_TD, self.model.logits
             )
         if not len(slots_S):
+            if self.proposer is not None:
+                self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, step.sample_N, step.sample_N))
             return outputs
         slots_N = slots_S if host.drafts_S is None else np.repeat(slots_S, host.drafts_S + 1)
         positions_N = host.positions_T[host.sample_N] + 1
@@ -289,7 +291,7 @@ class StepExecutor:
             right_N = self.tables.arena.index_select(0, offsets_N) == tokens_N
             outputs.accepted_S = count_accepted(right_N, host.drafts_S, self.upload)
         self.tables.append(offsets_N, tokens_N)
-        if self.proposer is not None and plan.propose:
+        if self.proposer is not None:
             accepted_S, last_S = outputs.accepted_S, step.sample_N
             if accepted_S is None or host.drafts_S is None:
                 accepted_S = torch.ones_like(last_S)

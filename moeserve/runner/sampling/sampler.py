@@ -265,7 +265,7 @@ class Sampler(ABC):
 
     def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
         """Returns the token, int32, that `sample` would choose for each row; any token where it would fail."""
-        return self._choose(logits_SV, slots_S, positions_S)[0]
+        return self._choose(logits_SV, slots_S, positions_S, None)[0]
 
     @abstractmethod
     def _choose(
