@@ -390,10 +390,11 @@ class Scheduler:
 
     def _settle_drafts(
         self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
-    ) -> dict[int, int]:
-        """Gives back what was scheduled for wrong drafts, and notes the drafts that rows have now. Returns the numbers
-        of drafts that were verified, by request id."""
-        batch, live_S, verified = self.kv_manager.batch, live_R[plan.samples_R], {}
+    ) -> dict[int, tuple[int, int]]:
+        """Gives back what was scheduled for wrong drafts, and notes the drafts that rows have now. Returns, by request
+        id, how many drafts were verified and how many of them were right."""
+        batch, live_S = self.kv_manager.batch, live_R[plan.samples_R]
+        verified: dict[int, tuple[int, int]] = {}
         slots = slots_R[live_R & plan.samples_R]
         if plan.num_drafts_R is not None and result.counts_S is not None:
             num_drafts, counts = plan.num_drafts_R[plan.samples_R][live_S], result.counts_S[live_S]
@@ -402,7 +403,8 @@ class Scheduler:
             batch.scheduled[slots] = kept
             self.policy.update(slots, num_drafts, counts - 1)
             some = num_drafts > 0
-            verified = dict(zip(batch.rid[slots[some]].tolist(), num_drafts[some].tolist(), strict=True))
+            both = zip(num_drafts[some].tolist(), (counts[some] - 1).tolist(), strict=True)
+            verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
         if result.drafts_S is not None:
             batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
         self._drafting = bool(batch.drafts[batch.order].any())

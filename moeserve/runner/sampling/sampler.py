@@ -195,7 +195,7 @@ class Status:
         "",
         "the model's logits for this request are not finite numbers: the weights are damaged, or float16 is too "
         "narrow for this model (--dtype bfloat16 or float32)",
-        "no token is left to choose: the grammar, allowed_token_ids, logit_bias and the banned tokens exclude each other",
+        "no token is left to choose: grammar, allowed_token_ids, logit_bias and the banned tokens exclude each other",
     )
 
 
