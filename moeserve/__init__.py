@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from moeserve.client import AsyncClient
     from moeserve.frontend.async_engine import AsyncEngine
     from moeserve.frontend.llm import LLM
-    from moeserve.sampling import SamplingParams
+    from moeserve.sampling import SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncClient", "AsyncEngine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncClient", "AsyncEngine", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOME = {
     "AsyncClient": "moeserve.client",
     "AsyncEngine": "moeserve.frontend.async_engine",
     "LLM": "moeserve.frontend.llm",
     "SamplingParams": "moeserve.sampling",
+    "StructuredOutputsParams": "moeserve.sampling",
 }
 
 

@@ -197,7 +197,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stop_ids: dict[int, int] = {}  # rid -> the stop token that ended it (not an end-of-text token)
     logprobs: dict[int, list[Logprobs]] = {}
     prompt_logprobs: dict[int, PromptLogprobs] = {}
-    drafts: dict[int, int] = {}  # rid -> drafts that were verified; one less than the request's rows were right
+    drafts: dict[int, tuple[int, int]] = {}  # rid -> drafts that were verified, and how many of them were right
     errors: dict[int, str] = {}
     record: StepRecord | None = None
 

@@ -1,4 +1,4 @@
-"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`); grammars (`GrammarSpec`).
+"""Sampling parameters: the user's (`SamplingParams`) and the engine's (`TokenSampling`); and what constrains answers.
 
 The engine sees only integers: the front end turns bad words into token ids and finds stop strings itself.
 """
@@ -17,6 +17,7 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_INT = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature below this means argmax
+MAX_CHOICES = 5_000
 
 NumSequences = Annotated[int, Meta(ge=1, le=MAX_N)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -32,7 +33,9 @@ MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 LogitBias = dict[int, Annotated[float, Meta(ge=-100, le=100)]]
 AllowedTokens = Annotated[Sequence[int], Meta(min_length=1)]
-BadWords = Annotated[Sequence[Annotated[str, Meta(min_length=1)]], Meta(max_length=128)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[Sequence[str], Meta(min_length=1, max_length=MAX_CHOICES)]
+BadWords = Annotated[Sequence[NonEmpty], Meta(max_length=128)]
 
 
 class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,6 +54,31 @@ class LogitParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     logit_bias: LogitBias | None = None
 
 
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What an answer must match: one of the first six, with vLLM's names. JSON may be given as a value or as text.
+
+    json: a schema. grammar: Lark, or GBNF if it has `::=`. structural_tag: {"structures": [{"begin", "schema", "end"}],
+    "triggers": [...]}. disable_any_whitespace, whitespace_pattern: which whitespace JSON may have.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: NonEmpty | None = None
+    choice: Choices | None = None
+    grammar: NonEmpty | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The constraints that are not None or false, by name."""
+        names = self.__struct_fields__[:6]
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
+
+
 class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request, with vLLM's names and defaults.
 
@@ -58,6 +86,7 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
     presence/frequency_penalty in [-2, 2], repetition_penalty in (0, 2], n in 1..128. `seed` None: one is drawn.
     `logprobs`/`prompt_logprobs`: how many alternatives besides the token itself, 0..20. `max_tokens` None: up to
     the end of the context. `stop` strings are cut from the text unless `include_stop_str_in_output`.
+    `structured_outputs`: what the text must match.
     """
 
     n: NumSequences = 1
@@ -70,6 +99,7 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
     bad_words: BadWords = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -84,9 +114,12 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
     def check(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field that is out of its range."""
         try:
-            msgspec.convert(_plain(msgspec.structs.asdict(self)), SamplingParams)
+            msgspec.convert(_plain(self), SamplingParams)
         except msgspec.ValidationError as error:
             raise invalid_request(error) from error
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            what = f"structured_outputs must be StructuredOutputsParams, not {type(self.structured_outputs).__name__}"
+            raise InvalidRequest(what, param="structured_outputs")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             what = f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
             raise InvalidRequest(what, param="min_tokens")
@@ -99,7 +132,7 @@ class SamplingParams(LogitParams, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the text of an answer must match. Equal by content; `moeserve.text.grammar_source` says what each kind is.
+    """What the text of an answer must match, for the engine. `moeserve.text.grammar_source` says what each kind is.
 
     text: JSON for json_schema (the schema), choice (a list of strings) and structural_tag, "" for json_object, else the
     expression or grammar itself. any_whitespace: whether JSON may have whitespace between its tokens, or only what
@@ -130,7 +163,9 @@ class TokenSampling(LogitParams, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value with Python's own floats: NumPy's are subclasses, which msgspec refuses."""
+    """Returns the value with Python's own floats: NumPy's are subclasses, which msgspec refuses. Structs are dicts."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return float(value) if isinstance(value, float) else value

@@ -373,7 +373,10 @@ class Scheduler:
             tokens, known = tokens[live_S], batch.known[slots] + 1
         else:
             tokens, counts = tokens[np.repeat(live_S, counts_S)], counts_S[live_S]
-            slots, place = np.repeat(slots, counts), np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts)
+            slots, place = (
+                np.repeat(slots, counts),
+                np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts),
+            )
             known = batch.known[slots] + (place + 1).astype(np.int32)
         batch.tokens[slots, known - 1] = tokens
         finish = np.zeros(len(slots), np.uint8)
@@ -390,10 +393,11 @@ class Scheduler:
 
     def _settle_drafts(
         self, plan: StepPlan, slots_R: Slots, live_R: NDArray[np.bool_], result: StepResult
-    ) -> dict[int, int]:
-        """Gives back what was scheduled for wrong drafts, and notes the drafts that rows have now. Returns the numbers
-        of drafts that were verified, by request id."""
-        batch, live_S, verified = self.kv_manager.batch, live_R[plan.samples_R], {}
+    ) -> dict[int, tuple[int, int]]:
+        """Gives back what was scheduled for wrong drafts, and notes the drafts that rows have now. Returns, by request
+        id, how many drafts were verified and how many of them were right."""
+        batch, live_S = self.kv_manager.batch, live_R[plan.samples_R]
+        verified: dict[int, tuple[int, int]] = {}
         slots = slots_R[live_R & plan.samples_R]
         if plan.num_drafts_R is not None and result.counts_S is not None:
             num_drafts, counts = plan.num_drafts_R[plan.samples_R][live_S], result.counts_S[live_S]
@@ -402,7 +406,8 @@ class Scheduler:
             batch.scheduled[slots] = kept
             self.policy.update(slots, num_drafts, counts - 1)
             some = num_drafts > 0
-            verified = dict(zip(batch.rid[slots[some]].tolist(), num_drafts[some].tolist(), strict=True))
+            both = zip(num_drafts[some].tolist(), (counts[some] - 1).tolist(), strict=True)
+            verified = dict(zip(batch.rid[slots[some]].tolist(), both, strict=True))
         if result.drafts_S is not None:
             batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
         self._drafting = bool(batch.drafts[batch.order].any())
@@ -439,9 +444,7 @@ class Scheduler:
             batch.unsent[slot] = False
         return cached
 
-    def _logprobs(
-        self, live: Slots, result: StepResult
-    ) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs]]:
+    def _logprobs(self, live: Slots, result: StepResult) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs]]:
         """Returns the logprobs and the prompt logprobs by request id; of the latter, those not sent before a preemption
         caused them to be computed again."""
         if not (result.logprobs or result.prompt_logprobs):

@@ -29,6 +29,7 @@ from moeserve.errors import (
     RequestFailed,
 )
 from moeserve.frontend.generation import Admission, Generation, Sequence, check_request, submission, token_sampling
+from moeserve.frontend.grammars import GrammarAdmission
 from moeserve.frontend.serving_state import ServingState
 from moeserve.frontend.stats import FrontStats
 from moeserve.frontend.watch import Watch
@@ -88,6 +89,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         self.watch = Watch(link, self.fleet, self.stats)
         self._link = link
         self._admission = Admission(max_queued)
+        self._grammars = GrammarAdmission(tokenizer)
         self._rids = itertools.count(1)
         self._sequences: dict[int, Sequence] = {}
         self._unsent_aborts: list[int] = []  # the engine's inbox was full when they were due
@@ -105,17 +107,25 @@ class FrontEnd(Actor[FromEngine], ServingState):
         salt: str = "",
         request_id: str = "",
         marked: bool = False,
+        grammar_param: str = "structured_outputs",
     ) -> Generation:
         """Admits, checks and submits a request. Raises RequestError before anything runs.
 
-        marked: special tokens are in the text, between marks, for a parser of the answer.
+        marked: special tokens are in the text, between marks, for a parser of the answer. grammar_param: the field
+        that errors in `params.structured_outputs` are said to be in.
         """
         ready = self.admit(params.n)
         check_request(prompt, priority, ready)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise InvalidRequest("stop strings and bad words need a tokenizer; this server runs without one")
         bad = bad_sequences(self.tokenizer, params.bad_words) if self.tokenizer and params.bad_words else ()
-        samplings = token_sampling(params, len(prompt), ready, bad)
+        grammar = None
+        if (asked := params.structured_outputs) is not None:
+            params.check(ready.vocab_size)
+            facts = ready.vocab_size, ready.eos_token_ids
+            grammar = await self._grammars.check(asked, grammar_param, *facts, marked=marked)
+            ready = self.admit(params.n)  # again: others came meanwhile
+        samplings = token_sampling(params, len(prompt), ready, bad, grammar)
         generation = Generation(prompt, params, request_id, monotonic(), self._drop, priority, salt)
         for index, sampling in enumerate(samplings):
             sequence = Sequence(next(self._rids), index, generation, sampling)
@@ -201,6 +211,7 @@ class FrontEnd(Actor[FromEngine], ServingState):
         """Fails the sequences that still run."""
         if self.failure is None:
             self._give_up(EngineDied("the engine was closed"))
+        await self._grammars.close()
 
     def handle(self, msg: FromEngine) -> None:
         """Acts on one message of the engine or of its link."""
@@ -260,6 +271,8 @@ class FrontEnd(Actor[FromEngine], ServingState):
             self._count_token(sequence, now)
         if rows := out.logprobs.get(rid):
             delta.logprobs.append(rows.pop(0))
+        if verified := out.drafts.pop(rid, None):
+            delta.num_drafts, delta.num_accepted = verified
         if rid in out.cached and len(sequence.tokens) <= 1:  # a replay's cache hits are on our own earlier work
             delta.cached_tokens = out.cached[rid]
             self.stats.cached_prompt_tokens += out.cached[rid]

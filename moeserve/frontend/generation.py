@@ -16,7 +16,7 @@ import msgspec
 
 from moeserve.errors import ContextLengthExceeded, InvalidRequest, Overloaded, RequestError
 from moeserve.messages import FinishReason, Logprobs, PromptLogprobs, Ready, Submit
-from moeserve.sampling import SamplingParams, TokenSampling
+from moeserve.sampling import GrammarSpec, SamplingParams, TokenSampling
 from moeserve.text.stop import StopMatcher
 from moeserve.text.tokenizer import Detokenizer
 
@@ -40,6 +40,8 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cached_tokens: int | None = None  # set once per sequence, with its first delta
+    num_drafts: int = 0  # verified since the last delta
+    num_accepted: int = 0  # those of them that were right
     prompt_logprobs: list[Logprobs | None] | None = None
 
 
@@ -67,7 +69,8 @@ class Sequence:
         """
         if token >= 0:
             self.tokens.append(token)
-        shown = finish != FinishReason.STOP or self.owner.params.include_stop_str_in_output
+        ends = finish == FinishReason.STOP and token in self.sampling.stop_ids  # not where it completes a grammar
+        shown = not ends or self.owner.params.include_stop_str_in_output
         text = self.detok.push(token) if self.detok is not None and token >= 0 and shown else ""
         delta = Delta(self.index, text, [token] if token >= 0 else [])
         if finish:
@@ -130,6 +133,8 @@ class Generation:
             held.text += delta.text
             held.token_ids += delta.token_ids
             held.logprobs += delta.logprobs
+            held.num_drafts += delta.num_drafts
+            held.num_accepted += delta.num_accepted
             held.finish_reason = delta.finish_reason
             held.stop_reason = delta.stop_reason
         self._wake()
@@ -209,6 +214,7 @@ def token_sampling(
     prompt_len: int,
     ready: Ready,
     bad_seqs: tuple[tuple[int, ...], ...] = (),
+    grammar: GrammarSpec | None = None,
 ) -> list[TokenSampling]:
     """Returns one `TokenSampling` for each of the n sequences; sequence i samples with seed + i, and only the first one
     computes prompt logprobs.
@@ -239,6 +245,7 @@ def token_sampling(
         logit_bias=params.logit_bias,
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
+        grammar=grammar,
     )
     each = [msgspec.structs.replace(shared, seed=(seed + i) & _SEED_MASK) for i in range(params.n)]
     return [each[0], *(msgspec.structs.replace(other, prompt_logprobs=None) for other in each[1:])]

@@ -41,10 +41,10 @@ def with_mtp(spec: ModelSpec) -> ModelSpec:
     """Returns the spec whose drafter is the model's own head. Raises ConfigError without one."""
     if spec.mtp is None:
         raise ConfigError(
-            f"mtp: {spec.architecture} has no head for multi-token prediction here, or none in this config.json; use "
-            "another proposer, e.g. ngram:4"
+            f"speculate=mtp: {spec.architecture} has no head for multi-token prediction here, or none in this "
+            "config.json; use another proposer, e.g. ngram:4"
         )
-    return replace(spec, draft_layers=(spec.mtp,))
+    return spec.drafting((spec.mtp,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

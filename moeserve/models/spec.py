@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeserve.blocks.feed_forward import Dense, MoE
 from moeserve.blocks.mixer import Mixer
-from moeserve.engine.kv_rule import KVRule
+from moeserve.engine.kv_rule import FULL, KVRule
 from moeserve.errors import ConfigError
 from moeserve.loader.stored_format import StoredFormat
 
@@ -94,6 +94,16 @@ class ModelSpec:
         """The layers, and behind them those of the drafter."""
         return self.layers + self.draft_layers
 
+    def drafting(self, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+        """Returns the spec of the model beside a drafter with these layers. Raises ConfigError if there is no place for
+        the drafter's caches."""
+        if FULL not in self.kv_rules:
+            raise ConfigError(
+                f"speculate: {self.architecture} has no layer with full attention, beside which a drafter's cache would "
+                "be; use ngram:4 or suffix:8"
+            )
+        return replace(self, draft_layers=layers)
+
     @property
     def shared_layers(self) -> tuple[LayerSpec, ...]:
         """Those of them whose heads tensor-parallel ranks share out."""
@@ -103,6 +113,11 @@ class ModelSpec:
     def kv_rules(self) -> tuple[KVRule, ...]:
         """How long each layer's cache entries are needed."""
         return tuple(layer.mixer.rule for layer in self.layers)
+
+    @property
+    def draft_rules(self) -> tuple[KVRule, ...]:
+        """What the drafter's layers read of their cache entries: one rule for each of its KV groups."""
+        return tuple(dict.fromkeys(layer.mixer.rule for layer in self.draft_layers))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

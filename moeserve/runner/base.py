@@ -42,11 +42,14 @@ from moeserve.runner.load import READ_FROM, Progress, Shard, load_model
 from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import make_sampler
+from moeserve.runner.sampling.constraints import Constraints
+from moeserve.runner.speculation import make_proposer
 from moeserve.runner.state_limits import check_block_size, state_room
 from moeserve.runner.step import StepExecutor
 from moeserve.runner.tables import Tables
 from moeserve.runner.ubatches import UBatchRunner
 from moeserve.sampling import TokenSampling
+from moeserve.speculation import SpeculationSpec
 
 if TYPE_CHECKING:
     from moeserve.runner.triton_inputs import FixedInputs
@@ -109,6 +112,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         num_ubatches = 2 if self.shards_experts and config.parallel.dbo != "off" else 1
         self.ubatches = UBatchRunner(num_ubatches, world.tp_size)
         self.tp = make_tensor(world, num_ubatches, self.device_is_async)
+        asked = config.scheduler.speculate
+        self.speculation = None if asked is None else SpeculationSpec.parse(asked).resolve(has_mtp=False)
         self.notes: list[str] = []
         self.read_expert: Read | None = None
         self.fingerprint = ""  # of the checkpoint that was loaded
@@ -207,6 +212,8 @@ class ModelRunnerBase(StepExecutor, ABC):
             states.config, self.spec, self.groups, per_block, states.budget, fill=self.properties.own
         )
         limits = replace(limits, num_states=states.num_states, num_store_states=states.num_stored)
+        if self.speculation is not None:
+            limits = replace(limits, num_drafts=self.speculation.num_drafts, auto_drafts=self.speculation.auto)
         notes = (*states.notes, *notes)
         self.notes += notes
         for note in notes:
@@ -284,7 +291,11 @@ class ModelRunnerBase(StepExecutor, ABC):
         self.kv = KVCache(self.groups, self.spec, *size, self.kv_dtype, device, tp_size, self.upload, **states)
         self.tables = self.make_tables()
         kernels, is_async = self.config.device.kernels, self.device_is_async
-        self.sampler = make_sampler(self.spec.vocab_size, self.tables, self.upload, kernels, is_async=is_async)
+        vocab_size = self.spec.vocab_size
+        self.sampler = make_sampler(vocab_size, self.tables, self.upload, kernels, is_async=is_async)
+        self.constraints = Constraints.of_model(self.model_dir, vocab_size, self.spec.eos_token_ids)
+        if self.speculation is not None:
+            self.proposer = make_proposer(self.speculation, limits.max_num_seqs, self.upload)
 
     def make_tables(self) -> Tables:
         """Returns empty request tables for `limits`."""
@@ -309,6 +320,8 @@ class ModelRunnerBase(StepExecutor, ABC):
 
     def close(self) -> None:
         """Ends the threads that belong to this runner."""
+        if (constraints := getattr(self, "constraints", None)) is not None:
+            constraints.close()
         self.ubatches.close()
         if (peers := getattr(self, "peers", None)) is not None:
             peers.close()

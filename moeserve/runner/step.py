@@ -22,6 +22,7 @@ from moeserve.ops.inputs import StepInputs
 from moeserve.runner.graphs import GraphManager
 from moeserve.runner.kv_cache import KVCache
 from moeserve.runner.peers import Peers
+from moeserve.runner.sampling.constraints import Constraints, StepMasks
 from moeserve.runner.sampling.logprobs import PromptRows, prompt_logprobs, prompt_messages, to_messages
 from moeserve.runner.sampling.sampler import Sampled, Sampler, Status, Trait
 from moeserve.runner.speculation.base import Proposer, Verified, count_accepted
@@ -148,6 +149,7 @@ class StepExecutor:
     peers: Peers
     graphs: GraphManager | None = None  # None: no step is recorded
     proposer: Proposer | None = None  # None: no speculation
+    constraints: Constraints
     on_logits: Callable[[StepPlan, Tensor], None] | None = None
 
     def __init__(self) -> None:
@@ -189,11 +191,11 @@ class StepExecutor:
         self._move_blocks(plan)
         if plan.agreed is not None:
             self.peers.commit(plan.agreed.placed)
-        start = self._mark()
+        start, masks = self._mark(), None
         if len(plan.slots_R):
             host = HostRows.of(plan)
-            if host.drafts_S is not None:
-                self._write_drafts(plan, host.drafts_S)
+            drafts = self._write_drafts(plan, host.drafts_S) if host.drafts_S is not None else None
+            masks = self._begin_masks(plan, host, drafts)
             shape = self.graphs.shape(plan) if self.graphs else None
             if self.graphs and shape:
                 step = self.graphs.inputs(shape, plan, host)
@@ -201,7 +203,7 @@ class StepExecutor:
             else:
                 step = self.step_inputs(plan, host)
                 hidden_TD = self._forward(step, plan.agreed, plan.split_at)
-            outputs = self._sample(plan, host, step, hidden_TD)
+            outputs = self._sample(plan, host, step, hidden_TD, masks)
         elif plan.agreed is not None:  # experts compute for other ranks
             self.ubatches.serve(self.model, plan.agreed)
             outputs = StepOutputs(plan.step, np.zeros(0, np.int64), {}, self.ubatches.take_meter())
@@ -215,26 +217,46 @@ class StepExecutor:
             fetched, elapsed_us = wait(), self._elapsed_us(start, end)
             for transport in self.peers.checked:
                 transport.check()  # raises PeerLost if a rank was lost meanwhile
-            return self._collected(outputs.slots_S, outputs.result(fetched, elapsed_us), plan.propose)
+            result = outputs.result(fetched, elapsed_us)
+            if self.proposer is None and masks is None:
+                return result
+            return self._settled(outputs.slots_S, result, masks, plan.propose)
 
         return collect
 
-    def _write_drafts(self, plan: StepPlan, drafts_S: I32) -> None:
-        """Writes the drafts of a plan's rows behind their known tokens, also when the plan is launched again."""
+    def _write_drafts(self, plan: StepPlan, drafts_S: I32) -> Tensor:
+        """Writes the drafts of a plan's rows behind their known tokens, also when the plan is launched again. Returns
+        them, one row's after the other."""
         assert self.proposer is not None
         slots_S, ends_S = plan.slots_R[plan.samples_R], (plan.starts_R + plan.counts_R)[plan.samples_R]
         slots_N = np.repeat(slots_S, drafts_S).astype(np.int64)
         offsets = self.tables.token_offsets(slots_N, ranges(ends_S - drafts_S, drafts_S))
-        places_N = ranges(np.zeros_like(drafts_S), drafts_S)
-        self.tables.append(self.upload(offsets)[0], self.proposer.drafts(slots_N, places_N))
+        drafts = self.proposer.drafts(slots_N, ranges(np.zeros_like(drafts_S), drafts_S))
+        self.tables.append(self.upload(offsets)[0], drafts)
+        return drafts
 
-    def _collected(self, slots_S: I64, result: StepResult, propose: bool) -> StepResult:
-        """Returns the result with the numbers of drafts that its rows have now."""
-        if self.proposer is None or not len(slots_S):
-            return result
+    def _begin_masks(self, plan: StepPlan, host: HostRows, drafts: Tensor | None) -> StepMasks | None:
+        """Starts to fill the masks of rows with a grammar, beside the forward pass."""
+        if not self.constraints.active:
+            return None
+        slots_S, known_S = plan.slots_R[host.sampling_S], (plan.starts_R + plan.counts_R)[host.sampling_S]
+        if drafts is None or host.drafts_S is None:
+            return self.constraints.begin(slots_S, known_S)
+        each = np.split(drafts.cpu().numpy(), host.drafts_S.cumsum()[:-1])
+        return self.constraints.begin(slots_S, known_S - host.drafts_S, each)
+
+    def _settled(self, slots_S: I64, result: StepResult, masks: StepMasks | None, propose: bool) -> StepResult:
+        """Gives new tokens to grammars and the proposer. Returns the result with what they say."""
         counts_S = np.ones(len(slots_S), np.int32) if result.counts_S is None else result.counts_S
-        tokens = np.split(result.tokens_N, counts_S.cumsum()[:-1])
-        drafts_S = self.proposer.collect(slots_S.tolist(), tokens)
+        tokens_S = np.split(result.tokens_N, counts_S.cumsum()[:-1]) if len(slots_S) else []
+        if result.failed:
+            tokens_S = [tokens[tokens >= 0] for tokens in tokens_S]
+        if masks is not None:
+            complete, failed = masks.accept(tokens_S)
+            result = replace(result, complete=complete, failed=failed | result.failed)
+        if self.proposer is None:
+            return result
+        drafts_S = self.proposer.collect(slots_S.tolist(), tokens_S)
         return replace(result, drafts_S=drafts_S if propose else np.zeros_like(drafts_S))
 
     def _add(self, request: NewRequest) -> None:
@@ -249,6 +271,7 @@ class StepExecutor:
             self._refused[request.slot] = reason
             self.sampler.rows.refuse(request.slot)
         self.tables.add(request.slot, tokens)
+        self.constraints.add(request)
         if self.proposer is not None:
             self.proposer.add(request)
 
@@ -262,8 +285,14 @@ class StepExecutor:
         """Returns the hidden states [T, D] of a step's tokens, computed in one or two micro-batches."""
         return self.ubatches.forward(self.model, step, split_at, agreed, self.kv.layers)
 
-    def _sample(self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor) -> StepOutputs:
+    def _sample(
+        self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor, masks: StepMasks | None
+    ) -> StepOutputs:
         """Chooses the step's tokens and writes them to the tables, where the next step reads them."""
+        taps_TN = None
+        if self.spec.taps:
+            width = self.spec.hidden_size
+            hidden_TD, taps_TN = hidden_TD[:, :width].contiguous(), hidden_TD[:, width:]
         slots_S = plan.slots_R[host.sampling_S].astype(np.int64)
         failed = {}
         if self._refused:
@@ -275,13 +304,19 @@ class StepExecutor:
                 asking, plan, host, self.sampler.rows, self.tables, self.upload, hidden_TD, self.model.logits
             )
         if not len(slots_S):
+            if self.proposer is not None:
+                self.proposer.launch(
+                    Verified(plan, host, step, hidden_TD, slots_S, step.sample_N, step.sample_N, taps_TN)
+                )
             return outputs
         slots_N = slots_S if host.drafts_S is None else np.repeat(slots_S, host.drafts_S + 1)
         positions_N = host.positions_T[host.sample_N] + 1
         logits_NV = self.model.logits(hidden_TD.index_select(0, step.sample_N))
         if self.on_logits is not None:
             self.on_logits(plan, logits_NV)
-        outputs.sampled = self.sampler.sample(logits_NV, slots_N, positions_N)
+        outputs.sampled = self.sampler.sample(
+            logits_NV, slots_N, positions_N, None if masks is None else masks.result()
+        )
         tokens_N = outputs.sampled.tokens_S
         (offsets_N,) = self.upload(self.tables.token_offsets(slots_N, positions_N))
         if host.drafts_S is not None:
@@ -289,12 +324,12 @@ class StepExecutor:
             right_N = self.tables.arena.index_select(0, offsets_N) == tokens_N
             outputs.accepted_S = count_accepted(right_N, host.drafts_S, self.upload)
         self.tables.append(offsets_N, tokens_N)
-        if self.proposer is not None and plan.propose:
+        if self.proposer is not None:
             accepted_S, last_S = outputs.accepted_S, step.sample_N
             if accepted_S is None or host.drafts_S is None:
                 accepted_S = torch.ones_like(last_S)
             else:
                 (first_S,) = self.upload((host.drafts_S + 1).cumsum() - host.drafts_S - 1)
                 last_S = last_S.index_select(0, first_S) + accepted_S - 1
-            self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S))
+            self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN))
         return outputs

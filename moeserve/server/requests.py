@@ -22,6 +22,7 @@ from moeserve import sampling
 from moeserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge, UnsupportedMedia, invalid_request
 from moeserve.sampling import MAX_INT, SamplingParams
 from moeserve.server.errors import HttpError, shorten
+from moeserve.server.structured import StructuredFields
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 64
@@ -103,7 +104,7 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     tool_call_id: OpenName | None = None
 
 
-class Sampling(Struct, kw_only=True):
+class Sampling(StructuredFields, kw_only=True):
     """Fields that all generating routes share. Ranges are those of `moeserve.SamplingParams`."""
 
     model: str | None = None
@@ -139,12 +140,14 @@ class Sampling(Struct, kw_only=True):
 
     def given(self) -> dict[str, Any]:
         """Returns the fields that `SamplingParams` has too and that are not null."""
-        return {name: value for name in _PLAIN if (value := getattr(self, name)) is not None}
+        found = {name: value for name in _PLAIN if (value := getattr(self, name)) is not None}
+        if (constraint := self.constraint()) is not None:
+            found["structured_outputs"] = constraint[0]
+        return found
 
 
 _PLAIN = [name for name in Sampling.__struct_fields__ if name in SamplingParams.__struct_fields__]
 _TOOLS = "tool calling is not supported yet for this model"
-_GRAMMAR = "structured output is not supported yet"
 _MEDIA = "this server takes and gives text only"
 # field -> (why it is refused, values that ask for nothing and are let through besides null)
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -152,10 +155,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tool_choice": (_TOOLS, ("none",)),
     "functions": (_TOOLS, ([],)),
     "function_call": (_TOOLS, ("none",)),
-    "response_format": (_GRAMMAR, ({"type": "text"},)),
-    **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_GRAMMAR, ())
-    ),
     "audio": (_MEDIA, ()),
     "modalities": (_MEDIA, (["text"],)),
     "prompt_embeds": (_MEDIA, ()),
@@ -349,7 +348,8 @@ def chat_tools(tools: list[dict[str, Any]] | None, choice: Any, supported: bool)
         raise InvalidRequest(f"tool_choice: {why}", param="tool_choice", code="unsupported_parameter")
     checked = convert({"tools": tools or [], "tool_choice": choice or "auto"}, Tools)
     if any(tool.function.strict for tool in checked.tools):
-        raise InvalidRequest(f"tools: strict: {_GRAMMAR}", param="tools", code="unsupported_parameter")
+        why = "arguments cannot be constrained yet"
+        raise InvalidRequest(f"tools: strict: {why}", param="tools", code="unsupported_parameter")
     return msgspec.to_builtins(checked.tools) if checked.tools and checked.tool_choice == "auto" else None
 
 

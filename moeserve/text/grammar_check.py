@@ -24,7 +24,7 @@ from moeserve.text.tokenizer import Tokenizer
 MAX_VERDICTS = 256
 SEARCH_S = 0.2  # for the place of an error in a schema
 _NOISE = (  # in llguidance's messages: what to replace, by what
-    (re.compile(r"at \d+\(\d+\): failed to compile JSON schema: "), ""),
+    (re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))"), ""),
     (re.compile(r"(invalid regex ).*( \(in regex\))", re.DOTALL), r"\1"),
     (re.compile(r"(regex parse error:\n).*\nerror: ", re.DOTALL), r"\1"),
     (re.compile(r"<non-verbose/>|; following .*|; consider making.*|\n +1 \|.*|\n +while .*", re.DOTALL), ""),
@@ -54,15 +54,21 @@ class GrammarChecker:
 
     def check(self, spec: GrammarSpec, param: str) -> None:
         """Raises InvalidRequest for a grammar that cannot be used. param: the field of the request that holds it."""
+        if self.recall(spec, param):
+            return
         with self._lock:
             if spec not in self._verdicts:
                 self._verdicts[spec] = self._fault(spec)
                 if len(self._verdicts) > MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
-            self._verdicts.move_to_end(spec)
-            fault = self._verdicts[spec]
+        self.recall(spec, param)
+
+    def recall(self, spec: GrammarSpec, param: str) -> bool:
+        """Returns whether a grammar was accepted before, without blocking. Raises as `check` does if it was refused."""
+        fault = self._verdicts.get(spec)
         if fault is not None:
             raise fault.as_request_error(param)
+        return spec in self._verdicts
 
     def close(self) -> None:
         """Ends the process."""

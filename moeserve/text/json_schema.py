@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moeserve.errors import InvalidRequest
-from moeserve.sampling import GrammarSpec
+from moeserve.sampling import MAX_CHOICES, GrammarSpec
 
 MAX_REGEX_BYTES = 8 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 20_000
-MAX_ENUM = 5_000
+MAX_ENUM = MAX_CHOICES
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that map names to schemas
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 

@@ -203,7 +203,7 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
         refuse(f"{kind}:{tmp_path}", "config.json is missing", CheckpointError)
         refuse(
             f"{kind}:{dense.path}",
-            "has none here; use ngram:4",
+            "no layer with full attention",
             path=make_checkpoint("mixtral", sliding_window=40).path,
         )
     refuse(f"model:{make_checkpoint('qwen3_next').path}", "recurrent layers, whose states cannot be taken back")

@@ -1,21 +1,32 @@
-"""From request fields to one grammar: what each field means, and what is refused."""
+"""From request fields to one grammar: what each field means, what is refused, and what reaches the engine."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from moeserve.errors import InvalidRequest
-from moeserve.sampling import GrammarSpec
-from moeserve.server.structured import grammar_of
-from moeserve.text.json_schema import MAX_ENUM
+from moeserve.frontend.grammars import GrammarAdmission
+from moeserve.messages import Submit
+from moeserve.sampling import MAX_CHOICES, GrammarSpec, SamplingParams, StructuredOutputsParams
+from moeserve.server.completions import CompletionRequest
+from moeserve.server.requests import decode
+from moeserve.text.structured_outputs import grammar_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
-TAG: dict[str, Any] = {"format": {"type": "any_text"}}
-OLD_TAG: dict[str, Any] = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+TAG: dict[str, Any] = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}
+
+
+def asked(body: dict[str, Any]) -> tuple[GrammarSpec, str] | None:
+    request, _ = decode({"prompt": "x"} | body, CompletionRequest)
+    constraint = request.constraint()
+    return None if constraint is None else (grammar_of(*constraint), constraint[1])
 
 
 def compact(value: Any) -> str:
@@ -71,8 +82,8 @@ def compact(value: Any) -> str:
             "structured_outputs.structural_tag",
         ),
         (
-            {"structured_outputs": {"structural_tag": OLD_TAG}},
-            GrammarSpec("structural_tag", compact(OLD_TAG)),
+            {"structured_outputs": {"structural_tag": TAG}},
+            GrammarSpec("structural_tag", compact(TAG)),
             "structured_outputs.structural_tag",
         ),
         (
@@ -100,12 +111,12 @@ def compact(value: Any) -> str:
             GrammarSpec("json_schema", TEXT, whitespace_pattern=" "),
             "guided_json",
         ),
-        ({"guided_regex": "a", "temperature": 3, "messages": []}, GrammarSpec("regex", "a"), "guided_regex"),
+        ({"guided_regex": "a", "temperature": 1}, GrammarSpec("regex", "a"), "guided_regex"),
         ({"guided_grammar": 'start: "a"'}, GrammarSpec("lark", 'start: "a"'), "guided_grammar"),
     ],
 )
 def test_fields(body, spec, param):
-    assert grammar_of(body) == (spec, param)
+    assert asked(body) == (spec, param)
 
 
 @pytest.mark.parametrize(
@@ -118,41 +129,7 @@ def test_fields(body, spec, param):
     ],
 )
 def test_any_text(body):
-    assert grammar_of(body) is None
-
-
-def test_no_additional_properties():
-    schema = {
-        "properties": {
-            "properties": {"type": "object", "properties": {}, "default": {"properties": {}}},
-            "open": {"properties": {"a": {}}, "additionalProperties": True},
-            "const": {"patternProperties": {"a": {}}},
-        },
-        "anyOf": [{"properties": {"x": {"items": {"properties": {}}}}}, {"type": "object"}],
-        "const": {"properties": {}},
-    }
-    spec, _ = grammar_of({"structured_outputs": {"json": schema, "disable_additional_properties": True}})
-    assert json.loads(spec.text) == {
-        "properties": {
-            "properties": {
-                "type": "object",
-                "properties": {},
-                "default": {"properties": {}},
-                "additionalProperties": False,
-            },
-            "open": {"properties": {"a": {}}, "additionalProperties": True},
-            "const": {"patternProperties": {"a": {}}, "additionalProperties": False},
-        },
-        "anyOf": [
-            {
-                "properties": {"x": {"items": {"properties": {}, "additionalProperties": False}}},
-                "additionalProperties": False,
-            },
-            {"type": "object"},
-        ],
-        "const": {"properties": {}},
-        "additionalProperties": False,
-    }
+    assert asked(body) is None
 
 
 @pytest.mark.parametrize(
@@ -200,7 +177,7 @@ def test_no_additional_properties():
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "length"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "length"),
         ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "string"),
-        ({"structured_outputs": {"choice": ["a"] * (MAX_ENUM + 1)}}, "structured_outputs.choice", "length"),
+        ({"structured_outputs": {"choice": ["a"] * (MAX_CHOICES + 1)}}, "structured_outputs.choice", "length"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "true or false"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex", "contradict"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "contradict"),
@@ -211,5 +188,91 @@ def test_no_additional_properties():
 )
 def test_refusals(body, param, message):
     with pytest.raises(InvalidRequest, match=message) as caught:
-        grammar_of(body)
+        asked(body)
     assert caught.value.param == param
+
+
+# ---- through a server ---------------------------------------------------------------------------------------
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PROMPTS: dict[str, Any] = {
+    CHAT: {"model": "org/tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3},
+    COMPLETIONS: {"model": "org/tiny", "prompt": ["a", "b"], "max_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_the_engine_gets_the_grammar(live, path):
+    for stream in (False, True):
+        body = PROMPTS[path] | {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        }
+        if stream:
+            await live.events(path, body | {"n": 2})
+        else:
+            status, _, _ = await live.post(path, body | {"n": 2})
+            assert status == 200
+        submitted = [msg for msg in live.engine.told if isinstance(msg, Submit)]
+        assert len(submitted) == (4 if path == COMPLETIONS else 2)
+        assert {msg.sampling.grammar for msg in submitted} == {GrammarSpec("json_schema", TEXT)}
+        live.engine.told.clear()
+    await live.post(path, PROMPTS[path])
+    assert live.engine.told[0].sampling.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+        ({"guided_grammar": 'start: "a'}, "guided_grammar", "guided_grammar"),
+        ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs.regex", "contradict"),
+        ({"guided_json": {"properties": {"a": {"items": {"not": {}}}}}}, "guided_json", "at /properties/a/items: "),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}},
+            "response_format.json_schema.schema",
+            "Unsatisfiable",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
+            "response_format",
+            "structures",
+        ),
+    ],
+)
+async def test_a_bad_grammar_is_a_400_with_its_place(live, body, param, message):
+    for path in (CHAT, COMPLETIONS):
+        status, answer, _ = await live.post(path, PROMPTS[path] | body)
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert message in answer["error"]["message"]
+    assert live.engine.told == []
+
+
+async def test_hostile_grammars_do_not_hold_up_others(live):
+    """Each takes the checker's whole time; the event loop answers meanwhile, and so do requests with known grammars."""
+    known = PROMPTS[CHAT] | {"guided_choice": ["a"]}
+    assert (await live.post(CHAT, known))[0] == 200
+    hostile = [PROMPTS[CHAT] | {"guided_regex": f"(a{{1,30}}){{1,{n}}}b"} for n in (2000, 2001)]
+    slow = asyncio.gather(*(live.post(CHAT, body) for body in hostile))
+    await asyncio.sleep(0.05)
+    longest = 0.0
+    while not slow.done():
+        began = time.perf_counter()
+        assert (await live.post(CHAT, known))[0] == 200
+        longest = max(longest, time.perf_counter() - began)
+    assert longest < 0.5
+    assert all(status in (200, 400) for status, _, _ in await slow)
+
+
+async def test_a_server_without_a_tokenizer_or_an_end_token(live):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    live.front._grammars = GrammarAdmission(None)
+    with pytest.raises(InvalidRequest, match="needs a tokenizer"):
+        await live.front.generate([1], params)
+    live.front._grammars = GrammarAdmission(live.engine.tokenizer)
+    live.front.ready = msgspec.structs.replace(live.front.ready, eos_token_ids=())
+    with pytest.raises(InvalidRequest, match="eos_token_id"):
+        await live.front.generate([1], params)
+    with pytest.raises(InvalidRequest, match="harmony"):
+        await live.front.generate([1], params, marked=True)
+    with pytest.raises(InvalidRequest, match="must be StructuredOutputsParams"):
+        await live.front.generate([1], SamplingParams(structured_outputs={"regex": "a"}))

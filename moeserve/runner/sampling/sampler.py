@@ -195,7 +195,7 @@ class Status:
         "",
         "the model's logits for this request are not finite numbers: the weights are damaged, or float16 is too "
         "narrow for this model (--dtype bfloat16 or float32)",
-        "no token is left to choose: the grammar, allowed_token_ids, logit_bias and the banned tokens exclude each other",
+        "no token is left to choose: grammar, allowed_token_ids, logit_bias and the banned tokens exclude each other",
     )
 
 
@@ -265,7 +265,7 @@ class Sampler(ABC):
 
     def draft(self, logits_SV: Tensor, slots_S: I64, positions_S: I64) -> Tensor:
         """Returns the token, int32, that `sample` would choose for each row; any token where it would fail."""
-        return self._choose(logits_SV, slots_S, positions_S)[0]
+        return self._choose(logits_SV, slots_S, positions_S, None)[0]
 
     @abstractmethod
     def _choose(

@@ -54,7 +54,8 @@ class Proposer(ABC):
         """Takes a request that begins, or begins again, with the tokens it has."""
 
     def launch(self, step: Verified) -> None:
-        """Guesses on the device, behind the step. Does not wait for the device."""
+        """Reads a step, whether or not a row samples, and guesses, if its plan asks for that, on the device, behind the
+        step. Does not wait for the device."""
 
     @abstractmethod
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:

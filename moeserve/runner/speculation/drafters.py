@@ -39,17 +39,12 @@ def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec)
 
     Raises ConfigError, CheckpointError where the drafter does not belong to the model.
     """
-    if FULL not in spec.kv_rules:
-        raise ConfigError(
-            f"speculate={str(speculation)!r}: a draft model's cache is kept as long as that of a layer with full "
-            f"attention, and {spec.architecture} has none here; use ngram:4 or suffix"
-        )
     if speculation.kind == "mtp":
         return with_mtp(spec)
     path = resolve_model_dir(speculation.path)
     if speculation.kind == "eagle":
         eagle = read_eagle3(path, spec)
-        return replace(spec, draft_layers=eagle.model.layers, draft_whole=True, taps=eagle.taps)
+        return replace(spec.drafting(eagle.model.layers), draft_whole=True, taps=eagle.taps)
     draft = read_model_spec(path)
     if any(rule.tile for rule in draft.kv_rules):
         raise ConfigError(
@@ -62,7 +57,7 @@ def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec)
             f"{spec.vocab_size}; use a draft model with the same tokenizer"
         )
     _check_tokenizers(path, model_dir)
-    return replace(spec, draft_layers=draft.layers, draft_whole=True)
+    return replace(spec.drafting(draft.layers), draft_whole=True)
 
 
 def load_drafter(

@@ -70,11 +70,17 @@ class ModelProposer(Proposer):
         sampler: Sampler,
         upload: Upload,
     ) -> None:
-        super().__init__(tables.slots, num_drafts, tables.arena.device)
+        super().__init__(num_drafts)
+        self._drafts_SK = torch.zeros(tables.slots, num_drafts, dtype=torch.int32, device=tables.arena.device)
+        self._next_SK = self._drafts_SK.clone()  # of steps that may be launched again with the drafts before
         self._drafter, self._groups, self._tables = drafter, groups, tables
         self._sampler, self._upload = sampler, upload
         self._ubatch = UBatch()
         self._full = next(i for i, group in enumerate(groups) if group.rule == FULL)
+
+    def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
+        """See `Proposer`."""
+        return self._drafts_SK[self._upload(slots_N, places_N)]
 
     def launch(self, step: Verified) -> None:
         """See `Proposer`."""
@@ -90,7 +96,7 @@ class ModelProposer(Proposer):
             assert step.taps_TN is not None
             hidden_TD = self._drafter.combine(step.taps_TN[: len(ids_T)])
         hidden_TD = self._forward(inputs, hidden_TD)
-        if not len(step.slots_S):
+        if not (step.plan.propose and len(step.slots_S)):
             return
         hidden_SD = hidden_TD.index_select(0, step.last_S)
         known_S = rows.positions_T[step.last_S.numpy()] + 2  # tokens of each request now
@@ -99,13 +105,16 @@ class ModelProposer(Proposer):
             if i or not shift:
                 hidden_SD = self._forward(self._next_tokens(step.slots_S, known_S - 1 + i, shift), hidden_SD)
             drafts_S = self._sampler.draft(self._model.logits(hidden_SD), step.slots_S, self._inside(known_S + i))
-            self.drafts_SK[:, i].index_copy_(0, slots, drafts_S)
+            self._next_SK[:, i].index_copy_(0, slots, drafts_S)
             # Where the next round, penalties and rules read them; the next step writes its own tokens there.
             (offsets,) = self._upload(self._tables.token_offsets(step.slots_S, self._inside(known_S + i)))
             self._tables.append(offsets, drafts_S)
 
+    @torch.inference_mode()  # in which the tensors were made
     def collect(self, slots_S: Sequence[int], tokens_S: Sequence[I32]) -> I32:
         """See `Proposer`."""
+        (slots,) = self._upload(np.asarray(slots_S, np.int64))
+        self._drafts_SK.index_copy_(0, slots, self._next_SK.index_select(0, slots))
         return np.full(len(slots_S), self.num_drafts, np.int32)
 
     @property
@@ -135,7 +144,7 @@ class ModelProposer(Proposer):
             ids_T=self._tables.arena.index_select(0, where).long(),
             positions_T=positions,
             groups=self._own_groups(group),
-            sample_S=torch.arange(count, device=positions.device),
+            sample_N=torch.arange(count, device=positions.device),
             offsets_R1=offsets_R1,
             starts_R=starts_R,
             rows_on_device=(starts, offsets),
