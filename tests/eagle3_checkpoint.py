@@ -24,12 +24,14 @@ def write_eagle3(path: Path, *, target_size: int = 64, num_taps: int = 2, **chan
     """Writes a head and returns its tensors. changes: of its config; a value of `...` leaves the key out."""
     config = {key: value for key, value in {**HEAD, **changes}.items() if value is not ...}
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(_nested(config) if config.pop("nested", False) else config))
     rng = torch.Generator().manual_seed(5)
     size, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
     drafts = config.get("draft_vocab_size") or vocab
     shapes = {"fc.weight": (size, num_taps * target_size), "lm_head.weight": (drafts, size), "norm.weight": (size,)}
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (num_taps * target_size,)
     for i in range(config["num_hidden_layers"]):
         inputs = 1 if i else 2
         name = f"layers.{i}" if config["num_hidden_layers"] > 1 else "midlayer"
@@ -52,6 +54,14 @@ def write_eagle3(path: Path, *, target_size: int = 64, num_taps: int = 2, **chan
     return tensors
 
 
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as the speculators library has it, whose heads begin with the normed hidden state unless told not to."""
+    outer = {key: config[key] for key in ("draft_vocab_size", "norm_before_fc", "tie_word_embeddings", "torch_dtype")}
+    layer = {key: value for key, value in config.items() if key not in (*outer, "architectures", "eagle_config")}
+    taps = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+    return {"architectures": ["Eagle3Speculator"], **outer, **taps, "transformer_layer_config": layer}
+
+
 class Reference:
     """What a head computes of a whole sequence from position 0 on."""
 
@@ -60,13 +70,15 @@ class Reference:
         self.embed_VD, self.config = embed_VD, {**HEAD, **config}
 
     def combine(self, taps_TN: Tensor) -> Tensor:
+        if self.config.get("norm_before_fc"):
+            taps_TN = self._norm(taps_TN, "input_norm")
         return linear(taps_TN, self.tensors["fc.weight"])
 
     def forward(self, ids_T: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns logits [T, V], -inf outside the draft vocabulary, and the next hidden states [T, D]."""
         t = self.tensors
         normed = self._norm(hidden_TD, "layers.0.hidden_norm")
-        x = normed if self.config.get("norm_before_residual") else hidden_TD
+        x = normed if self.config.get("norm_before_residual", "nested" in self.config) else hidden_TD
         for i in range(self.config["num_hidden_layers"]):
             name = f"layers.{i}."
             both = self._norm(x if i else self.embed_VD[ids_T], name + "input_layernorm")

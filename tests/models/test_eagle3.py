@@ -82,6 +82,7 @@ def attach(head: Eagle3, driver: Driver) -> list[Tensor]:
     [
         {},
         {"norm_before_residual": True, "num_hidden_layers": 2, "draft_vocab_size": ...},
+        {"norm_before_fc": True, "nested": True, "draft_vocab_size": 255},
         {"hidden_size": 48, "target_hidden_size": 64, "architectures": ["Eagle3LlamaForCausalLM"]},
     ],
 )
@@ -139,9 +140,11 @@ def test_layers_are_counted_as_their_makers_do(
         ({"eagle_config": ...}, "usual layers, -1, 1, 2, are not all in the served model, which has 2"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "eagle_config.eagle_aux_hidden_state_layer_i"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; only True"),
-        ({"norm_before_fc": True}, "norm_before_fc is True; only False"),
+        ({"norm_before_fc": 1}, "norm_before_fc is 1; it must be true or false"),
+        ({"fc_norm": True}, "fc_norm is True; only False"),
+        ({"model_type": "qwen3"}, "LlamaForCausalLMEagle3 has 'llama'"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True; only False"),
-        ({"architectures": ["LlamaForCausalLM"]}, "supported: Eagle3Llama, LlamaForCausalLMEagle3"),
+        ({"architectures": ["LlamaForCausalLM"]}, "supported: Eagle3DraftModel, Eagle3Llama, Eagle3Spec"),
         ({"draft_vocab_size": 257}, "draft_vocab_size is 257; it must be an integer from 1 to 256"),
         ({"sliding_window": 40}, "sliding_window"),
     ],

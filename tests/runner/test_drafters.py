@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from moeserve.config import config_of
 from moeserve.errors import CheckpointError, ConfigError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.runner.cpu import CPUModelRunner
-from moeserve.runner.load import Progress
-from moeserve.runner.speculation.drafters import load_drafter, with_drafter
-from moeserve.runner.speculation.model_proposer import ModelProposer
+from moeserve.runner.speculation.drafters import with_drafter
 from moeserve.speculation import SpeculationSpec
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import together
@@ -31,29 +28,14 @@ from tests.models.test_workspace import peak_bytes
 
 from .harness import Request, greedy
 from .test_mtp import DRAFTED, K, DraftingDriver
+from .test_speculation import runner_of, serve, submits_of
 
 ONE = World()
 PROMPT = torch.randint(0, 250, (75,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 class DraftingRunner(CPUModelRunner):
-    """Lets a drafter guess behind every step."""
-
-    def __init__(self, path: Path, speculate: str, world: World, **settings: Any) -> None:
-        values = {"max_num_seqs": 4, "kv_cache_bytes": 1 << 22, "threads": 1, "max_num_batched_tokens": 256}
-        self.speculation = SpeculationSpec.parse(speculate)
-        spec = with_drafter(read_model_spec(path), path, self.speculation)
-        super().__init__(config_of(path, **(values | settings)), spec, path, world)
-
-    def load_model(self, progress: Progress) -> None:
-        super().load_model(progress)
-        model = self.spec, self.model_dir, self.speculation, self.model
-        self.drafter = load_drafter(*model, self.config, self.asked, self.shard(), self.properties.memory())
-
-    def initialize_kv_cache(self) -> None:
-        super().initialize_kv_cache()
-        drafter = replace(self.drafter, caches=self.kv.draft_layers)
-        self.proposer = ModelProposer(K, drafter, self.groups, self.tables, self.sampler, self.upload)
+    """Shows its drafts."""
 
     def drafts(self, request: Request) -> list[int]:
         assert self.proposer is not None
@@ -63,7 +45,9 @@ class DraftingRunner(CPUModelRunner):
 def driver_of(
     path: Path, speculate: str, world: World = ONE, link: TensorParallel | None = None, **settings: Any
 ) -> DraftingDriver:
-    runner = DraftingRunner(path, speculate, world, **settings)
+    values = {"max_num_seqs": 4, "kv_cache_bytes": 1 << 22, "threads": 1, "max_num_batched_tokens": 256}
+    config = config_of(path, **(values | settings), speculate=speculate)
+    runner = DraftingRunner(config, read_model_spec(path), path, world)
     if link is not None:
         runner.tp = link
     runner.prepare()
@@ -184,6 +168,24 @@ def test_memory_stays_below_the_bound(kind: str, make_checkpoint: Any, dense: An
     assert peak_bytes(lambda: driver.runner.execute(plan)) <= bound
 
 
+@pytest.mark.parametrize("kind", ["itself", "dense", "eagle"])
+def test_drafts_change_no_token(kind: str, make_checkpoint: Any, dense: Any, tmp_path: Path) -> None:
+    """With every sampling parameter, preemptions, prefix hits and stops in the middle of drafts."""
+    target = make_checkpoint("qwen3_moe").path
+    write_eagle3(tmp_path)
+    paths = {"itself": f"model:{target}", "dense": f"model:{dense.path}", "eagle": f"eagle:{tmp_path}"}
+    plain, other = runner_of(target), runner_of(target, speculate=f"{paths[kind]}:{K}")
+    submits = submits_of(plain.spec.vocab_size, 20)
+    expected, *none = serve(plain, submits)
+    found, verified, right = serve(other, submits)
+    assert none == [0, 0]
+    assert found == expected
+    print(verified, right)
+    assert verified > 0
+    if kind == "itself":
+        assert right > 0.9 * verified
+
+
 def copy_with(path: Path, to: Path, **changes: Any) -> Path:
     shutil.copytree(path, to)
     config = json.loads((path / "config.json").read_text())
@@ -201,13 +203,10 @@ def test_drafters_that_do_not_fit(make_checkpoint: Any, dense: Any, tmp_path: Pa
     for kind in ("model", "eagle"):
         refuse(f"{kind}:{tmp_path}/none", "there is no directory", CheckpointError)
         refuse(f"{kind}:{tmp_path}", "config.json is missing", CheckpointError)
-        refuse(
-            f"{kind}:{dense.path}",
-            "no layer with full attention",
-            path=make_checkpoint("mixtral", sliding_window=40).path,
-        )
+    windows = make_checkpoint("mixtral", sliding_window=40).path
+    refuse(f"model:{dense.path}", "no layer with full attention", path=windows)
     refuse(f"model:{make_checkpoint('qwen3_next').path}", "recurrent layers, whose states cannot be taken back")
-    refuse(f"eagle:{dense.path}", "supported: Eagle3Llama, LlamaForCausalLMEagle3", CheckpointError)
+    refuse(f"eagle:{dense.path}", "supported: Eagle3DraftModel, Eagle3Llama", CheckpointError)
     wider = copy_with(dense.path, tmp_path / "wider", vocab_size=257)
     refuse(f"model:{wider}", "draft model's vocab_size is 257, and the served model's is 256")
     fewer = copy_with(dense.path, tmp_path / "fewer", num_attention_heads=3, num_key_value_heads=3)

@@ -35,12 +35,14 @@ TOKENIZER = "tokenizer.json"
 
 
 def with_drafter(spec: ModelSpec, model_dir: Path, speculation: SpeculationSpec) -> ModelSpec:
-    """Returns the spec of a model whose tokens are guessed by kind mtp, model or eagle.
+    """Returns the spec of a model whose tokens are guessed so: kinds mtp, model and eagle add layers.
 
     Raises ConfigError, CheckpointError where the drafter does not belong to the model.
     """
     if speculation.kind == "mtp":
         return with_mtp(spec)
+    if not speculation.path:
+        return spec
     path = resolve_model_dir(speculation.path)
     if speculation.kind == "eagle":
         eagle = read_eagle3(path, spec)
@@ -74,13 +76,13 @@ def load_drafter(
     errors are those of `load_model`."""
     if speculation.kind == "mtp":
         head = load_mtp(spec, model_dir, model, config, asked, shard, memory)
-        return Drafter(head, (), [layer.mixer.rule for layer in spec.draft_layers], takes_hidden=True)
+        return Drafter(head, (), spec.draft_rules, takes_hidden=True)
     path, longest = resolve_model_dir(speculation.path), config.model.max_model_len or spec.max_position
     if speculation.kind == "model":
         draft = read_model_spec(path)
         with draft_params(draft, path, model, config, None, memory, lambda names: load_plan(draft, names)) as loaded:
             small = build_decoder(draft, *loaded, max_tokens=shard.max_tokens, max_position=longest)
-        return Drafter(small, (), list(dict.fromkeys(draft.kv_rules)), takes_hidden=False)
+        return Drafter(small, (), spec.draft_rules, takes_hidden=False)
     eagle = read_eagle3(path, spec)
     dummy = config.model.load_format == "dummy"
     ids_d = torch.arange(eagle.model.vocab_size) if dummy else read_target_ids(eagle, path)
@@ -88,7 +90,7 @@ def load_drafter(
         eagle.model, path, model, config, None, memory, lambda names: plan_eagle3(eagle, names)
     ) as loaded:
         guesser = build_eagle3(eagle, *loaded, model.embed_VD, ids_d, longest)
-    return Drafter(guesser, (), [FULL], takes_hidden=True, combine=guesser.combine)
+    return Drafter(guesser, (), spec.draft_rules, takes_hidden=True, combine=guesser.combine)
 
 
 def _check_tokenizers(draft_dir: Path, model_dir: Path) -> None:
