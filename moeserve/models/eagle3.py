@@ -39,7 +39,6 @@ from moeserve.ops.linear import Linear
 from moeserve.ops.table import Ops
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
-_IDS = {"I64": "<i8", "I32": "<i4"}  # dtypes of d2t
 
 
 def _fields(config: Fields) -> family.SpecFields:
@@ -62,8 +61,8 @@ FAMILIES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
     """An EAGLE-3 head in numbers. model: its layers; its vocabulary is the draft vocabulary. taps: of the target, which
-    has so many tokens and is `target_size` wide. norm_taps: before fc. norm_first: the stream begins with the normed hidden
-    state."""
+    has so many tokens and is `target_size` wide. norm_taps: before fc. norm_first: the stream begins with the hidden
+    state that was normed."""
 
     model: ModelSpec
     taps: tuple[int, ...]
@@ -150,13 +149,13 @@ def read_target_ids(spec: Eagle3Spec, model_dir: Path) -> Tensor | None:
     info = open_checkpoint(model_dir).tensors.get("d2t")
     if info is None and size == vocab_size:
         return None
-    if info is None or info.dtype not in _IDS or info.shape != (size,):
+    if info is None or info.dtype != "I64" or info.shape != (size,):
         found = f"it is {info.dtype} {list(info.shape)}" if info else "it is missing"
         raise CheckpointError(
             f"{model_dir}: d2t must have a whole number (I64) for each of {size} tokens of the draft "
             f"vocabulary, and {found}; download the head again"
         )
-    ids = np.arange(size) + np.fromfile(info.path, _IDS[info.dtype], size, offset=info.offset)
+    ids = np.arange(size) + np.fromfile(info.path, "<i8", size, offset=info.offset)
     if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) < size:
         raise CheckpointError(
             f"{model_dir}: d2t does not lead to {size} different tokens of the vocabulary of {vocab_size}; "
@@ -189,9 +188,8 @@ class Eagle3(Decoder):
         token_norm = self.layers[0].attn_norm
         assert hidden_TD is not None
         assert token_norm is not None
-        hidden_TD = hidden_TD[:, -self.spec.hidden_size :].clone(
-            memory_format=torch.contiguous_format
-        )  # adding to the stream may write to it
+        # a copy: adding to the stream may write to its memory
+        hidden_TD = hidden_TD[:, -self.spec.hidden_size :].clone(memory_format=torch.contiguous_format)
         normed = self.hidden_norm(hidden_TD)
         both = torch.cat((token_norm(self.ops.embedding(ids_T, self.embed_VD)), normed), 1)
         return both, normed if self.norm_first else hidden_TD
@@ -230,7 +228,8 @@ def build_eagle3(
         ids_d=None if ids_d is None else ids_d.to(ops.device),
         target_vocab=spec.target_vocab,
     )
-    params.setdefault("embed", embed_VD)
+    if "embed" not in params:
+        params["embed"] = embed_VD
     head = build_decoder(model, params, ops, max_position=max_position, make=make)
     assert isinstance(head, Eagle3)
     return head

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve.engine.kv_rule import FULL
+from moeserve.engine.plan import Agreed
 from moeserve.errors import ConfigError
 from moeserve.loader.checkpoint import open_checkpoint
 from moeserve.loader.weights import Params
 from moeserve.models.eagle3 import Eagle3, build_eagle3, plan_eagle3, read_eagle3, read_target_ids
 from moeserve.models.hf_config import read_model_spec
+from moeserve.runner.ubatches import UBatchRunner
 from tests.eagle3_checkpoint import HEAD, Reference, write_eagle3
 
 from .conftest import Driver
@@ -31,11 +34,17 @@ def target(make_checkpoint: Any) -> Any:
     return make_checkpoint("qwen3_moe")
 
 
+@pytest.mark.full("models", keep="each")
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_taps_are_the_streams_that_enter_layers(target: Any, kernels: Any) -> None:
+def test_taps_are_the_streams_that_enter_layers(target: Any, kernels: Any, halves: bool) -> None:
     plain = Driver(target.path, kernels=kernels).prefill("a", IDS.tolist(), 17)
     driver = Driver(target.path, kernels=kernels, spec=replace(read_model_spec(target.path), taps=(0, 1, 2)))
-    logits = driver.model.logits
+    logits, forward = driver.model.logits, driver.model.forward
+    if halves:  # two micro-batches
+        agreed, runner = Agreed(step=0, ubatches=2, most_tokens=(5, 12)), UBatchRunner(2)
+        whole = SimpleNamespace(forward=forward, serve=driver.model.serve)
+        driver.model.forward = lambda step, kv, _: runner.forward(whole, step, 5, agreed, kv)  # type: ignore[assignment,arg-type,method-assign]
     driver.model.logits = lambda x: torch.cat((logits(x[:, :64].contiguous()), x[:, 64:]), 1)  # type: ignore[method-assign]
     ours, *taps = driver.prefill("a", IDS.tolist(), 17).split((256, 64, 64, 64), 1)
     assert torch.equal(ours, plain)
@@ -44,6 +53,8 @@ def test_taps_are_the_streams_that_enter_layers(target: Any, kernels: Any) -> No
         torch.testing.assert_close(taps[0], theirs[0][0], **TOLERANCE)
         torch.testing.assert_close(taps[1], theirs[1][0], **TOLERANCE)
         torch.testing.assert_close(target.reference.model.norm(taps[2]), theirs[2][0], **TOLERANCE)
+    if halves:
+        runner.close()
 
 
 def load(path: Path, driver: Driver) -> Eagle3:

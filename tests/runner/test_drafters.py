@@ -27,7 +27,7 @@ from tests.eagle3_checkpoint import Reference, write_eagle3
 from tests.models.test_workspace import peak_bytes
 
 from .harness import Request, greedy
-from .test_mtp import DRAFTED, K, DraftingDriver
+from .test_mtp import DRAFTED, DraftingDriver, K
 from .test_speculation import runner_of, serve, submits_of
 
 ONE = World()
@@ -54,14 +54,24 @@ def driver_of(
     return DraftingDriver(runner)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("family", "temperature", "settings"),
+    [
+        ("qwen3_moe", 0.0, {}),
+        ("qwen3_moe", 1.0, {"dtype": "bfloat16"}),
+        ("qwen3_moe", 1.0, {"kv_cache_dtype": "int8", "packed_cache": "packed"}),
+        ("gpt_oss", 1.0, {"block_size": 64}),
+    ],
+)
 def test_a_draft_model_that_is_the_target_guesses_every_token(
-    family: str, temperature: float, make_checkpoint: Any
+    family: str, temperature: float, settings: dict[str, Any], make_checkpoint: Any, tmp_path: Path
 ) -> None:
     """Also across blocks, and behind the drafts of the step before."""
     path = make_checkpoint(family).path
-    driver = driver_of(path, f"model:{path}:{K}", block_size=16)
+    if "packed_cache" in settings:
+        settings = settings | {"packed_cache": str(tmp_path)}
+        driver_of(path, f"model:{path}:{K}", **settings).runner.close()
+    driver = driver_of(path, f"model:{path}:{K}", **settings)
     request = driver.add(Request(PROMPT, greedy(temperature=temperature, seed=3)))
     driver.run([(request, 40)])
     driver.run([(request, 35)])
@@ -71,6 +81,7 @@ def test_a_draft_model_that_is_the_target_guesses_every_token(
         assert request.output[known : known + K] == guessed
         assert len(request.output) == known + DRAFTED
     assert len(set(request.output)) > 5
+    assert len(list(tmp_path.iterdir())) == ("packed_cache" in settings)
 
 
 @pytest.fixture
@@ -118,6 +129,7 @@ def check(driver: DraftingDriver, naive: Callable[..., list[int]], temperature: 
                 assert runner.drafts(request) == naive(request.prompt + request.output, choose)
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
 def test_drafts_of_a_dense_model(family: str, temperature: float, make_checkpoint: Any, dense: Any) -> None:
@@ -125,6 +137,7 @@ def test_drafts_of_a_dense_model(family: str, temperature: float, make_checkpoin
     check(driver, lambda *given: naive_model(dense.reference, *given), temperature)
 
 
+@pytest.mark.full("models", keep="each")
 @pytest.mark.parametrize("settings", [{}, {"kernels": "torch"}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_of_an_eagle_head(
@@ -168,22 +181,22 @@ def test_memory_stays_below_the_bound(kind: str, make_checkpoint: Any, dense: An
     assert peak_bytes(lambda: driver.runner.execute(plan)) <= bound
 
 
-@pytest.mark.parametrize("kind", ["itself", "dense", "eagle"])
+@pytest.mark.full("models", keep=1)
+@pytest.mark.parametrize("kind", ["eagle", "itself", "dense"])
 def test_drafts_change_no_token(kind: str, make_checkpoint: Any, dense: Any, tmp_path: Path) -> None:
     """With every sampling parameter, preemptions, prefix hits and stops in the middle of drafts."""
     target = make_checkpoint("qwen3_moe").path
     write_eagle3(tmp_path)
     paths = {"itself": f"model:{target}", "dense": f"model:{dense.path}", "eagle": f"eagle:{tmp_path}"}
     plain, other = runner_of(target), runner_of(target, speculate=f"{paths[kind]}:{K}")
-    submits = submits_of(plain.spec.vocab_size, 20)
+    submits = submits_of(plain.spec.vocab_size, 9)
     expected, *none = serve(plain, submits)
     found, verified, right = serve(other, submits)
     assert none == [0, 0]
     assert found == expected
-    print(verified, right)
     assert verified > 0
     if kind == "itself":
-        assert right > 0.9 * verified
+        assert right > 0.95 * verified
 
 
 def copy_with(path: Path, to: Path, **changes: Any) -> Path:

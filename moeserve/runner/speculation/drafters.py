@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from moeserve.config import Config
-from moeserve.engine.kv_rule import FULL
 from moeserve.errors import CheckpointError, ConfigError
 from moeserve.loader.files import Fields, read_json
 from moeserve.loader.model_dir import resolve_model_dir
