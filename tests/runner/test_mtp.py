@@ -32,6 +32,7 @@ from tests.mtp import LAYER, Head, write_mtp_checkpoint
 from tests.specs import make_spec
 
 from .harness import Driver, Request, greedy
+from .test_speculation import serve, submits_of
 
 ONE = World()
 K = 3
@@ -93,14 +94,18 @@ class DraftingDriver(Driver):
                 request.num_computed = request.num_known - 1
 
 
-def driver_of(path: Path, world: World = ONE, ranks: TensorParallel | None = None, **settings: Any) -> DraftingDriver:
+def runner_of(path: Path, world: World = ONE, ranks: TensorParallel | None = None, **settings: Any) -> DraftingRunner:
     values = {"max_num_seqs": 4, "kv_cache_bytes": 1 << 22, "threads": 1, "max_num_batched_tokens": 256}
     config = config_of(path, **(values | settings))
     runner = DraftingRunner(config, with_mtp(read_model_spec(path)), path, world)
     if ranks is not None:
         runner.tp = ranks
     runner.prepare()
-    return DraftingDriver(runner)
+    return runner
+
+
+def driver_of(path: Path, *args: Any, **settings: Any) -> DraftingDriver:
+    return DraftingDriver(runner_of(path, *args, **settings))
 
 
 def naive(head: Head, tokens: Sequence[int], choose: Callable[[Tensor, int], int]) -> tuple[Tensor, list[int]]:
@@ -230,6 +235,22 @@ def test_a_plan_that_is_launched_again_has_the_same_drafts(make_head: Callable[[
     first = driver.runner.launch(plan)  # whose result is lost
     assert driver.runner.drafts(request) == before
     assert driver.runner.execute(plan).tokens_N.tolist() == first().tokens_N.tolist()
+
+
+@pytest.mark.full("models", keep=1)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "deepseek_v32", "mimo_v2_flash"])
+def test_drafts_change_no_token(name: str, make_head: Callable[[str], Head]) -> None:
+    """Under the scheduler, with prefix cache, preemption and requests that start over."""
+    head = make_head(name)
+    settings = {"max_num_seqs": 5, "kv_cache_bytes": 1 << 23, "max_num_batched_tokens": 64, "max_model_len": 256}
+    submits, runner = submits_of(256, 14), runner_of(head.path, **settings)
+    answers, verified, right = serve(runner, submits)
+    assert verified == 0
+    runner.limits = replace(runner.limits, num_drafts=K)
+    drafted, verified, right = serve(runner, submits)
+    assert drafted == answers
+    assert verified > 300
+    assert right > 0
 
 
 @pytest.mark.full("models", keep="each")
