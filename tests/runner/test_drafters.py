@@ -20,11 +20,13 @@ from moeserve.errors import CheckpointError, ConfigError
 from moeserve.models.hf_config import read_model_spec
 from moeserve.runner.cpu import CPUModelRunner
 from moeserve.runner.speculation.drafters import with_drafter
+from moeserve.runner.speculation.model_proposer import ModelProposer
 from moeserve.speculation import SpeculationSpec
 from tests.comm.board import Board, BoardTensor
 from tests.comm.ranks import together
 from tests.eagle3_checkpoint import Reference, write_eagle3
 from tests.models.test_workspace import peak_bytes
+from tests.mtp import write_mtp_checkpoint
 
 from .harness import Request, greedy
 from .test_mtp import DRAFTED, DraftingDriver, K
@@ -197,6 +199,14 @@ def test_drafts_change_no_token(kind: str, make_checkpoint: Any, dense: Any, tmp
     assert verified > 0
     if kind == "itself":
         assert right > 0.95 * verified
+
+
+@pytest.mark.parametrize(("speculate", "num_drafts"), [("mtp:2", 2), ("auto", 1), ("auto:mtp:3", 3)])
+def test_a_head_of_the_model_guesses_where_it_is_named(speculate: str, num_drafts: int, tmp_path: Path) -> None:
+    runner = driver_of(write_mtp_checkpoint("qwen3_moe", tmp_path).path, speculate).runner
+    assert isinstance(runner.proposer, ModelProposer)
+    assert runner.proposer.num_drafts == runner.limits.num_drafts == num_drafts
+    assert runner.limits.auto_drafts == speculate.startswith("auto")
 
 
 def copy_with(path: Path, to: Path, **changes: Any) -> Path:
