@@ -297,6 +297,16 @@ def test_memory_stays_below_the_bound(make_head: Callable[[str], Head]) -> None:
     assert peak_bytes(lambda: driver.runner.execute(plan)) <= bound
 
 
+@pytest.mark.full("models")
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "mimo_v2_flash"])
+def test_interpreted_triton_kernels(name: str, make_head: Callable[[str], Head]) -> None:
+    driver = driver_of(make_head(name).path, kernels="triton")
+    request = driver.add(Request(PROMPT[:5], greedy(temperature=0.5, seed=1)))
+    driver.run([(request, 3)])
+    driver.run([(request, 2)])
+    check_drafts(make_head(name), driver, request)
+
+
 @pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str)
 def test_a_head_of_narrow_weights_or_entries_guesses(settings: Any, make_head: Callable[[str], Head]) -> None:
     driver = driver_of(make_head("glm4_moe").path, **settings)
