@@ -39,7 +39,7 @@ class Attention(Mixer):
     sinks: a score per head that takes weight and gives no value (gpt-oss). soft_cap: scores become
     soft_cap * tanh(score / soft_cap). gate: results are multiplied by the sigmoid of one more product, for each head
     (Step-3.5) or each element (Trinity). gate_in_q: the checkpoint has a head's gates below its queries, in q_proj
-    (Qwen3-Next).
+    (Qwen3-Next). inputs: queries, keys and values are made of so many rows of the model's width side by side (EAGLE-3).
     """
 
     num_heads: int
@@ -60,6 +60,7 @@ class Attention(Mixer):
     soft_cap: float = 0.0
     gate: Literal["none", "head", "element"] = "none"
     gate_in_q: bool = False
+    inputs: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -116,7 +117,7 @@ class Attention(Mixer):
         heads, results = self.num_heads * self.head_dim, self.num_heads * self.value_dim
         qkv = heads + self.num_kv_heads * (self.head_dim + (0 if self.shared_kv else self.value_dim))
         gates = {"none": 0, "head": self.num_heads, "element": results}[self.gate]
-        return [(qkv, width), (width, results), *([(gates, width)] if gates else [])]
+        return [(qkv, self.inputs * width), (width, results), *([(gates, width)] if gates else [])]
 
     def obstacle(self, kernels: str) -> str:
         """See `Mixer`."""
@@ -140,7 +141,7 @@ class Attention(Mixer):
             ("k_proj", *rows(*kv, dim)),
             ("k_proj" if self.shared_kv else "v_proj", *rows(*kv, v_dim)),
         ]
-        block.stack("qkv", [(f"{x}.weight", n, taken) for x, n, taken in parts], width)
+        block.stack("qkv", [(f"{x}.weight", n, taken) for x, n, taken in parts], self.inputs * width)
         if self.qkv_bias:
             block.stack("qkv_bias", [(f"{x}.bias", n, taken) for x, n, taken in parts])
         if self.qk_norm in ("head", "full"):

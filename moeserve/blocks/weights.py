@@ -50,6 +50,25 @@ FUSED = ExpertNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_p
 
 
 @dataclass(frozen=True, slots=True)
+class MTPNames:
+    """The names of a head for multi-token prediction; see models/mtp.py. `{}` stands for the number of layers before.
+
+    layer: how the names of its layer's tensors begin. begin: likewise of the others, which are norms of embeddings and
+    hidden states, the product that merges both, and the last norm.
+    """
+
+    layer: str = "model.layers.{}."
+    begin: str = "model.layers.{}."
+    embed_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    merge: str = "eh_proj"
+    norm: str = "shared_head.norm"
+
+
+QWEN_MTP = MTPNames("mtp.layers.0.", "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """The names of a family's tensors, where they are not Llama's.
 
@@ -57,7 +76,7 @@ class Names:
     of a layer by the name that blocks ask for, each with the spellings of its checkpoints, the usual one first; a name
     that is not there is its own spelling. Parts of a parameter that are spelled alike lie one below the other in one
     tensor. experts: likewise. boxed: endings of tensors that have one more dimension, of size 1. ignored, foreign:
-    endings, and beginnings, of tensors that the model does not need.
+    endings, and beginnings, of tensors that the model does not need. mtp: of the head for multi-token prediction.
     """
 
     model: str = "model."
@@ -69,6 +88,7 @@ class Names:
     boxed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     foreign: tuple[str, ...] = ()
+    mtp: MTPNames = MTPNames()
 
 
 class WeightPlan:

@@ -373,7 +373,10 @@ class Scheduler:
             tokens, known = tokens[live_S], batch.known[slots] + 1
         else:
             tokens, counts = tokens[np.repeat(live_S, counts_S)], counts_S[live_S]
-            slots, place = np.repeat(slots, counts), np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts)
+            slots, place = (
+                np.repeat(slots, counts),
+                np.arange(len(tokens)) - np.repeat(counts.cumsum() - counts, counts),
+            )
             known = batch.known[slots] + (place + 1).astype(np.int32)
         batch.tokens[slots, known - 1] = tokens
         finish = np.zeros(len(slots), np.uint8)
@@ -441,9 +444,7 @@ class Scheduler:
             batch.unsent[slot] = False
         return cached
 
-    def _logprobs(
-        self, live: Slots, result: StepResult
-    ) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs]]:
+    def _logprobs(self, live: Slots, result: StepResult) -> tuple[dict[int, list[Logprobs]], dict[int, PromptLogprobs]]:
         """Returns the logprobs and the prompt logprobs by request id; of the latter, those not sent before a preemption
         caused them to be computed again."""
         if not (result.logprobs or result.prompt_logprobs):

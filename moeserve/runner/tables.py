@@ -218,7 +218,7 @@ def prepare_inputs(
         ids_T=tables.arena.index_select(0, where).long(),
         positions_T=positions,
         groups=tuple(
-            _group_inputs(group, blocks, longest, slots, positions, token_rows[0] if token_rows else None)
+            group_inputs(group, blocks, longest, slots, positions, token_rows[0] if token_rows else None)
             for group, blocks in zip(groups, tables.blocks, strict=True)
         ),
         sample_N=sample,
@@ -228,9 +228,11 @@ def prepare_inputs(
     )
 
 
-def _group_inputs(
+def group_inputs(
     group: KVGroup, blocks: Tensor, longest: int, slots: Tensor, positions_T: Tensor, rows_T: Tensor | None
 ) -> GroupInputs:
+    """Returns the inputs of one KV group. blocks: its table. longest: positions that any row reaches. slots: of the
+    rows. rows_T: the row of each token; None where each row has one."""
     size = group.block_size
     num_blocks = -(-longest // size)
     blocks_RN = blocks[:, :num_blocks].index_select(0, slots).long()
