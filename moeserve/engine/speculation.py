@@ -31,8 +31,8 @@ _SLOT_RATE, _PLAIN_RATE, _COST_RATE = 0.1, 0.05, 0.03
 class DraftPolicy:
     """Limits the drafts of each step. propose: whether the next step's proposer should run at all.
 
-    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most num_drafts drafts. There is
-    no clock: the same calls have the same results.
+    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most num_drafts drafts. There
+    is no clock: the same calls have the same results.
     """
 
     def __init__(self, slots: int, num_drafts: int, auto: bool) -> None:
@@ -70,7 +70,7 @@ class DraftPolicy:
             self._since_plain = 0
             self.propose = False
             return none
-        likely: F64 = np.cumprod(self._accepted_SK[slots], axis=1).ravel()
+        likely: F64 = np.asarray(np.cumprod(self._accepted_SK[slots], axis=1).ravel(), np.float64)
         order = np.argsort(-likely, kind="stable")  # a row's drafts stay in order
         fixed, cost = self._costs(bucket)
         pays = self._account > 0 and self._best(likely[order], rows, fixed, cost) > 0

@@ -25,7 +25,6 @@ from moeserve.runner.speculation.suffix import MAX_PLACES, MIN_LENGTH, AnswerRin
 from moeserve.runner.tables import host_upload
 from moeserve.sampling import TokenSampling
 
-CPU = torch.device("cpu")
 K = 4
 GREEDY = TokenSampling(seed=0, max_tokens=1)
 # Few kinds of tokens, so that all repeats; runs and periods; and one token far above the others.
@@ -80,7 +79,7 @@ def test_ngrams_as_by_rescans(tokens: list[int], most_recent: int, data: st.Data
     num_first = end = data.draw(st.integers(1, len(tokens)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram, "_MOST_RECENT", most_recent)
-        proposer = NgramProposer(2, K, CPU, host_upload)
+        proposer = NgramProposer(2, K, host_upload)
         proposer.add(request(0, tokens[::-1]))
         proposer.add(request(1, tokens[:end]))
         while end < len(tokens):
@@ -100,7 +99,7 @@ def test_a_preempted_request_goes_on_with_the_same_match(tokens: list[int]) -> N
 
 
 def test_the_drafts_of_a_row_reach_the_device_and_nothing_else_does() -> None:
-    proposer = NgramProposer(4, 3, CPU, host_upload)
+    proposer = NgramProposer(4, 3, host_upload)
     proposer.drafts_SK.fill_(-1)
     proposer.add(request(2, [*range(20), *range(9)]))
     proposer.add(request(0, range(20)))
@@ -113,7 +112,7 @@ def test_the_drafts_of_a_row_reach_the_device_and_nothing_else_does() -> None:
 def test_short_matches_stop_to_count_where_they_mislead_and_count_again() -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(100, 900, 400).tolist()
-    proposer = NgramProposer(1, K, CPU, host_upload)
+    proposer = NgramProposer(1, K, host_upload)
     proposer.add(request(0, prompt))
     guesses = 0
     for at in rng.permutation(398).tolist():  # each pair occurred before, and something else followed
@@ -182,7 +181,7 @@ def naive_vote(found: list[tuple[int, list[int]]], acceptance: Acceptance, k: in
 
 @given(RUNS, TOKENS, st.integers(0, 9))
 def test_suffixes_vote_as_by_a_rescan(runs: list[list[int]], tokens: list[int], last: int) -> None:
-    proposer, history = SuffixProposer(2, K, CPU, host_upload, num_recent=1 << 12), []
+    proposer, history = SuffixProposer(2, K, host_upload, num_recent=1 << 12), []
     for answer in runs:
         proposer.add(request(0, [7]))
         proposer.guess(0, i32(answer))
@@ -209,7 +208,7 @@ def test_an_answer_helps_the_next_request_and_is_forgotten_in_the_end() -> None:
             guess = list(proposer.guess(slot, i32([token])))
         return right
 
-    proposer = SuffixProposer(4, K, CPU, host_upload, num_recent=1 << 11)
+    proposer = SuffixProposer(4, K, host_upload, num_recent=1 << 11)
     assert accepted(proposer, 0, [1, 2]) == 0
     assert accepted(proposer, 1, [3]) > 0.8 * len(answer)
     for _ in range(4):
@@ -220,7 +219,7 @@ def test_an_answer_helps_the_next_request_and_is_forgotten_in_the_end() -> None:
 
 def test_two_ranks_guess_the_same() -> None:
     rng = np.random.default_rng(3)
-    ranks = [SuffixProposer(3, 8, CPU, host_upload, num_recent=256) for _ in range(2)]
+    ranks = [SuffixProposer(3, 8, host_upload, num_recent=256) for _ in range(2)]
     for step in range(300):
         slot = int(rng.integers(3))
         new = rng.integers(0, 3, int(rng.integers(1, 9))).astype(np.int32)
@@ -238,7 +237,7 @@ def test_a_long_prompt_is_indexed_in_milliseconds(vocabulary: int) -> None:
     """Bounds are ten times what is measured: they catch a rescan, not a slow machine."""
     prompt = np.random.default_rng(4).integers(0, vocabulary, 32_768)
     new = i32(prompt[:500])
-    for proposer in (NgramProposer(1, K, CPU, host_upload), SuffixProposer(1, K, CPU, host_upload)):
+    for proposer in (NgramProposer(1, K, host_upload), SuffixProposer(1, K, host_upload)):
         start = time.perf_counter()
         proposer.add(request(0, prompt))
         added = time.perf_counter()

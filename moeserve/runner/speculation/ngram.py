@@ -19,7 +19,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from moeserve.engine.plan import I32, NewRequest
@@ -129,8 +128,8 @@ class RequestIndex:
 class NgramProposer(LookupProposer):
     """Guesses what followed the latest occurrence of the longest n-gram at the end of the request's tokens."""
 
-    def __init__(self, slots: int, num_drafts: int, device: torch.device, upload: Upload) -> None:
-        super().__init__(slots, num_drafts, device, upload)
+    def __init__(self, slots: int, num_drafts: int, upload: Upload) -> None:
+        super().__init__(slots, num_drafts, upload)
         self._requests: dict[int, tuple[RequestIndex, Acceptance]] = {}
 
     def add(self, request: NewRequest) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-import torch
-
 from moeserve.engine.plan import I32, NewRequest
 from moeserve.runner.speculation.base import LookupProposer
 from moeserve.runner.speculation.ngram import LIKELY, MAX_LENGTH, Acceptance, RequestIndex
@@ -83,10 +81,8 @@ class SuffixProposer(LookupProposer):
     guess the same if they get the same calls of `add` and `collect` in the same order.
     """
 
-    def __init__(
-        self, slots: int, num_drafts: int, device: torch.device, upload: Upload, num_recent: int = 1 << 20
-    ) -> None:
-        super().__init__(slots, num_drafts, device, upload)
+    def __init__(self, slots: int, num_drafts: int, upload: Upload, num_recent: int = 1 << 20) -> None:
+        super().__init__(slots, num_drafts, upload)
         self._recent = AnswerRing(num_recent)
         self._requests: dict[int, tuple[RequestIndex, Acceptance]] = {}
         self._first = [0] * slots  # of each request's tokens that are not in the ring
