@@ -14,6 +14,8 @@ R rows that decode, k drafts at most, m drafts of all rows together.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,15 +27,15 @@ _INCOME, _START, _MOST, _PROBE = 0.01, 2.0, 4.0, 1.0  # of the account, in steps
 _OVERHEAD = 0.05  # of a step with drafts: the host no longer works ahead of the device
 _DOUBT = 0.2  # of one measured time, relative
 _NUM_PLAIN = 5  # measured steps without drafts before there are any
-_MEASURE_EVERY = 48  # steps with drafts until one without is measured
+_MEASURE_EVERY = 48  # steps with drafts until one without is measured; earlier while there are few
 _SLOT_RATE, _PLAIN_RATE, _COST_RATE = 0.1, 0.05, 0.03
 
 
 class DraftPolicy:
     """Limits the drafts of each step. propose: whether the next step's proposer should run at all.
 
-    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most num_drafts drafts. There is
-    no clock: the same calls have the same results.
+    auto: False takes all drafts there are, always. Slots are below `slots`, a row has at most num_drafts drafts.
+    There is no clock: the same calls have the same results.
     """
 
     def __init__(self, slots: int, num_drafts: int, auto: bool) -> None:
@@ -67,11 +69,12 @@ class DraftPolicy:
             return available
         rows, none = len(slots), np.zeros_like(available)
         bucket = self._bucket[rows]
-        if self._num_plain[bucket] < _NUM_PLAIN or self._since_plain >= _MEASURE_EVERY:
+        num_plain = int(self._num_plain[bucket])
+        if num_plain < _NUM_PLAIN or self._since_plain >= min(2 * num_plain, _MEASURE_EVERY):
             self._since_plain = 0
             self.propose = False
             return none
-        likely: F64 = np.cumprod(self._accepted_SK[slots], axis=1).ravel()
+        likely: F64 = self._accepted_SK[slots].cumprod(axis=1).ravel()
         order = np.argsort(-likely, kind="stable")  # a row's drafts stay in order
         fixed, cost = self._costs(bucket)
         fixed += self._margin(bucket)
@@ -118,6 +121,8 @@ class DraftPolicy:
                 self._since_plain += 1
                 self._sums[:, bucket] *= 1 - _COST_RATE
                 self._sums[:, bucket] += (1, x, x * x, y, x * y)
+                mean = self._sums[3, bucket] / self._sums[0, bucket]
+                self._plain_us[bucket] *= 1 + _PLAIN_RATE * min(mean, 0)  # drafts make no step faster
                 y += self._margin(bucket)
             self._account = min(self._account + accepted / num_rows - y, _MOST)
 
@@ -128,7 +133,7 @@ class DraftPolicy:
             self._first_us[bucket, num] = us
             self._plain_us[bucket] = np.median(self._first_us[bucket, : num + 1])
         else:
-            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (np.clip(us, known / 2, 2 * known) - known)
+            self._plain_us[bucket] += max(1 / (num + 1), _PLAIN_RATE) * (np.clip(us, known / 1.3, 1.3 * known) - known)
 
     def _costs(self, bucket: np.intp) -> tuple[float, float]:
         """Returns what drafts add to the time of a step without any: at all, and per token and row."""
@@ -141,7 +146,7 @@ class DraftPolicy:
         return (fixed, cost) if cost >= 0 else (max(y / n, 0.0), 0.0)
 
     def _margin(self, bucket: np.intp) -> float:
-        return _OVERHEAD + _DOUBT / float(self._num_plain[bucket]) ** 0.5
+        return _OVERHEAD + _DOUBT / math.sqrt(self._num_plain[bucket])
 
     def _best(self, likely_M: F64, rows: int, fixed: float, cost: float) -> int:
         """Returns how many of the drafts, likeliest first, give most tokens per time; 0 if none pay."""
