@@ -28,7 +28,7 @@ _OVERHEAD = 0.05  # of a step with drafts: the host no longer works ahead of the
 _DOUBT = 0.2  # of one measured time, relative
 _NUM_PLAIN = 5  # measured steps without drafts before there are any
 _MEASURE_EVERY = 48  # steps with drafts until one without is measured; earlier while there are few
-_SLOT_RATE, _PLAIN_RATE, _COST_RATE = 0.1, 0.05, 0.03
+_SLOT_RATE, _BEYOND_RATE, _PLAIN_RATE, _COST_RATE = 0.1, 0.02, 0.05, 0.03
 
 
 class DraftPolicy:
@@ -100,7 +100,11 @@ class DraftPolicy:
         position = np.arange(self._num_drafts)
         seen = position < np.minimum(num_accepted + 1, num_drafts)[:, None]
         hit = position < num_accepted[:, None]
-        self._accepted_SK[slots] += _SLOT_RATE * seen * (hit - self._accepted_SK[slots])
+        rate = _SLOT_RATE * seen
+        # Where all were right, later ones that were not tried seem likelier too: they will be.
+        beyond = (num_accepted == num_drafts)[:, None] & ~seen
+        rate[beyond] = _BEYOND_RATE
+        self._accepted_SK[slots] += rate * ((hit | beyond) - self._accepted_SK[slots])
         count = seen.sum(0)
         self._accepted_K += (hit.sum(0) - count * self._accepted_K) / (count + 64)
 

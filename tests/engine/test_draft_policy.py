@@ -99,7 +99,7 @@ def test_good_drafts_give_most_of_what_they_can(case: str, rows: int) -> None:
     for cost in (gpu, experts):
         sim = Sim(cost, rows, k, accept, chance, propose)
         always = sim.run(DraftPolicy(64, k, False), 400)
-        assert sim.run(DraftPolicy(64, k, True), 400) >= max(0.8 * always, 0.97)
+        assert sim.run(DraftPolicy(64, k, True), 400) >= max(0.85 * always, 0.97)
 
 
 def test_more_rows_use_fewer_drafts() -> None:
