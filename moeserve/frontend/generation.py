@@ -243,6 +243,7 @@ def token_sampling(
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         logit_bias=params.logit_bias,
+        speculate=params.speculate,
         allowed_ids=None if allowed is None else tuple(allowed),
         bad_seqs=bad_seqs,
         grammar=grammar,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,11 +39,13 @@ def build_decoder(
     ubatches: int = 1,
     max_tokens: int = 1,
     max_position: int | None = None,
+    make: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
     """Builds the decoder of `spec` and empties `params` (named as in models/load_plan.py, of `ops.dtype` or Quantised).
 
     tp: the engine's ranks, as `world` has them. placement: as for `load_plan`. ubatches: micro-batches that a step may
     have. max_tokens: rows of one step. max_position: positions that a request may have (default: the model's).
+    make: of its parts.
 
     Raises ConfigError when no all2all backend and expert kernel fit.
     """
@@ -61,7 +63,7 @@ def build_decoder(
         params["lm_head"] = embed[share(spec.vocab_size, tp.size, tp.rank)]
     columns = build.columns("lm_head", spec.vocab_size)
     head = columns.part if tp.size == 1 else partial(columns, channel=0)
-    decoder = Decoder(spec, ops, embed, layers, build_norm(build, spec, "norm"), head)
+    decoder = make(spec, ops, embed, layers, build_norm(build, spec, "norm"), head)
     assert not params, f"parameters that nothing uses: {sorted(params)}"
     return decoder
 

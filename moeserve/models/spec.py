@@ -71,6 +71,10 @@ class ModelSpec:
     num_mtp_layers: int = 0  # for multi-token prediction, behind the layers in the checkpoint
     mtp: LayerSpec | None = None  # of the first of those, see models/mtp.py
     draft_layers: tuple[LayerSpec, ...] = ()  # of the drafter, whose caches are beside those of the layers
+    draft_whole: bool = False  # each tensor-parallel rank has all of the drafter's heads
+    taps: tuple[
+        int, ...
+    ] = ()  # layers whose input, the residual stream, is read elsewhere, too; num_layers: the output
     head_bias: bool = False
     norm: NormSpec = NormSpec()
     logits_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 leaves them
@@ -95,10 +99,15 @@ class ModelSpec:
         the drafter's caches."""
         if FULL not in self.kv_rules:
             raise ConfigError(
-                f"speculate: {self.architecture} has no layer with full attention, beside which a drafter's cache would "
-                "be; use ngram:4 or suffix:8"
+                f"speculate: {self.architecture} has no layer with full attention, beside which a drafter's cache "
+                "would be; use ngram:4 or suffix:8"
             )
         return replace(self, draft_layers=layers)
+
+    @property
+    def shared_layers(self) -> tuple[LayerSpec, ...]:
+        """Those of them whose heads tensor-parallel ranks share out."""
+        return self.layers if self.draft_whole else self.cached_layers
 
     @property
     def kv_rules(self) -> tuple[KVRule, ...]:
@@ -143,13 +152,13 @@ class ModelSpec:
     @property
     def possible_tp(self) -> list[int]:
         """The numbers of tensor-parallel ranks that can share every layer."""
-        first, *others = dict.fromkeys(layer.mixer for layer in self.cached_layers)
+        first, *others = dict.fromkeys(layer.mixer for layer in self.shared_layers)
         return [tp for tp in first.possible_tp if all(tp in mixer.possible_tp for mixer in others)]
 
     def check_tp(self, tp: int) -> None:
         """Raises ConfigError, with what would work, if tp ranks cannot share the model."""
         if tp not in (possible := self.possible_tp):
-            shared = " and ".join(dict.fromkeys(layer.mixer.sharing for layer in self.cached_layers))
+            shared = " and ".join(dict.fromkeys(layer.mixer.sharing for layer in self.shared_layers))
             raise ConfigError(
                 f"tp={tp} cannot share out {shared} evenly; choose tp from {', '.join(map(str, possible))}"
             )

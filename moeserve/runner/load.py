@@ -30,6 +30,7 @@ from moeserve.models.mtp import build_mtp, mtp_load_plan
 from moeserve.models.spec import ModelSpec
 from moeserve.moe.all2all.base import All2All
 from moeserve.moe.placement.placement import Placement
+from moeserve.ops.native_layer import new_room
 from moeserve.ops.quantised import Asked, group_of
 from moeserve.ops.table import Ops, pick_ops
 from moeserve.ops.traced import traced
@@ -152,7 +153,7 @@ def draft_params(
     dummy, device, dtype = config.model.load_format == "dummy", model.ops.device, model.ops.dtype
     checkpoint = Checkpoint(model_dir, {}) if dummy else open_checkpoint(model_dir, spec.stored)
     plan = plan_of(checkpoint.names)
-    ops = pick_ops(device, dtype, config.device.kernels, obstacle=spec.obstacle, exact=config.device.exact)
+    ops = model.ops.packing_into(new_room) if model.ops.native else model.ops  # not into a file of packed weights
     described = imagined(model_dir, plan, *spec.stored[:1]) if dummy else checkpoint
     check_weights_fit(weight_bytes(described, plan, dtype, asked), memory)
     _check_kernels(ops, described, plan, asked, None)

@@ -289,6 +289,10 @@ class StepExecutor:
         self, plan: StepPlan, host: HostRows, step: StepInputs, hidden_TD: Tensor, masks: StepMasks | None
     ) -> StepOutputs:
         """Chooses the step's tokens and writes them to the tables, where the next step reads them."""
+        taps_TN = None
+        if self.spec.taps:
+            width = self.spec.hidden_size
+            hidden_TD, taps_TN = hidden_TD[:, :width].contiguous(), hidden_TD[:, width:]
         slots_S = plan.slots_R[host.sampling_S].astype(np.int64)
         failed = {}
         if self._refused:
@@ -301,14 +305,18 @@ class StepExecutor:
             )
         if not len(slots_S):
             if self.proposer is not None:
-                self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, step.sample_N, step.sample_N))
+                self.proposer.launch(
+                    Verified(plan, host, step, hidden_TD, slots_S, step.sample_N, step.sample_N, taps_TN)
+                )
             return outputs
         slots_N = slots_S if host.drafts_S is None else np.repeat(slots_S, host.drafts_S + 1)
         positions_N = host.positions_T[host.sample_N] + 1
         logits_NV = self.model.logits(hidden_TD.index_select(0, step.sample_N))
         if self.on_logits is not None:
             self.on_logits(plan, logits_NV)
-        outputs.sampled = self.sampler.sample(logits_NV, slots_N, positions_N, None if masks is None else masks.result())
+        outputs.sampled = self.sampler.sample(
+            logits_NV, slots_N, positions_N, None if masks is None else masks.result()
+        )
         tokens_N = outputs.sampled.tokens_S
         (offsets_N,) = self.upload(self.tables.token_offsets(slots_N, positions_N))
         if host.drafts_S is not None:
@@ -323,5 +331,5 @@ class StepExecutor:
             else:
                 (first_S,) = self.upload((host.drafts_S + 1).cumsum() - host.drafts_S - 1)
                 last_S = last_S.index_select(0, first_S) + accepted_S - 1
-            self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S))
+            self.proposer.launch(Verified(plan, host, step, hidden_TD, slots_S, accepted_S, last_S, taps_TN))
         return outputs

@@ -40,10 +40,12 @@ class FixedInputs:
             getattr(self._arrays, array.name).zero_()
 
     def largest(self, tokens: int, rows: int | None) -> StepInputs:
-        """Returns the buffers that `fill` fills, as inputs of rows of one token with the longest contexts."""
-        padded_rows = self._tables.slots if rows is None else rows
-        starts_R = np.full(min(tokens, padded_rows), self._tables.width - 2, dtype=np.int32)
-        return self._inputs(tokens, padded_rows, np.arange(len(starts_R) + 1, dtype=np.int32), starts_R, 0)
+        """Returns the buffers that `fill` fills, as inputs of rows of one token, or of an equal share of the tokens if
+        the number of rows is fixed, with the longest contexts."""
+        padded_rows, length = self._tables.slots if rows is None else rows, 1 if rows is None else tokens // rows
+        starts_R = np.full(min(tokens, padded_rows), self._tables.width - 1 - length, dtype=np.int32)
+        offsets_R1 = np.arange(len(starts_R) + 1, dtype=np.int32) * np.int32(length)
+        return self._inputs(tokens, padded_rows, offsets_R1, starts_R, 0)
 
     def exact(self, plan: StepPlan, host: HostRows) -> StepInputs:
         """Returns the inputs of `plan` without padding, for a step that is not replayed."""

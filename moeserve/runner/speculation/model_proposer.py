@@ -12,7 +12,7 @@ is out of date, to another request's block, whose drafts are then worse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -48,12 +48,13 @@ class DraftModel(Protocol):
 @dataclass(frozen=True, slots=True)
 class Drafter:
     """A draft model and its caches. rules: of its KV groups. takes_hidden: whether it reads hidden states, and with
-    each that of the token before."""
+    each that of the token before. combine: makes those of the target's streams (`Verified.taps_TN`)."""
 
     model: DraftModel
     caches: Sequence[LayerCache]
     rules: Sequence[KVRule]
     takes_hidden: bool
+    combine: Callable[[Tensor], Tensor] | None = None
 
 
 class ModelProposer(Proposer):
@@ -90,7 +91,11 @@ class ModelProposer(Proposer):
             inputs = prepare_inputs(step.plan, rows, self._tables, self._groups, self._upload)
         ids_T = self._tables.arena.index_select(0, where).long()
         inputs = replace(inputs, ids_T=ids_T, groups=self._own_groups(inputs.groups[self._full]), cut=None)
-        hidden_TD = self._forward(inputs, step.hidden_TD[: len(ids_T)])
+        hidden_TD = step.hidden_TD[: len(ids_T)]
+        if self._drafter.combine is not None:
+            assert step.taps_TN is not None
+            hidden_TD = self._drafter.combine(step.taps_TN[: len(ids_T)])
+        hidden_TD = self._forward(inputs, hidden_TD)
         if not (step.plan.propose and len(step.slots_S)):
             return
         hidden_SD = hidden_TD.index_select(0, step.last_S)
