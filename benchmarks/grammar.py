@@ -58,13 +58,13 @@ def measure(spec: GrammarSpec, grammars: Grammars, checker: GrammarChecker, end:
     for _ in range(answers):
         matcher = grammars.matcher(spec)
         for step in range(200):
-            timed(times["fill"], lambda matcher=matcher: matcher.fill(mask_RW[0]))
+            timed(times["fill"], lambda matcher=matcher: matcher.fill(mask_RW[:1]))
             allowed = np.flatnonzero(np.unpackbits(mask_RW[0].view(np.uint8), bitorder="little"))
             ids = set(allowed[:256].tolist())
             closing = [end] if end in allowed else [byte for byte in b'"}],' if byte in ids]
             token = rng.choice(closing) if closing and (step > 100 or rng.random() < 0.15) else int(rng.choice(allowed))
             drafts = [token, *rng.choices(range(256), k=2)]
-            timed(times["drafts"], lambda matcher=matcher, drafts=drafts: matcher.fill_drafts(mask_RW, drafts))
+            timed(times["drafts"], lambda matcher=matcher, drafts=drafts: matcher.fill(mask_RW, drafts))
             timed(times["accept"], lambda matcher=matcher, token=token: matcher.accept([token]))
             num_tokens += 1
             if token == end:

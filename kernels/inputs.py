@@ -1,8 +1,9 @@
 """A step's inputs, computed on the device from the request tables and a few words per row; and the tables' changes:
 many small writes to one array, packed on the host, one copy, one launch.
 
-T tokens and T' places for them, R rows and R', N tokens that are sampled at and N', G KV groups, B blocks per row. What is left
-of the places is padding: tokens 0 at position 0 whose K/V go to KV slot 0 of the null block, rows without tokens.
+T tokens and T' places for them, R rows and R', N tokens that are sampled at and N', G KV groups, B blocks per row. What
+is left of the places is padding: tokens 0 at position 0 whose K/V go to KV slot 0 of the null block, rows without
+tokens.
 V values, W pieces: values that lie side by side, at most PIECE of them.
 """
 

@@ -265,3 +265,4 @@ class Limits:
     num_store_states: int = 0  # those that the host store can hold
     num_drafts: int = 0  # most drafts of a row; 0: no speculation
     auto_drafts: bool = False  # fewer drafts where they do not pay
+    draft_model: bool = False  # whether it takes the device's time to have drafts

@@ -6,9 +6,9 @@ over: its heads, and equal shares of every other product's columns (`share`: tho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moeserve.comm.world import World, share
 from moeserve.loader.load_plan import LoadPlan, Param, Piece
@@ -144,6 +144,10 @@ class WeightPlan:
             start, above = end, above + count if one else 0
         self.params.append(Param(param, (start, *tail), widened, fp32))
 
+    def block(self, ours: str, theirs: str, module: str = "") -> BlockPlan:
+        """Returns the plan of one block of a layer. module: its name there, in front of all that it asks for."""
+        return BlockPlan(self, ours, theirs, module)
+
     def extend(self, plan: LoadPlan) -> None:
         """Adds the parameters and pieces of a plan."""
         self.params += plan.params
@@ -154,3 +158,27 @@ class WeightPlan:
         names = self.names
         unneeded = {name for name in self.present if name.endswith(names.ignored) or name.startswith(names.foreign)}
         return LoadPlan(tuple(self.params), tuple(self.pieces), frozenset({*ignored, *unneeded, *self.elsewhere}))
+
+
+class BlockPlan(NamedTuple):
+    """A `WeightPlan` in the names of one block: parameters begin with `ours`, tensors with `theirs`, and blocks ask for
+    them as `module` + ..."""
+
+    plan: WeightPlan
+    ours: str
+    theirs: str
+    module: str
+
+    def add(self, param: str, shape: tuple[int, ...], name: str, *, sharded: bool = False, fp32: bool = False) -> None:
+        """See `WeightPlan.add`."""
+        source = self.plan.spell(self.theirs, self.module + name)
+        self.plan.add(self.ours + param, shape, source, sharded=sharded, fp32=fp32)
+
+    def stack(self, param: str, parts: Iterable[tuple[str, int, slice]], *tail: int, **options: bool) -> None:
+        """See `WeightPlan.stack`."""
+        sources = [(self.plan.spell(self.theirs, self.module + name), rows, taken) for name, rows, taken in parts]
+        self.plan.stack(self.ours + param, sources, *tail, **options)
+
+    def share(self, name: str, rows: int) -> tuple[str, int, slice]:
+        """Returns this rank's share of a tensor's rows, for `stack`."""
+        return name, rows, self.plan.rows(rows)

@@ -10,8 +10,8 @@ Everything else is derived. A decode is a request whose next position is its new
 
     to compute      max(known - scheduled, 1) and drafts, up to `last` (= final length - 1: no step follows that token)
     samples         the step reaches `known`
-    in flight       tokens between known and scheduled: used by a later step already, value not on the host yet; what was
-                    scheduled for drafts that were wrong is given back when the result comes
+    in flight       tokens between known and scheduled: used by a later step already, value not on the host yet; what
+                    was scheduled for drafts that were wrong is given back when the result comes
     blocks          ceil(scheduled / block_size) table entries
 
 `occupancy` tells the successive requests of a slot apart: it grows when a request leaves, and a result that carries an

@@ -177,7 +177,7 @@ class Scheduler:
             counts_R=counts,
             samples_R=batch.scheduled[slots] >= batch.known[slots],
             num_drafts_R=self._drafts_of(slots) if self._drafting else None,
-            propose=self._speculates and self.policy.propose,
+            propose=self._speculates and (self.policy.propose or not self.limits.draft_model),
             diffs=diffs,
             new_requests=tuple(builder.new_requests),
             stores=stores,
@@ -281,6 +281,8 @@ class Scheduler:
                 builder.prompt_tokens += head.num_prompt
                 builder.cached_tokens += head.num_cached
             slot = kv_manager.admit(head, hit)
+            if self._speculates:
+                self.policy.admit(np.array([slot], np.intp))
             builder.new_requests.append(NewRequest(slot, head.tokens, head.num_prompt, head.sampling))
             slots = np.array([slot], np.intp)
             start = batch.scheduled[slots]
@@ -411,7 +413,9 @@ class Scheduler:
         if result.drafts_S is not None:
             batch.drafts[slots] = self.policy.limit(slots, result.drafts_S[live_S]) * batch.speculates[slots]
         self._drafting = bool(batch.drafts[batch.order].any())
-        self.policy.note(plan.num_tokens, len(plan.slots_R), plan.num_drafts_R is not None, result.device_us)
+        total = 0 if plan.num_drafts_R is None else int(plan.num_drafts_R.sum())
+        proposed = plan.propose and self.limits.draft_model
+        self.policy.note(plan.num_tokens, len(plan.slots_R), total, result.device_us, proposed)
         return verified
 
     def _fail(self, in_flight: InFlightStep, failed: dict[int, str]) -> dict[int, str]:

@@ -99,8 +99,8 @@ class ModelSpec:
         the drafter's caches."""
         if FULL not in self.kv_rules:
             raise ConfigError(
-                f"speculate: {self.architecture} has no layer with full attention, beside which a drafter's cache would "
-                "be; use ngram:4 or suffix:8"
+                f"speculate: {self.architecture} has no layer with full attention, beside which a drafter's cache "
+                "would be; use ngram:4 or suffix:8"
             )
         return replace(self, draft_layers=layers)
 

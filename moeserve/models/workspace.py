@@ -14,13 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moeserve.blocks.linear import gathered_bytes
+from moeserve.blocks.linear import FP32, INT64, gathered_bytes
 from moeserve.models.spec import ModelSpec
 from moeserve.ops.attention import QUERY_BLOCK, padded_context
 from moeserve.ops.linear import LARGEST_PAD, padded_rows
-
-INT64 = 8
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,10 @@ from moeserve.runner.peers import Peers, make_tensor
 from moeserve.runner.recorder import Recorder
 from moeserve.runner.sampling import make_sampler
 from moeserve.runner.sampling.constraints import Constraints
-from moeserve.runner.speculation import make_proposer
 from moeserve.runner.speculation.drafters import load_drafter, with_drafter
 from moeserve.runner.speculation.model_proposer import Drafter, ModelProposer
+from moeserve.runner.speculation.ngram import NgramProposer
+from moeserve.runner.speculation.suffix import SuffixProposer
 from moeserve.runner.state_limits import check_block_size, state_room
 from moeserve.runner.step import StepExecutor
 from moeserve.runner.tables import Tables
@@ -224,7 +225,12 @@ class ModelRunnerBase(StepExecutor, ABC):
         )
         limits = replace(limits, num_states=states.num_states, num_store_states=states.num_stored)
         if self.speculation is not None:
-            limits = replace(limits, num_drafts=self.speculation.num_drafts, auto_drafts=self.speculation.auto)
+            limits = replace(
+                limits,
+                num_drafts=self.speculation.num_drafts,
+                auto_drafts=self.speculation.auto,
+                draft_model=self.drafter is not None,
+            )
         notes = (*states.notes, *notes)
         self.notes += notes
         for note in notes:
@@ -308,7 +314,8 @@ class ModelRunnerBase(StepExecutor, ABC):
         if self.speculation is None:
             return
         if self.drafter is None:
-            self.proposer = make_proposer(self.speculation, limits.max_num_seqs, self.upload)
+            lookup = NgramProposer if self.speculation.kind == "ngram" else SuffixProposer
+            self.proposer = lookup(limits.max_num_seqs, self.speculation.num_drafts, self.upload)
         else:
             drafter = replace(self.drafter, caches=self.kv.draft_layers)
             parts = self.groups, self.tables, self.sampler, self.upload

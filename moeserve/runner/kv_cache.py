@@ -69,8 +69,8 @@ def block_bytes(
 
 
 class KVCache:
-    """The KV blocks on the device and the block stores on the host; `layers[i]` is layer i's cache, `draft_layers[i]` that of
-    the drafter's layer i.
+    """The KV blocks on the device and the block stores on the host; `layers[i]` is layer i's cache, `draft_layers[i]` that
+    of the drafter's layer i.
 
     Everything starts as zeros; block 0 of a pool is the null block, whose content is never used. num_entries: blocks
     that the host store can hold. num_states, num_state_entries: the same of recurrent layers' states. tp_size: ranks

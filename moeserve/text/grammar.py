@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from moeserve.errors import CheckpointError, InvalidRequest, RequestFailed
+from moeserve.errors import CheckpointError, InvalidRequest, RequestError, RequestFailed
 from moeserve.sampling import GrammarSpec
 from moeserve.text.grammar_sandbox import limits
 from moeserve.text.grammar_source import grammar_source, special_tokens
@@ -84,7 +84,7 @@ class Grammars:
 
     def fill_all(
         self, rows: Sequence[tuple[Matcher, int, Sequence[int]]], bitmask_RW: NDArray[np.int32]
-    ) -> dict[int, RequestFailed]:
+    ) -> dict[int, RequestError]:
         """Fills the masks of many requests, on `num_threads` threads and without the GIL.
 
         rows: matcher, first row, drafts; row first + k is the mask after k of the drafts. A row after a draft that may
@@ -102,7 +102,7 @@ class Grammars:
                 if matcher.recover():
                     self._fill(rows[i : i + 1], bitmask_RW)
                     matcher.recover()
-            except RequestFailed as error:
+            except RequestError as error:
                 errors[i] = error
         return errors
 
@@ -153,11 +153,6 @@ class Matcher:
         """Whether the text is complete and only end tokens may follow."""
         return self.state.is_stopped() and not self.state.is_error()
 
-    @property
-    def is_accepting(self) -> bool:
-        """Whether the text is complete, so that it may end here."""
-        return self.state.is_accepting()
-
     def accept(self, tokens: Sequence[int]) -> None:
         """Goes on by these tokens. Raises RequestFailed if the grammar does not allow them, or costs too much."""
         if not self._advance(tokens):
@@ -176,17 +171,8 @@ class Matcher:
         if num_tokens > ends and not self.state.rollback(num_tokens - ends):
             self._start_alone()
 
-    def fill(self, mask_W: NDArray[np.int32]) -> None:
-        """Writes the mask of the next token. Raises RequestFailed if the grammar costs too much."""
-        assert mask_W.shape == (self._grammars.mask_words,)
-        assert mask_W.flags.c_contiguous
-        self.state.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        if self.recover():
-            self.state.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-            self.recover()
-
-    def fill_drafts(self, mask_RW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Writes the masks after 0, 1, ... all of the drafts, as `Grammars.fill_all` does. Raises as `fill` does."""
+    def fill(self, mask_RW: NDArray[np.int32], drafts: Sequence[int] = ()) -> None:
+        """Writes the masks after 0, 1, ... all of the drafts. Raises RequestFailed if the grammar costs too much."""
         for error in self._grammars.fill_all([(self, 0, drafts)], mask_RW).values():
             raise error
 

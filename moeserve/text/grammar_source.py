@@ -5,7 +5,7 @@
     regex            the whole text matches; Rust's syntax, without look-around
     choice           one of these texts
     lark, gbnf       a context-free grammar, as llguidance and llama.cpp write them
-    structural_tag   free text with tags whose contents are constrained, as vLLM and XGrammar write them
+    structural_tag   free text with tags whose contents are JSON, as vLLM and SGLang write them
 
 A quoted text means these characters, even if they spell a special token. Only Lark's <name> and the literals of
 structural tags mean the special tokens themselves.
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from moeserve.sampling import GrammarSpec
 from moeserve.text.json_schema import MAX_REGEX_BYTES, GrammarFault, check_schema, json_of, schema_text
-from moeserve.text.structural_tag import StructuralTag, exactly, regex
+from moeserve.text.structural_tag import exactly, structural_tag
 from moeserve.text.tokenizer import Tokenizer
 
 MAX_JSON_BYTES = 256 * 1024
@@ -46,15 +46,15 @@ def _lark_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
             check_schema(schema)
             return f"start: %json {schema_text(schema, spec)}"
         case "regex":
-            return f"start: {regex(spec.text)}"
+            return f"start: {_regex(spec.text)}"
         case "choice":
-            return f"start: {regex('|'.join(map(exactly, json_of(spec.text))))}"
+            return f"start: {_regex('|'.join(map(exactly, json_of(spec.text))))}"
         case "lark":
             return spec.text
         case "gbnf":
             return _lark_of_gbnf(spec.text)
         case "structural_tag":
-            return StructuralTag(spec, special).source
+            return structural_tag(spec, special)
         case _:
             return f"start: %json {schema_text({'type': 'object'}, spec)}"
 
@@ -63,6 +63,12 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Returns name -> id of the tokens that are no text to llguidance: special ones, and added ones in <...>."""
     added = tokenizer.backend.get_added_tokens_decoder().items()
     return {t.content: i for i, t in added if t.special or (t.content[:1] == "<" and t.content[-1:] == ">")}
+
+
+def _regex(pattern: str) -> str:
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern)}/" if pattern else '""'
 
 
 def _lark_of_gbnf(text: str) -> str:

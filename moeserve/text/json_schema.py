@@ -14,7 +14,9 @@ MAX_REGEX_BYTES = 8 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 20_000
 MAX_ENUM = MAX_CHOICES
+MAX_DIGITS = 15  # of a fraction
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that map names to schemas
+_ENFORCED = re.compile(r"/(enum|const|multipleOf|(exclusiveM|m)(in|ax)imum)(/|$)")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
@@ -59,11 +61,19 @@ def _fault(value: Any, where: str, name: str | int) -> str:
             return f"{len(value):,} values; at most {MAX_ENUM:,} are compiled"
         case int() | float() if abs(value) >= 2**63 and re.search("/(enum|const)(/|$)", where):
             return "values of 64 bits and more cannot be enforced"
+        case float() if _ENFORCED.search(where) and not _is_exact(value):
+            return f"fractions with exponents or more than {MAX_DIGITS} digits cannot be enforced exactly"
         case {"minProperties": int(least)}:
             required = value.get("required")
             if least > 1 + (len(required) if isinstance(required, list) else 0):
                 return "minProperties cannot be enforced for names that are free, since they could repeat"
     return ""
+
+
+def _is_exact(value: float) -> bool:
+    """Whether llguidance, which rounds long fractions, writes a value as it is."""
+    text = repr(abs(value))
+    return "e" not in text and len(text.replace(".", "").lstrip("0")) <= MAX_DIGITS
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -263,7 +263,9 @@ class FakeModelRunner:
         drafts_R = np.zeros(len(rows), np.int32) if plan.num_drafts_R is None else plan.num_drafts_R
         kept_S: list[list[int]] = []
         drafts_S: list[int] = []
-        for (slot, start, count), value, samples, k in zip(rows, values, plan.samples_R, drafts_R.tolist(), strict=True):
+        for (slot, start, count), value, samples, k in zip(
+            rows, values, plan.samples_R, drafts_R.tolist(), strict=True
+        ):
             sampling, end = self.sampling[slot], start + count
             if sampling.prompt_logprobs is not None and start + 1 < self.num_prompt[slot]:
                 scored = range(start + 1, min(end + 1, self.num_prompt[slot]))
@@ -288,7 +290,7 @@ class FakeModelRunner:
             drafts_S.append(self._guess(slot, known))
         return replace(
             result,
-            tokens_N=np.array(sum(kept_S, []), np.int32),
+            tokens_N=np.array([token for kept in kept_S for token in kept], np.int32),
             counts_S=None if plan.num_drafts_R is None else np.array([len(kept) for kept in kept_S], np.int32),
             drafts_S=np.array(drafts_S, np.int32) if self.num_drafts else None,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 
@@ -123,3 +125,122 @@ SCHEMAS: dict[str, Any] = {
         "type": "integer",
     },
 }
+
+
+# ---- many schemas whose answers are bounded -----------------------------------------------------------------
+
+LETTERS = "aeinorstäöüßмирこん漢字😀"
+PATTERNS = (
+    "^[A-Z]{2}-[0-9]{3,5}$",
+    "^(ab|cd){1,4}$",
+    "^[äöü漢]{2,4}$",
+    "^[^\"\\\\a-z]{1,4}$",
+    "^\\d{4}-\\d\\d$",
+    "^x(y|z)?x$",
+)  # fmt: skip
+FORMATS = ("date", "ipv4", "uuid", "time", "date-time")
+
+
+def generated(count: int = 200) -> list[dict[str, Any]]:
+    """Schemas of `count` kinds, the same on every call, each of whose answers ends within a few hundred tokens."""
+    return [_schema(random.Random(i), _ROOTS[i % len(_ROOTS)]) for i in range(count)]
+
+
+def _schema(rng: random.Random, root: Callable[[random.Random], dict[str, Any]]) -> dict[str, Any]:
+    return root(rng) | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": _name(rng)}
+
+
+def _name(rng: random.Random) -> str:
+    return "".join(rng.choices(LETTERS, k=rng.randint(1, 6)))
+
+
+def _leaf(rng: random.Random) -> dict[str, Any]:
+    least = rng.randint(-99, 99)
+    length = rng.randint(0, 6)
+    return rng.choice(
+        [
+            {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 5000)},
+            {"type": "integer", "exclusiveMinimum": least, "exclusiveMaximum": least + rng.randint(2, 40)},
+            {"type": "string", "minLength": length, "maxLength": length + rng.randint(0, 6)},
+            {"type": "string", "pattern": rng.choice(PATTERNS)},
+            {"type": "string", "format": rng.choice(FORMATS)},
+            {"enum": [_name(rng) for _ in range(rng.randint(1, 9))] + [1.5, None, [_name(rng)]][: rng.randint(0, 3)]},
+            {"const": {_name(rng): [rng.randint(-999, 999) / 64, _name(rng), True]}},
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": ["boolean", "null"]},
+        ]
+    )
+
+
+def _object(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    names = list(dict.fromkeys(_name(rng) for _ in range(rng.randint(1, 4))))
+    optional = tuple(name for name in names if rng.random() < 0.3)
+    return closed(optional, **{name: _any(rng, depth - 1) for name in names})
+
+
+def _array(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    least = rng.randint(0, 2)
+    return {"type": "array", "items": _any(rng, depth - 1), "minItems": least, "maxItems": least + rng.randint(0, 2)}
+
+
+def _tuple(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    items = [_any(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+
+
+def _union(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    return {"anyOf": [_any(rng, depth - 1) for _ in range(rng.randint(2, 4))]}
+
+
+def _tagged(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    kinds = [closed(kind={"const": f"{_name(rng)}{i}"}, of=_any(rng, depth - 1)) for i in range(rng.randint(2, 4))]
+    return {"oneOf": kinds}
+
+
+def _any(rng: random.Random, depth: int) -> dict[str, Any]:
+    if depth <= 0 or rng.random() < 0.4:
+        return _leaf(rng)
+    return rng.choice([_object, _array, _tuple, _union, _tagged])(rng, depth)
+
+
+def _enum_of_500(rng: random.Random) -> dict[str, Any]:
+    return closed(code={"enum": [f"{_name(rng)} {i}" for i in range(500)]}, of={"enum": list(range(0, 1500, 3))})
+
+
+def _references(rng: random.Random) -> dict[str, Any]:
+    names = [f"d{i}/~" for i in range(rng.randint(2, 4))]
+    uses = {f"u{i}": {"$ref": f"#/$defs/d{rng.randrange(len(names))}~1~0"} for i in range(3)}
+    return closed(**uses) | {"$defs": {name: _any(rng, 1) for name in names}}
+
+
+def _chain(rng: random.Random) -> dict[str, Any]:
+    """Recursive: a list that may end at each element."""
+    node = closed(value=_leaf(rng), next={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]})
+    return {"$ref": "#/$defs/node", "$defs": {"node": node}}
+
+
+def _tree(rng: random.Random) -> dict[str, Any]:
+    """Recursive: binary, three levels at most by their own definitions."""
+    levels = {f"t{i}": closed(("l", "r"), v=_leaf(rng), l=_ref(i + 1), r=_ref(i + 1)) for i in range(2)}
+    return _ref(0) | {"$defs": levels | {"t2": _leaf(rng)}}
+
+
+def _ref(level: int) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/t{level}"}
+
+
+def _mutual(rng: random.Random) -> dict[str, Any]:
+    ends = {"anyOf": [_leaf(rng), {"$ref": "#/$defs/b"}]}
+    again = {"anyOf": [_leaf(rng), {"$ref": "#/$defs/a"}]}
+    return {"$ref": "#/$defs/a", "$defs": {"a": closed(to_b=ends), "b": closed(to_a=again)}}
+
+
+def _all_of(rng: random.Random) -> dict[str, Any]:
+    parts = [{"type": "object", "properties": {name: _leaf(rng)}, "required": [name]} for name in "ab"]
+    return {"allOf": [*parts, {"additionalProperties": False, "properties": {"a": {}, "b": {}}}]}
+
+
+_ROOTS: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
+    _object, _array, _tuple, _union, _tagged, _enum_of_500, _references, _chain, _tree, _mutual, _leaf, _all_of,
+)  # fmt: skip

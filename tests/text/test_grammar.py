@@ -52,7 +52,7 @@ class Case:
 
     def allowed(self, matcher) -> list[int]:
         self.mask_W[:] = 7
-        matcher.fill(self.mask_W)
+        matcher.fill(self.mask_W[None])
         return bits(self.mask_W)
 
     def ids(self, text: str) -> list[int]:
@@ -150,7 +150,7 @@ def test_kinds(case, checker, kind, text, good, bad):
         except RequestFailed:
             assert not accepted
             continue
-        assert matcher.is_accepting is accepted, answer
+        assert matcher.state.is_accepting() is accepted, answer
         assert (case.end in case.allowed(matcher)) is accepted
 
 
@@ -178,31 +178,6 @@ TAGS = {
         ],
         "triggers": ["<f=", "<|im_start|>"],
     },
-    "format": {
-        "format": {
-            "type": "sequence",
-            "elements": [
-                {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
-                {"type": "const_string", "value": "\n"},
-                {
-                    "type": "or",
-                    "elements": [
-                        {"type": "regex", "pattern": "[0-9]+/\\/x"},
-                        {"type": "json_schema", "json_schema": True},
-                    ],
-                },
-            ],
-        }
-    },
-    "first": {
-        "format": {
-            "type": "triggered_tags",
-            "triggers": ["[["],
-            "tags": [{"begin": "[[", "content": {"type": "json_schema", "json_schema": {"type": "null"}}, "end": "]]"}],
-            "at_least_one": True,
-            "stop_after_first": True,
-        }
-    },
 }
 
 
@@ -214,12 +189,6 @@ TAGS = {
             ["", "hi <f", 'a <f=a>{"x": 1}</f> b <f=b>true</f>', "<|im_start|>c:1<|endoftext|> more"],
             ["<f=c>", '<f=a>{"y"', "<f=b>1", "<|im_start|>d", "<|im_start|>c:3", "<|im_start|>c:1</f"],
         ),
-        (
-            "format",
-            ["<think>a</b> c</think>\n17//x", '<think></think>\n{"a":1}'],
-            ["x", "<think>a</think>x", "<think>a</think>\nx"],
-        ),
-        ("first", ["[[null]]", "a [[null]]"], ["a", "[[null]] b", "[[1]]"]),
     ],
 )
 def test_structural_tags(bytes_case, checker, name, good, bad):
@@ -309,6 +278,11 @@ HOSTILE = {
         {"anyOf": [{"anyOf": [{"type": "null"}] * 3}, {"not": {}}, {"$ref": "#/anyOf/1"}]},
         'at /anyOf/1: .*"not"',
     ),
+    "long fractions": (
+        "json_schema",
+        closed(a={"const": [0.9020643004116283]}),
+        "at /properties/a/const/0: .*15 digits",
+    ),
     "large integers": ("json_schema", closed(a={"enum": [1, 10**20]}), "at /properties/a/enum/1: values of 64 bits"),
     "names that could repeat": (
         "json_schema",
@@ -339,12 +313,17 @@ HOSTILE = {
         {"structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["y"]},
         "'x' begins with none",
     ),
-    "unknown format of tags": ("structural_tag", {"format": {"type": "x"}}, "format.type .*'x'"),
-    "no format": ("structural_tag", {}, "need .format"),
+    "another format of tags": ("structural_tag", {"format": {"type": "x"}}, "format"),
+    "no tags": ("structural_tag", {}, "structures is required"),
     "tags in a bad schema": (
         "structural_tag",
-        {"format": {"type": "json_schema", "json_schema": {"$ref": "http://x"}}},
+        {"structures": [{"begin": "x", "schema": {"$ref": "http://x"}, "end": ""}], "triggers": ["x"]},
         "only references",
+    ),
+    "a special token within a trigger": (
+        "structural_tag",
+        {"structures": [{"begin": "x<|im_start|>", "schema": {}, "end": ""}], "triggers": ["x<|im_start|>"]},
+        "only be at the beginning",
     ),
 }
 
@@ -413,7 +392,7 @@ def test_verdicts_are_kept(byte_level, monkeypatch):
     monkeypatch.setattr(checker, "_compile", lambda spec: compiled.append(spec.text) or "")
     for text in "aabacab":
         checker.check(GrammarSpec("regex", text), "x")
-    assert compiled == ["a", "b", "c", "b"]
+    assert compiled == ["a", "b", "c", "a", "b"]
 
 
 def test_only_end_tokens_follow_a_complete_text(byte_level):
@@ -423,10 +402,10 @@ def test_only_end_tokens_follow_a_complete_text(byte_level):
     mask_W = np.zeros(grammars.mask_words, np.int32)
     for used in ([], ends[:1], ends, [ends[1], ends[1]]):
         matcher.accept(used)
-        matcher.fill(mask_W)
+        matcher.fill(mask_W[None])
         assert bits(mask_W) == sorted(ends)
         assert matcher.is_done
-        assert matcher.is_accepting
+        assert matcher.state.is_accepting()
         matcher.rollback(len(used))
     matcher.rollback(1)
     assert not matcher.is_done
@@ -468,7 +447,7 @@ def test_rollback_drafts_and_replay_equal_step_by_step(case, number):
             num_right = min(num_right, 4) + (at + len(drafts) <= len(tokens) and tokens[at + len(drafts) - 1] == wrong)
         bitmask_RW[:] = 7
         for state in (matcher, replayed):
-            state.fill_drafts(bitmask_RW[: len(drafts) + 1], drafts)
+            state.fill(bitmask_RW[: len(drafts) + 1], drafts)
             filled = len([t for t in drafts[:num_right] if t != case.end])
             assert [bits(row) for row in bitmask_RW[: filled + 1]] == masks[at : at + filled + 1]
             assert (bitmask_RW[len(drafts) + 1 :] == 7).all()
@@ -485,7 +464,7 @@ def test_a_batch_equals_single_rows(bytes_case):
         matcher = bytes_case.grammars.matcher(spec, tokens[:at])
         rows.append((matcher, 4 * number, tokens[at : at + number % 4]))
         alone_RW = np.zeros((1 + number % 4, bytes_case.grammars.mask_words), np.int32)
-        matcher.fill_drafts(alone_RW, rows[-1][2])
+        matcher.fill(alone_RW, rows[-1][2])
         wanted[4 * number] = alone_RW[: 1 + len(rows[-1][2])]
     bitmask_RW = np.full((4 * len(rows), bytes_case.grammars.mask_words), 7, np.int32)
     assert bytes_case.grammars.fill_all(rows, bitmask_RW) == {}

@@ -33,6 +33,7 @@ from moeserve.kernels.route import route
 from moeserve.kernels.rows import add_rms_norm, embedding, rms_norm
 from moeserve.kernels.sampling import SamplingTensors, sample
 from moeserve.ops import elementwise
+from moeserve.ops.inputs import RopeCacheInputs
 from moeserve.ops.rules import SWIGLU, RouterRule
 from tools.gpu import moe
 from tools.gpu import quantised as narrow
@@ -212,7 +213,8 @@ def rotated(bench: Bench) -> tuple[Tensor, Tensor, float]:
     cos, sin = torch.cat((turns.cos(), turns.cos()), -1), torch.cat((-turns.sin(), turns.sin()), -1)
     k, v = (bench.random(tokens // 16 + 1, 16, kv, dim) for _ in range(2))
     slots = torch.randperm(tokens, device=bench.device)
-    q = qk_norm_rope_cache(qkv.flatten(1), heads, kv, 0.5, cos, sin, k, v, slots, eps=1e-6, norms=norm)
+    rule = elementwise.HeadRule(heads, kv, 0.5, 1e-6, norm)
+    q = qk_norm_rope_cache(qkv.flatten(1), rule, RopeCacheInputs(cos, sin, slots), (k, v))
     qk = qkv[:, : heads + kv].double()
     qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
     qk = qk * cos + torch.roll(qk, dim // 2, -1) * sin

@@ -23,7 +23,6 @@ import numpy as np
 from moeserve.engine.plan import I32, NewRequest
 from moeserve.errors import MoeserveError
 from moeserve.runner.sampling.sampler import Masks
-from moeserve.runner.tables import I64
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -50,10 +50,10 @@ class Proposer(ABC):
     def drafts(self, slots_N: I64, places_N: I64) -> Tensor:
         """Returns guesses, int32 [N] on the device: of slots_N[i], the one that is places_N[i] behind the first."""
 
-    def add(self, request: NewRequest) -> None:
+    def add(self, request: NewRequest) -> None:  # noqa: B027: few need it
         """Takes a request that begins, or begins again, with the tokens it has."""
 
-    def launch(self, step: Verified) -> None:
+    def launch(self, step: Verified) -> None:  # noqa: B027
         """Reads a step, whether or not a row samples, and guesses, if its plan asks for that, on the device, behind the
         step. Does not wait for the device."""
 
