@@ -36,6 +36,7 @@ FAMILIES = (
         family.sizes(151936, 2048, 6144, 24, 32, 4, 32768, experts=128, top_k=8, expert_size=768)
         | family.QWEN_WINDOWS
         | {"norm_topk_prob": False},
+        Names(foreign=("mtp.",)),
     ),
     family.Family(
         "Qwen3VLMoeForConditionalGeneration",
