@@ -138,7 +138,7 @@ PATTERNS = (
     "^\\d{4}-\\d\\d$",
     "^x(y|z)?x$",
 )  # fmt: skip
-FORMATS = ("date", "ipv4", "uuid", "time", "date-time")
+FORMATS = ("date", "ipv4", "uuid")
 
 
 def generated(count: int = 200) -> list[dict[str, Any]]:
