@@ -30,7 +30,7 @@ from benchmarks.common import parser, save
 from moeserve.errors import InvalidRequest, RequestFailed
 from moeserve.loader.model_dir import resolve_model_dir
 from moeserve.sampling import GrammarSpec
-from moeserve.text.grammar import Grammars
+from moeserve.text.grammar import Grammars, Matcher
 from moeserve.text.grammar_check import GrammarChecker
 from moeserve.text.tokenizer import Tokenizer
 from tests.text.schemas import generated
@@ -100,7 +100,7 @@ def work(seconds: float, seed: int) -> None:
     """Fuzzes until the time is over; says what it does in JSON lines."""
     tokenizer = Tokenizer.load(resolve_model_dir("demo"))
     size = tokenizer.backend.get_vocab_size()
-    end = tokenizer.backend.token_to_id("<|im_end|>")
+    end = tokenizer.encode("<|im_end|>", special=False)[0]
     grammars, checker = Grammars(tokenizer, size, [end]), GrammarChecker(tokenizer, size, [end])
     checker.check(GrammarSpec("json_object"), "")
     fuzzer = Fuzzer(grammars, checker, random.Random(seed))
@@ -129,44 +129,39 @@ class Fuzzer:
     def one(self, spec: GrammarSpec) -> None:
         say(begins=f"{spec.kind} {spec.text}")
         self._counts["grammars"] += 1
-        refused = self._timed("check", spec, lambda: self._checker.check(spec, "x"))
-        if refused is not None:
+        if not self._timed("check", spec, self._checker.check, spec, "x"):
             self._counts["refused"] += 1
             return
         self._counts["accepted"] += 1
-        matcher = self._timed("compile", spec, lambda: self._grammars.matcher(spec), value=True)
+        found: list[Matcher] = []
+        self._timed("compile", spec, lambda: found.append(self._grammars.matcher(spec)))
         mask_RW = np.zeros((3, self._grammars.mask_words), np.int32)
-        for _ in range(STEPS if matcher is not None else 0):
+        for matcher in found * STEPS:
             drafts = self._rng.choices(range(self._grammars.mask_words * 31), k=2)
-            if (
-                matcher.is_done
-                or self._timed("fill", spec, lambda drafts=drafts: matcher.fill(mask_RW, drafts)) is not None
-            ):
+            if matcher.is_done or not self._timed("fill", spec, matcher.fill, mask_RW, drafts):
                 break
             allowed = np.flatnonzero(np.unpackbits(mask_RW[0].view(np.uint8), bitorder="little"))
             if not len(allowed):
                 self._counts["states without a token"] += 1
                 break
             token = int(self._rng.choice(allowed))
-            if self._timed("accept", spec, lambda token=token: matcher.accept([token])) is not None:
+            if not self._timed("accept", spec, matcher.accept, [token]):
                 break
 
-    def _timed(self, what: str, spec: GrammarSpec, call: Callable[[], Any], *, value: bool = False) -> Any:
-        """Returns the error of a call, or its value."""
-        began, error, result = perf_counter(), None, None
+    def _timed(self, what: str, spec: GrammarSpec, call: Callable[..., object], *args: Any) -> bool:
+        """Returns whether a call succeeded."""
+        began, error = perf_counter(), ""
         try:
-            result = call()
-        except InvalidRequest as caught:
-            error = caught
-        except RequestFailed as caught:
-            error = caught
-            self._counts["too costly while it ran"] += 1
+            call(*args)
+        except (InvalidRequest, RequestFailed) as caught:
+            error = caught.message
+            self._counts["too costly while it ran"] += isinstance(caught, RequestFailed)
         spent = perf_counter() - began
         if spent > HANG_S:
             self._counts["longer than a second"] += 1
             say(slow=[f"{what} {spent:.1f} s {spec.kind} {spec.text[:500]} ({len(spec.text):,}): {error}"])
         self._most[f"longest {what} in ms"] = max(self._most.get(f"longest {what} in ms", 0), round(spent * 1e3, 1))
-        return result if value else error
+        return not error
 
     def tell(self) -> None:
         """Says what has been found since the last time, and how much memory there is."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def closed(optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+def closed(optional: tuple[str, ...] = (), /, **properties: Any) -> dict[str, Any]:
     """An object with exactly these properties, all required but the optional ones."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
